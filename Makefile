@@ -1,0 +1,53 @@
+# Every target sets up what it needs in .venv by itself.
+#
+#   make demo    one request through router, prefill node and decode node, and what happened
+#   make test    the whole test suite
+#   make check   format, lint, import rules, types and the fast tests, in under a minute
+#   make bench   the engine's own figures, as tables
+#
+# PYTHON, TORCH and TORCH_INDEX choose the interpreter and the build of torch (see README).
+
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(shell find protos -name '*.proto')
+STUBS := $(VENV)/.stubs
+PYTEST := $(BIN)/python -m pytest
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check bench format clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/baton demo
+
+test: $(VENV)/.dev $(STUBS)
+	$(PYTEST) -m "not gpu"
+
+check: $(VENV)/.dev $(STUBS)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(PYTEST) -m "not slow and not gpu" tests/unit tests/properties
+
+bench: $(VENV)/.runtime
+	$(BIN)/baton bench scheduler
+	$(BIN)/baton bench engine
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(VENV)/.runtime: pyproject.toml setup.py tools/install.sh $(PROTOS)
+	tools/install.sh
+	touch $@
+
+$(VENV)/.dev: pyproject.toml setup.py tools/install.sh
+	tools/install.sh dev
+	touch $@ $(VENV)/.runtime
+
+$(STUBS): $(VENV)/.dev protos/generate.py $(PROTOS)
+	$(BIN)/python protos/generate.py
+	touch $@

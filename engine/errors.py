@@ -1,0 +1,27 @@
+"""The engine's named errors. A message says what was wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The root of every error that the engine raises on purpose."""
+
+
+class InvalidRequest(EngineError):
+    """The client's fault: this request alone is refused, the engine goes on."""
+
+
+class InvalidConfig(EngineError):
+    """A setting cannot work; the process stops at start."""
+
+
+class ModelError(EngineError):
+    """The model folder is missing, incomplete, corrupt or not supported."""
+
+
+class NonFiniteLogits(EngineError):
+    """The model produced NaN or infinite logits for one request."""
+
+
+class EngineStopped(EngineError):
+    """This engine takes no more requests."""

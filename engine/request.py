@@ -1,0 +1,68 @@
+"""What is asked of the engine and what it answers, as values. No torch, clock or thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId, Peer, TokenLogprobs
+
+RequestId = NewType("RequestId", str)
+ClientId = NewType("ClientId", str)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """One sequence to continue, as it enters the engine."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int  # randomness is keyed by (seed, position), so no request may lack one
+    arrival_s: float = 0.0
+    client_id: ClientId = ClientId("")
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""
+    # Tokens that this request was already given elsewhere (a migrated stream): they are
+    # context like the prompt, but count as output for penalties, limits and positions.
+    prior_output_token_ids: tuple[int, ...] = ()
+    receive_from: ReceiveKv | None = None
+    send_to: HandoffId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveKv:
+    """The prompt's KV will be written by a peer under this hand-off."""
+
+    handoff_id: HandoffId
+    source: Peer
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one request got from one step."""
+
+    request_id: RequestId
+    first_index: int  # place of token_ids[0] among the request's output tokens
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the token that ended it, if one did
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """The outputs of one step, by the client that waits for them."""
+
+    by_client: dict[ClientId, list[Output]] = field(default_factory=dict)

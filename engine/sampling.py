@@ -1,0 +1,82 @@
+"""How the next token is chosen: the parameters of one request, checked when made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequest
+
+MAX_LOGPROBS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The names and meanings are those of vLLM and the OpenAI API."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None: drawn where the request enters
+    logprobs: int | None = None  # how many of the likeliest; 0 is the chosen one alone
+    prompt_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def __post_init__(self) -> None:
+        self._check_limits()
+        self._check_shape_of_distribution()
+        self._check_penalties()
+        self._check_token_ids()
+
+    def _check_limits(self) -> None:
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _check("min_tokens", self.min_tokens, self.min_tokens >= 0, "at least 0")
+        in_order = self.min_tokens <= self.max_tokens
+        _check("min_tokens", self.min_tokens, in_order, f"at most max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            allowed = count is None or 0 <= count <= MAX_LOGPROBS
+            _check(name, count, allowed, f"from 0 to {MAX_LOGPROBS}, or left out")
+
+    def _check_shape_of_distribution(self) -> None:
+        _check("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+
+    def _check_penalties(self) -> None:
+        positive = 0 < self.repetition_penalty < math.inf
+        _check("repetition_penalty", self.repetition_penalty, positive, "above 0 and finite")
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            _check(name, penalty, -2 <= penalty <= 2, "from -2 to 2")
+        for token_id, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token_id}]", bias, -100 <= bias <= 100, "from -100 to 100")
+
+    def _check_token_ids(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids is empty: leave it out to allow every token")
+        named = (*self.stop_token_ids, *self.banned_token_ids, *(self.allowed_token_ids or ()))
+        for token_id in (*named, *self.logit_bias):
+            _check("token id", token_id, token_id >= 0, "at least 0")
+
+
+def _check(name: str, value: object, is_good: bool, expected: str) -> None:
+    # NaN fails every comparison, so it lands here too.
+    if not is_good:
+        raise InvalidRequest(f"{name} is {value}; it must be {expected}")

@@ -1,0 +1,38 @@
+#!/bin/sh
+# Makes .venv and installs Baton into it: `tools/install.sh EXTRA`, EXTRA being test, dev or empty.
+#
+# On a machine without an NVIDIA GPU the CPU build of torch is taken, so that no CUDA libraries
+# are pulled in. TORCH names another build, TORCH_INDEX the package index that offers it.
+set -eu
+
+extra=${1:-}
+python=${PYTHON:-python3}
+venv=.venv
+
+"$python" - <<'PYTHON' || exit 1
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"Baton needs Python 3.11 or newer; this one is {sys.version.split()[0]}. Set PYTHON=…")
+PYTHON
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip="$venv/bin/python -m pip --disable-pip-version-check"
+
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
+
+install_torch() {
+    index=${TORCH_INDEX:+--index-url $TORCH_INDEX}
+    if [ -n "${TORCH:-}" ]; then
+        $pip install $index "$TORCH"
+    elif [ "$(uname -sm)" != "Linux x86_64" ] || has_gpu; then
+        $pip install $index torch==2.13.0
+    elif ! $pip install $index "torch==2.13.0+cpu"; then
+        echo "The package index offers no CPU build of torch 2.13.0, and the default build brings" >&2
+        echo "gigabytes of CUDA libraries. Set TORCH_INDEX to an index that has the CPU build, or" >&2
+        echo "TORCH=torch==2.13.0 to take the default one all the same." >&2
+        exit 1
+    fi
+}
+
+"$venv/bin/python" -c 'import torch' 2>/dev/null || install_torch
+$pip install --quiet --editable ".${extra:+[$extra]}"
