@@ -25,3 +25,11 @@ class NonFiniteLogits(EngineError):
 
 class EngineStopped(EngineError):
     """This engine takes no more requests."""
+
+
+class OutOfTurn(EngineError):
+    """A step was not taken in order: every plan is updated once, before the next is made."""
+
+
+class BlocksUnaccounted(EngineError):
+    """A check found a KV block held too often, too rarely, or by nobody."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer, TokenLogprobs
@@ -45,11 +45,22 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    # A sender's part ends with its first token; the peer that gets the KV goes on.
+    HANDED_OFF = "handed_off"
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What one request got from one step."""
+class Served:
+    """What it took this engine to serve one request."""
+
+    num_cached_tokens: int  # of its first tokens, found in the prefix cache
+    num_received_tokens: int  # of its first tokens, written by a peer
+    num_prefilled_tokens: int  # computed here in prefill chunks, again after preemption too
+    num_preemptions: int
+
+
+class Output(NamedTuple):
+    """What one request got from one step. A tuple, because a thousand are made per step."""
 
     request_id: RequestId
     first_index: int  # place of token_ids[0] among the request's output tokens
@@ -59,6 +70,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
     error: str | None = None
+    served: Served | None = None  # with the finish reason
 
 
 @dataclass(frozen=True, slots=True)

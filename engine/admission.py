@@ -1,0 +1,83 @@
+"""What can never be served is refused here, by name, before it costs anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.errors import InvalidRequest
+from engine.hashing import MAX_TOKEN_ID
+from engine.request import RequestSpec
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+
+
+def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
+    """Raise InvalidRequest if no step could ever bring this request to its end."""
+    _check_tokens(spec, config)
+    _check_lengths(spec, config)
+    _check_fits_cache(spec, config, cache)
+    if spec.receive_from is not None and spec.send_to is not None:
+        raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
+
+
+def max_num_tokens(spec: RequestSpec, config: SchedulerConfig) -> int:
+    """How many tokens, prompt included, the request may reach before a limit ends it."""
+    return min(len(spec.prompt_token_ids) + spec.sampling.max_tokens, config.max_model_len)
+
+
+def _check_tokens(spec: RequestSpec, config: SchedulerConfig) -> None:
+    if not spec.prompt_token_ids:
+        raise InvalidRequest("the prompt is empty: it must have at least one token")
+    highest = MAX_TOKEN_ID if config.vocab_size is None else config.vocab_size - 1
+    for token_ids in _named_token_ids(spec):
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+            if not 0 <= token_id <= highest:
+                raise InvalidRequest(
+                    f"token id {token_id} is outside the vocabulary: it must be from 0 to {highest}"
+                )
+
+
+def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[int, ...]]:
+    sampling = spec.sampling
+    yield spec.prompt_token_ids
+    yield spec.prior_output_token_ids
+    yield sampling.stop_token_ids
+    yield sampling.banned_token_ids
+    yield sampling.allowed_token_ids or ()
+    yield tuple(sampling.logit_bias)
+
+
+def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:
+    num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+    if num_context >= config.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {num_context} tokens; max_model_len is {config.max_model_len}, "
+            "and at least one token must be left for the answer"
+        )
+    if len(spec.prior_output_token_ids) >= spec.sampling.max_tokens:
+        raise InvalidRequest(
+            f"{len(spec.prior_output_token_ids)} tokens were given already: "
+            f"max_tokens {spec.sampling.max_tokens} leaves nothing to do"
+        )
+    # A peer's KV needs no budget here; should it be lost, it is recomputed in chunks.
+    is_computed_here = spec.receive_from is None
+    budget = config.max_num_batched_tokens
+    if is_computed_here and not config.enable_chunked_prefill and num_context > budget:
+        raise InvalidRequest(
+            f"the prompt has {num_context} tokens; without chunked prefill at most "
+            f"max_num_batched_tokens ({budget}) can be computed"
+        )
+
+
+def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
+    num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+    # The last token is never an input, so its KV is never written; a sender ends with
+    # its first token.
+    num_slots = num_context
+    if spec.send_to is None:
+        num_slots = max_num_tokens(spec, config) - 1 + config.num_lookahead_tokens
+    num_blocks = -(-num_slots // cache.block_size)
+    if num_blocks > cache.num_blocks:
+        raise InvalidRequest(
+            f"prompt and max_tokens may need {num_blocks} KV blocks; "
+            f"the whole cache has {cache.num_blocks}"
+        )

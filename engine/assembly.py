@@ -1,0 +1,50 @@
+"""From a loaded runner to an engine that is ready to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from engine.core import EngineCore, NoKvWorker
+from engine.plan import KvWorker
+from engine.runner.runner import TorchRunner
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a person may choose; what follows from the model is filled in."""
+
+    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
+    enable_prefix_caching: bool = True
+    collect_kv_events: bool = False
+
+
+def build_engine(
+    runner: TorchRunner, options: EngineOptions, kv_worker: KvWorker | None = None
+) -> EngineCore:
+    """Without a KV worker, the engine hands nothing over and receives nothing."""
+    return EngineCore(build_scheduler(runner, options), runner, kv_worker or NoKvWorker())
+
+
+def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
+    """For wiring that puts something between the engine and its workers."""
+    return Scheduler(
+        _scheduling_for(runner, options.scheduling),
+        CacheConfig(
+            num_blocks=runner.kv_memory.num_blocks,
+            block_size=runner.kv_memory.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+            model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
+            collect_events=options.collect_kv_events,
+        ),
+    )
+
+
+def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerConfig:
+    return replace(
+        config,
+        max_model_len=runner.info.max_model_len,
+        vocab_size=runner.info.vocab_size,
+        eos_token_ids=frozenset(runner.info.eos_token_ids),
+    )

@@ -1,0 +1,123 @@
+"""The running requests, and what changed about them since the last plan.
+
+A decoding request costs nothing per step here: it stays in a table of scheduled tokens,
+and a calendar knows at which step it will need its next block.
+"""
+
+from __future__ import annotations
+
+from engine.lifecycle import Request
+from engine.plan import Plan, Row
+from engine.request import RequestId
+from kv_transfer.types import BlockId, KvOrders
+
+
+class Batch:
+    def __init__(self, num_slots_per_decode: int) -> None:
+        self._num_slots_per_decode = num_slots_per_decode
+        self.running: dict[RequestId, Request] = {}
+        self.prefilling: dict[RequestId, Request] = {}  # those of `running` not through yet
+        self.chunks: list[tuple[Request, int]] = []  # prefill tokens in the current plan
+        self._decode_tokens: dict[RequestId, int] = {}
+        self._due: dict[int, list[Request]] = {}
+        self._step = 0
+        self._dropped: list[RequestId] = []
+        self._started: list[Row] = []
+        self._new_block_ids: dict[RequestId, tuple[BlockId, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decode_tokens)
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._dropped)
+
+    def begin_step(self) -> list[Request]:
+        """The decoding requests that have no room for this step's tokens, best rank first."""
+        self._step += 1
+        self.chunks = []
+        due = self._due.pop(self._step, [])
+        short = [request for request in due if request.due_step == self._step]
+        short.sort(key=_rank)
+        return short
+
+    def start_prefill(self, request: Request, num_tokens: int) -> None:
+        self._start(request)
+        self.prefilling[request.request_id] = request
+        self.chunks.append((request, num_tokens))
+
+    def continue_prefill(self, request: Request, num_tokens: int) -> None:
+        self.chunks.append((request, num_tokens))
+
+    def start_decode(self, request: Request, capacity: int) -> None:
+        """It came with all but its last token computed, and takes part from this step on."""
+        self._start(request)
+        self._decode_tokens[request.request_id] = 1
+        self._set_due(request, capacity, self._step)
+
+    def turn_to_decode(self, request: Request, capacity: int) -> None:
+        """Its prompt is through; it takes part from the next step on."""
+        del self.prefilling[request.request_id]
+        self._decode_tokens[request.request_id] = 1
+        self._set_due(request, capacity, self._step + 1)
+
+    def grow(self, request: Request, block_ids: tuple[BlockId, ...], capacity: int) -> None:
+        if block_ids:
+            self._new_block_ids[request.request_id] = block_ids
+        self._set_due(request, capacity, self._step)
+
+    def remove(self, request: Request) -> None:
+        request_id = request.request_id
+        del self.running[request_id]
+        self.prefilling.pop(request_id, None)
+        self._decode_tokens.pop(request_id, None)
+        self._new_block_ids.pop(request_id, None)
+        request.due_step = -1
+        self._dropped.append(request_id)
+
+    def take_plan(self, kv_orders: KvOrders) -> Plan:
+        num_scheduled_tokens = self._decode_tokens.copy()
+        for request, num_tokens in self.chunks:
+            num_scheduled_tokens[request.request_id] = num_tokens
+        plan = Plan(
+            dropped=tuple(self._dropped),
+            started=tuple(self._started),
+            new_block_ids=self._new_block_ids,
+            num_scheduled_tokens=num_scheduled_tokens,
+            kv_orders=kv_orders,
+        )
+        self._dropped.clear()
+        self._started.clear()
+        self._new_block_ids = {}
+        return plan
+
+    def _start(self, request: Request) -> None:
+        self.running[request.request_id] = request
+        row = Row(
+            request_id=request.request_id,
+            token_ids=tuple(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            block_ids=tuple(request.block_ids),
+            sampling=request.spec.sampling,
+            seed=request.spec.seed,
+        )
+        self._started.append(row)
+
+    def _set_due(self, request: Request, capacity: int, step: int) -> None:
+        """Note the first step from `step` on in which its tokens might not fit.
+
+        It advances by at most `num_slots_per_decode` a step; without speculation this is
+        exact, with it the request may be looked at before it is short of room.
+        """
+        room = capacity - request.num_computed_tokens - self._num_slots_per_decode
+        request.due_step = step + room // self._num_slots_per_decode + 1
+        self._due.setdefault(request.due_step, []).append(request)
+
+
+def _rank(request: Request) -> tuple[int, float, int]:
+    return request.rank

@@ -1,0 +1,145 @@
+"""The pool of KV blocks: who holds how many, which are cached, which goes next.
+
+Knows block ids and hashes, and nothing of requests. A block is free when nobody holds
+it; a free block that still has a hash is a cached one, and is taken last, the one that
+was let go first before the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from engine.errors import BlocksUnaccounted
+from engine.hashing import BlockHash
+from kv_transfer.types import BlockId
+
+
+class BlockPool:
+    """Every operation costs time in proportion to the blocks it names, never to the pool."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_cnt = [0] * num_blocks
+        # Taken from the end, so that a fresh pool hands out neighbours in order.
+        self._blank = [BlockId(n) for n in reversed(range(num_blocks))]
+        self._cached_free: OrderedDict[BlockId, None] = OrderedDict()
+        self._hash_by_block: dict[BlockId, BlockHash] = {}
+        self._block_by_hash: dict[BlockHash, BlockId] = {}
+        self.num_releases = 0  # grows whenever blocks may have become free
+        self._evicted: list[BlockHash] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._cached_free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._block_by_hash)
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        """Blocks that only the caller holds, or None (and no change) if there are too few."""
+        if count > self.num_free:
+            return None
+        taken = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
+        while len(taken) < count:
+            taken.append(self._evict())
+        for block_id in taken:
+            self._ref_cnt[block_id] = 1
+        return taken
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """The cached blocks of the longest known prefix. They are not held yet."""
+        found = []
+        for block_hash in hashes:
+            block_id = self._block_by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
+        return sum(1 for block_id in block_ids if not self._ref_cnt[block_id])
+
+    def hold(self, block_ids: Iterable[BlockId]) -> None:
+        """One more holder for each: a cached block that is hit, or one lent to a hand-off."""
+        for block_id in block_ids:
+            if not self._ref_cnt[block_id]:
+                del self._cached_free[block_id]
+            self._ref_cnt[block_id] += 1
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """One holder less for each. The last of a sequence is to be evicted first."""
+        self.num_releases += 1
+        for block_id in reversed(block_ids):
+            self._ref_cnt[block_id] -= 1
+            if self._ref_cnt[block_id]:
+                continue
+            if block_id in self._hash_by_block:
+                self._cached_free[block_id] = None
+            else:
+                self._blank.append(block_id)
+
+    def register(self, block_id: BlockId, block_hash: BlockHash) -> bool:
+        """Let this complete block be found from now on. False if one like it is known."""
+        if block_hash in self._block_by_hash:
+            return False
+        self._block_by_hash[block_hash] = block_id
+        self._hash_by_block[block_id] = block_hash
+        return True
+
+    def unregister(self, block_ids: Iterable[BlockId]) -> None:
+        """These blocks are not found any more; who holds them goes on holding them."""
+        for block_id in block_ids:
+            block_hash = self._hash_by_block.pop(block_id, None)
+            if block_hash is None:
+                continue
+            del self._block_by_hash[block_hash]
+            self._evicted.append(block_hash)
+            if not self._ref_cnt[block_id]:
+                del self._cached_free[block_id]
+                self._blank.append(block_id)
+
+    def forget_hashes(self) -> None:
+        """Nothing is found any more. Holders keep what they hold."""
+        self._blank.extend(self._cached_free)
+        self._cached_free.clear()
+        self._hash_by_block.clear()
+        self._block_by_hash.clear()
+        self._evicted.clear()
+
+    def take_evicted(self) -> tuple[BlockHash, ...]:
+        """The hashes that were evicted since the last call."""
+        evicted = tuple(self._evicted)
+        self._evicted.clear()
+        return evicted
+
+    def check(self, held: Iterable[BlockId]) -> None:
+        """Raise BlocksUnaccounted unless `held`, one entry per holder, explains the pool."""
+        expected = [0] * self.num_blocks
+        for block_id in held:
+            expected[block_id] += 1
+        for place, (counted, found) in enumerate(zip(self._ref_cnt, expected, strict=True)):
+            if counted != found:
+                raise BlocksUnaccounted(f"block {place}: ref_cnt {counted}, holders {found}")
+        free = [*self._blank, *self._cached_free]
+        unheld = [place for place, count in enumerate(expected) if not count]
+        if sorted(free) != unheld:
+            raise BlocksUnaccounted(f"free are {sorted(free)}, but nobody holds {unheld}")
+        self._check_hashes()
+
+    def _check_hashes(self) -> None:
+        there = {block_hash: block_id for block_id, block_hash in self._hash_by_block.items()}
+        if there != self._block_by_hash:
+            raise BlocksUnaccounted("the two maps of block hashes differ")
+        if not self._hash_by_block.keys() >= self._cached_free.keys():
+            raise BlocksUnaccounted("a block counts as cached, but has no hash")
+        if not self._hash_by_block.keys().isdisjoint(self._blank):
+            raise BlocksUnaccounted("a block counts as blank, but has a hash")
+
+    def _evict(self) -> BlockId:
+        block_id, _ = self._cached_free.popitem(last=False)
+        block_hash = self._hash_by_block.pop(block_id)
+        del self._block_by_hash[block_hash]
+        self._evicted.append(block_hash)
+        return block_id

@@ -1,0 +1,206 @@
+"""Every live request and the place where it stands; the moves that touch several places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.admission import max_num_tokens
+from engine.batch import Batch
+from engine.errors import BlocksUnaccounted, InvalidRequest
+from engine.events import RequestEvent, RequestEventKind, SchedulerStats
+from engine.handoffs import HandOffs
+from engine.kv_cache import KvCache
+from engine.lifecycle import Rank, Request, RequestStatus
+from engine.queues import RankedQueue, WaitingLine
+from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
+from engine.scheduler_config import CacheConfig, Policy, SchedulerConfig
+from kv_transfer.types import BlockId
+
+
+class RequestBook:
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.config = config
+        self.cache = KvCache(cache_config)
+        self.handoffs = HandOffs(self.cache.pool)
+        self.requests: dict[RequestId, Request] = {}
+        self.waiting = WaitingLine()
+        self.ready = RankedQueue()
+        self.batch = Batch(config.num_slots_per_decode)
+        self.num_waiting_for_remote_kvs = 0
+        self.total_preemptions = 0
+        self.num_changes = 0  # grows when a refused request may deserve another look
+        self.now_s = 0.0
+        self._num_added = 0
+        self._outbox: dict[ClientId, list[Output]] = {}
+        self._events: list[RequestEvent] = []
+
+    # --- the moves of a request ---------------------------------------------------
+
+    def add(self, spec: RequestSpec) -> None:
+        self._check_ids(spec)
+        sampling = spec.sampling
+        eos_token_ids = frozenset() if sampling.ignore_eos else self.config.eos_token_ids
+        limit = max_num_tokens(spec, self.config)
+        num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+        request = Request(
+            spec,
+            self._rank(spec),
+            self.cache.root_hash(spec.cache_salt),
+            eos_token_ids.union(sampling.stop_token_ids),
+            limit if spec.send_to is None else min(limit, num_context + 1),
+        )
+        self.requests[spec.request_id] = request
+        if spec.receive_from is not None:
+            self.handoffs.expect(spec.receive_from)
+        if spec.send_to is not None:
+            self.handoffs.open_send(spec.send_to)
+        self.waiting.push(request)
+        self.note(request, RequestEventKind.QUEUED, spec.arrival_s)
+
+    def preempt(self, request: Request) -> None:
+        """Take its blocks; it starts anew, in front of those that never ran."""
+        self._leave_place(request)
+        self.cache.release(request)
+        request.move(RequestStatus.PREEMPTED)
+        self.waiting.push(request, is_resumed=True)
+        request.num_preemptions += 1
+        self.total_preemptions += 1
+        self.note(request, RequestEventKind.PREEMPTED)
+
+    def make_ready(self, request: Request) -> None:
+        """Its KV is there; it waits for a place in the batch."""
+        self._leave_place(request)
+        request.move(RequestStatus.READY)
+        self.ready.push(request.rank, request)
+
+    def restart(self, request: Request) -> None:
+        """Its KV is lost. It starts from nothing: a half-filled table is never patched."""
+        self._leave_place(request)
+        self.cache.release(request)
+        request.move(RequestStatus.WAITING)
+        self.waiting.push(request, is_resumed=True)
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """Forget it at once. Blocks that a hand-off holds stay held."""
+        self.handoffs.give_up_receiving(request)
+        self.handoffs.withdraw(request, error or reason.value)
+        self._leave_place(request)
+        self.cache.release(request)
+        request.move(RequestStatus.FINISHED)
+        del self.requests[request.request_id]
+        self.note(request, RequestEventKind.FINISHED)
+
+    def worst(self) -> Request:
+        """Whom to preempt. Only called for one that runs or is ready, so there is one.
+
+        A sender that has begun to send is spared: its hand-off would keep the blocks while
+        it waits for new ones. It holds all it needs and ends with its prompt.
+        """
+        candidates: list[Request] = [*self.batch.running.values(), *self.ready]
+        return max((r for r in candidates if not self.handoffs.has_sent(r)), key=_rank_of)
+
+    # --- what is told to others ---------------------------------------------------
+
+    def put_out(self, client_id: ClientId, output: Output) -> None:
+        self.outputs_for(client_id).append(output)
+
+    def outputs_for(self, client_id: ClientId) -> list[Output]:
+        outputs = self._outbox.get(client_id)
+        if outputs is None:
+            outputs = self._outbox[client_id] = []
+        return outputs
+
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self._outbox)
+
+    def take_outputs(self) -> dict[ClientId, list[Output]]:
+        taken, self._outbox = self._outbox, {}
+        return taken
+
+    def note(self, request: Request, kind: RequestEventKind, at_s: float | None = None) -> None:
+        if self.config.collect_events:
+            at_s = self.now_s if at_s is None else at_s
+            self._events.append(RequestEvent(request.request_id, kind, at_s))
+
+    def take_events(self) -> tuple[RequestEvent, ...]:
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.batch),
+            num_ready=len(self.ready),
+            num_waiting=len(self.waiting),
+            num_waiting_for_remote_kvs=self.num_waiting_for_remote_kvs,
+            num_blocks=self.cache.pool.num_blocks,
+            num_free_blocks=self.cache.pool.num_free,
+            num_pending_receives=self.handoffs.num_receiving,
+            num_pending_sends=self.handoffs.num_sending,
+            total_preemptions=self.total_preemptions,
+            total_prefix_query_tokens=self.cache.total_query_tokens,
+            total_prefix_hit_tokens=self.cache.total_hit_tokens,
+            total_unknown_kv_reports=self.handoffs.total_unknown_reports,
+        )
+
+    def check(self) -> None:
+        """Raise BlocksUnaccounted unless every block and request is where it belongs."""
+        self.cache.pool.check(self._holdings())
+        places = [
+            *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
+            *((request, RequestStatus.READY) for request in self.ready),
+        ]
+        placed = len(places) + len(self.waiting) + self.num_waiting_for_remote_kvs
+        if placed != len(self.requests):
+            raise BlocksUnaccounted(f"{len(self.requests)} requests live, {placed} have a place")
+        for request, status in places:
+            if request.status is not status:
+                raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
+        for request in self.waiting:
+            if request.block_ids:
+                raise BlocksUnaccounted(f"{request.request_id} waits in line and holds blocks")
+
+    # --- helpers ------------------------------------------------------------------
+
+    def _check_ids(self, spec: RequestSpec) -> None:
+        if spec.request_id in self.requests:
+            raise InvalidRequest(f"request id {spec.request_id} is in use")
+        receive, send_to = spec.receive_from, spec.send_to
+        if receive is not None and self.handoffs.is_known_receive(receive.handoff_id):
+            raise InvalidRequest(f"hand-off {receive.handoff_id} is in use: raise the attempt")
+        if send_to is not None and self.handoffs.is_known_send(send_to):
+            raise InvalidRequest(f"hand-off {send_to} is in use: raise the attempt")
+
+    def _rank(self, spec: RequestSpec) -> Rank:
+        self._num_added += 1
+        if self.config.policy is Policy.FCFS:
+            return (0, 0.0, self._num_added)
+        return (spec.priority, spec.arrival_s, self._num_added)
+
+    def _leave_place(self, request: Request) -> None:
+        self.num_changes += 1
+        match request.status:
+            case RequestStatus.WAITING | RequestStatus.PREEMPTED:
+                self.waiting.remove(request)
+            case RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.num_waiting_for_remote_kvs -= 1
+            case RequestStatus.READY:
+                self.ready.remove(request)
+            case RequestStatus.RUNNING:
+                self.batch.remove(request)
+
+    def _holdings(self) -> Iterator[BlockId]:
+        for request in self.requests.values():
+            yield from request.block_ids
+        yield from self.handoffs.held_blocks()
+
+
+def _rank_of(request: Request) -> Rank:
+    return request.rank

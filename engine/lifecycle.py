@@ -1,0 +1,127 @@
+"""One request while it lives in the engine: its status, its tokens and its blocks."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from engine.errors import OutOfTurn
+from engine.hashing import BlockHash
+from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec, Served
+from kv_transfer.types import BlockId
+
+# (priority, arrival time, serial): lower goes earlier. FCFS leaves the first two at zero.
+Rank = tuple[int, float, int]
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"  # holds nothing
+    WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
+    READY = "ready"  # KV landed; holds blocks, waits for a place in the batch
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # lost its blocks; waits in front of those that never ran
+    FINISHED = "finished"
+
+
+_S = RequestStatus
+_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: frozenset({_S.WAITING_FOR_REMOTE_KVS, _S.RUNNING, _S.FINISHED}),
+    # Back to WAITING when the KV is lost: the request starts anew, without a hand-off.
+    _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.READY, _S.WAITING, _S.FINISHED}),
+    _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.FINISHED}),
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED}),
+    _S.FINISHED: frozenset(),
+}
+
+
+class Request:
+    """Owned by the scheduler. `num_computed_tokens` wants to catch up with `num_tokens`."""
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "client_id",
+        "due_step",
+        "is_long",
+        "is_plain",
+        "is_registering",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_context_tokens",
+        "num_preemptions",
+        "num_prefilled_tokens",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_received_tokens",
+        "num_registered_blocks",
+        "rank",
+        "receive",
+        "request_id",
+        "root_hash",
+        "spec",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        spec: RequestSpec,
+        rank: Rank,
+        root_hash: BlockHash,
+        stop_token_ids: frozenset[int],
+        max_num_tokens: int,
+    ) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.root_hash = root_hash
+        self.stop_token_ids = stop_token_ids
+        self.max_num_tokens = max_num_tokens  # it ends when it has so many
+        # Kept beside the spec because every step reads them.
+        self.request_id: RequestId = spec.request_id
+        self.client_id: ClientId = spec.client_id
+        sampling = spec.sampling
+        self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
+
+        self.status = RequestStatus.WAITING
+        self.receive: ReceiveKv | None = spec.receive_from  # None once it landed or was lost
+        self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.num_context_tokens = len(self.token_ids)  # what it came with
+        self.num_computed_tokens = 0
+        self.num_prompt_logprobs = 0  # handed out already
+        self.block_ids: list[BlockId] = []
+        self.block_hashes: list[BlockHash] = []  # of its first full blocks
+        self.num_registered_blocks = 0  # its first so many can be hit by others
+        self.is_registering = True  # False: its KV is older than a reset of the cache
+        self.is_long = False  # a long prompt, not yet computed to its end
+        self.due_step = -1  # when it needs its next block, see calendar
+
+        # For the account that goes out with the last output.
+        self.num_cached_tokens = 0
+        self.num_received_tokens = 0
+        self.num_prefilled_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def served(self) -> Served:
+        return Served(
+            num_cached_tokens=self.num_cached_tokens,
+            num_received_tokens=self.num_received_tokens,
+            num_prefilled_tokens=self.num_prefilled_tokens,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def move(self, status: RequestStatus) -> None:
+        """The only way to a new status."""
+        if status not in _MOVES[self.status]:
+            raise OutOfTurn(f"{self.request_id} cannot go from {self.status} to {status}")
+        self.status = status

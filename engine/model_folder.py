@@ -1,0 +1,192 @@
+"""A model folder from outside: where it is, and what its small JSON files say. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ModelError
+
+# Weights in other formats are left on the hub.
+WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """generation_config.json: what ends an answer, and the sampling its makers advise."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def resolve_model_folder(
+    model: str, *, revision: str | None = None, offline: bool = False, cache: Path | None = None
+) -> Path:
+    """A folder's own path, else the hub's cache, else (unless offline) a download into it.
+
+    `cache` is huggingface_hub's own place for it unless given.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if not HUB_NAME.fullmatch(model):
+        raise ModelError(f"{model} is no folder on this machine, and no hub name either")
+    cached = _cached(model, revision, cache)
+    if cached is not None:
+        return cached
+    if offline:
+        raise ModelError(f"{_looked_for(model, revision)}; being offline, no download was tried")
+    return _downloaded(model, revision, cache)
+
+
+def read_generation_defaults(folder: Path) -> GenerationDefaults:
+    """generation_config.json where there is one; the end tokens of config.json else."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return GenerationDefaults(_eos_ids(JsonFields.read(folder / "config.json")))
+    raw = JsonFields.read(path)
+    source = raw if raw.has("eos_token_id") else JsonFields.read(folder / "config.json")
+    return GenerationDefaults(
+        eos_token_ids=_eos_ids(source),
+        temperature=raw.optional_number("temperature"),
+        top_p=raw.optional_number("top_p"),
+        top_k=raw.positive_int("top_k") if raw.optional_number("top_k") else None,
+        min_p=raw.optional_number("min_p"),
+        repetition_penalty=raw.optional_number("repetition_penalty"),
+    )
+
+
+class JsonFields:
+    """One JSON object; every complaint names the file and the field."""
+
+    def __init__(self, where: str, fields: Mapping[str, object]) -> None:
+        self.where = where
+        self._fields = fields
+
+    @classmethod
+    def read(cls, path: Path) -> JsonFields:
+        try:
+            parsed = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing; a model folder must have it") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
+        if not isinstance(parsed, dict):
+            raise ModelError(f"{path} holds no JSON object; fetch it again")
+        return cls(str(path), parsed)
+
+    def has(self, name: str) -> bool:
+        return self._fields.get(name) is not None
+
+    def says_null(self, name: str) -> bool:
+        return name in self._fields and self._fields[name] is None
+
+    def get(self, name: str) -> object:
+        return self._fields.get(name)
+
+    def inner(self, name: str) -> JsonFields:
+        found = self._fields.get(name)
+        if not isinstance(found, dict):
+            raise self.wrong(name, "must be an object")
+        return JsonFields(f"{self.where}: {name}", found)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        found = self._fields.get(name, default)
+        found = default if found is None else found
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise self.wrong(name, "must be a number")
+        return float(found)
+
+    def optional_number(self, name: str) -> float | None:
+        return self.number(name) if self.has(name) else None
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        found = self.number(name, default)
+        if found < 1 or found != int(found):
+            raise self.wrong(name, "must be a whole number above 0")
+        return int(found)
+
+    def flag(self, name: str, default: bool) -> bool:
+        found = self._fields.get(name)
+        if found is None:
+            return default
+        if not isinstance(found, bool):
+            raise self.wrong(name, "must be true or false")
+        return found
+
+    def wrong(self, name: str, expected: str) -> ModelError:
+        found = self._fields.get(name)
+        state = "is missing" if found is None else f"is {found!r}"
+        return ModelError(f"{self.where}: {name!r} {state}; it {expected}")
+
+
+def _eos_ids(raw: JsonFields) -> tuple[int, ...]:
+    found = raw.get("eos_token_id")
+    if found is None:
+        return ()
+    listed = found if isinstance(found, list) else [found]
+    if not all(isinstance(token_id, int) for token_id in listed):
+        raise raw.wrong("eos_token_id", "must be a token id or a list of them")
+    return tuple(listed)
+
+
+# The hub's client is slow to import, and a folder needs none.
+
+
+def _cached(model: str, revision: str | None, cache: Path | None) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=list(WANTED_FILES),
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return Path(found) if _is_whole(Path(found)) else None
+
+
+def _is_whole(snapshot: Path) -> bool:
+    """A download cut short, or of the tokenizer alone, leaves a snapshot without the rest."""
+    index = snapshot / "model.safetensors.index.json"
+    weights = {"model.safetensors"}
+    if index.exists():
+        placed = JsonFields.read(index).get("weight_map")
+        weights = set(map(str, placed.values())) if isinstance(placed, dict) else set()
+    return all((snapshot / name).exists() for name in ("config.json", *weights))
+
+
+def _downloaded(model: str, revision: str | None, cache: Path | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            model, revision=revision, cache_dir=cache, allow_patterns=list(WANTED_FILES)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = next(iter(str(error).strip().splitlines()), repr(error))
+        raise ModelError(
+            f"{_looked_for(model, revision)}; the download failed: {reason}"
+        ) from error
+    return Path(found)
+
+
+def _looked_for(model: str, revision: str | None) -> str:
+    at = f" at revision {revision}" if revision else ""
+    return (
+        f"no folder {Path(model).expanduser().absolute()}, and no model {model!r}{at} in the "
+        f"Hugging Face cache"
+    )

@@ -1,0 +1,187 @@
+"""The first half of a step: who gets how many tokens and which blocks.
+
+There is no prefill phase and no decode phase. Each request wants its
+`num_computed_tokens` to catch up with its `num_tokens`; a step hands out a token budget:
+to the running ones first, then to those whose KV landed, then to those that wait.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from engine.book import RequestBook
+from engine.events import RequestEventKind
+from engine.lifecycle import Request, RequestStatus
+from engine.plan import Plan
+from engine.prefill_limits import PrefillLimits
+from engine.request import ReceiveKv
+
+
+class _Verdict(Enum):
+    """What became of the request at the head of the line."""
+
+    TAKEN = "taken"
+    STEPS_ASIDE = "steps aside"  # a long prompt lets shorter ones pass
+    MUST_WAIT = "must wait"  # and so must all behind it
+
+
+class Planner:
+    def __init__(self, book: RequestBook) -> None:
+        self._book = book
+        self._config = book.config
+        self._limits = PrefillLimits(book.config)
+        self._budget = 0
+        # The head that found no blocks, and the state of things then: as long as nothing
+        # was given back there is no need to look up its prefix again.
+        self._refused: tuple[Request, int, int] | None = None
+
+    def plan(self) -> Plan:
+        batch = self._book.batch
+        preemptions_before = self._book.total_preemptions
+        for request in batch.begin_step():
+            self._grow(request)
+        self._budget = self._config.max_num_batched_tokens
+        self._budget -= batch.num_decoding * self._config.num_slots_per_decode
+        # Ready before waiting: a request that holds blocks must never stand behind one
+        # that waits for them, or neither moves. And before the next chunk of a long prompt,
+        # which it shortens by a token: its first token is with the client already.
+        none_held_up = self._start_ready()
+        self._continue_prefills()
+        # Blocks that a victim just gave up are for those who run; a newcomer would
+        # take them and be the next victim.
+        if none_held_up and self._book.total_preemptions == preemptions_before:
+            self._take_from_line()
+        return batch.take_plan(self._book.handoffs.take_orders())
+
+    # --- running ------------------------------------------------------------------
+
+    def _grow(self, request: Request) -> None:
+        """Room for this step's tokens, at the cost of whoever ranks last."""
+        cache = self._book.cache
+        cache.register(request)
+        num_slots = request.num_computed_tokens + self._config.num_slots_per_decode
+        while request.status is RequestStatus.RUNNING:
+            added = cache.grow(request, num_slots)
+            if added is not None:
+                self._book.batch.grow(request, added, cache.capacity(request))
+                return
+            self._book.preempt(self._book.worst())
+
+    # --- ready --------------------------------------------------------------------
+
+    def _start_ready(self) -> bool:
+        """False if one was left for want of blocks or tokens, not just of a place."""
+        book, cost = self._book, self._config.num_slots_per_decode
+        while (head := book.ready.peek()) is not None:
+            if len(book.batch) >= self._config.max_num_seqs:
+                return True
+            request = head[1]
+            if self._budget < cost or not self._make_room_for_ready(request):
+                return False
+            book.ready.remove(request)
+            request.move(RequestStatus.RUNNING)
+            book.batch.start_decode(request, book.cache.capacity(request))
+            book.note(request, RequestEventKind.SCHEDULED)
+            self._budget -= cost
+        return True
+
+    def _make_room_for_ready(self, request: Request) -> bool:
+        """Those that run will end and make room. If none does, the last of the ready must."""
+        book = self._book
+        num_slots = request.num_computed_tokens + self._config.num_slots_per_decode
+        while book.cache.grow(request, num_slots) is None:
+            if book.batch.running or len(book.ready) == 1:
+                return False
+            book.preempt(book.worst())
+        return True
+
+    # --- prompts under way -------------------------------------------------------
+
+    def _continue_prefills(self) -> None:
+        self._limits.begin_step()
+        prefilling = self._book.batch.prefilling.values()
+        for request in sorted(prefilling, key=lambda request: request.rank):
+            missing = request.num_tokens - request.num_computed_tokens
+            chunk = self._limits.next_chunk(missing, self._budget)
+            if chunk:
+                self._book.batch.continue_prefill(request, chunk)
+                self._budget -= chunk
+            self._limits.count(request, missing - chunk)
+
+    # --- waiting ------------------------------------------------------------------
+
+    def _take_from_line(self) -> None:
+        waiting = self._book.waiting
+        while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
+            verdict = self._try_to_take(head)
+            if verdict is _Verdict.MUST_WAIT:
+                return
+            if verdict is _Verdict.STEPS_ASIDE:
+                waiting.step_aside(head)
+
+    def _try_to_take(self, request: Request) -> _Verdict:
+        if self._refused == self._refusal(request):
+            return _Verdict.MUST_WAIT
+        if request.receive is not None:
+            return self._grant(request, request.receive)
+        return self._admit(request)
+
+    def _admit(self, request: Request) -> _Verdict:
+        """Into the batch, with blocks for all its tokens and a first chunk of them."""
+        book = self._book
+        if len(book.batch) >= self._config.max_num_seqs or self._budget < 1:
+            return _Verdict.MUST_WAIT
+        # At least one token is computed here: its logits are the next token.
+        hits = book.cache.find_prefix(request, _num_tokens_to_hit(request))
+        missing = request.num_tokens - len(hits) * book.cache.block_size
+        request.is_long = self._limits.is_long(missing)
+        if request.is_long and not self._limits.allows_long:
+            return _Verdict.STEPS_ASIDE
+        chunk = self._limits.first_chunk(missing, self._budget)
+        if not chunk:
+            return _Verdict.MUST_WAIT
+        if not book.cache.admit(request, hits):
+            return self._refuse(request)
+        book.waiting.remove(request)
+        request.move(RequestStatus.RUNNING)
+        book.batch.start_prefill(request, chunk)
+        book.note(request, RequestEventKind.SCHEDULED)
+        book.handoffs.send(request, len(hits))
+        self._budget -= chunk
+        self._limits.count(request, missing - chunk)
+        return _Verdict.TAKEN
+
+    def _grant(self, request: Request, receive: ReceiveKv) -> _Verdict:
+        """Lend the blocks it lacks to the peer. That costs no budget and no place."""
+        book = self._book
+        num_underway = book.num_waiting_for_remote_kvs + len(book.ready)
+        if num_underway >= self._config.max_num_seqs:
+            return _Verdict.MUST_WAIT
+        hits = book.cache.find_prefix(request, request.num_tokens)
+        # Whoever holds blocks must be able to grow, or all would wait for each other.
+        # When nobody does, the whole cache may be granted.
+        num_holders = num_underway + len(book.batch)
+        spare = num_holders * self._config.remote_headroom_blocks
+        if not book.cache.admit(request, hits, spare=spare):
+            return self._refuse(request)
+        book.waiting.remove(request)
+        request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        book.num_waiting_for_remote_kvs += 1
+        book.handoffs.receive(request, receive, len(hits))
+        book.note(request, RequestEventKind.GRANTED)
+        return _Verdict.TAKEN
+
+    def _refuse(self, request: Request) -> _Verdict:
+        self._refused = self._refusal(request)
+        return _Verdict.MUST_WAIT
+
+    def _refusal(self, request: Request) -> tuple[Request, int, int]:
+        return request, self._book.cache.pool.num_releases, self._book.num_changes
+
+
+def _num_tokens_to_hit(request: Request) -> int:
+    """How many of its tokens may come from the cache."""
+    wants_prompt_logprobs = request.spec.sampling.prompt_logprobs is not None
+    if wants_prompt_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens:
+        return 0  # only computing a token tells its logprob
+    return request.num_tokens - 1

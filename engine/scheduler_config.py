@@ -1,0 +1,97 @@
+"""What the scheduler and the KV cache are told at start. Checked when made, frozen after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.errors import InvalidConfig
+
+
+class Policy(Enum):
+    """Who goes first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"  # priority (lower is earlier), then arrival
+
+
+class LoadFailurePolicy(Enum):
+    """What becomes of a request whose KV did not arrive."""
+
+    RECOMPUTE = "recompute"  # from the start, here
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache as numbers."""
+
+    num_blocks: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    # Everything that makes the same tokens give other KV: weights, dtype, layout.
+    model_salt: str = ""
+    hash_seed: int = 0
+    collect_events: bool = False  # whoever sets it must take them
+
+    def __post_init__(self) -> None:
+        _require("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
+        _require("block_size", self.block_size, self.block_size >= 1, "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The names and meanings are those of vLLM V1 where it has them."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    max_model_len: int = 8192
+    vocab_size: int | None = None  # None: token ids are not checked
+    eos_token_ids: frozenset[int] = frozenset()
+    policy: Policy = Policy.FCFS
+    enable_chunked_prefill: bool = True
+    # No chunk is longer than this, and a prompt longer than it is a long one; 0 is off.
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int | None = None  # prompts that are part done after a step
+    max_long_partial_prefills: int | None = None  # long ones among them; short ones overtake
+    num_lookahead_tokens: int = 0  # slots beyond the next token, for speculation
+    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    # Blocks that a grant to a peer must leave free for each request that holds blocks.
+    remote_headroom_blocks: int = 1
+    collect_events: bool = False  # whoever sets it must take them
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_prefill_limits()
+
+    @property
+    def num_slots_per_decode(self) -> int:
+        """What one decoding request may write in one step."""
+        return 1 + self.num_lookahead_tokens
+
+    def _check_sizes(self) -> None:
+        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs >= 1, "at least 1")
+        _require("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2")
+        for name in ("num_lookahead_tokens", "remote_headroom_blocks"):
+            _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        # Every running request gets its next token in every step, so all must fit in one.
+        least = self.max_num_seqs * self.num_slots_per_decode
+        budget = self.max_num_batched_tokens
+        why = f"at least max_num_seqs x (1 + num_lookahead_tokens) = {least}"
+        _require("max_num_batched_tokens", budget, budget >= least, why)
+
+    def _check_prefill_limits(self) -> None:
+        threshold = self.long_prefill_token_threshold
+        _require("long_prefill_token_threshold", threshold, threshold >= 0, "at least 0")
+        if threshold and not self.enable_chunked_prefill:
+            raise InvalidConfig("long_prefill_token_threshold needs enable_chunked_prefill")
+        for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
+            limit = getattr(self, name)
+            _require(name, limit, limit is None or limit >= 1, "at least 1, or left out")
+        if self.max_long_partial_prefills is not None and not threshold:
+            raise InvalidConfig("max_long_partial_prefills needs long_prefill_token_threshold")
+
+
+def _require(name: str, value: object, is_good: bool, expected: str) -> None:
+    if not is_good:
+        raise InvalidConfig(f"{name} is {value}; it must be {expected}")

@@ -1,0 +1,223 @@
+"""The second half of a step: what came of it. Tokens are taken, KV reports acted on."""
+
+from __future__ import annotations
+
+from engine.book import RequestBook
+from engine.errors import OutOfTurn
+from engine.events import RequestEventKind
+from engine.lifecycle import Request, RequestStatus
+from engine.plan import RunResult
+from engine.request import ClientId, FinishReason, Output
+from engine.scheduler_config import LoadFailurePolicy
+from kv_transfer.types import FirstToken, KvReports, Landed, Lost, TokenLogprobs
+
+
+class Settler:
+    def __init__(self, book: RequestBook) -> None:
+        self._book = book
+
+    def settle_run(self, run: RunResult) -> None:
+        batch = self._book.batch
+        if len(run.token_ids) + len(run.errors) < batch.num_decoding:
+            raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer answers")
+        through = [
+            request
+            for request, num_tokens in batch.chunks
+            if request.status is RequestStatus.RUNNING and request.request_id not in run.errors
+            if self._advance_prefill(request, num_tokens, run)
+        ]
+        for request_id, error in run.errors.items():
+            failed = batch.running.get(request_id)
+            if failed is not None:
+                self._fail(failed, error)
+        self._take_tokens(run)
+        for request in through:
+            self._turn_to_decode(request)
+
+    def settle_kv(self, reports: KvReports) -> None:
+        for landed in reports.finished_recving:
+            self._land(landed)
+        for lost in reports.failed_recving:
+            self._lose(lost)
+        for handoff_id in reports.released:
+            self._book.handoffs.end_receiving(handoff_id)
+        for handoff_id in reports.finished_sending:
+            self._book.handoffs.end_sending(handoff_id)
+
+    # --- the run ------------------------------------------------------------------
+
+    def _advance_prefill(self, request: Request, num_tokens: int, run: RunResult) -> bool:
+        """Whether its tokens are all computed now."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens += num_tokens
+        request.num_prefilled_tokens += num_tokens
+        self._book.cache.register(request)
+        is_through = request.num_computed_tokens == request.num_tokens
+        num_whole = request.num_computed_tokens // self._book.cache.block_size
+        # The last block, full or not, will not change: a sender ends with its first token.
+        self._book.handoffs.send(request, len(request.block_ids) if is_through else num_whole)
+        prompt_logprobs = run.prompt_logprobs.get(request.request_id)
+        if prompt_logprobs:
+            self._hand_out_prompt_logprobs(request, start, prompt_logprobs)
+        return is_through
+
+    def _hand_out_prompt_logprobs(
+        self, request: Request, start: int, logprobs: list[TokenLogprobs | None]
+    ) -> None:
+        # Resumed, it goes again over tokens whose logprobs were handed out before.
+        fresh = tuple(logprobs[max(0, request.num_prompt_logprobs - start) :])
+        request.num_prompt_logprobs += len(fresh)
+        if fresh:
+            output = Output(request.request_id, request.num_output_tokens, prompt_logprobs=fresh)
+            self._book.put_out(request.client_id, output)
+
+    def _take_tokens(self, run: RunResult) -> None:
+        """Nearly all requests get one token that ends nothing: that path is kept bare."""
+        running = self._book.batch.running
+        outputs_by_client: dict[ClientId, list[Output]] = {}
+        for request_id, token_ids in run.token_ids.items():
+            request = running.get(request_id)
+            if request is None:
+                continue  # aborted while the step ran
+            known = request.token_ids
+            num_tokens = len(known) + 1
+            token_id = token_ids[0]
+            if (
+                len(token_ids) != 1
+                or num_tokens >= request.max_num_tokens
+                or token_id in request.stop_token_ids
+                or not request.is_plain
+            ):
+                self._take_carefully(request, token_ids, run)
+                continue
+            known.append(token_id)
+            request.num_computed_tokens = num_tokens - 1
+            outputs = outputs_by_client.get(request.client_id)
+            if outputs is None:
+                outputs = self._book.outputs_for(request.client_id)
+                outputs_by_client[request.client_id] = outputs
+            first_index = num_tokens - 1 - request.num_prompt_tokens
+            outputs.append(Output(request_id, first_index, (token_id,)))
+
+    def _take_carefully(self, request: Request, token_ids: list[int], run: RunResult) -> None:
+        """Any number of tokens, with logprobs; what follows the one that ends it is cut off."""
+        first_index = request.num_output_tokens
+        taken: list[int] = []
+        reason = None
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            taken.append(token_id)
+            reason = self._reason_to_finish(request, token_id)
+            if reason is not None:
+                break
+        # The newest token is never computed yet. Slots behind it, of rejected speculative
+        # tokens, count as empty and are written again.
+        request.num_computed_tokens = request.num_tokens - 1
+        logprobs = tuple(run.logprobs.get(request.request_id, ())[: len(taken)])
+        self._emit(request, first_index, tuple(taken), logprobs, reason)
+        if reason is not None:
+            # A sender's first token completes the hand-off even if it ends the request: then
+            # decode ends it by the same rule, instead of waiting for what will not come.
+            first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
+            self._book.handoffs.complete(request, first_token)
+            self._book.finish(request, reason)
+
+    def _turn_to_decode(self, request: Request) -> None:
+        if request.status is not RequestStatus.RUNNING:
+            return
+        if request.num_computed_tokens == request.num_tokens:
+            raise OutOfTurn(f"the prompt of {request.request_id} is through; it got no token")
+        request.is_long = False
+        self._book.batch.turn_to_decode(request, self._book.cache.capacity(request))
+
+    def _fail(self, request: Request, error: str) -> None:
+        self._book.cache.distrust(request)
+        self._end_with_error(request, error)
+
+    def _end_with_error(self, request: Request, error: str) -> None:
+        output = Output(
+            request.request_id,
+            request.num_output_tokens,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            served=request.served(),
+        )
+        self._book.put_out(request.client_id, output)
+        self._book.finish(request, FinishReason.ERROR, error=error)
+
+    # --- the wire -----------------------------------------------------------------
+
+    def _land(self, landed: Landed) -> None:
+        """The first token comes with the KV, and is taken here and nowhere else."""
+        request = self._book.handoffs.receiver_of(landed.handoff_id)
+        self._book.handoffs.end_receiving(landed.handoff_id)
+        if request is None:
+            return
+        if landed.num_tokens != request.num_tokens:
+            reason = f"KV of {landed.num_tokens} tokens came for {request.num_tokens}"
+            self._go_on_without_peer(request, reason)
+            return
+        request.receive = None
+        request.num_received_tokens = request.num_tokens - request.num_computed_tokens
+        request.num_computed_tokens = request.num_tokens
+        self._book.cache.register(request)
+        self._book.note(request, RequestEventKind.LANDED)
+        self._take_first_token(request, landed.first_token)
+
+    def _take_first_token(self, request: Request, first_token: FirstToken) -> None:
+        first_index = request.num_output_tokens
+        request.token_ids.append(first_token.token_id)
+        reason = self._reason_to_finish(request, first_token.token_id)
+        logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
+        self._emit(request, first_index, (first_token.token_id,), logprobs, reason)
+        if reason is not None:
+            self._book.finish(request, reason)
+        else:
+            self._book.make_ready(request)
+
+    def _lose(self, lost: Lost) -> None:
+        """Its blocks stay with the hand-off until a release is reported."""
+        request = self._book.handoffs.receiver_of(lost.handoff_id)
+        if request is not None:
+            self._go_on_without_peer(request, lost.reason)
+
+    def _go_on_without_peer(self, request: Request, reason: str) -> None:
+        request.receive = None
+        self._book.note(request, RequestEventKind.LOST)
+        if self._book.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
+            self._end_with_error(request, f"the KV of the prompt was lost: {reason}")
+        else:
+            self._book.restart(request)
+
+    # --- both ---------------------------------------------------------------------
+
+    def _emit(
+        self,
+        request: Request,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        reason: FinishReason | None,
+    ) -> None:
+        stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
+        output = Output(
+            request.request_id,
+            first_index,
+            token_ids,
+            logprobs,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            served=None if reason is None else request.served(),
+        )
+        self._book.put_out(request.client_id, output)
+
+    def _reason_to_finish(self, request: Request, token_id: int) -> FinishReason | None:
+        """Why the request ends with this token, its newest."""
+        sampling = request.spec.sampling
+        is_stop = token_id in request.stop_token_ids
+        if is_stop and request.num_output_tokens >= sampling.min_tokens:
+            return FinishReason.STOP
+        is_long_enough = request.num_output_tokens >= sampling.max_tokens
+        if is_long_enough or request.num_tokens >= self._book.config.max_model_len:
+            return FinishReason.LENGTH
+        return FinishReason.HANDED_OFF if request.spec.send_to is not None else None

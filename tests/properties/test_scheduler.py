@@ -1,0 +1,176 @@
+"""Random lives of an engine with tiny caches, a hostile wire and everything going wrong.
+
+Always: no block is lost, everyone ends, and each request gets the tokens that it would
+have got alone. The world that checks this is in tests/support/engine_world.py.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from engine.errors import InvalidRequest
+from engine.sampling import SamplingParams
+from engine.scheduler_config import LoadFailurePolicy, Policy, SchedulerConfig
+from tests.support.engine_world import VOCAB_SIZE, EngineWorld
+from tests.support.random_histories import run_history
+
+SOME = st.integers(0, 1000)  # picks one of however many there are
+TOKENS = st.integers(0, VOCAB_SIZE - 1)
+NUM_HISTORIES = 1500
+
+_T = TypeVar("_T")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    threshold = draw(st.sampled_from([0, 2, 5]))
+    max_num_seqs = draw(st.integers(1, 4))
+    num_lookahead_tokens = draw(st.sampled_from([0, 0, 2]))
+    least = max_num_seqs * (1 + num_lookahead_tokens)
+    return SchedulerConfig(
+        max_num_batched_tokens=least + draw(st.sampled_from([0, 1, 3, 8, 40])),
+        max_num_seqs=max_num_seqs,
+        max_model_len=draw(st.sampled_from([12, 30])),
+        eos_token_ids=frozenset(draw(st.sampled_from([(), (1,)]))),
+        policy=draw(st.sampled_from(Policy)),
+        enable_chunked_prefill=bool(threshold) or draw(st.booleans()),
+        long_prefill_token_threshold=threshold,
+        max_num_partial_prefills=draw(st.sampled_from([None, 1, 2])),
+        max_long_partial_prefills=draw(st.sampled_from([None, 1])) if threshold else None,
+        num_lookahead_tokens=num_lookahead_tokens,
+        kv_load_failure_policy=draw(st.sampled_from(LoadFailurePolicy)),
+        remote_headroom_blocks=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    """Many begin alike, for the prefix cache to have something to do."""
+    shared = draw(st.integers(0, 12))
+    own = draw(st.lists(TOKENS, min_size=0 if shared else 1, max_size=6))
+    return [place % VOCAB_SIZE for place in range(shared)] + own
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = EngineWorld()
+
+    @initialize(
+        config=configs(),
+        num_blocks=st.integers(4, 14),
+        block_size=st.integers(1, 4),
+        enable_prefix_caching=st.booleans(),
+    )
+    def start(
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.world = EngineWorld(
+            config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            chance=random.Random(0),
+        )
+
+    @rule(
+        prompt=prompts(),
+        role=st.sampled_from(["local", "receives", "sends"]),
+        max_tokens=st.sampled_from([1, 2, 5, 12]),
+        priority=st.integers(0, 2),
+        cache_salt=st.sampled_from(["", "tenant"]),
+        ignore_eos=st.booleans(),
+        wants_logprobs=st.booleans(),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        role: str,
+        max_tokens: int,
+        priority: int,
+        cache_salt: str,
+        ignore_eos: bool,
+        wants_logprobs: bool,
+    ) -> None:
+        wanted = 1 if wants_logprobs else None
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            logprobs=wanted,
+            prompt_logprobs=wanted,
+        )
+        try:
+            self.world.add(
+                prompt,
+                receives=role == "receives",
+                sends=role == "sends",
+                priority=priority,
+                cache_salt=cache_salt,
+                sampling=sampling,
+            )
+        except InvalidRequest:
+            return
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @precondition(lambda self: self.world.living())
+    @rule(pick=SOME)
+    def abort(self, pick: int) -> None:
+        self.world.abort(_pick(self.world.living(), pick))
+
+    @precondition(lambda self: self.world.living())
+    @rule(pick=SOME)
+    def fail_next_token(self, pick: int) -> None:
+        self.world.fail_next_token(_pick(self.world.living(), pick))
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.world.scheduler.reset_prefix_cache()
+
+    @precondition(lambda self: self.world.wire.incoming)
+    @rule(pick=SOME)
+    def land(self, pick: int) -> None:
+        self.world.wire.land(_pick(list(self.world.wire.incoming), pick))
+
+    @precondition(lambda self: self.world.wire.wanted())
+    @rule(pick=SOME)
+    def lose(self, pick: int) -> None:
+        self.world.wire.lose(_pick(self.world.wire.wanted(), pick))
+
+    @precondition(lambda self: self.world.wire.unwanted())
+    @rule(pick=SOME)
+    def release(self, pick: int) -> None:
+        self.world.wire.release(_pick(self.world.wire.unwanted(), pick))
+
+    @precondition(lambda self: self.world.wire.outgoing)
+    @rule(pick=SOME)
+    def end_sending(self, pick: int) -> None:
+        self.world.wire.end_sending(_pick(list(self.world.wire.outgoing), pick))
+
+    def teardown(self) -> None:
+        self.world.run_to_end()
+
+
+TestScheduler = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("first", range(0, NUM_HISTORIES, 500))
+def test_seeded_histories_lose_no_block_end_and_answer_as_if_alone(first: int) -> None:
+    for seed in range(first, first + 500):
+        run_history(seed)
+
+
+def _pick(things: list[_T], pick: int) -> _T:
+    return things[pick % len(things)]

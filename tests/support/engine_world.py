@@ -1,0 +1,210 @@
+"""A scheduler, a fake runner and a fake wire that does its worst, driven by hand.
+
+The wire writes garbage into every block that it may still write, at every step, and reads
+every block that it was asked to send, at every step. What a request gets is compared with
+what it would have got alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.plan import Plan, StepResult
+from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from kv_transfer.types import HandoffId, KvReports, NodeId, Peer
+from tests.support.fake_runner import FakeRunner, KvTensor, tokens_alone
+from tests.support.fake_wire import FakeWire, context_of
+
+VOCAB_SIZE = 11
+SOURCE = Peer(NodeId("prefill-0"), "127.0.0.1:1")
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What one client saw of one request."""
+
+    spec: RequestSpec
+    token_ids: list[int] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def take(self, output: Output) -> None:
+        num_prior = len(self.spec.prior_output_token_ids)
+        assert self.finish_reason is None, f"{output} came after the end"
+        assert output.first_index == num_prior + len(self.token_ids), "a gap or a repeat"
+        self.token_ids += output.token_ids
+        self.outputs.append(output)
+        self.finish_reason = output.finish_reason
+
+
+class EngineWorld:
+    """Every method is one thing that can happen to an engine."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        *,
+        num_blocks: int = 32,
+        block_size: int = 4,
+        enable_prefix_caching: bool = True,
+        chance: random.Random | None = None,
+    ) -> None:
+        self.config = config or SchedulerConfig()
+        self.cache_config = CacheConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            collect_events=True,
+        )
+        self.scheduler = Scheduler(self.config, self.cache_config)
+        self.kv = KvTensor(num_blocks, block_size)
+        self.runner = FakeRunner(
+            self.kv,
+            VOCAB_SIZE,
+            self.config.num_lookahead_tokens,
+            chance or random.Random(0),
+        )
+        self.wire = FakeWire(self.kv, VOCAB_SIZE)
+        self.receipts: dict[RequestId, Receipt] = {}
+        self._is_at_rest = False  # the last step did nothing, and nothing happened since
+
+    # --- requests -----------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Sequence[int] | int = 6,
+        *,
+        request_id: str | None = None,
+        receives: bool = False,
+        sends: bool = False,
+        prior: Sequence[int] = (),
+        priority: int = 0,
+        cache_salt: str = "",
+        max_tokens: int = 4,
+        sampling: SamplingParams | None = None,
+    ) -> RequestId:
+        """A prompt given as a number is that many tokens that start like all others."""
+        name = RequestId(request_id or f"r{len(self.receipts)}")
+        handoff_id = HandoffId(name, 1)
+        spec = RequestSpec(
+            request_id=name,
+            prompt_token_ids=_prompt(prompt),
+            sampling=sampling or SamplingParams(max_tokens=max_tokens),
+            seed=len(self.receipts),
+            priority=priority,
+            cache_salt=cache_salt,
+            prior_output_token_ids=tuple(prior),
+            receive_from=ReceiveKv(handoff_id, SOURCE) if receives else None,
+            send_to=handoff_id if sends else None,
+        )
+        self._is_at_rest = False
+        self.scheduler.add(spec)
+        self.receipts[name] = Receipt(spec)
+        self.wire.expect(spec)
+        return name
+
+    def abort(self, request_id: RequestId) -> None:
+        self._is_at_rest = False
+        self.scheduler.abort(request_id)
+
+    def fail_next_token(self, request_id: RequestId) -> None:
+        self.runner.failing.add(request_id)
+
+    # --- the engine ---------------------------------------------------------------
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule(0.0)
+        self.wire.start(plan.kv_orders)
+        self.wire.misbehave()
+        run = self.runner.run(plan)
+        reports = self.wire.poll()
+        outputs = self.scheduler.update(plan, StepResult(run, reports))
+        for its_outputs in outputs.by_client.values():
+            for output in its_outputs:
+                self.receipts[output.request_id].take(output)
+        self.scheduler.check()
+        self._check_rest(plan, reports)
+        return plan
+
+    def step_until(self, is_it: Callable[[Plan], object], max_steps: int = 100) -> Plan:
+        """The first plan of which this is true."""
+        for _ in range(max_steps):
+            if is_it(plan := self.step()):
+                return plan
+        raise AssertionError(f"it did not come to that in {max_steps} steps")
+
+    def run_to_end(self, max_steps: int = 2000) -> None:
+        """Everything ends, if the wire does its part, and every block comes back."""
+        for _ in range(max_steps):
+            if self.scheduler.is_idle:
+                break
+            self.wire.settle()
+            self.step()
+        assert self.scheduler.is_idle, f"not all ended: {self.scheduler.stats()}"
+        stats = self.scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.total_unknown_kv_reports == 0
+        for receipt in self.receipts.values():
+            self.check_receipt(receipt)
+
+    def living(self) -> list[RequestId]:
+        return [name for name, receipt in self.receipts.items() if receipt.finish_reason is None]
+
+    def finish_reason(self, request_id: RequestId) -> FinishReason | None:
+        return self.receipts[request_id].finish_reason
+
+    def tokens(self, request_id: RequestId) -> list[int]:
+        return self.receipts[request_id].token_ids
+
+    # --- what must hold -----------------------------------------------------------
+
+    def check_receipt(self, receipt: Receipt) -> None:
+        expected, reason = self.alone(receipt.spec)
+        if receipt.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            assert receipt.token_ids == expected[: len(receipt.token_ids)]
+            return
+        assert receipt.token_ids == expected, f"{receipt.spec} got {receipt.token_ids}"
+        assert receipt.finish_reason is reason
+        served = receipt.outputs[-1].served
+        assert served is not None
+        num_had = (
+            served.num_cached_tokens + served.num_received_tokens + served.num_prefilled_tokens
+        )
+        num_context = len(context_of(receipt.spec))
+        assert num_had == num_context if not served.num_preemptions else num_had >= num_context
+
+    def alone(self, spec: RequestSpec) -> tuple[list[int], FinishReason]:
+        """The answer and the end of a request that shares nothing with anyone."""
+        sampling, context = spec.sampling, context_of(spec)
+        stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= self.config.eos_token_ids
+        num_prior = len(spec.prior_output_token_ids)
+        room = self.config.max_model_len - len(context)
+        count = min(sampling.max_tokens - num_prior, room)
+        answer = tokens_alone(context, spec.seed, count, VOCAB_SIZE)
+        for place, token_id in enumerate(answer):
+            if token_id in stops and num_prior + place + 1 >= sampling.min_tokens:
+                answer, reason = answer[: place + 1], FinishReason.STOP
+                break
+        else:
+            reason = FinishReason.LENGTH
+        if spec.send_to is not None and len(answer) > 1:
+            return answer[:1], FinishReason.HANDED_OFF
+        return answer, reason
+
+    def _check_rest(self, plan: Plan, reports: KvReports) -> None:
+        """An engine sleeps after a step that did nothing, so it may not have work then."""
+        assert plan == Plan() or not self._is_at_rest, f"it would have slept over {plan}"
+        self._is_at_rest = plan == Plan() and reports == KvReports()
+
+
+def _prompt(prompt: Sequence[int] | int) -> tuple[int, ...]:
+    if isinstance(prompt, int):
+        return tuple(n % VOCAB_SIZE for n in range(prompt))
+    return tuple(prompt)

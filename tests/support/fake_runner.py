@@ -1,0 +1,161 @@
+"""A runner without a model, and a wire without a network, over a real block cache.
+
+Every KV slot keeps (token, position, name of all before it). The next token is computed
+from what is in the blocks the plan names, so a wrong, stale or half-written block gives
+another token, exactly as it would with attention.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.plan import Plan, Row, RunResult
+from engine.request import RequestId
+from kv_transfer.types import BlockId, TokenLogprobs
+
+# What one position leaves in the cache. `prefix` stands for everything attention mixed in.
+Slot = tuple[int, int, int]
+GARBAGE: Slot = (-1, -1, -1)
+
+
+def kv_of(token_ids: Sequence[int]) -> list[Slot]:
+    """What the cache must hold after these tokens were computed from nothing."""
+    slots: list[Slot] = []
+    for position, token_id in enumerate(token_ids):
+        slots.append(_slot(slots, token_id, position))
+    return slots
+
+
+def next_token(slots: Sequence[Slot], seed: int, vocab_size: int) -> int:
+    """The token that follows, given everything that attention can see."""
+    return hash((tuple(slots), seed)) % vocab_size
+
+
+def tokens_alone(token_ids: Sequence[int], seed: int, count: int, vocab_size: int) -> list[int]:
+    """What a request gets that nobody shares anything with."""
+    slots = kv_of(token_ids)
+    answer: list[int] = []
+    for _ in range(count):
+        answer.append(next_token(slots, seed, vocab_size))
+        slots.append(_slot(slots, answer[-1], len(slots)))
+    return answer
+
+
+class KvTensor:
+    """Blocks of slots. Fresh memory is garbage."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
+
+    def read(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[Slot]:
+        return [self._block(block_ids, n)[n % self.block_size] for n in range(num_tokens)]
+
+    def write(self, block_ids: Sequence[BlockId], position: int, slot: Slot) -> None:
+        self._block(block_ids, position)[position % self.block_size] = slot
+
+    def spoil(self, block_ids: Sequence[BlockId]) -> None:
+        for block_id in block_ids:
+            self.blocks[block_id] = [GARBAGE] * self.block_size
+
+    def _block(self, block_ids: Sequence[BlockId], position: int) -> list[Slot]:
+        return self.blocks[block_ids[position // self.block_size]]
+
+
+@dataclass(slots=True)
+class _Row:
+    row: Row
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[BlockId]
+
+
+@dataclass(slots=True)
+class FakeRunner:
+    """Keeps rows as the real one does, from the changes that plans bring."""
+
+    kv: KvTensor
+    vocab_size: int
+    # With speculation: how many drafted tokens a step may confirm, drawn by `chance`.
+    num_lookahead_tokens: int = 0
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    failing: set[RequestId] = field(default_factory=set)  # their next token is an error
+    num_computed: dict[RequestId, int] = field(default_factory=dict)  # tokens run, per request
+    _rows: dict[RequestId, _Row] = field(default_factory=dict)
+
+    def run(self, plan: Plan) -> RunResult:
+        result = RunResult()
+        for request_id in plan.dropped:
+            del self._rows[request_id]
+        for row in plan.started:
+            if row.request_id in self._rows:
+                raise AssertionError(f"{row.request_id} started twice")
+            self._rows[row.request_id] = _Row(
+                row, list(row.token_ids), row.num_computed_tokens, list(row.block_ids)
+            )
+        for request_id, block_ids in plan.new_block_ids.items():
+            self._rows[request_id].block_ids += block_ids
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            self._run_row(self._rows[request_id], num_tokens, result)
+        return result
+
+    def _run_row(self, row: _Row, num_tokens: int, result: RunResult) -> None:
+        request_id = row.row.request_id
+        end = row.num_computed_tokens + num_tokens
+        if not row.num_computed_tokens < end <= len(row.token_ids):
+            raise AssertionError(f"{request_id} has no tokens up to {end}")
+        slots = self._compute(row, end)
+        self.num_computed[request_id] = self.num_computed.get(request_id, 0) + num_tokens
+        self._give_prompt_logprobs(row, end - num_tokens, end, result)
+        if end < len(row.token_ids):
+            return
+        if request_id in self.failing:
+            self.failing.discard(request_id)
+            result.errors[request_id] = "the logits are not finite"
+            return
+        result.token_ids[request_id] = self._sample(row, slots)
+        if row.row.sampling.logprobs is not None:
+            result.logprobs[request_id] = [logprob_of(t) for t in result.token_ids[request_id]]
+
+    def _compute(self, row: _Row, end: int) -> list[Slot]:
+        slots = self.kv.read(row.block_ids, row.num_computed_tokens)
+        for position in range(row.num_computed_tokens, end):
+            slots.append(_slot(slots, row.token_ids[position], position))
+            self.kv.write(row.block_ids, position, slots[-1])
+        row.num_computed_tokens = end
+        return slots
+
+    def _sample(self, row: _Row, slots: list[Slot]) -> list[int]:
+        """One token; with speculation as many more as are confirmed, and garbage behind."""
+        answer = [next_token(slots, row.row.seed, self.vocab_size)]
+        row.token_ids.append(answer[0])
+        is_decode = len(row.token_ids) > len(row.row.token_ids) + 1
+        num_drafts = self.num_lookahead_tokens if is_decode else 0
+        num_confirmed = self.chance.randint(0, num_drafts) if num_drafts else 0
+        for _ in range(num_confirmed):
+            slots = self._compute(row, len(row.token_ids))
+            answer.append(next_token(slots, row.row.seed, self.vocab_size))
+            row.token_ids.append(answer[-1])
+        first_rejected = len(row.token_ids) - 1
+        for position in range(first_rejected, first_rejected + num_drafts - num_confirmed):
+            self.kv.write(row.block_ids, position, GARBAGE)
+        return answer
+
+    def _give_prompt_logprobs(self, row: _Row, start: int, end: int, result: RunResult) -> None:
+        end = min(end, row.row.num_prompt_tokens)
+        if row.row.sampling.prompt_logprobs is None or start >= end:
+            return
+        result.prompt_logprobs[row.row.request_id] = [
+            logprob_of(row.token_ids[place]) if place else None for place in range(start, end)
+        ]
+
+
+def logprob_of(token_id: int) -> TokenLogprobs:
+    """Any value, as long as it tells tokens apart."""
+    return TokenLogprobs(token_id, logprob=-0.5 - token_id, rank=1)
+
+
+def _slot(before: Sequence[Slot], token_id: int, position: int) -> Slot:
+    return (token_id, position, hash((tuple(before[-1:]), token_id, position)))

@@ -1,0 +1,159 @@
+"""Whole lives of an engine, drawn from a seed: many more than a shrinking search can try.
+
+`python -m tests.support.random_histories 0 20000` runs so many and says how many held.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+
+from engine.errors import InvalidRequest
+from engine.request import FinishReason
+from engine.sampling import SamplingParams
+from engine.scheduler_config import LoadFailurePolicy, Policy, SchedulerConfig
+from tests.support.engine_world import VOCAB_SIZE, EngineWorld
+
+NUM_ACTIONS = 80
+
+
+def run_history(seed: int) -> EngineWorld:
+    """One life from start to end; raises at the first thing that is not as it must be."""
+    chance = random.Random(seed)
+    world = EngineWorld(
+        draw_config(chance),
+        num_blocks=chance.randint(5, 16),
+        block_size=chance.choice([1, 2, 2, 3, 4]),
+        enable_prefix_caching=chance.random() < 0.8,
+        chance=chance,
+    )
+    for _ in range(chance.randint(5, NUM_ACTIONS)):
+        act(world, chance)
+    world.run_to_end()
+    return world
+
+
+def draw_config(chance: random.Random) -> SchedulerConfig:
+    threshold = chance.choice([0, 0, 2, 5])
+    max_num_seqs = chance.randint(1, 6)
+    num_lookahead_tokens = chance.choice([0, 0, 0, 1, 3])
+    least = max_num_seqs * (1 + num_lookahead_tokens)
+    return SchedulerConfig(
+        max_num_batched_tokens=least + chance.choice([0, 1, 3, 8, 40]),
+        max_num_seqs=max_num_seqs,
+        max_model_len=chance.choice([12, 30, 30]),
+        eos_token_ids=frozenset(chance.choice([(), (), (1,)])),
+        policy=chance.choice(list(Policy)),
+        enable_chunked_prefill=bool(threshold) or chance.random() < 0.7,
+        long_prefill_token_threshold=threshold,
+        max_num_partial_prefills=chance.choice([None, 1, 2]),
+        max_long_partial_prefills=chance.choice([None, 1]) if threshold else None,
+        num_lookahead_tokens=num_lookahead_tokens,
+        kv_load_failure_policy=chance.choice(list(LoadFailurePolicy)),
+        remote_headroom_blocks=chance.choice([0, 1, 2]),
+    )
+
+
+def act(world: EngineWorld, chance: random.Random) -> None:
+    weights = {_add: 5, _step: 12, _abort: 0.6, _wire_in: 4, _wire_out: 2, _fail: 0.3, _reset: 0.3}
+    actions: list[Callable[[EngineWorld, random.Random], None]] = list(weights)
+    chance.choices(actions, list(weights.values()))[0](world, chance)
+
+
+def draw_tokens(chance: random.Random, longest: int) -> list[int]:
+    """Often the beginning of another request's, up to a point."""
+    length = chance.randint(1, longest)
+    shared = chance.choice([length, length, length // 2, 0])
+    line = chance.randint(0, 1)
+    own = [chance.randrange(VOCAB_SIZE) for _ in range(length - shared)]
+    return [(place + line) % VOCAB_SIZE for place in range(shared)] + own
+
+
+def _add(world: EngineWorld, chance: random.Random) -> None:
+    max_tokens = chance.choice([1, 2, 4, 8, 12, 16])
+    prior = draw_tokens(chance, max_tokens - 1) if max_tokens > 1 and chance.random() < 0.2 else []
+    role = chance.choice(["local", "local", "receives", "receives", "sends"])
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=chance.choice([0, 0, max_tokens // 2]),
+        stop_token_ids=chance.choice([(), (), (3,)]),
+        ignore_eos=chance.random() < 0.2,
+        logprobs=chance.choice([None, None, 1]),
+        prompt_logprobs=chance.choice([None, None, None, 1]),
+    )
+    try:
+        world.add(
+            draw_tokens(chance, chance.choice([3, 8, 20])),
+            receives=role == "receives",
+            sends=role == "sends",
+            prior=prior,
+            priority=chance.randint(0, 2),
+            cache_salt=chance.choice(["", "", "tenant"]),
+            sampling=sampling,
+        )
+    except InvalidRequest:
+        return
+
+
+def _step(world: EngineWorld, chance: random.Random) -> None:
+    world.step()
+
+
+def _abort(world: EngineWorld, chance: random.Random) -> None:
+    living = world.living()
+    if living:
+        world.abort(chance.choice(living))
+
+
+def _fail(world: EngineWorld, chance: random.Random) -> None:
+    if world.receipts:
+        world.fail_next_token(chance.choice(list(world.receipts)))
+
+
+def _reset(world: EngineWorld, chance: random.Random) -> None:
+    world.scheduler.reset_prefix_cache()
+
+
+def _wire_in(world: EngineWorld, chance: random.Random) -> None:
+    if not world.wire.incoming:
+        return
+    handoff_id = chance.choice(list(world.wire.incoming))
+    if world.wire.incoming[handoff_id].is_over and chance.random() < 0.9:
+        world.wire.release(handoff_id)
+    elif chance.random() < 0.7 or world.wire.incoming[handoff_id].is_over:
+        world.wire.land(handoff_id)
+    else:
+        world.wire.lose(handoff_id)
+
+
+def _wire_out(world: EngineWorld, chance: random.Random) -> None:
+    """Mostly in its time; sometimes the peer leaves before all is sent."""
+    ended = [h for h, outgoing in world.wire.outgoing.items() if outgoing.is_ended]
+    begun = [h for h, outgoing in world.wire.outgoing.items() if outgoing.block_ids]
+    candidates = begun if chance.random() < 0.1 else ended
+    if candidates:
+        world.wire.end_sending(chance.choice(candidates))
+
+
+def main(arguments: Sequence[str]) -> None:
+    first, count = int(arguments[0]), int(arguments[1])
+    num_requests = num_preemptions = 0
+    num_by_reason: dict[FinishReason | None, int] = {}
+    for seed in range(first, first + count):
+        try:
+            world = run_history(seed)
+        except Exception as failure:
+            failure.add_note(f"history {seed}")
+            raise
+        num_requests += len(world.receipts)
+        num_preemptions += world.scheduler.stats().total_preemptions
+        for receipt in world.receipts.values():
+            reason = receipt.finish_reason
+            num_by_reason[reason] = num_by_reason.get(reason, 0) + 1
+    print(f"{count} histories held: {num_requests} requests, {num_preemptions} preemptions")
+    print({reason.name: count for reason, count in num_by_reason.items() if reason is not None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Builders of requests, with defaults for all but the point of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.hashing import root_hash
+from engine.lifecycle import Request
+from engine.request import RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId
+
+
+def make_spec(
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    request_id: str = "r",
+    max_tokens: int = 4,
+    prior: Sequence[int] = (),
+    send_to: HandoffId | None = None,
+    sampling: SamplingParams | None = None,
+) -> RequestSpec:
+    return RequestSpec(
+        request_id=RequestId(request_id),
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling or SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        prior_output_token_ids=tuple(prior),
+        send_to=send_to,
+    )
+
+
+def make_request(
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    request_id: str = "r",
+    priority: int = 0,
+    serial: int = 0,
+    send_to: HandoffId | None = None,
+) -> Request:
+    spec = make_spec(prompt, request_id=request_id, send_to=send_to)
+    rank = (priority, 0.0, serial)
+    return Request(spec, rank, root_hash(0, "", ""), frozenset(), len(prompt) + 4)

@@ -1,0 +1,112 @@
+"""Requests that no step could ever bring to an end are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.admission import check_request, max_num_tokens
+from engine.errors import InvalidRequest
+from engine.request import ReceiveKv, RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from kv_transfer.types import HandoffId, NodeId, Peer
+from tests.support.requests import make_spec
+
+CONFIG = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=20, vocab_size=100)
+CACHE = CacheConfig(num_blocks=4, block_size=4)
+
+
+def test_a_request_that_just_fits_is_let_in() -> None:
+    check_request(make_spec(range(10), max_tokens=7), CONFIG, CACHE)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    _assert_refused(make_spec([]), "the prompt is empty")
+
+
+@pytest.mark.parametrize("token_id", [-1, 100])
+def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    _assert_refused(make_spec([1, token_id]), f"token id {token_id} is outside the vocabulary")
+
+
+def test_a_prior_output_outside_the_vocabulary_is_refused() -> None:
+    _assert_refused(make_spec(prior=[100]), "outside the vocabulary")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(stop_token_ids=(100,)),
+        SamplingParams(banned_token_ids=(100,)),
+        SamplingParams(allowed_token_ids=(100,)),
+        SamplingParams(logit_bias={100: 1.0}),
+    ],
+)
+def test_a_sampling_value_outside_the_vocabulary_is_refused(sampling: SamplingParams) -> None:
+    _assert_refused(make_spec(sampling=sampling), "token id 100 is outside")
+
+
+def test_without_a_vocabulary_a_token_must_still_fit_its_hash() -> None:
+    unchecked = SchedulerConfig()
+
+    check_request(make_spec([2**32 - 1]), unchecked, CACHE)
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        check_request(make_spec([2**32]), unchecked, CACHE)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
+    _assert_refused(make_spec(range(20), max_tokens=1), "max_model_len is 20")
+
+
+def test_tokens_given_elsewhere_count_towards_the_length() -> None:
+    _assert_refused(make_spec(range(15), prior=range(5), max_tokens=9), "the prompt has 20 tokens")
+
+
+def test_a_migrated_request_with_nothing_left_to_do_is_refused() -> None:
+    _assert_refused(make_spec(prior=[1, 2], max_tokens=2), "leaves nothing to do")
+
+
+def test_more_kv_than_the_cache_can_ever_hold_is_refused() -> None:
+    _assert_refused(make_spec(range(10), max_tokens=8), "may need 5 KV blocks")
+
+
+def test_speculative_slots_count_towards_the_cache() -> None:
+    config = SchedulerConfig(max_num_seqs=1, num_lookahead_tokens=1)
+
+    with pytest.raises(InvalidRequest, match="may need 5 KV blocks"):
+        check_request(make_spec(range(10), max_tokens=7), config, CACHE)
+
+
+def test_a_sender_needs_room_for_its_prompt_alone() -> None:
+    spec = make_spec(range(16), max_tokens=1000, send_to=HandoffId("r", 1))
+
+    check_request(spec, SchedulerConfig(), CACHE)
+
+
+def test_without_chunks_a_prompt_must_fit_one_step() -> None:
+    whole = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, enable_chunked_prefill=False)
+
+    check_request(make_spec(range(8)), whole, CACHE)
+    with pytest.raises(InvalidRequest, match="without chunked prefill at most"):
+        check_request(make_spec(range(9)), whole, CACHE)
+
+
+def test_a_request_is_not_both_sender_and_receiver() -> None:
+    source = ReceiveKv(HandoffId("r", 1), Peer(NodeId("p"), "host:1"))
+    sends = HandoffId("r", 1)
+    spec = RequestSpec(
+        RequestId("r"), (1,), SamplingParams(), 0, receive_from=source, send_to=sends
+    )
+
+    _assert_refused(spec, "exclude each other")
+
+
+def test_the_limit_is_max_tokens_or_the_model_length() -> None:
+    limits = [max_num_tokens(make_spec(range(10), max_tokens=n), CONFIG) for n in (3, 99)]
+
+    assert limits == [13, 20]
+
+
+def _assert_refused(spec: RequestSpec, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        check_request(spec, CONFIG, CACHE)

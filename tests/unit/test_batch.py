@@ -1,0 +1,87 @@
+"""The calendar: a decoding request is looked at when it needs a block, and not before."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.batch import Batch
+from engine.lifecycle import Request
+from kv_transfer.types import BlockId, KvOrders
+from tests.support.requests import make_request
+
+
+def test_a_request_is_due_in_the_step_that_finds_its_blocks_full() -> None:
+    batch = Batch(num_slots_per_decode=1)
+    request = _decoding(batch, num_computed=5, capacity=8)
+
+    due = [_step(batch, request) for _ in range(4)]
+
+    assert due == [[], [], [], [request]]
+
+
+def test_a_full_table_is_due_in_the_next_step() -> None:
+    batch = Batch(num_slots_per_decode=1)
+    request = _decoding(batch, num_computed=8, capacity=8)
+
+    assert batch.begin_step() == [request]
+
+
+@pytest.mark.parametrize("num_accepted", [1, 2, 3, 4])
+def test_with_speculation_it_is_due_before_its_room_is_short(num_accepted: int) -> None:
+    batch = Batch(num_slots_per_decode=4)
+    request = _decoding(batch, num_computed=3, capacity=32)
+
+    for _ in range(20):
+        due = batch.begin_step()
+        if due:
+            break
+        assert request.num_computed_tokens + 4 <= 32
+        request.num_computed_tokens += num_accepted
+
+    assert due == [request]
+
+
+def test_one_that_left_is_not_due() -> None:
+    batch = Batch(num_slots_per_decode=1)
+    request = _decoding(batch, num_computed=8, capacity=8)
+
+    batch.remove(request)
+
+    assert batch.begin_step() == []
+
+
+def test_those_due_together_come_in_order_of_rank() -> None:
+    batch = Batch(num_slots_per_decode=1)
+    late = _decoding(batch, num_computed=8, capacity=8, serial=2)
+    early = _decoding(batch, num_computed=8, capacity=8, serial=1)
+
+    assert batch.begin_step() == [early, late]
+
+
+def test_changes_leave_with_one_plan() -> None:
+    batch = Batch(num_slots_per_decode=1)
+    request = _decoding(batch, num_computed=8, capacity=8)
+    batch.take_plan(KvOrders())
+    batch.begin_step()
+    batch.grow(request, (BlockId(5),), capacity=12)
+
+    first, second = batch.take_plan(KvOrders()), batch.take_plan(KvOrders())
+
+    assert first.new_block_ids == {request.request_id: (5,)}
+    assert second.new_block_ids == {}
+    assert second.num_scheduled_tokens == {request.request_id: 1}
+
+
+def _decoding(batch: Batch, *, num_computed: int, capacity: int, serial: int = 0) -> Request:
+    request = make_request(range(1, num_computed + 1), request_id=f"r{serial}", serial=serial)
+    batch.start_prefill(request, num_computed)
+    request.num_computed_tokens = num_computed
+    batch.turn_to_decode(request, capacity)
+    return request
+
+
+def _step(batch: Batch, request: Request) -> list[Request]:
+    """A step in which the request gets one token, and perhaps is due."""
+    due = batch.begin_step()
+    request.num_computed_tokens += 1
+    return due

@@ -1,0 +1,131 @@
+"""The block pool: holding, caching, evicting. Random lives are in tests/properties."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.blocks import BlockPool
+from engine.errors import BlocksUnaccounted
+from engine.hashing import BlockHash
+from kv_transfer.types import BlockId
+
+
+def test_a_fresh_pool_hands_out_neighbours() -> None:
+    pool = BlockPool(4)
+
+    assert pool.allocate(3) == [0, 1, 2]
+
+
+def test_asking_for_too_many_changes_nothing() -> None:
+    pool = BlockPool(2)
+
+    assert pool.allocate(3) is None
+    assert pool.num_free == 2
+
+
+def test_a_run_that_was_released_is_handed_out_as_a_run_again() -> None:
+    pool = BlockPool(4)
+    pool.release(pool.allocate(3) or [])
+
+    assert pool.allocate(3) == [0, 1, 2]
+
+
+def test_a_block_is_free_when_its_last_holder_lets_go() -> None:
+    pool, blocks = _pool_with(1)
+    pool.hold(blocks)
+
+    pool.release(blocks)
+    after_first = pool.num_free
+    pool.release(blocks)
+
+    assert (after_first, pool.num_free) == (0, 1)
+
+
+def test_blank_blocks_go_before_cached_ones() -> None:
+    pool, (cached, blank) = _pool_with(2)
+    pool.register(cached, _hash("a"))
+    pool.release([cached, blank])
+
+    assert pool.allocate(1) == [blank]
+    assert pool.find([_hash("a")]) == [cached]
+
+
+def test_the_block_let_go_first_is_evicted_first_and_of_a_run_its_end() -> None:
+    pool, (head, tail, other) = _pool_with(3)
+    for block, name in ((head, "head"), (tail, "tail"), (other, "other")):
+        pool.register(block, _hash(name))
+    pool.release([head, tail])
+    pool.release([other])
+
+    victims = [pool.allocate(1) for _ in range(3)]
+
+    assert victims == [[tail], [head], [other]]
+    assert pool.take_evicted() == (_hash("tail"), _hash("head"), _hash("other"))
+
+
+def test_a_hit_makes_a_block_young_again() -> None:
+    pool, (old, young) = _pool_with(2)
+    pool.register(old, _hash("old"))
+    pool.register(young, _hash("young"))
+    pool.release([old])
+    pool.release([young])
+
+    pool.hold([old])
+    pool.release([old])
+
+    assert pool.allocate(1) == [young]
+
+
+def test_a_prefix_ends_at_the_first_unknown_block() -> None:
+    pool, (first, third) = _pool_with(2)
+    pool.register(first, _hash("1"))
+    pool.register(third, _hash("3"))
+
+    assert pool.find([_hash("1"), _hash("2"), _hash("3")]) == [first]
+
+
+def test_of_two_equal_blocks_the_first_is_found() -> None:
+    pool, (first, second) = _pool_with(2)
+
+    assert pool.register(first, _hash("same"))
+    assert not pool.register(second, _hash("same"))
+    assert pool.find([_hash("same")]) == [first]
+
+
+def test_forgetting_hashes_takes_no_block_from_its_holder() -> None:
+    pool, (held, free) = _pool_with(2)
+    pool.register(held, _hash("held"))
+    pool.register(free, _hash("free"))
+    pool.release([free])
+
+    pool.forget_hashes()
+
+    assert pool.find([_hash("held")]) == []
+    pool.check([held])
+
+
+def test_a_check_finds_a_block_that_nobody_holds_and_is_not_free() -> None:
+    pool, _ = _pool_with(1)
+
+    with pytest.raises(BlocksUnaccounted, match="block 0: ref_cnt 1, holders 0"):
+        pool.check([])
+
+
+def test_a_check_finds_a_block_that_was_let_go_too_often() -> None:
+    pool, blocks = _pool_with(1)
+    pool.release(blocks)
+
+    with pytest.raises(BlocksUnaccounted, match="block 0: ref_cnt 0, holders 1"):
+        pool.check(blocks)
+
+
+def _pool_with(count: int) -> tuple[BlockPool, list[BlockId]]:
+    """A pool of so many blocks, all of them held."""
+    pool = BlockPool(count)
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return pool, blocks
+
+
+def _hash(name: str) -> BlockHash:
+    return BlockHash(name.encode())

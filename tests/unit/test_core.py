@@ -1,0 +1,62 @@
+"""The step, and how long the loop may sleep after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core import NoKvWorker
+from engine.request import ClientId
+from kv_transfer.types import HandoffId, KvOrders, Revoke
+from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.fake_runner import tokens_alone
+
+
+class PatientKvWorker(NoKvWorker):
+    """Wants to be polled every five milliseconds."""
+
+    def next_poll_s(self, now: float) -> float | None:
+        return 0.005
+
+
+def test_a_request_gets_its_tokens_one_per_step() -> None:
+    engine = an_engine()
+    engine.scheduler.add(a_spec(prompt=(5, 6, 7), max_tokens=3))
+
+    steps = [engine.step(0.0).by_client.get(ClientId("me"), []) for _ in range(4)]
+
+    tokens = [output.token_ids for outputs in steps for output in outputs]
+    assert [len(outputs) for outputs in steps] == [1, 1, 1, 0]
+    assert [one for (one,) in tokens] == tokens_alone((5, 6, 7), 0, 3, VOCAB_SIZE)
+    engine.scheduler.check()
+
+
+def test_after_a_step_that_ran_something_the_next_one_follows_at_once() -> None:
+    engine = an_engine()
+    engine.scheduler.add(a_spec())
+
+    engine.step(0.0)
+
+    assert engine.may_sleep_s(0.0) == 0.0
+
+
+def test_an_idle_engine_may_sleep_until_mail_comes() -> None:
+    engine = an_engine()
+
+    engine.step(0.0)
+
+    assert engine.may_sleep_s(0.0) is None
+
+
+def test_with_nothing_to_run_the_kv_worker_says_when_to_poll() -> None:
+    engine = an_engine(kv_worker=PatientKvWorker())
+
+    engine.step(0.0)
+
+    assert engine.may_sleep_s(0.0) == 0.005
+
+
+def test_an_engine_without_transport_refuses_kv_orders_loudly() -> None:
+    worker = NoKvWorker()
+
+    with pytest.raises(RuntimeError, match="no KV transport"):
+        worker.start(KvOrders(revokes=(Revoke(HandoffId("a", 0)),)), now=0.0)

@@ -1,0 +1,61 @@
+"""Block hashes: equal for equal pasts, different for everything else."""
+
+from __future__ import annotations
+
+from engine.hashing import BlockHash, block_hashes, extend_hashes, root_hash
+
+ROOT = root_hash(0, "model", "")
+
+
+def test_only_full_blocks_have_a_hash() -> None:
+    counts = [len(block_hashes(range(n), 4, ROOT)) for n in (0, 3, 4, 7, 8)]
+
+    assert counts == [0, 0, 1, 1, 2]
+
+
+def test_equal_tokens_after_different_ones_have_another_hash() -> None:
+    first = block_hashes([1, 2, 3, 4], 2, ROOT)
+    second = block_hashes([9, 9, 3, 4], 2, ROOT)
+
+    assert first[1] != second[1]
+
+
+def test_each_salt_and_the_seed_make_other_hashes() -> None:
+    roots = [
+        root_hash(0, "model", ""),
+        root_hash(1, "model", ""),
+        root_hash(0, "other", ""),
+        root_hash(0, "model", "tenant"),
+        root_hash(0, "model:", ""),
+        root_hash(0, "", "model"),
+    ]
+
+    hashes = {block_hashes([1, 2], 2, root)[0] for root in roots}
+
+    assert len(hashes) == len(roots)
+
+
+def test_a_salt_cannot_be_moved_from_one_field_into_the_other() -> None:
+    assert root_hash(0, "a:b", "c") != root_hash(0, "a", "b:c")
+
+
+def test_extending_gives_what_hashing_at_once_gives() -> None:
+    grown: list[BlockHash] = []
+    for end in range(1, 12):
+        extend_hashes(grown, ROOT, list(range(end)), 3)
+
+    assert grown == block_hashes(range(11), 3, ROOT)
+
+
+def test_hashes_are_the_same_in_every_process_and_release() -> None:
+    """Nodes and routers of different versions compare them; changing one is a break."""
+    hashes = block_hashes([1, 2, 3, 4], 2, root_hash(7, "m", "s"))
+
+    assert [h.hex() for h in hashes] == GOLDEN
+
+
+def test_the_largest_token_id_can_be_hashed() -> None:
+    assert len(block_hashes([2**32 - 1], 1, ROOT)) == 1
+
+
+GOLDEN = ["26617f2324ba44732e4fc7c67da0fcbc", "15d8aaff5802f4af132ed3d16c9fe4ef"]

@@ -1,0 +1,143 @@
+"""A request's block table: admitted whole or not at all, grown, registered, released."""
+
+from __future__ import annotations
+
+from engine.events import BlockStored
+from engine.kv_cache import KvCache
+from engine.lifecycle import Request
+from engine.scheduler_config import CacheConfig
+from tests.support.requests import make_request
+
+
+def test_a_request_gets_blocks_for_all_its_tokens() -> None:
+    cache = _cache()
+    request = make_request(range(5))
+
+    assert cache.admit(request, [])
+    assert request.block_ids == [0, 1, 2]
+    assert cache.capacity(request) == 6
+
+
+def test_a_request_that_does_not_fit_changes_nothing() -> None:
+    cache = _cache(num_blocks=2)
+    request = make_request(range(5))
+
+    assert not cache.admit(request, [])
+    assert request.block_ids == []
+    assert cache.pool.num_free == 2
+    assert cache.total_query_tokens == 0
+
+
+def test_spare_blocks_are_left_free() -> None:
+    cache = _cache(num_blocks=4)
+
+    assert not cache.admit(make_request(range(5)), [], spare=2)
+    assert cache.admit(make_request(range(5)), [], spare=1)
+
+
+def test_free_blocks_that_are_hit_are_not_counted_as_room() -> None:
+    cache = _cache(num_blocks=2)
+    _serve(cache, range(4))
+    request = make_request([0, 1, 2, 3, 4])
+    hits = cache.find_prefix(request, 4)
+
+    assert len(hits) == 2
+    assert not cache.admit(request, hits)
+    cache.pool.check([])
+
+
+def test_a_hit_is_cut_to_whole_blocks_within_the_limit() -> None:
+    cache = _cache()
+    _serve(cache, range(8))
+
+    lengths = [len(cache.find_prefix(make_request(range(8)), limit)) for limit in (8, 7, 6, 1)]
+
+    assert lengths == [4, 3, 3, 0]
+
+
+def test_growing_adds_what_is_missing_and_no_more() -> None:
+    cache = _cache()
+    request = make_request(range(3))
+    cache.admit(request, [])
+
+    assert [cache.grow(request, n) for n in (4, 5, 8)] == [(), (2,), (3,)]
+
+
+def test_growing_beyond_the_pool_changes_nothing() -> None:
+    cache = _cache(num_blocks=2)
+    request = make_request(range(3))
+    cache.admit(request, [])
+
+    assert cache.grow(request, 5) is None
+    assert request.block_ids == [0, 1]
+
+
+def test_only_full_computed_blocks_are_registered() -> None:
+    cache = _cache()
+    request = make_request(range(6))
+    cache.admit(request, [])
+    request.num_computed_tokens = 5
+
+    cache.register(request)
+
+    assert cache.pool.num_cached == 2
+
+
+def test_blocks_already_known_are_left_out_of_the_event() -> None:
+    cache = _cache(num_blocks=16)
+    twins = [make_request(range(6), request_id=name) for name in "ab"]
+    for request in twins:
+        cache.admit(request, [])
+    for request, num_computed in ((twins[0], 4), (twins[1], 6)):
+        request.num_computed_tokens = num_computed
+        cache.register(request)
+
+    events = [event for event in cache.take_events() if isinstance(event, BlockStored)]
+
+    assert [event.token_ids for event in events] == [(0, 1, 2, 3), (4, 5)]
+    assert events[1].parent_block_hash == events[0].block_hashes[1]
+
+
+def test_released_blocks_are_free_and_still_found() -> None:
+    cache = _cache()
+    request = _serve(cache, range(6))
+
+    assert cache.pool.num_free == cache.pool.num_blocks
+    assert (request.block_ids, request.num_computed_tokens) == ([], 0)
+    assert len(cache.find_prefix(make_request(range(6)), 6)) == 3
+
+
+def test_of_a_released_request_the_end_is_evicted_first() -> None:
+    cache = _cache(num_blocks=3)
+    _serve(cache, range(6))
+
+    cache.admit(make_request([9, 9]), [])
+
+    assert len(cache.find_prefix(make_request(range(6)), 6)) == 2
+
+
+def test_a_distrusted_request_leaves_nothing_to_be_found() -> None:
+    cache = _cache()
+    request = make_request(range(6))
+    cache.admit(request, [])
+    request.num_computed_tokens = 6
+    cache.register(request)
+
+    cache.distrust(request)
+    cache.release(request)
+
+    assert cache.find_prefix(make_request(range(6)), 6) == []
+    cache.pool.check([])
+
+
+def _cache(num_blocks: int = 8) -> KvCache:
+    return KvCache(CacheConfig(num_blocks=num_blocks, block_size=2, collect_events=True))
+
+
+def _serve(cache: KvCache, prompt: range) -> Request:
+    """Compute a prompt and give its blocks back."""
+    request = make_request(prompt, request_id="served")
+    cache.admit(request, [])
+    request.num_computed_tokens = request.num_tokens
+    cache.release(request)
+    return request

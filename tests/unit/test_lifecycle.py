@@ -1,0 +1,40 @@
+"""Every move of a request's status, allowed and not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from engine.errors import OutOfTurn
+from engine.lifecycle import RequestStatus as Status
+from tests.support.requests import make_request
+
+ALLOWED = {
+    (Status.WAITING, Status.WAITING_FOR_REMOTE_KVS),
+    (Status.WAITING, Status.RUNNING),
+    (Status.WAITING, Status.FINISHED),
+    (Status.WAITING_FOR_REMOTE_KVS, Status.READY),
+    (Status.WAITING_FOR_REMOTE_KVS, Status.WAITING),
+    (Status.WAITING_FOR_REMOTE_KVS, Status.FINISHED),
+    (Status.READY, Status.RUNNING),
+    (Status.READY, Status.PREEMPTED),
+    (Status.READY, Status.FINISHED),
+    (Status.RUNNING, Status.PREEMPTED),
+    (Status.RUNNING, Status.FINISHED),
+    (Status.PREEMPTED, Status.RUNNING),
+    (Status.PREEMPTED, Status.FINISHED),
+}
+
+
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(Status, Status)))
+def test_a_status_moves_only_along_the_table(start: Status, end: Status) -> None:
+    request = make_request()
+    request.status = start
+
+    if (start, end) in ALLOWED:
+        request.move(end)
+        assert request.status is end
+    else:
+        with pytest.raises(OutOfTurn, match=f"cannot go from {start}"):
+            request.move(end)

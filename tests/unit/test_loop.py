@@ -1,0 +1,132 @@
+"""The engine's thread: mail in, outputs out, and what happens when it dies."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.core import EngineCore
+from engine.errors import EngineStopped, InvalidRequest
+from engine.loop import EngineLoop
+from engine.plan import Plan, RunResult
+from engine.request import ClientId, FinishReason, Output, RequestId
+from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.fake_runner import tokens_alone
+
+ME = ClientId("me")
+LONG = 10_000  # more tokens than a test waits for, fewer than the model may write
+PATIENCE_S = 30.0  # only a hanging test ever waits so long
+
+
+class BrokenRunner:
+    def run(self, plan: Plan) -> RunResult:
+        raise ZeroDivisionError("a bug")
+
+
+class Client:
+    """Waits for outputs on the test's thread."""
+
+    def __init__(self) -> None:
+        self.outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+
+    def deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.outputs.put(output)
+
+    def next_output(self) -> Output:
+        return self.outputs.get(timeout=PATIENCE_S)
+
+    def last_output(self) -> Output:
+        while (output := self.next_output()).finish_reason is None:
+            pass
+        return output
+
+
+@contextmanager
+def a_loop(engine: EngineCore | None = None) -> Iterator[tuple[EngineLoop, Client]]:
+    client = Client()
+    with EngineLoop(engine or an_engine()) as loop:
+        loop.attach(ME, client.deliver)
+        yield loop, client
+
+
+def test_outputs_reach_the_client_in_order() -> None:
+    with a_loop() as (loop, client):
+        loop.submit(a_spec(prompt=(4, 5), max_tokens=3))
+
+        outputs = [client.next_output() for _ in range(3)]
+
+    assert [output.first_index for output in outputs] == [0, 1, 2]
+    tokens = [token for output in outputs for token in output.token_ids]
+    assert tokens == tokens_alone((4, 5), 0, 3, VOCAB_SIZE)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_what_can_never_be_served_is_refused_on_the_callers_thread() -> None:
+    with a_loop() as (loop, client), pytest.raises(InvalidRequest):
+        loop.submit(a_spec(prompt=()))
+
+    assert client.outputs.empty()
+
+
+def test_an_id_that_is_in_use_is_refused_through_the_outputs() -> None:
+    with a_loop(an_engine(num_blocks=4096)) as (loop, client):
+        loop.submit(a_spec("a", max_tokens=LONG // 2))
+        client.next_output()
+        loop.submit(a_spec("a"))
+
+        refusal = client.last_output()
+
+    assert refusal.finish_reason is FinishReason.ERROR
+    assert refusal.error is not None
+    assert "a" in refusal.error
+
+
+def test_an_aborted_request_ends_and_gives_its_blocks_back() -> None:
+    engine = an_engine(num_blocks=4096)
+    with a_loop(engine) as (loop, client):
+        loop.submit(a_spec("a", max_tokens=LONG // 2))
+        client.next_output()
+        loop.abort(RequestId("a"))
+
+        ended = client.last_output()
+
+    assert ended.finish_reason is FinishReason.ABORT
+    engine.scheduler.check()
+
+
+def test_a_client_that_leaves_takes_its_requests_along() -> None:
+    engine = an_engine(num_blocks=4096)
+    with a_loop(engine) as (loop, client):
+        loop.submit(a_spec("a", max_tokens=LONG // 2))
+        client.next_output()
+        loop.detach(ME)
+
+    assert engine.scheduler.request_ids_by_client() == {}
+    engine.scheduler.check()
+
+
+def test_a_bug_tells_every_client_and_takes_no_more_requests() -> None:
+    with a_loop(an_engine(runner=BrokenRunner())) as (loop, client):
+        loop.submit(a_spec("a"))
+
+        told = client.last_output()
+        loop.join(PATIENCE_S)
+
+        assert told.finish_reason is FinishReason.ERROR
+        assert isinstance(loop.failure, ZeroDivisionError)
+        with pytest.raises(EngineStopped):
+            loop.submit(a_spec("b"))
+
+
+def test_the_heart_beats_with_every_turn() -> None:
+    now_s = 100.0
+    with EngineLoop(an_engine(), clock=lambda: now_s) as loop:
+        turned = queue.SimpleQueue[None]()
+        loop.post(lambda: turned.put(None))
+        turned.get(timeout=PATIENCE_S)
+
+        assert loop.since_last_beat_s() == 0.0

@@ -1,0 +1,94 @@
+"""The waiting queues: order, and leaving from the middle."""
+
+from __future__ import annotations
+
+from engine.lifecycle import Request
+from engine.queues import RankedQueue, WaitingLine
+from tests.support.requests import make_request
+
+
+def test_the_lowest_key_comes_first_and_equals_in_order_of_arrival() -> None:
+    queue = RankedQueue()
+    late, first, second = (make_request(request_id=name) for name in ("late", "first", "second"))
+    queue.push((2,), late)
+    queue.push((1,), first)
+    queue.push((1,), second)
+
+    assert _drain(queue) == [first, second, late]
+
+
+def test_leaving_from_the_middle_keeps_the_others_in_order() -> None:
+    queue = RankedQueue()
+    requests = [make_request(request_id=str(n)) for n in range(200)]
+    for number, request in enumerate(requests):
+        queue.push((number,), request)
+
+    for request in requests[10:190]:
+        queue.remove(request)
+
+    assert set(queue) == set(requests[:10] + requests[190:])
+    assert _drain(queue) == requests[:10] + requests[190:]
+
+
+def test_one_who_left_and_came_back_is_in_once() -> None:
+    queue = RankedQueue()
+    request = make_request()
+    queue.push((1,), request)
+    queue.remove(request)
+    queue.push((2,), request)
+
+    assert len(queue) == len(list(queue)) == 1
+    assert queue.peek() == ((2,), request)
+
+
+def test_resumed_ones_stand_in_front_of_new_ones_of_their_priority_only() -> None:
+    line = WaitingLine()
+    resumed = make_request(request_id="resumed", priority=1, serial=9)
+    new = make_request(request_id="new", priority=1, serial=1)
+    urgent = make_request(request_id="urgent", priority=0, serial=10)
+    line.push(new)
+    line.push(urgent)
+    line.push(resumed, is_resumed=True)
+
+    assert _drain_line(line) == [urgent, resumed, new]
+
+
+def test_a_long_one_that_stepped_aside_keeps_its_turn() -> None:
+    line = WaitingLine()
+    long, short = make_request(request_id="long", serial=1), make_request(request_id="s", serial=2)
+    line.push(long)
+    line.push(short)
+
+    line.step_aside(long)
+
+    assert line.head(allow_long=False) is short
+    assert line.head(allow_long=True) is long
+    assert len(line) == 2
+
+
+def test_one_who_stepped_aside_can_leave() -> None:
+    line = WaitingLine()
+    long = make_request()
+    line.push(long)
+    line.step_aside(long)
+
+    line.remove(long)
+
+    assert len(line) == 0
+    assert line.head() is None
+
+
+def _drain(queue: RankedQueue) -> list[Request]:
+    drained = []
+    while (head := queue.peek()) is not None:
+        queue.remove(head[1])
+        drained.append(head[1])
+    return drained
+
+
+def _drain_line(line: WaitingLine) -> list[Request]:
+    drained = []
+    while (head := line.head()) is not None:
+        line.remove(head)
+        drained.append(head)
+    return drained

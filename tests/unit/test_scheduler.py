@@ -1,0 +1,313 @@
+"""The scheduler by hand-driven steps: budget, batch, limits, order, turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from engine.errors import InvalidRequest, OutOfTurn
+from engine.events import RequestEvent, RequestEventKind
+from engine.plan import Plan, RunResult, StepResult
+from engine.request import FinishReason, Output
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, Policy, SchedulerConfig
+from tests.support.engine_world import EngineWorld
+from tests.support.requests import make_spec
+
+_config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+
+
+def test_one_request_is_computed_and_decoded_to_its_end() -> None:
+    world = EngineWorld()
+    name = world.add(6, max_tokens=3)
+
+    plans = [world.step() for _ in range(3)]
+
+    assert [plan.num_scheduled_tokens for plan in plans] == [{name: 6}, {name: 1}, {name: 1}]
+    assert world.finish_reason(name) is FinishReason.LENGTH
+    assert world.step().dropped == (name,)
+    world.run_to_end()
+
+
+def test_a_row_enters_with_all_that_is_known_and_later_plans_carry_changes_alone() -> None:
+    world = EngineWorld(block_size=4)
+    name = world.add([1, 2, 3, 4, 5], prior=[6], max_tokens=9)
+
+    first, second, third, fourth = (world.step() for _ in range(4))
+
+    (row,) = first.started
+    assert row.token_ids == (1, 2, 3, 4, 5, 6)
+    assert (row.num_prompt_tokens, row.num_computed_tokens) == (5, 0)
+    assert row.block_ids == (0, 1)
+    assert first.new_block_ids == {}
+    assert (second, third) == (Plan(num_scheduled_tokens={name: 1}),) * 2
+    assert fourth.new_block_ids == {name: (2,)}
+    world.run_to_end()
+
+
+def test_a_plan_does_not_change_after_it_was_made() -> None:
+    world = EngineWorld()
+    name = world.add(max_tokens=9)
+    world.step()
+    plan = world.step()
+
+    world.abort(name)
+    world.add()
+    world.step()
+
+    assert plan == Plan(num_scheduled_tokens={name: 1})
+    world.run_to_end()
+
+
+# --- budget and limits ------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4))
+    name = world.add(10)
+
+    chunks = [world.step().num_scheduled_tokens[name] for _ in range(3)]
+
+    assert chunks == [4, 4, 2]
+    assert len(world.tokens(name)) == 1
+    world.run_to_end()
+
+
+def test_decoding_requests_are_served_before_any_prompt() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=5, max_num_seqs=3))
+    decoding = world.add(2, max_tokens=9)
+    world.step()
+    long = world.add(12)
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {decoding: 1, long: 4}
+    world.run_to_end()
+
+
+def test_what_a_prompt_leaves_of_the_budget_goes_to_the_next() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=8), enable_prefix_caching=False)
+    first, second = world.add(5), world.add(6)
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {first: 5, second: 3}
+    world.run_to_end()
+
+
+def test_no_more_run_than_max_num_seqs() -> None:
+    world = EngineWorld(_config(max_num_seqs=2))
+    names = [world.add(3, max_tokens=2) for _ in range(3)]
+
+    first, second = world.step(), world.step()
+    third = world.step()
+
+    assert list(first.num_scheduled_tokens) == list(second.num_scheduled_tokens) == names[:2]
+    assert list(third.num_scheduled_tokens) == names[2:]
+    world.run_to_end()
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
+    config = _config(max_num_batched_tokens=6, enable_chunked_prefill=False)
+    world = EngineWorld(config, enable_prefix_caching=False)
+    first, second = world.add(4, max_tokens=2), world.add(5)
+
+    plans = [world.step().num_scheduled_tokens for _ in range(2)]
+
+    assert plans == [{first: 4}, {first: 1, second: 5}]
+    world.run_to_end()
+
+
+def test_no_chunk_is_longer_than_the_long_prefill_threshold() -> None:
+    world = EngineWorld(_config(long_prefill_token_threshold=3))
+    long, short = world.add(8), world.add([9, 9])
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {long: 3, short: 2}
+    world.run_to_end()
+
+
+def test_no_more_prompts_are_part_done_than_allowed() -> None:
+    config = _config(long_prefill_token_threshold=3, max_num_partial_prefills=1)
+    world = EngineWorld(config, enable_prefix_caching=False)
+    first, second = world.add(7), world.add(7)
+
+    plans = [world.step().num_scheduled_tokens for _ in range(3)]
+
+    assert plans == [{first: 3}, {first: 3}, {first: 1, second: 3}]
+    world.run_to_end()
+
+
+def test_a_prompt_that_is_done_in_one_step_is_no_partial_prefill() -> None:
+    config = _config(long_prefill_token_threshold=3, max_num_partial_prefills=1)
+    world = EngineWorld(config, enable_prefix_caching=False)
+    long, short = world.add(7), world.add(3)
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {long: 3, short: 3}
+    world.run_to_end()
+
+
+def test_short_prompts_overtake_long_ones_that_wait_for_long_ones() -> None:
+    config = _config(long_prefill_token_threshold=3, max_long_partial_prefills=1)
+    world = EngineWorld(config, enable_prefix_caching=False)
+    first_long, second_long, short = world.add(6), world.add(6), world.add(2)
+
+    plans = [world.step().num_scheduled_tokens for _ in range(3)]
+
+    assert plans[0] == {first_long: 3, short: 2}
+    # The first long prompt ends in this step, so the second may begin.
+    assert plans[1] == {first_long: 3, short: 1, second_long: 3}
+    assert plans[2][second_long] == 3
+    world.run_to_end()
+
+
+# --- who goes first ---------------------------------------------------------------
+
+
+def test_fcfs_does_not_look_at_priorities() -> None:
+    world = EngineWorld(_config(max_num_seqs=1))
+    first = world.add(3, priority=5)
+    world.add(3, priority=0)
+
+    assert list(world.step().num_scheduled_tokens) == [first]
+    world.run_to_end()
+
+
+def test_priority_goes_before_arrival() -> None:
+    world = EngineWorld(_config(max_num_seqs=1, policy=Policy.PRIORITY))
+    late, urgent, urgent_too = (world.add(3, priority=p, max_tokens=1) for p in (1, 0, 0))
+
+    order = [list(world.step().num_scheduled_tokens) for _ in range(3)]
+
+    assert order == [[urgent], [urgent_too], [late]]
+    world.run_to_end()
+
+
+def test_equal_priorities_go_by_arrival_time() -> None:
+    scheduler = Scheduler(_config(max_num_seqs=1, policy=Policy.PRIORITY), CacheConfig(8))
+    for name, arrival_s in (("late", 2.0), ("early", 1.0)):
+        spec = make_spec(request_id=name)
+        scheduler.add(replace(spec, arrival_s=arrival_s))
+
+    plan = scheduler.schedule(3.0)
+
+    assert list(plan.num_scheduled_tokens) == ["early"]
+
+
+# --- turns, names, sight ----------------------------------------------------------
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
+    world = EngineWorld()
+    world.add(request_id="same")
+
+    with pytest.raises(InvalidRequest, match="same is in use"):
+        world.add(request_id="same")
+    world.run_to_end()
+    world.add(request_id="same")
+    world.run_to_end()
+
+
+def test_a_refused_request_leaves_no_trace() -> None:
+    world = EngineWorld()
+
+    with pytest.raises(InvalidRequest):
+        world.add([])
+
+    assert world.scheduler.is_idle
+
+
+def test_a_plan_must_be_updated_before_the_next() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    scheduler.schedule(0.0)
+
+    with pytest.raises(OutOfTurn):
+        scheduler.schedule(0.0)
+
+
+def test_a_plan_is_updated_once() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, StepResult(RunResult()))
+
+    with pytest.raises(OutOfTurn):
+        scheduler.update(plan, StepResult(RunResult()))
+
+
+def test_a_runner_that_forgets_a_request_is_found_out() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    scheduler.add(make_spec())
+
+    with pytest.raises(OutOfTurn, match="it got no token"):
+        scheduler.update(scheduler.schedule(0.0), StepResult(RunResult()))
+
+
+def test_a_runner_that_forgets_a_decoding_request_is_found_out() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    scheduler.add(make_spec())
+    _answer(scheduler, [5])
+
+    with pytest.raises(OutOfTurn, match="fewer answers"):
+        scheduler.update(scheduler.schedule(0.0), StepResult(RunResult()))
+
+
+def test_an_idle_scheduler_makes_empty_plans() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+
+    assert scheduler.schedule(0.0) == Plan()
+    assert scheduler.is_idle
+    assert not scheduler.has_work
+
+
+def test_stats_say_where_requests_stand() -> None:
+    world = EngineWorld(_config(max_num_seqs=1), num_blocks=8, block_size=4)
+    world.add(6)
+    world.add(6)
+    world.step()
+
+    stats = world.scheduler.stats()
+
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    assert (stats.num_free_blocks, stats.num_blocks) == (6, 8)
+    world.run_to_end()
+
+
+def test_events_tell_the_life_of_a_request_with_its_times() -> None:
+    scheduler = Scheduler(_config(collect_events=True), CacheConfig(8))
+    spec = replace(make_spec(max_tokens=1), arrival_s=1.0)
+    scheduler.add(spec)
+    plan = scheduler.schedule(2.0)
+    scheduler.update(plan, StepResult(RunResult({spec.request_id: [1]})), now=3.0)
+
+    kind = RequestEventKind
+    expected = ((kind.QUEUED, 1.0), (kind.SCHEDULED, 2.0), (kind.FINISHED, 3.0))
+    assert scheduler.take_events() == tuple(
+        RequestEvent(spec.request_id, what, at_s) for what, at_s in expected
+    )
+    assert scheduler.take_events() == ()
+
+
+def test_nothing_is_kept_of_what_has_ended() -> None:
+    world = EngineWorld(_config(max_num_seqs=4), num_blocks=8)
+    for number in range(200):
+        world.add([number % 7, 1], sends=number % 3 == 0, receives=number % 3 == 1)
+        world.step()
+        world.wire.settle()
+
+    world.run_to_end()
+
+    assert world.scheduler.request_ids_by_client() == {}
+    assert world.scheduler.stats().num_pending_sends == 0
+
+
+def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
+    """One step in which every scheduled request gets these tokens."""
+    plan = scheduler.schedule(0.0)
+    run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
+    by_client = scheduler.update(plan, StepResult(run)).by_client
+    return [output for outputs in by_client.values() for output in outputs]

@@ -1,0 +1,54 @@
+"""Settings that cannot work stop the process at start, by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import InvalidConfig
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+
+
+def test_the_defaults_work() -> None:
+    config = SchedulerConfig()
+
+    assert config.num_slots_per_decode == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_model_len", 1),
+        ("num_lookahead_tokens", -1),
+        ("remote_headroom_blocks", -1),
+        ("long_prefill_token_threshold", -1),
+        ("max_num_partial_prefills", 0),
+        ("max_long_partial_prefills", 0),
+        ("max_num_batched_tokens", 127),
+    ],
+)
+def test_a_setting_out_of_range_is_named(setting: str, value: int) -> None:
+    with pytest.raises(InvalidConfig, match=f"{setting} is {value}"):
+        SchedulerConfig(**{"max_num_seqs": 128, setting: value})  # type: ignore[arg-type]
+
+
+def test_the_budget_must_hold_the_speculative_tokens_of_all() -> None:
+    with pytest.raises(InvalidConfig, match="at least max_num_seqs"):
+        SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, num_lookahead_tokens=2)
+
+
+def test_a_long_prefill_threshold_needs_chunks() -> None:
+    with pytest.raises(InvalidConfig, match="needs enable_chunked_prefill"):
+        SchedulerConfig(long_prefill_token_threshold=8, enable_chunked_prefill=False)
+
+
+def test_a_limit_on_long_prefills_needs_to_know_what_long_is() -> None:
+    with pytest.raises(InvalidConfig, match="needs long_prefill_token_threshold"):
+        SchedulerConfig(max_long_partial_prefills=1)
+
+
+def test_an_empty_cache_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="num_blocks is 0"):
+        CacheConfig(num_blocks=0)
+    with pytest.raises(InvalidConfig, match="block_size is 0"):
+        CacheConfig(num_blocks=4, block_size=0)

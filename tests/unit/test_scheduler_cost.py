@@ -1,0 +1,93 @@
+"""A step's cost, counted in calls instead of seconds: flat where it must be flat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+
+from engine.plan import RunResult, StepResult
+from engine.request import RequestId
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from tests.support.requests import make_spec
+
+NUM_RUNNING = 8
+
+
+def test_a_step_costs_the_same_however_many_wait() -> None:
+    short_queue, long_queue = _decoding(num_waiting=1), _decoding(num_waiting=500)
+
+    assert _calls(partial(_step, long_queue)) == _calls(partial(_step, short_queue))
+
+
+def test_a_step_costs_the_same_however_long_the_contexts_are() -> None:
+    short, long = _decoding(num_prompt_tokens=16), _decoding(num_prompt_tokens=1024)
+
+    costs = [[_calls(partial(_step, scheduler)) for _ in range(16)] for scheduler in (short, long)]
+
+    assert costs[0] == costs[1]
+
+
+def test_a_decoding_request_costs_a_handful_of_calls() -> None:
+    few, many = _decoding(num_running=8), _decoding(num_running=72)
+
+    per_request = (_calls(partial(_step, many)) - _calls(partial(_step, few))) / 64
+
+    assert per_request <= 8
+
+
+def test_leaving_the_queue_from_the_middle_costs_the_same_however_many_wait() -> None:
+    short_queue, long_queue = _decoding(num_waiting=3), _decoding(num_waiting=501)
+    middle = [RequestId(f"r{NUM_RUNNING + n}") for n in (1, 250)]
+
+    costs = [
+        _calls(partial(scheduler.abort, name))
+        for scheduler, name in zip((short_queue, long_queue), middle, strict=True)
+    ]
+
+    assert costs[0] == costs[1]
+
+
+def _decoding(
+    *, num_running: int = NUM_RUNNING, num_waiting: int = 0, num_prompt_tokens: int = 16
+) -> Scheduler:
+    """A full batch that decodes, in the middle of its blocks, and a queue behind it."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_batched_tokens=num_running * num_prompt_tokens,
+            max_num_seqs=num_running,
+            max_model_len=2048,
+        ),
+        CacheConfig(num_blocks=num_running * 128),
+    )
+    for number in range(num_running + num_waiting):
+        prompt = (number, *range(num_prompt_tokens - 1))
+        scheduler.add(make_spec(prompt, request_id=f"r{number}", max_tokens=100))
+    for _ in range(3):
+        _step(scheduler)
+    return scheduler
+
+
+def _step(scheduler: Scheduler) -> None:
+    plan = scheduler.schedule(0.0)
+    answers = {request_id: [1] for request_id in plan.num_scheduled_tokens}
+    scheduler.update(plan, StepResult(RunResult(answers)))
+
+
+def _calls(action: Callable[[], None]) -> int:
+    """How many functions the action calls, Python's own included."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+    return count

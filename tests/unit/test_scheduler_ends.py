@@ -1,0 +1,252 @@
+"""How requests end: stop rules, limits, errors, aborts, and what goes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from engine.plan import Plan, RunResult, StepResult
+from engine.request import ClientId, FinishReason, Output, RequestId
+from engine.sampling import SamplingParams
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from tests.support.engine_world import EngineWorld
+from tests.support.requests import make_spec
+
+_config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+
+
+def test_a_stop_token_ends_a_request_and_is_named() -> None:
+    world, name = _world_stopping_at(place=2)
+
+    world.run_to_end()
+
+    last = world.receipts[name].outputs[-1]
+    assert last.finish_reason is FinishReason.STOP
+    assert last.stop_token_id == world.tokens(name)[-1]
+    assert len(world.tokens(name)) == 3
+
+
+def test_min_tokens_lets_a_stop_token_pass() -> None:
+    world, name = _world_stopping_at(place=2, min_tokens=5)
+
+    world.run_to_end()
+
+    assert len(world.tokens(name)) >= 5
+
+
+def test_ignore_eos_ignores_the_models_own_end_but_not_the_clients() -> None:
+    prompt = [5, 4, 3]
+    answer, _ = EngineWorld().alone(make_spec(prompt, max_tokens=8))
+    eos, stop = answer[1], next(token for token in answer if token not in answer[:2])
+    world = EngineWorld(_config(eos_token_ids=frozenset({eos})))
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=(stop,))
+    name = world.add(prompt, sampling=sampling)
+
+    world.run_to_end()
+
+    assert world.tokens(name) == answer[: answer.index(stop) + 1]
+    assert world.finish_reason(name) is FinishReason.STOP
+
+
+def test_max_model_len_ends_a_request() -> None:
+    world = EngineWorld(_config(max_model_len=10))
+    name = world.add(7, max_tokens=50)
+
+    world.run_to_end()
+
+    assert len(world.tokens(name)) == 3
+    assert world.finish_reason(name) is FinishReason.LENGTH
+
+
+def test_tokens_given_elsewhere_count_as_output() -> None:
+    world = EngineWorld()
+    name = world.add(3, prior=[1, 2], max_tokens=5)
+
+    world.run_to_end()
+
+    outputs = world.receipts[name].outputs
+    assert [output.first_index for output in outputs] == [2, 3, 4]
+
+
+def test_an_error_of_the_runner_ends_that_request_alone() -> None:
+    world = EngineWorld()
+    bad, good = world.add([1, 2, 3], max_tokens=6), world.add([4, 5, 6], max_tokens=6)
+    world.step()
+
+    world.fail_next_token(bad)
+    world.step()
+
+    last = world.receipts[bad].outputs[-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error == "the logits are not finite"
+    world.run_to_end()
+    assert world.finish_reason(good) is FinishReason.LENGTH
+
+
+def test_logprobs_go_out_with_their_tokens() -> None:
+    world = EngineWorld()
+    name = world.add(3, sampling=SamplingParams(max_tokens=3, logprobs=1))
+
+    world.run_to_end()
+
+    outputs = world.receipts[name].outputs
+    named = [logprobs.token_id for output in outputs for logprobs in output.logprobs]
+    assert named == world.tokens(name)
+
+
+def test_prompt_logprobs_go_out_chunk_by_chunk() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4))
+    name = world.add(10, sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
+
+    world.run_to_end()
+
+    parts = [output.prompt_logprobs for output in world.receipts[name].outputs]
+    assert [len(part) for part in parts] == [4, 4, 2, 0]
+    assert parts[0][0] is None
+
+
+def test_outputs_are_sorted_by_client() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    for name, client in (("a", "x"), ("b", "y"), ("c", "x")):
+        scheduler.add(replace(make_spec(request_id=name), client_id=ClientId(client)))
+    plan = scheduler.schedule(0.0)
+
+    run = RunResult({name: [1] for name in plan.num_scheduled_tokens})
+    by_client = scheduler.update(plan, StepResult(run)).by_client
+
+    names = {client: [o.request_id for o in outputs] for client, outputs in by_client.items()}
+    assert names == {"x": ["a", "c"], "y": ["b"]}
+
+
+# --- speculation ------------------------------------------------------------------
+
+
+def test_confirmed_tokens_come_at_once_and_rejected_slots_are_written_again() -> None:
+    world = EngineWorld(_config(num_lookahead_tokens=3), block_size=2)
+    name = world.add(3, max_tokens=20)
+
+    world.run_to_end()
+
+    lengths = {len(output.token_ids) for output in world.receipts[name].outputs}
+    assert len(lengths) > 1
+
+
+def test_there_is_always_room_for_the_speculative_tokens() -> None:
+    world = EngineWorld(_config(num_lookahead_tokens=3), block_size=2)
+    world.add(3, max_tokens=2)
+
+    world.step()
+    plan = world.step()
+
+    # Three tokens are there; the fourth and three more may be written: seven slots.
+    assert [len(blocks) for blocks in plan.new_block_ids.values()] == [2]
+    world.run_to_end()
+
+
+def test_tokens_behind_the_one_that_ends_it_are_cut_off() -> None:
+    scheduler = Scheduler(_config(num_lookahead_tokens=3), CacheConfig(8))
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=(7,))
+    scheduler.add(make_spec(sampling=sampling))
+    _answer(scheduler, [5])
+
+    (output,) = _answer(scheduler, [6, 7, 8, 9])
+
+    assert output.token_ids == (6, 7)
+    assert output.stop_token_id == 7
+    scheduler.check()
+
+
+# --- abort ------------------------------------------------------------------------
+
+
+def test_aborting_in_line_ends_it_at_once() -> None:
+    world = EngineWorld(_config(max_num_seqs=1))
+    running, waiting = world.add(), world.add()
+    world.step()
+
+    world.abort(waiting)
+    world.step()
+
+    assert world.finish_reason(waiting) is FinishReason.ABORT
+    assert world.scheduler.stats().num_waiting == 0
+    world.run_to_end()
+    assert world.finish_reason(running) is FinishReason.LENGTH
+
+
+def test_aborting_while_running_gives_the_blocks_back_and_drops_the_row() -> None:
+    world = EngineWorld()
+    name = world.add(9)
+    world.step()
+
+    world.abort(name)
+    free = world.scheduler.stats().num_free_blocks
+    plan = world.step()
+
+    assert free == world.cache_config.num_blocks
+    assert plan == Plan(dropped=(name,))
+    world.run_to_end()
+
+
+def test_aborting_in_the_middle_of_a_chunked_prefill() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4))
+    name = world.add(10)
+    world.step()
+
+    world.abort(name)
+
+    world.run_to_end()
+    assert world.tokens(name) == []
+
+
+def test_a_token_for_a_request_that_was_aborted_while_the_step_ran_is_dropped() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    spec = make_spec()
+    scheduler.add(spec)
+    plan = scheduler.schedule(0.0)
+
+    scheduler.abort(spec.request_id)
+    scheduler.add(spec)  # the same name again, at once
+    outputs = scheduler.update(plan, StepResult(RunResult({spec.request_id: [1]})))
+
+    (output,) = outputs.by_client[spec.client_id]
+    assert output.finish_reason is FinishReason.ABORT
+    again = scheduler.schedule(0.0)
+    assert again.dropped == (spec.request_id,)
+    assert [row.token_ids for row in again.started] == [spec.prompt_token_ids]
+    scheduler.check()
+
+
+def test_aborting_an_unknown_request_does_nothing() -> None:
+    world = EngineWorld()
+
+    world.abort(RequestId("never seen"))
+
+    assert world.scheduler.is_idle
+
+
+def test_aborting_a_client_ends_all_its_requests_and_no_others() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    for name, client in (("a", "x"), ("b", "y"), ("c", "x")):
+        scheduler.add(replace(make_spec(request_id=name), client_id=ClientId(client)))
+
+    scheduler.abort_client(ClientId("x"))
+
+    assert scheduler.request_ids_by_client() == {"y": ["b"]}
+
+
+def _world_stopping_at(place: int, min_tokens: int = 0) -> tuple[EngineWorld, RequestId]:
+    """A world with one request, whose token at `place` is the model's end of text."""
+    prompt = [5, 4, 3]
+    answer, _ = EngineWorld().alone(make_spec(prompt, max_tokens=8))
+    assert answer[place] not in answer[:place]
+    world = EngineWorld(_config(eos_token_ids=frozenset({answer[place]})))
+    return world, world.add(prompt, sampling=SamplingParams(max_tokens=8, min_tokens=min_tokens))
+
+
+def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
+    """One step in which every scheduled request gets these tokens."""
+    plan = scheduler.schedule(0.0)
+    run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
+    by_client = scheduler.update(plan, StepResult(run)).by_client
+    return [output for outputs in by_client.values() for output in outputs]

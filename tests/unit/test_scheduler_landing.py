@@ -1,0 +1,141 @@
+"""Room for remote KV: what is granted when, and landed requests among the others."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from engine.request import FinishReason, RequestId
+from engine.scheduler_config import SchedulerConfig
+from kv_transfer.types import HandoffId
+from tests.support.engine_world import EngineWorld
+
+_config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+
+
+def test_a_grant_leaves_a_block_for_each_that_holds_blocks() -> None:
+    world = EngineWorld(_config(), num_blocks=6, block_size=4)
+    running = world.add([9] * 7, max_tokens=9)
+    world.step()
+
+    # Four blocks are free and one runs: three may be granted, four not.
+    large, small = world.add(16, receives=True, max_tokens=2), world.add(8, receives=True)
+    plan = world.step()
+    assert plan.kv_orders.receives == ()
+
+    world.abort(large)
+    plan = world.step()
+    assert [order.handoff_id for order in plan.kv_orders.receives] == [_handoff(small)]
+    world.run_to_end()
+    assert world.finish_reason(running) is FinishReason.LENGTH
+
+
+def test_an_idle_engine_grants_its_whole_cache() -> None:
+    world = EngineWorld(_config(remote_headroom_blocks=2), num_blocks=4, block_size=4)
+    world.add(15, receives=True, max_tokens=2)
+
+    (order,) = world.step().kv_orders.receives
+
+    assert len(order.block_ids) == 4
+    world.run_to_end()
+
+
+def test_no_more_is_granted_than_the_batch_can_take_next() -> None:
+    world = EngineWorld(_config(max_num_seqs=2))
+    for _ in range(3):
+        world.add(3, receives=True)
+
+    assert len(world.step().kv_orders.receives) == 2
+    world.run_to_end()
+
+
+def test_a_full_batch_does_not_keep_kv_from_landing() -> None:
+    world = EngineWorld(_config(max_num_seqs=1))
+    world.add([9] * 3, max_tokens=9)
+    world.step()
+
+    world.add(3, receives=True)
+
+    assert len(world.step().kv_orders.receives) == 1
+    world.run_to_end()
+
+
+def test_landed_requests_that_need_blocks_when_none_is_free_do_not_block_each_other() -> None:
+    """All hold a full table and nothing runs that could be preempted."""
+    world = EngineWorld(_config(remote_headroom_blocks=0), num_blocks=4, block_size=4)
+    names = [world.add([n] * 8, receives=True, max_tokens=5) for n in range(2)]
+    world.step()
+    for name in names:
+        world.wire.land(_handoff(name))
+
+    world.step()
+    plan = world.step()
+
+    assert [row.request_id for row in plan.started] == names[:1]
+    world.run_to_end()
+
+
+def test_a_landed_request_goes_before_one_that_holds_nothing() -> None:
+    world = EngineWorld(_config(max_num_seqs=1))
+    ready = _make_ready_behind_another(world)
+    waiting = world.add([3, 3, 3])
+
+    order = [row.request_id for _ in range(20) for row in world.step().started]
+
+    assert order == [ready, waiting]
+    world.run_to_end()
+
+
+def test_a_landed_request_does_not_wait_for_a_long_prompt_under_way() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4))
+    name = world.add(3, receives=True)
+    world.step()
+    long = world.add([9] * 20)
+    world.step()
+    world.wire.land(_handoff(name))
+    world.step()
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {name: 1, long: 3}
+    world.run_to_end()
+
+
+def test_a_ready_request_can_be_preempted_by_one_that_runs() -> None:
+    world = EngineWorld(_config(max_num_seqs=1), num_blocks=5, block_size=4)
+    running = world.add([9] * 7, max_tokens=10)
+    world.step()
+    ready = world.add(8, receives=True, max_tokens=2)
+    world.step()
+    world.wire.land(_handoff(ready))
+
+    world.run_to_end()
+
+    assert world.finish_reason(running) is FinishReason.LENGTH
+    assert world.finish_reason(ready) is FinishReason.LENGTH
+
+
+def test_a_grant_takes_no_budget_and_no_place() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4, max_num_seqs=1))
+    local = world.add(4)
+    receiver = world.add([9] * 12, receives=True)
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {local: 4}
+    assert [order.handoff_id for order in plan.kv_orders.receives] == [_handoff(receiver)]
+    world.run_to_end()
+
+
+def _handoff(name: RequestId) -> HandoffId:
+    return HandoffId(name, 1)
+
+
+def _make_ready_behind_another(world: EngineWorld) -> RequestId:
+    """The batch has one place, and it is taken for a while."""
+    world.add([9] * 3, max_tokens=6)
+    world.step()
+    ready = world.add(3, receives=True)
+    world.step()
+    world.wire.land(_handoff(ready))
+    world.step()
+    return ready

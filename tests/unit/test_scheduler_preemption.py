@@ -1,0 +1,153 @@
+"""When blocks run out: who gives them up, and how he comes back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from engine.plan import Plan
+from engine.sampling import SamplingParams
+from engine.scheduler_config import Policy, SchedulerConfig
+from tests.support.engine_world import EngineWorld
+
+_config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+
+
+def test_the_last_to_arrive_gives_up_its_blocks() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    first, last = world.add(8, max_tokens=8), world.add([9] * 8, max_tokens=8)
+    world.step()
+
+    plan = world.step()
+
+    assert plan.dropped == (last,)
+    assert plan.num_scheduled_tokens == {first: 1}
+    assert world.scheduler.stats().total_preemptions == 1
+    world.run_to_end()
+
+
+def test_of_the_running_the_least_urgent_gives_up_its_blocks() -> None:
+    world = EngineWorld(_config(policy=Policy.PRIORITY), num_blocks=4, block_size=4)
+    lax, urgent = world.add(8, priority=1, max_tokens=8), world.add([9] * 8, max_tokens=8)
+    world.step()
+
+    plan = world.step()
+
+    assert plan.dropped == (lax,)
+    assert plan.num_scheduled_tokens == {urgent: 1}
+    world.run_to_end()
+
+
+def test_one_that_ranks_last_itself_gives_up_its_own() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    first, last = world.add(6, max_tokens=10), world.add([9] * 8, max_tokens=6)
+    world.step()
+
+    plan = world.step()
+
+    assert plan.dropped == (last,)
+    assert plan.num_scheduled_tokens == {first: 1}
+    world.run_to_end()
+
+
+def test_a_resumed_request_goes_before_those_that_never_ran() -> None:
+    world = EngineWorld(_config(max_num_seqs=2), num_blocks=4, block_size=4)
+    first, last = world.add(8, max_tokens=3), world.add([9] * 8, max_tokens=8)
+    newcomer = world.add([7], max_tokens=2)
+    world.step()
+    world.step()
+
+    order = [row.request_id for _ in range(4) for row in world.step().started]
+
+    assert order[0] == last
+    assert newcomer in order
+    world.run_to_end()
+    assert world.tokens(first)
+
+
+def test_no_newcomer_takes_what_a_victim_just_gave_up() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    world.add(8, max_tokens=8)
+    world.add([9] * 8, max_tokens=8)
+    world.step()
+    newcomer = world.add([7], max_tokens=2)
+
+    plan = world.step()
+
+    assert newcomer not in plan.num_scheduled_tokens
+    world.run_to_end()
+
+
+def test_a_resumed_request_computes_its_own_output_again_unless_it_is_cached() -> None:
+    world = EngineWorld(_config(), num_blocks=5, block_size=4, enable_prefix_caching=False)
+    world.add(8, max_tokens=8)
+    victim = world.add([9] * 7, max_tokens=8)
+    world.step_until(lambda plan: plan.dropped)
+    known = 7 + len(world.tokens(victim))
+    plan = world.step_until(lambda plan: plan.started)
+
+    (row,) = plan.started
+    assert (row.request_id, len(row.token_ids), row.num_computed_tokens) == (victim, known, 0)
+    assert row.num_prompt_tokens == 7
+    world.run_to_end()
+
+
+def test_what_a_victim_computed_stays_cached_for_its_return() -> None:
+    world = EngineWorld(_config(), num_blocks=8, block_size=2)
+    world.add([1] * 8, max_tokens=3)
+    victim = world.add([9] * 7, max_tokens=3)
+    world.step_until(lambda plan: plan.dropped)
+    plan = world.step_until(lambda plan: plan.started)
+
+    (row,) = plan.started
+    assert row.request_id == victim
+    assert row.num_computed_tokens == 6
+    world.run_to_end()
+
+
+def test_without_chunks_one_that_outgrew_the_budget_is_resumed_in_chunks() -> None:
+    config = _config(max_num_batched_tokens=8, enable_chunked_prefill=False)
+    world = EngineWorld(config, num_blocks=5, block_size=4, enable_prefix_caching=False)
+    world.add(4, max_tokens=12)
+    victim = world.add([9] * 4, max_tokens=12)
+    world.step_until(lambda plan: plan.dropped)
+    plan = world.step_until(lambda plan: plan.started)
+
+    (row,) = plan.started
+    assert len(row.token_ids) > 8
+    assert plan.num_scheduled_tokens == {victim: 8}
+    world.run_to_end()
+
+
+def test_a_victim_can_be_aborted() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    world.add(8, max_tokens=8)
+    victim = world.add([9] * 8, max_tokens=8)
+    world.step_until(lambda plan: plan.dropped)
+
+    world.abort(victim)
+
+    world.run_to_end()
+
+
+def test_prompt_logprobs_are_handed_out_once_also_after_preemption() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    world.add(8, max_tokens=8)
+    sampling = SamplingParams(max_tokens=8, prompt_logprobs=1)
+    victim = world.add([9] * 8, sampling=sampling)
+
+    world.run_to_end()
+
+    count = sum(len(output.prompt_logprobs) for output in world.receipts[victim].outputs)
+    assert count == 8
+    assert world.scheduler.stats().total_preemptions > 0
+
+
+def test_a_request_alone_in_a_cache_that_just_holds_it_is_never_preempted() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    world.add(8, max_tokens=9)
+
+    plans = [world.step() for _ in range(9)]
+
+    assert world.scheduler.stats().total_preemptions == 0
+    assert Plan() not in plans
+    world.run_to_end()

@@ -1,0 +1,348 @@
+"""Decode's side of a hand-off: granted, landed or lost, and whose the blocks are meanwhile."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.events import RequestEventKind
+from engine.plan import Plan
+from engine.request import FinishReason, RequestId
+from engine.sampling import SamplingParams
+from engine.scheduler_config import LoadFailurePolicy, SchedulerConfig
+from kv_transfer.types import BlockId, HandoffId, Receive, Revoke
+from tests.support.engine_world import SOURCE, EngineWorld
+from tests.support.requests import make_spec
+
+_config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+
+
+def test_a_receiver_is_granted_blocks_for_its_whole_prompt() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    name = world.add(10, receives=True)
+
+    plan = world.step()
+
+    blocks = tuple(BlockId(n) for n in range(3))
+    order = Receive(_handoff(name), SOURCE, 0, blocks, 10)
+    assert plan.kv_orders.receives == (order,)
+    assert plan.started == ()
+    assert world.scheduler.awaits_kv
+    assert not world.scheduler.has_work
+    world.run_to_end()
+
+
+def test_a_landed_request_computes_nothing_of_its_prompt() -> None:
+    world = EngineWorld(_config())
+    name = world.add(10, receives=True, max_tokens=4)
+
+    world.run_to_end()
+
+    assert world.runner.num_computed[name] == 3
+
+
+def test_the_first_token_is_given_out_at_once_and_taken_once() -> None:
+    world = EngineWorld(_config())
+    name = world.add(10, receives=True, max_tokens=4)
+    world.step()
+    world.wire.land(_handoff(name))
+
+    world.step()
+    at_landing = list(world.tokens(name))
+    plan = world.step()
+
+    assert len(at_landing) == 1
+    (row,) = plan.started
+    assert len(row.token_ids) == 11
+    assert row.num_computed_tokens == 10
+    world.run_to_end()
+    assert [o.first_index for o in world.receipts[name].outputs] == [0, 1, 2, 3]
+
+
+def test_a_first_token_that_ends_the_request_ends_it_here_too() -> None:
+    answer, _ = EngineWorld().alone(make_spec([5, 4, 3]))
+    world = EngineWorld(_config(eos_token_ids=frozenset(answer[:1])))
+    name = world.add([5, 4, 3], receives=True)
+
+    world.run_to_end()
+
+    assert world.finish_reason(name) is FinishReason.STOP
+    assert world.runner.num_computed == {}
+
+
+def test_one_token_asked_for_is_one_token_given() -> None:
+    world = EngineWorld(_config())
+    name = world.add(5, receives=True, max_tokens=1)
+
+    world.run_to_end()
+
+    assert world.finish_reason(name) is FinishReason.LENGTH
+    assert len(world.tokens(name)) == 1
+
+
+def test_only_blocks_that_are_missing_are_received() -> None:
+    world = _world_that_served(list(range(12)))
+
+    name = world.add([*range(8), 9, 9, 9], receives=True)
+    (order,) = world.step().kv_orders.receives
+
+    assert order.first_block == 2
+    assert len(order.block_ids) == 1
+    world.run_to_end()
+    assert world.runner.num_computed[name] == 3
+
+
+def test_a_full_hit_receives_no_block_and_still_finishes() -> None:
+    world = _world_that_served(list(range(8)))
+
+    name = world.add(list(range(8)), receives=True)
+    (order,) = world.step().kv_orders.receives
+
+    assert (order.first_block, order.block_ids) == (2, ())
+    world.run_to_end()
+    assert world.finish_reason(name) is FinishReason.LENGTH
+    assert world.runner.num_computed[name] == 3
+
+
+def test_blocks_in_flight_are_never_hit() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    world.add(9, receives=True)
+    world.step()
+
+    world.add(9)
+    (row,) = world.step().started
+
+    assert row.num_computed_tokens == 0
+    world.run_to_end()
+
+
+def test_landed_blocks_can_be_hit() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    name = world.add(9, receives=True, max_tokens=9)
+    world.step()
+    world.wire.land(_handoff(name))
+    world.step()
+
+    world.add(9)
+    plan = world.step()
+
+    assert [row.num_computed_tokens for row in plan.started] == [9, 8]
+    world.run_to_end()
+
+
+# --- lost -------------------------------------------------------------------------
+
+
+def test_a_lost_request_starts_anew_and_here() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    name = world.add(10, receives=True)
+    world.step()
+
+    world.wire.lose(_handoff(name))
+    world.step()
+    (row,) = world.step().started
+
+    assert row.num_computed_tokens == 0
+    assert not set(row.block_ids) & {0, 1, 2}
+    world.run_to_end()
+    assert world.finish_reason(name) is FinishReason.LENGTH
+
+
+def test_a_lost_request_may_use_what_was_cached_before() -> None:
+    world = _world_that_served(list(range(8)))
+    name = world.add([*range(8), 1, 1], receives=True)
+    world.step()
+
+    world.wire.lose(_handoff(name))
+    world.step()
+    (row,) = world.step().started
+
+    assert row.num_computed_tokens == 8
+    world.run_to_end()
+
+
+def test_the_blocks_of_a_lost_receive_are_nobodys_until_the_release() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    name = world.add(10, receives=True)
+    world.step()
+    world.wire.lose(_handoff(name))
+    world.step()
+
+    plans = [world.step() for _ in range(3)]
+    world.wire.release(_handoff(name))
+    world.step()
+    after = world.step()
+
+    assert plans == [Plan()] * 3
+    assert [row.request_id for row in after.started] == [name]
+    world.run_to_end()
+
+
+def test_by_policy_a_lost_request_ends_with_an_error() -> None:
+    world = EngineWorld(_config(kv_load_failure_policy=LoadFailurePolicy.FAIL))
+    name = world.add(10, receives=True)
+    world.step()
+
+    world.wire.lose(_handoff(name))
+    world.step()
+
+    last = world.receipts[name].outputs[-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error == "the KV of the prompt was lost: the peer is gone"
+    world.run_to_end()
+
+
+# --- aborted ----------------------------------------------------------------------
+
+
+def test_aborting_mid_load_ends_the_request_and_keeps_the_blocks_until_the_release() -> None:
+    world = EngineWorld(_config(), num_blocks=8, block_size=4)
+    name = world.add(10, receives=True)
+    world.step()
+
+    world.abort(name)
+    plan = world.step()
+    free_before = world.scheduler.stats().num_free_blocks
+    world.wire.release(_handoff(name))
+    world.step()
+
+    assert world.finish_reason(name) is FinishReason.ABORT
+    assert plan.kv_orders.revokes == (Revoke(_handoff(name)),)
+    assert (free_before, world.scheduler.stats().num_free_blocks) == (5, 8)
+    world.run_to_end()
+
+
+def test_a_transfer_that_lands_as_it_is_revoked_gives_its_blocks_back() -> None:
+    world = EngineWorld(_config())
+    name = world.add(10, receives=True)
+    world.step()
+
+    world.wire.land(_handoff(name))
+    world.abort(name)
+    world.step()
+
+    assert world.tokens(name) == []
+    world.run_to_end()
+
+
+def test_aborting_before_the_grant_needs_no_revoke() -> None:
+    world = EngineWorld(_config())
+    name = world.add(10, receives=True)
+
+    world.abort(name)
+
+    assert world.step() == Plan()
+    world.run_to_end()
+
+
+def test_aborting_while_ready() -> None:
+    world = EngineWorld(_config(max_num_seqs=1))
+    name = _make_ready_behind_another(world)
+
+    world.abort(name)
+
+    world.run_to_end()
+    assert world.finish_reason(name) is FinishReason.ABORT
+
+
+def test_a_hand_off_id_is_in_use_until_the_release() -> None:
+    world = EngineWorld(_config())
+    name = world.add(10, request_id="same", receives=True)
+    world.step()
+    world.abort(name)
+
+    with pytest.raises(InvalidRequest, match="hand-off same#1 is in use"):
+        world.add(10, request_id="same", receives=True)
+    world.run_to_end()
+
+
+def test_reports_about_unknown_hand_offs_are_counted_and_change_nothing() -> None:
+    world = EngineWorld(_config())
+    name = world.add(10, receives=True)
+    world.step()
+    world.wire.lose(_handoff(name))
+    world.step()
+    world.wire.release(_handoff(name))
+    world.step()
+
+    world.wire.report_again_released(_handoff(name))
+    world.step()
+
+    assert world.scheduler.stats().total_unknown_kv_reports == 1
+
+
+# --- others -----------------------------------------------------------------------
+
+
+def test_a_migrated_stream_receives_its_old_answer_too() -> None:
+    world = EngineWorld(_config())
+    name = world.add(3, prior=[1, 2], receives=True, max_tokens=5)
+
+    (order,) = world.step().kv_orders.receives
+    world.run_to_end()
+
+    assert order.num_tokens == 5
+    assert [output.first_index for output in world.receipts[name].outputs] == [2, 3, 4]
+
+
+def test_a_prompt_too_long_to_compute_whole_may_still_be_received() -> None:
+    config = _config(max_num_batched_tokens=4, enable_chunked_prefill=False)
+    world = EngineWorld(config)
+    name = world.add(12, receives=True)
+    world.step()
+
+    world.wire.lose(_handoff(name))
+    world.run_to_end()
+
+    assert world.finish_reason(name) is FinishReason.LENGTH
+
+
+def test_a_reset_while_kv_is_in_flight_keeps_it_from_being_hit() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    name = world.add(9, receives=True)
+    world.step()
+
+    world.scheduler.reset_prefix_cache()
+    world.run_to_end()
+    world.add(9)
+
+    (row,) = world.step().started
+    assert row.num_computed_tokens == 0
+    world.run_to_end()
+    assert world.finish_reason(name) is FinishReason.LENGTH
+
+
+def test_events_tell_grant_and_landing() -> None:
+    world = EngineWorld(_config(collect_events=True))
+    world.add(3, receives=True, max_tokens=2, sampling=SamplingParams(max_tokens=2))
+    world.run_to_end()
+
+    kinds = [event.kind for event in world.scheduler.take_events()]
+
+    kind = RequestEventKind
+    assert kinds == [kind.QUEUED, kind.GRANTED, kind.LANDED, kind.SCHEDULED, kind.FINISHED]
+
+
+def _handoff(name: RequestId) -> HandoffId:
+    return HandoffId(name, 1)
+
+
+def _world_that_served(prompt: list[int]) -> EngineWorld:
+    """Blocks of four tokens, in which this prompt is cached."""
+    world = EngineWorld(_config(), block_size=4)
+    world.add(prompt)
+    world.run_to_end()
+    return world
+
+
+def _make_ready_behind_another(world: EngineWorld) -> RequestId:
+    """The batch has one place, and it is taken for a while."""
+    world.add([9] * 3, max_tokens=6)
+    world.step()
+    ready = world.add(3, receives=True)
+    world.step()
+    world.wire.land(_handoff(ready))
+    world.step()
+    return ready

@@ -1,0 +1,229 @@
+"""Prefill's side of a hand-off: what is sent when, and how it ends."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.plan import Plan
+from engine.request import FinishReason, RequestId
+from engine.sampling import SamplingParams
+from engine.scheduler_config import SchedulerConfig
+from kv_transfer.types import BlockId, HandoffId, KvOrders, Send, Withdraw
+from tests.support.engine_world import EngineWorld
+from tests.support.fake_runner import logprob_of
+from tests.support.requests import make_spec
+
+_config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+
+
+def test_full_blocks_leave_after_their_chunk_and_the_last_one_with_the_first_token() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=6), block_size=4)
+    name = world.add(14, sends=True, max_tokens=9)
+
+    orders = [world.step().kv_orders for _ in range(4)]
+
+    sends = [order.sends for order in orders]
+    assert sends == [
+        (),
+        (_send(name, 0, 0),),
+        (_send(name, 1, 1, 2),),
+        (_send(name, 3, 3),),
+    ]
+    assert [len(order.completes) for order in orders] == [0, 0, 0, 1]
+    world.run_to_end()
+
+
+def test_the_completion_tells_the_tokens_and_the_first_token_with_its_logprobs() -> None:
+    world = EngineWorld(_config())
+    name = world.add(6, sends=True, sampling=SamplingParams(max_tokens=9, logprobs=1))
+    world.step()
+
+    (complete,) = world.step().kv_orders.completes
+
+    assert complete.handoff_id == _handoff(name)
+    assert complete.num_tokens == 6
+    assert [complete.first_token.token_id] == world.tokens(name)
+    assert complete.first_token.logprobs == logprob_of(complete.first_token.token_id)
+    world.run_to_end()
+
+
+def test_a_sender_ends_with_its_first_token_as_handed_off() -> None:
+    world = EngineWorld(_config())
+    name = world.add(6, sends=True, max_tokens=9)
+
+    world.step()
+
+    assert world.finish_reason(name) is FinishReason.HANDED_OFF
+    assert len(world.tokens(name)) == 1
+    world.run_to_end()
+
+
+def test_a_first_token_that_ends_the_request_still_completes_the_hand_off() -> None:
+    """Decode ends by the same rule. A withdrawal would make it compute the prompt again."""
+    answer, _ = EngineWorld().alone(make_spec([5, 4, 3]))
+    world = EngineWorld(_config(eos_token_ids=frozenset(answer[:1])))
+    name = world.add([5, 4, 3], sends=True)
+    world.step()
+
+    plan = world.step()
+
+    assert world.finish_reason(name) is FinishReason.STOP
+    assert len(plan.kv_orders.completes) == 1
+    world.run_to_end()
+
+
+def test_a_sender_asked_for_one_token_has_reached_its_length() -> None:
+    world = EngineWorld(_config())
+    name = world.add(6, sends=True, max_tokens=1)
+
+    world.run_to_end()
+
+    assert world.finish_reason(name) is FinishReason.LENGTH
+
+
+def test_blocks_that_were_cached_are_sent_with_the_first_plan() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    world.add(12, max_tokens=2)
+    world.run_to_end()
+    name = world.add(12, sends=True)
+
+    plan = world.step()
+
+    (send,) = plan.kv_orders.sends
+    assert (send.handoff_id, send.first_block, len(send.block_ids)) == (_handoff(name), 0, 2)
+    assert plan.num_scheduled_tokens == {name: 4}
+    world.run_to_end()
+
+
+def test_sent_blocks_are_not_reused_until_the_wire_is_done_with_them() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    name = world.add(13, sends=True)
+    world.step()
+    world.add([9] * 5)
+
+    held = [world.step() for _ in range(3)]
+    world.wire.end_sending(_handoff(name))
+    world.step()
+    after = world.step()
+
+    assert [plan.started for plan in held] == [()] * 3
+    assert len(after.started) == 1
+    world.run_to_end()
+
+
+def test_what_was_sent_stays_in_the_prefix_cache() -> None:
+    world = EngineWorld(_config(), block_size=4)
+    world.add(9, sends=True)
+    world.run_to_end()
+
+    world.add(9, sends=True)
+
+    (row,) = world.step().started
+    assert row.num_computed_tokens == 8
+    world.run_to_end()
+
+
+def test_aborting_midway_withdraws_and_keeps_what_is_being_read() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4), num_blocks=4, block_size=4)
+    name = world.add(13, sends=True)
+    world.step()
+    world.step()
+
+    world.abort(name)
+    plan = world.step()
+    free_before = world.scheduler.stats().num_free_blocks
+    world.wire.end_sending(_handoff(name))
+    world.step()
+
+    assert plan.kv_orders.withdraws == (Withdraw(_handoff(name), "abort"),)
+    assert (free_before, world.scheduler.stats().num_free_blocks) == (2, 4)
+    world.run_to_end()
+
+
+def test_aborting_before_anything_was_sent_withdraws_too() -> None:
+    world = EngineWorld(_config())
+    name = world.add(6, sends=True)
+
+    world.abort(name)
+
+    assert world.step() == Plan(kv_orders=KvOrders(withdraws=(Withdraw(_handoff(name), "abort"),)))
+    assert world.scheduler.awaits_kv
+    world.run_to_end()
+
+
+def test_an_error_withdraws_with_its_reason() -> None:
+    world = EngineWorld(_config())
+    name = world.add(6, sends=True)
+    world.fail_next_token(name)
+    world.step()
+
+    (withdraw,) = world.step().kv_orders.withdraws
+
+    assert withdraw.reason == "the logits are not finite"
+    world.run_to_end()
+
+
+def test_a_sender_whose_peer_left_goes_on_to_its_first_token_and_orders_nothing_more() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4), block_size=4)
+    name = world.add(13, sends=True)
+    world.step()
+    world.step()
+
+    world.wire.end_sending(_handoff(name))
+    world.step()
+    orders = [world.step().kv_orders for _ in range(3)]
+
+    assert orders == [KvOrders()] * 3
+    assert world.finish_reason(name) is FinishReason.HANDED_OFF
+    world.run_to_end()
+
+
+def test_a_sender_that_has_begun_to_send_is_not_preempted() -> None:
+    """Its hand-off would hold the old blocks while it waits for new ones: for ever."""
+    world = EngineWorld(
+        _config(max_num_batched_tokens=5),
+        num_blocks=6,
+        block_size=4,
+        enable_prefix_caching=False,
+    )
+    decoding = world.add([9] * 3, max_tokens=8)
+    world.step()
+    sender = world.add(20, sends=True)
+    world.step()
+
+    world.run_to_end()
+
+    assert world.scheduler.stats().total_preemptions >= 1
+    assert world.runner.num_computed[sender] == 20
+    assert world.finish_reason(decoding) is FinishReason.LENGTH
+
+
+def test_a_sender_in_the_middle_of_its_prompt_sends_only_what_is_full() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4), block_size=3)
+    world.add(9, sends=True)
+
+    counts = [sum(len(s.block_ids) for s in world.step().kv_orders.sends) for _ in range(4)]
+
+    assert counts == [0, 1, 1, 1]
+    world.run_to_end()
+
+
+def test_a_hand_off_id_cannot_be_sent_twice_at_once() -> None:
+    world = EngineWorld(_config())
+    world.add(6, request_id="same", sends=True)
+    world.step()
+
+    with pytest.raises(InvalidRequest, match="hand-off same#1 is in use"):
+        world.add(6, request_id="same", sends=True)
+    world.run_to_end()
+
+
+def _handoff(name: RequestId) -> HandoffId:
+    return HandoffId(name, 1)
+
+
+def _send(name: RequestId, first_block: int, *block_ids: int) -> Send:
+    return Send(_handoff(name), first_block, tuple(BlockId(n) for n in block_ids))
