@@ -1,0 +1,264 @@
+"""The text boundary: text and chats to token ids, token ids back to text, piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from engine.errors import InvalidRequest, ModelError
+from engine.model_folder import JsonFields, read_generation_defaults
+
+# What decoding gives for bytes that are no whole character (yet).
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+Message = Mapping[str, object]  # role, content, and whatever else the template reads
+Clock = Callable[[], datetime]
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template. Safe to share: it changes nothing when used."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        *,
+        named_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        eos_token_ids: tuple[int, ...] = (),
+        clock: Clock = datetime.now,
+    ) -> None:
+        self._fast = fast
+        self._named_tokens = dict(named_tokens)
+        self._chat_templates = dict(chat_templates)
+        self._clock = clock
+        self.eos_token_ids = eos_token_ids
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
+        """Raises ModelError, with the file's name, if the folder cannot give one."""
+        settings = _read_settings(folder)
+        named = _named_tokens(settings)
+        return cls(
+            _load_fast(folder),
+            named_tokens=named,
+            chat_templates=_chat_templates(folder, settings),
+            eos_token_ids=read_generation_defaults(folder).eos_token_ids,
+            clock=clock,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the tokenizer knows; the model's own vocabulary may be padded."""
+        return int(self._fast.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """The template writes the special tokens itself, so none are added."""
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """Raises InvalidRequest if the model has no template or its template refuses.
+
+        `variables` reach the template as they are; `tools` among them picks the template
+        for tools where the model has one.
+        """
+        given = dict(variables or {})
+        try:
+            return self._template(bool(given.get("tools"))).render(
+                **{
+                    **self._named_tokens,
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                    **given,
+                }
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the model's chat template is broken: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one byte of a text that no other token covers."""
+        return token_id in self._byte_ids
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        return Detokenizer(self, skip_special_tokens=skip_special_tokens)
+
+    def _template(self, has_tools: bool) -> jinja2.Template:
+        names = ("tool_use", "default") if has_tools else ("default",)
+        source = next((self._chat_templates[n] for n in names if n in self._chat_templates), None)
+        if source is None:
+            raise InvalidRequest("this model has no chat template: send text or token ids")
+        return self._environment.from_string(source)
+
+    @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        ids = (self._fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    @cached_property
+    def _environment(self) -> jinja2.Environment:
+        """Templates come with the model, from strangers: sandboxed, and nothing is writable."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _GenerationBlocks],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: self._clock().strftime(form)
+        return environment
+
+
+class Detokenizer:
+    """One sequence's text as its tokens come; the pieces joined are the whole decoded.
+
+    A piece is held back while it ends inside a character, so it is never shown broken.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        # Decoding may treat the start of a text in its own way, so new tokens are decoded
+        # behind some that were shown: `_shown` of these, whose own text is `_shown_text`.
+        self._window: list[int] = []
+        self._shown = 0
+        self._shown_text = ""
+
+    def push(self, *token_ids: int) -> str:
+        """The text that these tokens complete; often, but not always, all of theirs."""
+        self._window.extend(token_ids)
+        if not token_ids:
+            return ""
+        if self._tokenizer.is_byte(self._window[-1]):
+            # Bytes in a row are decoded together: one bad byte spoils its neighbours.
+            return ""
+        text = self._decode(self._window)
+        is_longer = len(text) > len(self._shown_text)
+        if not is_longer or text.endswith(UNFINISHED):
+            return ""
+        return self._show(text)
+
+    def finish(self) -> str:
+        """What was held back: the sequence ended inside a character, or so it seems."""
+        return self._show(self._decode(self._window))
+
+    def _show(self, text: str) -> str:
+        piece = text[len(self._shown_text) :]
+        self._window = self._window[self._shown :]
+        self._shown = len(self._window)
+        self._shown_text = self._decode(self._window)
+        return piece
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Lets templates mark what the assistant writes; the mark itself writes nothing."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own escapes for HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _read_settings(folder: Path) -> JsonFields:
+    path = folder / "tokenizer_config.json"
+    return JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
+
+
+def _named_tokens(settings: JsonFields) -> dict[str, str]:
+    named = {}
+    for name in NAMED_TOKENS:
+        found = settings.get(name)
+        content = found.get("content") if isinstance(found, dict) else found
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _load_fast(folder: Path) -> FastTokenizer:
+    """Where begin and end tokens go is said in it; older flags beside it are not asked."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(f"{path} is missing; save the tokenizer in its fast form")
+    try:
+        fast = FastTokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _chat_templates(folder: Path, settings: JsonFields) -> dict[str, str]:
+    """By name; the file of its own wins over the one inside tokenizer_config.json."""
+    inside = settings.get("chat_template")
+    templates = {}
+    if isinstance(inside, str):
+        templates["default"] = inside
+    if isinstance(inside, list):
+        templates = {str(each["name"]): str(each["template"]) for each in inside}
+    alone = folder / "chat_template.jinja"
+    if alone.exists():
+        templates["default"] = alone.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates

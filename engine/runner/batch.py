@@ -1,0 +1,145 @@
+"""The persistent batch: what the runner knows of each request, kept in place between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import InvalidConfig
+from engine.plan import Plan, Row
+from engine.request import RequestId
+from engine.runner.layout import Ints, PassLayout
+from engine.sampling import SamplingParams
+from kv_transfer.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """What stays the same of a request while it is in the batch."""
+
+    request_id: RequestId
+    slot: int
+    sampling: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+    # A resumed request gave its prompt's logprobs before it was put back.
+    wants_prompt_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass over the batch: its input, and which of its rows end in a sample."""
+
+    rows: tuple[RowFacts, ...]  # in the order of the flat batch
+    layout: PassLayout
+    token_ids: Ints  # by token
+    seen_lens: Ints  # by token: the length of the sequence when it was or will be first computed
+    sampled: tuple[int, ...]  # places in rows
+
+
+class PersistentBatch:
+    """Rows by slot. A step costs what it schedules, not what the batch holds."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self._block_size = block_size
+        # Pages of these that no request has reached take no memory.
+        self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self._blocks: Ints = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._num_tokens: Ints = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_computed: Ints = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_blocks: Ints = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_prompt: Ints = np.zeros(max_num_seqs, dtype=np.int64)
+        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._rows: dict[RequestId, RowFacts] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def apply(self, plan: Plan) -> None:
+        for request_id in plan.dropped:
+            self._free_slots.append(self._rows.pop(request_id).slot)
+        for row in plan.started:
+            self._start(row)
+        for request_id, block_ids in plan.new_block_ids.items():
+            self._append_blocks(self._rows[request_id].slot, block_ids)
+
+    def step(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Step:
+        rows = tuple(self._rows[request_id] for request_id in num_scheduled_tokens)
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        num_queries = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        context_lens = self._num_computed[slots] + num_queries
+        order = _in_flat_order(num_queries, context_lens)
+        slots, num_queries, context_lens = slots[order], num_queries[order], context_lens[order]
+        layout = self._layout(slots, num_queries, context_lens)
+        by_token = np.repeat(slots, num_queries)
+        return Step(
+            rows=tuple(rows[place] for place in order),
+            layout=layout,
+            token_ids=self._tokens[by_token, layout.positions],
+            seen_lens=np.maximum(self._num_prompt[by_token], layout.positions + 1),
+            sampled=tuple(np.flatnonzero(context_lens >= self._num_tokens[slots]).tolist()),
+        )
+
+    def advance(self, step: Step) -> None:
+        """The pass is done: its tokens have their KV now."""
+        slots = np.array([row.slot for row in step.rows], dtype=np.int64)
+        self._num_computed[slots] = step.layout.context_lens
+
+    def append(self, row: RowFacts, token_id: int) -> None:
+        """A sampled token, the next input of its row."""
+        self._tokens[row.slot, self._num_tokens[row.slot]] = token_id
+        self._num_tokens[row.slot] += 1
+
+    def known_tokens(self, row: RowFacts) -> Ints:
+        """Prompt and outputs so far, as a view."""
+        return self._tokens[row.slot, : self._num_tokens[row.slot]]
+
+    def _start(self, row: Row) -> None:
+        num_tokens, room = len(row.token_ids), self._tokens.shape[1]
+        if num_tokens >= room or not self._free_slots:
+            raise InvalidConfig(
+                f"{row.request_id} with {num_tokens} tokens does not fit: the runner was made for "
+                f"{self._tokens.shape[0]} requests of up to {room - 1} tokens"
+            )
+        slot = self._free_slots.pop()
+        has_outputs = num_tokens > row.num_prompt_tokens
+        wants = row.sampling.prompt_logprobs is not None and not has_outputs
+        self._rows[row.request_id] = RowFacts(
+            row.request_id, slot, row.sampling, row.seed, row.num_prompt_tokens, wants
+        )
+        self._tokens[slot, :num_tokens] = row.token_ids
+        self._num_tokens[slot] = num_tokens
+        self._num_computed[slot] = row.num_computed_tokens
+        self._num_prompt[slot] = row.num_prompt_tokens
+        self._num_blocks[slot] = 0
+        self._append_blocks(slot, row.block_ids)
+
+    def _append_blocks(self, slot: int, block_ids: tuple[BlockId, ...]) -> None:
+        first = int(self._num_blocks[slot])
+        # The last block may reach past the longest sequence: it is in the table all the same.
+        self._blocks[slot, first : first + len(block_ids)] = block_ids
+        self._num_blocks[slot] = first + len(block_ids)
+
+    def _layout(self, slots: Ints, num_queries: Ints, context_lens: Ints) -> PassLayout:
+        starts = np.cumsum(num_queries) - num_queries
+        within = np.arange(int(num_queries.sum())) - np.repeat(starts, num_queries)
+        positions = np.repeat(context_lens - num_queries, num_queries) + within
+        tables = self._blocks[slots, : -(-int(context_lens.max()) // self._block_size)]
+        by_token = np.repeat(np.arange(len(slots)), num_queries)
+        return PassLayout(
+            num_queries=num_queries,
+            context_lens=context_lens,
+            block_tables=tables,
+            positions=positions,
+            write_blocks=tables[by_token, positions // self._block_size],
+            write_offsets=positions % self._block_size,
+        )
+
+
+def _in_flat_order(num_queries: Ints, context_lens: Ints) -> Ints:
+    """Single tokens first, short contexts before long ones, so that like lies beside like."""
+    order: Ints = np.lexsort((context_lens, num_queries != 1))
+    return order

@@ -1,0 +1,96 @@
+"""The one tensor that holds every block's keys and values, and how large it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import InvalidConfig
+from engine.runner.config import ModelConfig
+from engine.runner.facts import KvMemory as KvMemory
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Block-major: [num_blocks, num_layers, 2, kv_heads, block_size, head_dim].
+
+    One block's keys and values of all layers are one contiguous run.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
+        return cls(model.num_layers, model.num_kv_heads, block_size, model.head_dim, dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
+        per_block = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return torch.zeros((num_blocks, *per_block), dtype=self.dtype, device=device)
+
+
+def describe(kv: Tensor) -> KvMemory:
+    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_bytes = kv.numel() * kv.element_size()
+    return KvMemory(
+        address=kv.data_ptr(),
+        num_bytes=num_bytes,
+        device=str(kv.device),
+        num_blocks=num_blocks,
+        block_bytes=num_bytes // num_blocks,
+        block_size=block_size,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=str(kv.dtype).removeprefix("torch."),
+    )
+
+
+def num_blocks_within(budget_bytes: int, block_bytes: int) -> int:
+    """As many whole blocks as the budget holds: never above it, less than one block below."""
+    num_blocks = budget_bytes // block_bytes
+    if num_blocks < 1:
+        raise InvalidConfig(
+            f"the KV cache budget of {budget_bytes} bytes holds no block: "
+            f"one takes {block_bytes} bytes"
+        )
+    return num_blocks
+
+
+def free_bytes(device: torch.device) -> int:
+    """What could be allocated on the device now, the container's own limit counted in."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    available = _available_on_host(MEMINFO.read_text(encoding="ascii"))
+    left = _left_in_cgroup(CGROUP)
+    return available if left is None else min(available, left)
+
+
+def _available_on_host(meminfo: str) -> int:
+    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
+
+
+def _left_in_cgroup(folder: Path) -> int | None:
+    """None without a limit. Page cache is counted as used, so this errs to the small side."""
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return None if limit == "max" else max(int(limit) - used, 0)

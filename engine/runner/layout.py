@@ -1,0 +1,36 @@
+"""Where the tokens of one pass lie, in the flat batch and in the KV blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PassLayout:
+    """One flat batch of tokens, sequence after sequence; arrays are by sequence unless said.
+
+    Sequences with one token lead, so that the decodes are one run of the batch.
+    """
+
+    num_queries: Ints  # tokens in this pass
+    context_lens: Ints  # tokens with KV once this pass has written its own
+    block_tables: Ints  # [sequences, blocks]; what lies past the context is not meaningful
+    positions: Ints  # by token
+    write_blocks: Ints  # by token: the block that takes its KV,
+    write_offsets: Ints  # and the place in that block
+
+    @property
+    def num_single(self) -> int:
+        """How many sequences at the front have exactly one token."""
+        return int(np.count_nonzero(self.num_queries == 1))
+
+    @property
+    def query_starts(self) -> Ints:
+        """The place of each sequence's first token in the flat batch."""
+        ends: Ints = np.cumsum(self.num_queries)
+        return ends - self.num_queries

@@ -1,0 +1,103 @@
+"""From settings to a runner: find, check and load the model, and allocate its KV cache."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from engine.errors import InvalidConfig
+from engine.model_folder import read_generation_defaults, resolve_model_folder
+from engine.runner.attention import TorchPagedAttention
+from engine.runner.batch import PersistentBatch
+from engine.runner.config import ModelConfig, read_model_config
+from engine.runner.facts import ModelInfo
+from engine.runner.kv_cache import KvShape, free_bytes, num_blocks_within
+from engine.runner.model import OnLoad, load_decoder
+from engine.runner.rope import Rope
+from engine.runner.runner import TorchRunner
+from engine.runner.settings import RunnerConfig as RunnerConfig
+from engine.runner.weights import WeightFiles
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> TorchRunner:
+    """Find, check and load the model, and allocate the KV cache.
+
+    Raises ModelError for the folder's faults and InvalidConfig for the settings'. Sets the
+    number of torch threads of the whole process where the settings name one.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    folder = resolve_model_folder(config.model, offline=config.offline)
+    model = read_model_config(folder)
+    device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
+    with WeightFiles(folder) as files:
+        decoder = load_decoder(model, files, dtype, device, on_progress)
+        fingerprint = _fingerprint(model, files)
+    info = _describe(config, model, folder, fingerprint)
+    shape = KvShape.of(model, config.block_size, dtype)
+    kv = shape.allocate(_num_blocks(config, shape, device), device)
+    return TorchRunner(
+        info,
+        decoder,
+        Rope(model.rope, model.head_dim, model.max_position_embeddings, device),
+        kv,
+        PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
+        TorchPagedAttention(kv, model.sliding_windows),
+    )
+
+
+def _dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
+    return model.dtype if config.dtype == "auto" else config.dtype
+
+
+def _describe(
+    config: RunnerConfig, model: ModelConfig, folder: Path, fingerprint: str
+) -> ModelInfo:
+    defaults = read_generation_defaults(folder)
+    is_dynamic = model.rope.kind == "dynamic"
+    return ModelInfo(
+        folder=folder,
+        fingerprint=fingerprint,
+        vocab_size=model.vocab_size,
+        max_model_len=_max_model_len(config, model),
+        eos_token_ids=defaults.eos_token_ids,
+        defaults=defaults,
+        dtype=_dtype_name(config, model),
+        max_shareable_prompt_len=model.max_position_embeddings if is_dynamic else None,
+    )
+
+
+def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
+    longest = model.longest_context()
+    asked = config.max_model_len or longest
+    _check(asked <= longest, f"max_model_len {asked}: at most {longest} with this model")
+    return asked
+
+
+def _num_blocks(config: RunnerConfig, shape: KvShape, device: torch.device) -> int:
+    budget = config.kv_cache_bytes
+    if budget is None:
+        return num_blocks_within(int(free_bytes(device) * config.kv_cache_share), shape.block_bytes)
+    free = free_bytes(device)
+    _check(budget <= free, f"kv_cache_bytes {budget}: at most the {free} bytes that are free")
+    return num_blocks_within(budget, shape.block_bytes)
+
+
+def _fingerprint(model: ModelConfig, files: WeightFiles) -> str:
+    return hashlib.sha256(f"{model}\n{files.digest()}".encode()).hexdigest()
+
+
+def _check(is_good: bool, message: str) -> None:
+    if not is_good:
+        raise InvalidConfig(message)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    is_there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
+    _check(is_there, f"device {name!r}: this torch build or machine has no such CUDA device")
+    return device

@@ -1,0 +1,63 @@
+"""Logprobs of the prompt's own tokens, as its chunks go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.plan import RunResult
+from engine.request import RequestId
+from engine.runner.batch import PersistentBatch, RowFacts, Step
+from engine.runner.logprobs import token_logprobs
+from engine.runner.model import Decoder
+from engine.runner.sampler import NOT_FINITE
+from kv_transfer.types import TokenLogprobs
+
+# So many rows of logits are held at once, whatever the chunk's length.
+ROWS_AT_ONCE = 128
+
+
+class PromptLogprobs:
+    """A chunk's last state foretells the next chunk's first token, so one is carried over."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._carried: dict[RequestId, TokenLogprobs] = {}
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self._carried.pop(request_id, None)
+
+    def answer(self, step: Step, states: Tensor, batch: PersistentBatch, result: RunResult) -> None:
+        """One entry for each prompt token of this step; the first of a prompt has none."""
+        for place, row in enumerate(step.rows):
+            if not row.wants_prompt_logprobs:
+                continue
+            end = int(step.layout.context_lens[place])
+            start = end - int(step.layout.num_queries[place])
+            if start >= row.num_prompt_tokens:
+                continue
+            first = int(step.layout.query_starts[place])
+            self._answer_row(row, start, states[first : first + end - start], batch, result)
+
+    def _answer_row(
+        self, row: RowFacts, start: int, states: Tensor, batch: PersistentBatch, result: RunResult
+    ) -> None:
+        end = min(start + len(states) + 1, row.num_prompt_tokens)
+        known = batch.known_tokens(row)[start + 1 : end]
+        foretold: list[TokenLogprobs] = []
+        for rows in range(0, len(known), ROWS_AT_ONCE):
+            targets = known[rows : rows + ROWS_AT_ONCE]
+            logits = self._decoder.logits(states[rows : rows + len(targets)])
+            if not torch.isfinite(logits).all():
+                result.errors[row.request_id] = NOT_FINITE
+                return
+            num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
+            foretold += token_logprobs(logits, targets.tolist(), num_tops)
+        entries = [self._carried.pop(row.request_id, None), *foretold]
+        if len(foretold) == len(states):  # the last one is of a token of the next chunk
+            self._carried[row.request_id] = foretold[-1]
+            entries.pop()
+        result.prompt_logprobs[row.request_id] = entries

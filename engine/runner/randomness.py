@@ -1,0 +1,47 @@
+"""Random numbers that are looked up, not drawn: a function of (seed, position, token)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def waiting_times(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
+    """Exponential(1) numbers for each row's tokens, [rows, tokens] in float32.
+
+    The first of n such clocks to ring, each sped up by its weight, is a draw by weight.
+    A clock is a token's own: neither the other rows nor the other tokens in the row change
+    it, and a small error in the weights changes the winner only in a near tie.
+    """
+    places = zip(seeds, positions, strict=True)
+    keys = [_signed(_mix(_mix(seed) + position)) for seed, position in places]
+    key = torch.tensor(keys, dtype=torch.int64, device=token_ids.device)[:, None]
+    bits = _mix_tensor(key + (token_ids + 1) * _signed(GOLDEN))
+    # 63 bits keep their precision where it counts, near zero; one half keeps zero itself away.
+    uniform = ((bits >> 1) & (MASK >> 1)).to(torch.float32).add_(0.5).mul_(2.0**-63)
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def _mix(value: int) -> int:
+    """The splitmix64 finaliser over all integers, taken modulo 2**64."""
+    value = (value + GOLDEN) & MASK
+    value = ((value ^ (value >> 30)) * FIRST) & MASK
+    value = ((value ^ (value >> 27)) * SECOND) & MASK
+    return value ^ (value >> 31)
+
+
+def _mix_tensor(value: Tensor) -> Tensor:
+    """The same on int64 tensors, where products wrap and shifts must be freed of the sign."""
+    value = (value ^ ((value >> 30) & (MASK >> 30))) * _signed(FIRST)
+    value = (value ^ ((value >> 27) & (MASK >> 27))) * _signed(SECOND)
+    return value ^ ((value >> 31) & (MASK >> 31))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,111 @@
+"""Rotary positions: angles of each family member's scaling, and their application."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.runner.config import RopeConfig
+
+
+class Rope:
+    """Turns positions into cosines and sines, once per pass for all layers."""
+
+    def __init__(
+        self, config: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device
+    ) -> None:
+        self._config = config
+        self._head_dim = head_dim
+        self._trained_len = max_position_embeddings
+        frequencies, self._scale = _frequencies(config, head_dim)
+        self._frequencies = frequencies.to(device)
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self._config.kind == "dynamic"
+
+    def angles(
+        self, positions: Tensor, seen_lens: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [tokens, 1, head_dim].
+
+        `seen_lens` matters to the dynamic kind alone: how long the sequence was when this
+        token was computed. A prompt's tokens all saw the whole prompt (in however many
+        chunks it is really computed), an output token saw itself as the last.
+        """
+        half = positions[:, None].float() * self._frequencies_at(seen_lens)
+        whole = torch.cat((half, half), dim=-1)[:, None, :]
+        return (whole.cos() * self._scale).to(dtype), (whole.sin() * self._scale).to(dtype)
+
+    def _frequencies_at(self, seen_lens: Tensor | None) -> Tensor:
+        if seen_lens is None or not self.is_dynamic:
+            return self._frequencies
+        factor, trained = self._config.factor, self._trained_len
+        dim = self._head_dim
+        stretch = (factor * seen_lens.clamp(min=trained) / trained) - (factor - 1)
+        base = self._config.theta * stretch ** (dim / (dim - 2))
+        return 1.0 / (base[:, None] ** _exponents(dim).to(base.device))
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[tokens, heads, head_dim], halves rotated against each other."""
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float) / dim
+
+
+def _frequencies(config: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    plain = 1.0 / (config.theta ** _exponents(dim))
+    if config.kind == "linear":
+        return plain / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3(config, plain), 1.0
+    if config.kind == "yarn":
+        return _yarn(config, dim), _yarn_scale(config)
+    return plain, 1.0  # dynamic is plain until a sequence outgrows the trained length
+
+
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+    """Slow waves are stretched, fast ones left, those between are blended."""
+    trained = config.original_max_position_embeddings
+    wavelength = 2 * math.pi / plain
+    low, high = config.low_freq_factor, config.high_freq_factor
+    blend = (trained / wavelength - low) / (high - low)
+    blended = (1 - blend) * plain / config.factor + blend * plain
+    is_slow, is_fast = wavelength > trained / low, wavelength < trained / high
+    return torch.where(is_slow, plain / config.factor, torch.where(is_fast, plain, blended))
+
+
+def _yarn(config: RopeConfig, dim: int) -> Tensor:
+    """Dimensions that turn often keep their speed, those that turn rarely are slowed."""
+    powers = config.theta ** _exponents(dim)
+    low, high = (_yarn_dimension(config, dim, b) for b in (config.beta_fast, config.beta_slow))
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float) - low) / width).clamp(0, 1)
+    return (1.0 / (config.factor * powers)) * (1 - keep) + (1.0 / powers) * keep
+
+
+def _yarn_dimension(config: RopeConfig, dim: int, num_rotations: float) -> float:
+    trained = config.original_max_position_embeddings
+    turns = math.log(trained / (num_rotations * 2 * math.pi))
+    return dim * turns / (2 * math.log(config.theta))
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
+    return _mscale(config.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,119 @@
+"""The model runner: plans in, tokens out. Owns the weights, the KV tensor and the batch."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from engine.plan import Plan, RunResult
+from engine.runner.attention import TorchPagedAttention
+from engine.runner.batch import PersistentBatch, RowFacts, Step
+from engine.runner.facts import KvMemory as KvMemory
+from engine.runner.facts import ModelInfo as ModelInfo
+from engine.runner.facts import PassHook as PassHook
+from engine.runner.kv_cache import describe
+from engine.runner.logprobs import token_logprobs
+from engine.runner.model import Decoder
+from engine.runner.prompt_logprobs import PromptLogprobs
+from engine.runner.rope import Rope
+from engine.runner.sampler import Choice, Sampler, SampleRow
+
+
+class TorchRunner:
+    """Keeps to the `Runner` Protocol; holds its memory from `with` to the end of the block."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        decoder: Decoder,
+        rope: Rope,
+        kv: Tensor,
+        batch: PersistentBatch,
+        attention: TorchPagedAttention,
+    ) -> None:
+        self.info = info
+        self.kv_memory: KvMemory = describe(kv)
+        self.hook: PassHook | None = None
+        self._decoder = decoder
+        self._rope = rope
+        self._kv = kv
+        self._batch = batch
+        self._attention = attention
+        self._sampler = Sampler(info.eos_token_ids)
+        self._prompts = PromptLogprobs(decoder)
+
+    def __enter__(self) -> TorchRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Whoever still holds the runner must not hold the memory with it.
+        del self._decoder, self._kv, self._attention, self._batch, self._prompts
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> RunResult:
+        """One flat forward pass over everything the plan schedules."""
+        self._batch.apply(plan)
+        self._prompts.forget(plan.dropped)
+        if not plan.num_scheduled_tokens:
+            return RunResult()
+        step = self._batch.step(plan.num_scheduled_tokens)
+        states = self._forward(step)
+        self._batch.advance(step)
+        return self._answer(step, states)
+
+    def _forward(self, step: Step) -> Tensor:
+        device = self._kv.device
+        positions = torch.from_numpy(step.layout.positions).to(device)
+        seen = torch.from_numpy(step.seen_lens).to(device) if self._rope.is_dynamic else None
+        return self._decoder.forward(
+            torch.from_numpy(step.token_ids).to(device),
+            self._rope.angles(positions, seen, self._kv.dtype),
+            self._attention.begin(step.layout),
+            self.hook,
+        )
+
+    def _answer(self, step: Step, states: Tensor) -> RunResult:
+        result = RunResult()
+        self._prompts.answer(step, states, self._batch, result)
+        if step.sampled:
+            last = torch.from_numpy(step.layout.query_starts + step.layout.num_queries - 1)
+            at = last[list(step.sampled)].to(states.device)
+            self._sample(step, self._decoder.logits(states[at]), result)
+        return result
+
+    def _sample(self, step: Step, logits: Tensor, result: RunResult) -> None:
+        rows = [step.rows[place] for place in step.sampled]
+        asked = [self._sample_row(row) for row in rows]
+        choices = self._sampler.choose(logits, asked)
+        _add_logprobs(logits, rows, choices, result)
+        for row, choice in zip(rows, choices, strict=True):
+            if choice.token_id is None:
+                result.errors[row.request_id] = choice.error
+            elif row.request_id not in result.errors:
+                result.token_ids[row.request_id] = [choice.token_id]
+                self._batch.append(row, choice.token_id)
+
+    def _sample_row(self, row: RowFacts) -> SampleRow:
+        known = self._batch.known_tokens(row)
+        return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
+
+
+def _add_logprobs(
+    logits: Tensor, rows: list[RowFacts], choices: list[Choice], result: RunResult
+) -> None:
+    chosen = [(i, c.token_id) for i, c in enumerate(choices) if c.token_id is not None]
+    wanted = [(i, token) for i, token in chosen if rows[i].sampling.logprobs is not None]
+    if not wanted:
+        return
+    places = [place for place, _ in wanted]
+    num_tops = [rows[place].sampling.logprobs or 0 for place in places]
+    found = token_logprobs(logits[places], [token for _, token in wanted], num_tops)
+    for place, logprobs in zip(places, found, strict=True):
+        result.logprobs[rows[place].request_id] = [logprobs]

@@ -1,0 +1,166 @@
+"""From logits to tokens. Each row is treated by its own parameters alone.
+
+The order is vLLM V1's: logprobs are of the raw logits; then allowed and banned tokens,
+min_tokens, logit bias, penalties; greedy rows end there; then temperature, min-p, top-k,
+top-p (renormalised after each), and the draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.runner.constraints import constrain
+from engine.runner.layout import Ints
+from engine.runner.randomness import waiting_times
+from engine.sampling import SamplingParams
+
+# How many candidates top-p looks at before it sorts the whole vocabulary.
+FIRST_LOOK = 1024
+SMALLEST_TEMPERATURE = 1e-30  # in float32 the next ones are none
+NO_TOKEN_LEFT = "no token may be chosen: the allowed, banned and stop tokens leave none"
+NOT_FINITE = "the model's logits are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What the choice of one token depends on, beside the logits."""
+
+    sampling: SamplingParams
+    seed: int
+    known_tokens: Ints  # prompt and outputs; the new token's position is their number
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A row's token, or why there is none."""
+
+    token_id: int | None
+    error: str = ""
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
+        """logits: [rows, vocab_size] in float32; left as they are."""
+        is_finite = torch.isfinite(logits).all(dim=-1).tolist()
+        good = [place for place, finite in enumerate(is_finite) if finite]
+        choices = [Choice(None, NOT_FINITE)] * len(rows)
+        for place, choice in zip(good, self._choose(logits, rows, good), strict=True):
+            choices[place] = choice
+        return choices
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow], good: list[int]) -> list[Choice]:
+        if len(good) < len(rows):
+            logits = logits[good]
+        kept = [rows[place] for place in good]
+        constrained = constrain(logits, kept, self._eos_token_ids)
+        token_ids = constrained.argmax(dim=-1)
+        # A row that may choose nothing has no largest logit either.
+        is_empty = torch.isneginf(constrained.amax(dim=-1)).tolist() if len(kept) else []
+        random = [i for i, row in enumerate(kept) if not (row.sampling.is_greedy or is_empty[i])]
+        if random:
+            drawn = _draw(constrained[random], [kept[i] for i in random])
+            token_ids[random] = drawn
+        return [
+            Choice(None, NO_TOKEN_LEFT) if empty else Choice(token_id)
+            for token_id, empty in zip(token_ids.tolist(), is_empty, strict=True)
+        ]
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """One token for each row; rows that look at equally many candidates go together."""
+    temperatures = [[max(row.sampling.temperature, SMALLEST_TEMPERATURE)] for row in rows]
+    # Distances to the largest: these cannot overflow, however small the temperature.
+    distances = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = distances / torch.tensor(temperatures, device=logits.device)
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    by_count: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        by_count.setdefault(_num_candidates(row.sampling, logits.shape[1]), []).append(place)
+    for count, places in by_count.items():
+        chosen[places] = _draw_among(count, scaled[places], [rows[i] for i in places])
+    return chosen
+
+
+def _num_candidates(sampling: SamplingParams, vocab_size: int) -> int:
+    """How many of the likeliest must be in sight, with room for ties at the last place."""
+    if sampling.top_k:
+        return min(1 << (sampling.top_k + 15).bit_length(), vocab_size)
+    return min(FIRST_LOOK, vocab_size) if sampling.top_p < 1 else vocab_size
+
+
+def _draw_among(count: int, scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    scaled = _min_p(scaled, rows)
+    if all(row.sampling.top_p == 1 and not row.sampling.top_k for row in rows):
+        token_ids = torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
+        return _race(scaled, token_ids, rows)
+    values, token_ids = _likeliest(scaled, count)
+    values = _top_k(values, rows)
+    enough, values = _top_p(values, scaled, rows)
+    chosen = _race(values, token_ids, rows)
+    short = [place for place, is_enough in enumerate(enough) if not is_enough]
+    if short:
+        all_of_them = scaled.shape[1]
+        chosen[short] = _draw_among(all_of_them, scaled[short], [rows[i] for i in short])
+    return chosen
+
+
+def _min_p(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    if not any(row.sampling.min_p for row in rows):
+        return scaled
+    min_p = torch.tensor([[row.sampling.min_p] for row in rows], device=scaled.device)
+    floor = scaled.amax(dim=-1, keepdim=True) + min_p.log()  # log 0 keeps all
+    return scaled.masked_fill(scaled < floor, float("-inf"))
+
+
+def _likeliest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Largest first, and lower token ids first among equals: no choice is left to torch."""
+    if count < scaled.shape[1]:
+        _, token_ids = scaled.topk(count, dim=-1, sorted=False)
+        token_ids = token_ids.sort(dim=-1).values
+        values = scaled.gather(1, token_ids)
+        values, order = values.sort(dim=-1, descending=True, stable=True)
+        return values, token_ids.gather(1, order)
+    return scaled.sort(dim=-1, descending=True, stable=True)
+
+
+def _top_k(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Equals of the k-th stay."""
+    width = values.shape[1]
+    last = [[min(row.sampling.top_k or width, width) - 1] for row in rows]
+    floor = values.gather(1, torch.tensor(last, device=values.device))
+    return values.masked_fill(values < floor, float("-inf"))
+
+
+def _top_p(values: Tensor, scaled: Tensor, rows: Sequence[SampleRow]) -> tuple[list[bool], Tensor]:
+    """The shortest run from the top that holds top_p; and by row, whether all of it is in sight."""
+    top_p = torch.tensor([[row.sampling.top_p] for row in rows], device=values.device)
+    has_top_k = torch.tensor([[row.sampling.top_k > 0] for row in rows], device=values.device)
+    whole = torch.where(
+        has_top_k,
+        values.logsumexp(dim=-1, keepdim=True),
+        scaled.logsumexp(dim=-1, keepdim=True),
+    )
+    upto = (values - whole).exp().cumsum(dim=-1, dtype=torch.float64)
+    before = torch.cat((torch.zeros_like(upto[:, :1]), upto[:, :-1]), dim=-1)
+    is_all = has_top_k | (top_p == 1) | (upto[:, -1:] >= top_p)
+    if values.shape[1] == scaled.shape[1]:
+        is_all = torch.ones_like(is_all)
+    cut = (before >= top_p) & (top_p < 1)
+    return is_all.flatten().tolist(), values.masked_fill(cut, float("-inf"))
+
+
+def _race(values: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """values and token_ids: [rows, candidates]. The draw itself, by weight exp(value)."""
+    seeds = [row.seed for row in rows]
+    positions = [len(row.known_tokens) for row in rows]
+    times = waiting_times(seeds, positions, token_ids)
+    winner = (values.softmax(dim=-1) / times).argmax(dim=-1, keepdim=True)
+    return token_ids.gather(1, winner).squeeze(1)

@@ -1,0 +1,46 @@
+"""What a person may choose of the runner. Values only: whoever reads options needs no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from engine.errors import InvalidConfig
+
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """`kv_cache_bytes` or, without it, `kv_cache_share` of what is free after loading."""
+
+    model: str  # a folder, or a name on the Hugging Face hub
+    dtype: str = "auto"  # what the folder says
+    device: str = "cpu"
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    kv_cache_share: float = 0.5
+    max_num_seqs: int = 256
+    max_model_len: int | None = None  # what the model was made for
+    num_threads: int | None = None  # of torch, for the whole process
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        _check(
+            self.dtype in ("auto", *DTYPE_NAMES),
+            f"dtype {self.dtype!r}: auto, {', '.join(DTYPE_NAMES)}",
+        )
+        _check(self.block_size >= 1, f"block_size {self.block_size}: at least 1")
+        _check(0 < self.kv_cache_share < 1, f"kv_cache_share {self.kv_cache_share}: from 0 to 1")
+        _check(self.max_num_seqs >= 1, f"max_num_seqs {self.max_num_seqs}: at least 1")
+        for name in ("kv_cache_bytes", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, f"{name} {value}: at least 1, or left out")
+        is_device = DEVICE_NAME.fullmatch(self.device) is not None
+        _check(is_device, f"device {self.device!r}: cpu, cuda or cuda:N")
+
+
+def _check(is_good: bool, message: str) -> None:
+    if not is_good:
+        raise InvalidConfig(message)

@@ -1,0 +1,157 @@
+"""Tensors out of safetensors files, by name; every fault names the file or the tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.model_folder import JsonFields
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# How many rows of each tensor the fingerprint reads.
+SAMPLED_ROWS = 4
+
+Shape = tuple[int, ...]
+
+
+class TensorSlice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+class TensorFile(Protocol):
+    """What safetensors gives for one file; its own stubs lack the types."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> TensorSlice: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class WeightFiles:
+    """The open weight files of one folder. Tensors are mapped, not read, until copied."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._file_by_tensor: dict[str, TensorFile] = {}
+        self._path_by_tensor: dict[str, Path] = {}
+
+    def __enter__(self) -> WeightFiles:
+        try:
+            for path in self._paths():
+                self._open(path)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file_by_tensor.clear()
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        return sorted(self._file_by_tensor)
+
+    def check(self, expected: Mapping[str, Shape], ignored: frozenset[str]) -> None:
+        """Every expected tensor is there, in its shape and in floats, and no other."""
+        found = set(self._file_by_tensor)
+        _refuse("lacks", sorted(set(expected) - found), self._folder)
+        unknown = sorted(found - set(expected) - ignored)
+        _refuse("has what this architecture does not use:", unknown, self._folder)
+        for name, shape in expected.items():
+            self._check_one(name, shape)
+
+    def copy_into(self, name: str, destination: Tensor) -> None:
+        destination.copy_(self._file_by_tensor[name].get_tensor(name))
+
+    def digest(self) -> str:
+        """Names, shapes and types of all tensors, and the bytes of a few rows of each.
+
+        Reads kilobytes per tensor instead of everything, so it sees another training run
+        or another model at once, but not a change confined to rows in between.
+        """
+        digest = hashlib.sha256()
+        for name in self.names():
+            part = self._file_by_tensor[name].get_slice(name)
+            shape = part.get_shape()
+            digest.update(f"{name} {part.get_dtype()} {shape}\n".encode())
+            for row in _sampled_rows(shape[0] if shape else 0):
+                digest.update(_bytes_of(part[row : row + 1]))
+        return digest.hexdigest()
+
+    def _paths(self) -> list[Path]:
+        if (self._folder / INDEX).exists():
+            return self._sharded()
+        if (self._folder / SINGLE).exists():
+            return [self._folder / SINGLE]
+        raise ModelError(
+            f"{self._folder} has neither {SINGLE} nor {INDEX}; "
+            "weights in other formats must be saved as safetensors first"
+        )
+
+    def _sharded(self) -> list[Path]:
+        fields = JsonFields.read(self._folder / INDEX)
+        placed = fields.get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise fields.wrong("weight_map", "must say which file holds each tensor")
+        paths = [self._folder / str(file) for file in sorted({str(f) for f in placed.values()})]
+        missing = [path.name for path in paths if not path.exists()]
+        _refuse("lacks the weight file", missing, self._folder)
+        return paths
+
+    def _open(self, path: Path) -> None:
+        try:
+            opened: TensorFile = self._stack.enter_context(safe_open(path, framework="pt"))
+            names = list(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is corrupt or cut short ({error}); fetch it again") from error
+        for name in names:
+            self._file_by_tensor[name] = opened
+            self._path_by_tensor[name] = path
+
+    def _check_one(self, name: str, shape: Shape) -> None:
+        part = self._file_by_tensor[name].get_slice(name)
+        found = tuple(part.get_shape())
+        where = f"{self._path_by_tensor[name]}: {name}"
+        if found != shape:
+            raise ModelError(f"{where} has the shape {found}; config.json asks for {shape}")
+        if part.get_dtype() not in FLOATS:
+            raise ModelError(f"{where} is {part.get_dtype()}; it must be one of {list(FLOATS)}")
+
+
+def _refuse(fault: str, names: list[str], folder: Path) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        shown = ", ".join(names[:3])
+        raise ModelError(f"{folder} {fault} {shown}{more}; it does not match its config.json")
+
+
+def _sampled_rows(num_rows: int) -> list[int]:
+    if num_rows <= SAMPLED_ROWS:
+        return list(range(num_rows))
+    return [i * (num_rows - 1) // (SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

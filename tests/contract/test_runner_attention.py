@@ -1,0 +1,238 @@
+"""What every paged attention must do, shown against attention in float64, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.runner.attention import PagedAttention, TorchPagedAttention
+from engine.runner.layout import PassLayout
+
+MakeAttention = Callable[[Tensor, Sequence[int | None]], PagedAttention]
+# A kernel joins the suite by being named here.
+IMPLEMENTATIONS: dict[str, MakeAttention] = {"torch": TorchPagedAttention}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 4
+    num_layers: int = 2
+    windows: tuple[int | None, ...] = (None, None)
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence's part in the pass."""
+
+    computed: int  # tokens whose KV is in the cache before the pass
+    queries: int
+
+    @property
+    def length(self) -> int:
+        return self.computed + self.queries
+
+
+class World:
+    """Sequences with random keys and values, laid out in blocks amid garbage."""
+
+    def __init__(self, shape: Shape, sequences: list[Part], seed: int) -> None:
+        self.shape = shape
+        # Single tokens first: what a layout promises.
+        self.sequences = sorted(sequences, key=lambda each: each.queries != 1)
+        self._generator = torch.Generator().manual_seed(seed)
+        kv_shape = (2, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        # By sequence: [2, layers, kv_heads, head_dim, tokens], as the cache will round them.
+        self.keys_values = [
+            self._random(*kv_shape, each.length).to(shape.dtype) for each in self.sequences
+        ]
+        total = sum(each.queries for each in self.sequences)
+        self.queries = self._random(shape.num_layers, total, shape.num_heads, shape.head_dim)
+        self.queries = self.queries.to(shape.dtype)
+        self.tables = self._tables()
+        self.kv = self._cache()
+
+    def layout(self) -> PassLayout:
+        size = self.shape.block_size
+        widest = max(map(len, self.tables))
+        # Places past a sequence's blocks name no block that exists.
+        padded = [table + [10**6] * (widest - len(table)) for table in self.tables]
+        places = [
+            (i, p)
+            for i, each in enumerate(self.sequences)
+            for p in range(each.computed, each.length)
+        ]
+        return PassLayout(
+            num_queries=np.array([each.queries for each in self.sequences]),
+            context_lens=np.array([each.length for each in self.sequences]),
+            block_tables=np.array(padded),
+            positions=np.array([position for _, position in places]),
+            write_blocks=np.array([self.tables[i][p // size] for i, p in places]),
+            write_offsets=np.array([p % size for _, p in places]),
+        )
+
+    def attend(self, make: MakeAttention) -> list[Tensor]:
+        """By layer, as the model asks for it."""
+        running = make(self.kv, self.shape.windows).begin(self.layout())
+        return [
+            running.attend(layer, self.queries[layer], *self._fresh(layer))
+            for layer in range(self.shape.num_layers)
+        ]
+
+    def expected(self, layer: int) -> Tensor:
+        answers, first = [], 0
+        for each, keys_values in zip(self.sequences, self.keys_values, strict=True):
+            for place in range(each.queries):
+                query = self.queries[layer, first + place]
+                answers.append(self._naive(layer, query, keys_values, each.computed + place))
+            first += each.queries
+        return torch.stack(answers)
+
+    def _naive(self, layer: int, query: Tensor, keys_values: Tensor, position: int) -> Tensor:
+        shape, window = self.shape, self.shape.windows[layer]
+        first = 0 if window is None else max(0, position - window + 1)
+        seen = keys_values[:, layer, :, :, first : position + 1].double()
+        heads = []
+        for head in range(shape.num_heads):
+            keys, values = seen[:, head // (shape.num_heads // shape.num_kv_heads)]
+            scores = query[head].double() @ keys / math.sqrt(shape.head_dim)
+            heads.append(values @ scores.softmax(dim=0))
+        return torch.stack(heads)
+
+    def _fresh(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of the pass's own tokens, in flat order."""
+        parts = [
+            keys_values[:, layer, :, :, each.computed :].permute(0, 3, 1, 2)
+            for each, keys_values in zip(self.sequences, self.keys_values, strict=True)
+        ]
+        keys, values = torch.cat(parts, dim=1)
+        return keys, values
+
+    def _tables(self) -> list[list[int]]:
+        size = self.shape.block_size
+        counts = [-(-each.length // size) for each in self.sequences]
+        order = torch.randperm(sum(counts) + 3, generator=self._generator).tolist()
+        return [[order.pop() for _ in range(count)] for count in counts]
+
+    def _cache(self) -> Tensor:
+        """What was computed before is in its slots; everything else is NaN."""
+        shape = self.shape
+        num_blocks = sum(map(len, self.tables)) + 3
+        per_block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        kv = torch.full((num_blocks, *per_block), math.nan, dtype=shape.dtype)
+        for each, table, keys_values in zip(
+            self.sequences, self.tables, self.keys_values, strict=True
+        ):
+            for position in range(each.computed):
+                block, slot = table[position // shape.block_size], position % shape.block_size
+                kv[block, :, :, :, slot] = keys_values[..., position].transpose(0, 1)
+        return kv
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+
+def check(make: MakeAttention, world: World) -> None:
+    before = world.kv.clone()
+
+    answers = world.attend(make)
+
+    for layer, answer in enumerate(answers):
+        assert answer.shape == world.queries[layer].shape
+        assert answer.dtype == world.shape.dtype
+        error = (answer.double() - world.expected(layer)).abs().max()
+        assert error < TOLERANCE[world.shape.dtype], f"layer {layer} is off by {error}"
+    check_writes(world, before)
+
+
+def check_writes(world: World, before: Tensor) -> None:
+    """Each new token's slot holds its KV, and no other slot was touched."""
+    layout = world.layout()
+    for layer in range(world.shape.num_layers):
+        keys, values = world._fresh(layer)
+        blocks, slots = (
+            torch.from_numpy(layout.write_blocks),
+            torch.from_numpy(layout.write_offsets),
+        )
+        assert torch.equal(world.kv[blocks, layer, 0, :, slots], keys)
+        assert torch.equal(world.kv[blocks, layer, 1, :, slots], values)
+        before[blocks, layer, 0, :, slots], before[blocks, layer, 1, :, slots] = keys, values
+    assert torch.equal(world.kv.nan_to_num(nan=9e9), before.nan_to_num(nan=9e9))
+
+
+SHAPES = st.builds(
+    lambda kv_heads, shared, head_dim, block_size, windows, dtype: Shape(
+        num_heads=kv_heads * shared,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        windows=windows,
+        dtype=dtype,
+    ),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    shared=st.sampled_from([1, 2, 4]),
+    head_dim=st.sampled_from([8, 24, 64]),
+    block_size=st.sampled_from([1, 4, 16]),
+    windows=st.tuples(*[st.none() | st.integers(1, 40)] * 2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+CHUNKS = st.builds(Part, computed=st.integers(0, 40), queries=st.integers(1, 24))
+DECODES = st.builds(Part, computed=st.integers(0, 90), queries=st.just(1))
+
+
+@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
+@given(
+    shape=SHAPES,
+    sequences=st.lists(CHUNKS | DECODES, min_size=1, max_size=7),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
+    make: MakeAttention, shape: Shape, sequences: list[Part], seed: int
+) -> None:
+    check(make, World(shape, sequences, seed))
+
+
+@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 16, 1000])
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        [Part(0, 1)],
+        [Part(0, 4)],
+        [Part(0, 9)],
+        [Part(3, 1), Part(4, 1), Part(5, 1)],
+        [Part(8, 8)],
+        [Part(7, 2), Part(0, 1), Part(63, 1), Part(0, 5)],
+    ],
+    ids=["first", "block", "prompt", "edge", "chunk", "mixed"],
+)
+def test_edges_of_blocks_and_windows(
+    make: MakeAttention, window: int | None, sequences: list[Part]
+) -> None:
+    check(make, World(Shape(windows=(window, None)), sequences, seed=1))
+
+
+@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
+def test_a_sequence_of_nan_spoils_no_other(make: MakeAttention) -> None:
+    sequences = [Part(6, 1), Part(9, 1), Part(5, 1), Part(2, 7)]
+    sound, spoilt = (World(Shape(), sequences, seed=4) for _ in range(2))
+    spoilt.kv[spoilt.tables[1]] = math.nan
+
+    expected, answers = sound.attend(make), spoilt.attend(make)
+
+    others = [0, *range(2, len(expected[0]))]
+    assert answers[0][1].isnan().all()
+    assert torch.equal(answers[0][others], expected[0][others])

@@ -1,0 +1,445 @@
+"""Loading a model folder: what is good is taken whole, what is bad is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import InvalidConfig, ModelError
+from engine.model_folder import GenerationDefaults, read_generation_defaults, resolve_model_folder
+from engine.runner.config import ModelConfig, RopeConfig, read_model_config
+from engine.runner.kv_cache import free_bytes, num_blocks_within
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.model import LoadProgress
+from tests.support.models import VARIANTS, make_model_folder
+
+BUDGET = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("llama", "llama-mha-biased-sharded", "llama-tied-mqa")
+    return {
+        name: make_model_folder(tmp_path_factory.mktemp(name), VARIANTS[name]) for name in names
+    }
+
+
+@pytest.fixture
+def folder(made: dict[str, Path], tmp_path: Path) -> Path:
+    """A good folder of the test's own, to spoil."""
+    return Path(shutil.copytree(made["llama"], tmp_path / "llama"))
+
+
+@pytest.fixture
+def sharded(made: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made["llama-mha-biased-sharded"], tmp_path / "sharded"))
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    return load_runner(RunnerConfig(str(folder), **{"kv_cache_bytes": BUDGET, **settings}))
+
+
+def rewrite(path: Path, change: Mapping[str, Any]) -> None:
+    """None takes a field out."""
+    fields = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+
+
+def respell(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+# --- good folders ------------------------------------------------------------------------
+
+
+def test_progress_ends_at_the_whole(folder: Path) -> None:
+    seen: list[LoadProgress] = []
+
+    load_runner(RunnerConfig(str(folder), kv_cache_bytes=BUDGET), seen.append)
+
+    loaded = [each.loaded_bytes for each in seen]
+    assert loaded == sorted(loaded)
+    assert loaded[-1] == seen[-1].total_bytes
+    assert seen[-1].total_bytes == 4 * sum(
+        tensor.numel() for tensor in load_file(folder / "model.safetensors").values()
+    )
+
+
+def test_the_fingerprint_follows_the_content_not_the_files(folder: Path, tmp_path: Path) -> None:
+    def fingerprint(at: Path, **settings: Any) -> str:
+        return str(load(at, **settings).info.fingerprint)
+
+    before = fingerprint(folder)
+    moved = shutil.copytree(folder, tmp_path / "elsewhere")
+    assert fingerprint(moved) == before
+
+    respell(folder, stretch_norm)
+    assert fingerprint(folder) != before
+    rewrite(moved / "config.json", {"rms_norm_eps": 2e-6})
+    assert fingerprint(moved) != before
+
+
+def test_shards_give_the_same_model_as_one_file(sharded: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(sharded, whole, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {k: v for file in sharded.glob("*.safetensors") for k, v in load_file(file).items()}
+    save_file(tensors, whole / "model.safetensors")
+
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    assert load(whole).info.fingerprint == load(sharded).info.fingerprint
+
+
+def test_what_old_folders_carry_beside_the_weights_is_left_alone(folder: Path) -> None:
+    respell(
+        folder,
+        lambda tensors: tensors.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        ),
+    )
+
+    assert load(folder).info.vocab_size == 320
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_asked_dtype_is_that_of_the_cache(folder: Path, dtype: str) -> None:
+    with load(folder, dtype=dtype) as runner:
+        assert runner.info.dtype == dtype
+        assert runner.kv_memory.dtype == dtype
+
+
+# --- bad folders -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["RiddleForCausalLM"]}, "RiddleForCausalLM.*Qwen3ForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "large"}, "hidden_size.*large"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act.*gelu"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"dtype": "float8"}, "dtype.*float8"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type.*longrope"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_served_is_named(
+    folder: Path, change: Mapping[str, Any], named: str
+) -> None:
+    rewrite(folder / "config.json", change)
+
+    with pytest.raises(ModelError, match=f"config.json.*{named}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff\xfe"])
+def test_a_configuration_that_cannot_be_read_is_named(folder: Path, content: bytes | None) -> None:
+    path = folder / "config.json"
+    path.unlink() if content is None else path.write_bytes(content)
+
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(folder)
+
+
+def stretch_norm(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] *= 1.001
+
+
+def lack_norm(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def widen_q(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(65, 64)
+
+
+def add_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+
+def make_integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lack_norm, r"lacks model\.norm\.weight"),
+        (widen_q, r"layers\.1\.self_attn\.q_proj\.weight has the shape \(65, 64\).*\(64, 64\)"),
+        (add_bias, r"does not use: model\.layers\.0\.self_attn\.q_proj\.bias"),
+        (make_integers, r"model\.norm\.weight is I8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], None], named: str
+) -> None:
+    respell(folder, change)
+
+    with pytest.raises(ModelError, match=named):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5_000, -1])
+def test_a_truncated_weight_file_is_named(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+
+    with pytest.raises(ModelError, match=r"model\.safetensors is corrupt or cut short"):
+        load(folder)
+
+
+def test_a_weight_file_of_something_else_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"<html>not found</html>" * 100)
+
+    with pytest.raises(ModelError, match=r"model\.safetensors is corrupt"):
+        load(folder)
+
+
+def test_a_folder_without_safetensors_says_what_it_needs(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    lost = min(sharded.glob("model-*.safetensors"))
+    lost.unlink()
+
+    with pytest.raises(ModelError, match=lost.name):
+        load(sharded)
+
+
+def test_an_index_without_a_map_is_named(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text("{}")
+
+    with pytest.raises(ModelError, match="weight_map"):
+        load(sharded)
+
+
+# --- what config.json means ------------------------------------------------------------------
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def config_of(at: Path, **change: Any) -> ModelConfig:
+    (at / "config.json").write_text(json.dumps({**BASE, **change}))
+    return read_model_config(at)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({}, RopeConfig()),
+        ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(theta=5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RopeConfig(theta=5e5)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+            RopeConfig("linear", 5e5, 2.0, 512),
+        ),
+        (
+            {
+                "rope_theta": 7.0,
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+            },
+            RopeConfig("linear", 5e5, 2.0, 512),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64}},
+            RopeConfig("yarn", 1e4, 8.0, 64),
+        ),
+    ],
+    ids=str,
+)
+def test_both_spellings_of_rope_are_read(
+    tmp_path: Path, fields: Mapping[str, Any], rope: RopeConfig
+) -> None:
+    assert config_of(tmp_path, **fields).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 3),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 3),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, (9,) * 3),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}, (None,) * 3),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 2,
+            },
+            (None, None, 9),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (9, None, 9),
+        ),
+        ({"sliding_window": 9}, (None,) * 3),
+    ],
+    ids=str,
+)
+def test_sliding_windows_by_layer(
+    tmp_path: Path, fields: Mapping[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert config_of(tmp_path, **fields).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, GenerationDefaults((2,))),
+        ({"temperature": 0.6, "top_k": 20}, GenerationDefaults((2,), temperature=0.6, top_k=20)),
+        ({"eos_token_id": 5}, GenerationDefaults((5,))),
+        (
+            {"eos_token_id": [5, 6], "top_p": 0.9, "repetition_penalty": 1.1, "top_k": 0},
+            GenerationDefaults((5, 6), top_p=0.9, repetition_penalty=1.1),
+        ),
+    ],
+    ids=str,
+)
+def test_generation_defaults_and_end_tokens(
+    tmp_path: Path, generation: Mapping[str, Any] | None, expected: GenerationDefaults
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 2}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+
+    assert read_generation_defaults(tmp_path) == expected
+
+
+# --- settings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 3_333_333, 10_000_000])
+def test_the_cache_is_within_one_percent_of_its_budget_and_never_above(
+    folder: Path, budget: int
+) -> None:
+    with load(folder, kv_cache_bytes=budget) as runner:
+        memory = runner.kv_memory
+
+    assert 0.99 * budget <= memory.num_bytes <= budget
+    assert memory.num_blocks * memory.block_bytes == memory.num_bytes
+    # Two layers, K and V, two heads of 16, blocks of 16 tokens, four bytes each.
+    assert memory.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
+    assert memory.num_tokens == memory.num_blocks * 16
+    assert memory.layer_bytes * memory.num_layers == memory.block_bytes
+
+
+def test_a_share_of_what_is_free_is_near_that_share(folder: Path) -> None:
+    free = free_bytes(torch.device("cpu"))
+
+    with load(folder, kv_cache_bytes=None, kv_cache_share=0.001) as runner:
+        num_bytes = runner.kv_memory.num_bytes
+
+    # Others allocate and free meanwhile.
+    assert num_bytes == pytest.approx(0.001 * free, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kv_cache_bytes": 100}, "holds no block"),
+        ({"kv_cache_bytes": 1 << 50}, "kv_cache_bytes"),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes"),
+        ({"kv_cache_share": 1.5}, "kv_cache_share"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"device": "abacus"}, "device 'abacus'"),
+        ({"device": "meta"}, "device 'meta'"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_model_len": 513}, "max_model_len 513: at most 512"),
+        ({"num_threads": 0}, "num_threads"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_named(
+    folder: Path, settings: Mapping[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=named):
+        load(folder, **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no CUDA device"):
+        load(folder, device="cuda")
+
+
+def test_a_budget_is_filled_up_to_the_last_whole_block() -> None:
+    assert num_blocks_within(1000, 100) == 10
+    assert num_blocks_within(1099, 100) == 10
+
+
+# --- where a model is ------------------------------------------------------------------------
+
+
+def test_a_folder_is_itself(folder: Path) -> None:
+    assert resolve_model_folder(str(folder)) == folder
+
+
+def test_offline_a_name_that_is_not_cached_says_where_it_was_looked_for() -> None:
+    with pytest.raises(ModelError, match=r"no folder .*nobody/nothing.*cache.*offline"):
+        resolve_model_folder("nobody/nothing", offline=True)
+
+
+def test_a_path_that_is_no_folder_is_no_hub_name_either(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no folder on this machine, and no hub name"):
+        resolve_model_folder(str(tmp_path / "nothing"))
+
+
+@pytest.fixture
+def snapshot(folder: Path, tmp_path: Path) -> Path:
+    """The model `maker/model`, as huggingface_hub lays it out in its cache."""
+    repo = tmp_path / "hub" / "models--maker--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    return Path(shutil.copytree(folder, repo / "snapshots" / "abc"))
+
+
+def test_a_cached_hub_name_needs_no_network(snapshot: Path, tmp_path: Path) -> None:
+    found = resolve_model_folder("maker/model", offline=True, cache=tmp_path / "hub")
+
+    assert found == snapshot
+
+
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
+def test_a_download_cut_short_does_not_count_as_cached(
+    snapshot: Path, tmp_path: Path, lost: str
+) -> None:
+    (snapshot / lost).unlink()
+
+    with pytest.raises(ModelError, match=r"no model 'maker/model' in the Hugging Face cache"):
+        resolve_model_folder("maker/model", offline=True, cache=tmp_path / "hub")

@@ -1,0 +1,218 @@
+"""A runner between plans and results: its hooks, its faults and what it keeps."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.plan import Plan, Row, RunResult
+from engine.request import RequestId
+from engine.runner.kv_cache import KvMemory
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.runner import TorchRunner
+from engine.runner.sampler import NOT_FINITE
+from engine.sampling import SamplingParams
+from kv_transfer.types import BlockId
+from tests.support.driving import GREEDY, Drive, Driver
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 60
+POISON = 300  # the token whose embedding is NaN
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
+
+
+@pytest.fixture(scope="module")
+def poisoned_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, with one token that turns everything it meets to NaN."""
+    spoilt = tmp_path_factory.mktemp("poisoned") / "llama"
+    shutil.copytree(folder, spoilt)
+    tensors = load_file(spoilt / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, spoilt / "model.safetensors")
+    return spoilt
+
+
+def load(folder: Path, *, max_num_seqs: int = 32) -> TorchRunner:
+    block_bytes = 2 * 2 * 2 * 16 * BLOCK_SIZE * 4
+    return load_runner(
+        RunnerConfig(
+            str(folder),
+            block_size=BLOCK_SIZE,
+            kv_cache_bytes=NUM_BLOCKS * block_bytes,
+            max_num_seqs=max_num_seqs,
+        )
+    )
+
+
+def drive(name: str, prompt: tuple[int, ...], *, num_tokens: int = 12) -> Drive:
+    return Drive(RequestId(name), prompt, num_tokens=num_tokens)
+
+
+def driver(runner: TorchRunner) -> Driver:
+    return Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, chunk=20)
+
+
+def row(name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> Row:
+    ids = tuple(BlockId(block) for block in blocks)
+    return Row(RequestId(name), tokens, len(tokens), 0, ids, GREEDY, 0)
+
+
+def layer_of(memory: KvMemory, block: int, layer: int) -> np.ndarray:
+    """What lies at the numbers that the runner gives to those who know no torch."""
+    start = memory.address + block * memory.block_bytes + layer * memory.layer_bytes
+    raw = (ctypes.c_char * memory.layer_bytes).from_address(start)
+    return np.frombuffer(bytes(raw), dtype=np.float32)
+
+
+class SeenLayers:
+    """A hook that looks at the KV memory each time it is told."""
+
+    def __init__(self, memory: KvMemory, block: int) -> None:
+        self._memory = memory
+        self._block = block
+        self.told: list[tuple[str, list[bool]]] = []
+
+    def layer_done(self, layer: int) -> None:
+        self._note(f"layer {layer}")
+
+    def pass_done(self) -> None:
+        self._note("pass")
+
+    def _note(self, what: str) -> None:
+        layers = range(self._memory.num_layers)
+        written = [bool(layer_of(self._memory, self._block, each).all()) for each in layers]
+        self.told.append((what, written))
+
+
+def test_the_hook_is_told_of_a_layer_once_its_kv_is_in_memory(folder: Path) -> None:
+    with load(folder) as runner:
+        runner.hook = SeenLayers(runner.kv_memory, block=7)
+
+        name = RequestId("r")
+        prompt = prompt_of(BLOCK_SIZE)
+        runner.run(Plan(started=(row(name, prompt, (7,)),), num_scheduled_tokens={name: 16}))
+
+        assert runner.hook.told == [
+            ("layer 0", [True, False]),
+            ("layer 1", [True, True]),
+            ("pass", [True, True]),
+        ]
+
+
+def test_a_request_of_nan_ends_alone(poisoned_folder: Path) -> None:
+    prompts = [prompt_of(30), (5, POISON, 9), prompt_of(17)]
+    prompts = [tuple(t if t != POISON or len(p) == 3 else 4 for t in p) for p in prompts]
+    with load(poisoned_folder) as runner:
+        alone = [driver(runner).run(drive("a", p))[0] for p in (prompts[0], prompts[2])]
+        drives = [drive(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+
+        together = driver(runner).run(*drives)
+
+    assert POISON not in {token for answer in together for token in answer}
+    assert [each.error for each in drives] == [None, NOT_FINITE, None]
+    assert together == [alone[0], [], alone[1]]
+
+
+def test_blocks_that_held_nan_serve_the_next_request_well(poisoned_folder: Path) -> None:
+    prompt = tuple(t if t != POISON else 4 for t in prompt_of(21))
+    with load(poisoned_folder) as runner:
+        before = driver(runner).run(drive("before", prompt))[0]
+        # The same driver gives the next request the blocks that were left last.
+        shared = driver(runner)
+        shared.run(drive("poisoned", (POISON,) * 70))
+
+        after = shared.run(drive("after", prompt))[0]
+
+    assert after == before
+
+
+def test_prompt_logprobs_of_nan_are_an_error_too(poisoned_folder: Path) -> None:
+    asked = drive("r", (5, POISON, 9, 11))
+    asked.sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
+
+    with load(poisoned_folder) as runner:
+        driver(runner).run(asked)
+
+    assert asked.error == NOT_FINITE
+
+
+def test_a_plan_that_schedules_nothing_gives_nothing(folder: Path) -> None:
+    with load(folder) as runner:
+        result = runner.run(Plan(started=(row("r", (1, 2), (0,)),)))
+        runner.run(Plan(dropped=(RequestId("r"),)))
+
+    assert result == RunResult()
+
+
+def test_a_row_in_the_middle_of_its_prompt_is_not_sampled(folder: Path) -> None:
+    name, prompt = RequestId("r"), prompt_of(20)
+    with load(folder) as runner:
+        first = runner.run(
+            Plan(started=(row(name, prompt, (0, 1)),), num_scheduled_tokens={name: 19})
+        )
+        last = runner.run(Plan(num_scheduled_tokens={name: 1}))
+
+    assert first.token_ids == {}
+    assert len(last.token_ids[name]) == 1
+
+
+def test_a_slot_is_used_again_without_a_trace_of_its_last_row(folder: Path) -> None:
+    with load(folder, max_num_seqs=1) as runner:
+        expected = [driver(runner).run(drive("x", prompt_of(n)))[0] for n in (50, 3)]
+        shared = driver(runner)
+
+        found = [shared.run(drive(f"r{n}", prompt_of(n)))[0] for n in (50, 3)]
+
+    assert found == expected
+
+
+def test_prompts_for_another_length_of_dynamic_rope_are_told_apart(
+    tmp_path: Path,
+) -> None:
+    folder = make_model_folder(tmp_path / "dynamic", VARIANTS["llama-rope-dynamic"])
+
+    with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20)) as runner:
+        info = runner.info
+
+    trained = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    assert info.max_shareable_prompt_len == trained
+    assert info.max_model_len == 4 * trained
+
+
+def test_ten_thousand_requests_leave_no_memory_behind(folder: Path) -> None:
+    def serve(num_batches: int) -> None:
+        for batch in range(num_batches):
+            drives = [drive(f"{batch}.{i}", (3, 4 + i, 5), num_tokens=2) for i in range(32)]
+            for each in drives:
+                each.sampling = SamplingParams(frequency_penalty=0.1, prompt_logprobs=1, top_p=0.9)
+            driver(runner).run(*drives)
+
+    with load(folder) as runner:
+        serve(40)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        serve(313)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    assert after - before < 4 * 1024, f"the peak grew by {after - before} KiB"

@@ -1,0 +1,368 @@
+"""Sampling: each setting against an independent reference, and every draw repeatable."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import logits_process as generation
+
+from engine.runner import sampler as sampler_module
+from engine.runner.constraints import constrain
+from engine.runner.logprobs import token_logprobs
+from engine.runner.randomness import waiting_times
+from engine.runner.sampler import NO_TOKEN_LEFT, NOT_FINITE, Choice, Sampler, SampleRow
+from engine.sampling import SamplingParams
+
+VOCAB_SIZE = 50
+EOS = (7, 8)
+
+
+def row(
+    known: Sequence[int] = (1, 2, 3), *, num_prompt: int | None = None, seed: int = 0, **asked: Any
+) -> SampleRow:
+    num_prompt_tokens = len(known) if num_prompt is None else num_prompt
+    tokens = np.array(known, dtype=np.int64)
+    return SampleRow(SamplingParams(**asked), seed, tokens, num_prompt_tokens)
+
+
+def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * spread
+
+
+def choose(logits: Tensor, *rows: SampleRow) -> list[int | None]:
+    return [choice.token_id for choice in Sampler(EOS).choose(logits, rows)]
+
+
+def draw_many(logits: Tensor, num: int, **asked: Any) -> Counter[int]:
+    """One draw per seed, all from the same row of logits."""
+    rows = [row(seed=seed, **asked) for seed in range(num)]
+    drawn: Counter[int] = Counter()
+    for token_id in choose(logits.expand(num, -1), *rows):
+        assert token_id is not None
+        drawn[token_id] += 1
+    return drawn
+
+
+def assert_drawn_by(probabilities: Tensor, drawn: Counter[int]) -> None:
+    """Chi-square over the tokens with enough mass; none drawn that has none."""
+    total = sum(drawn.values())
+    assert all(probabilities[token_id] > 0 for token_id in drawn)
+    expected = probabilities.double() * total
+    common = [token for token in range(len(expected)) if expected[token] >= 5]
+    statistic = sum((drawn[t] - float(expected[t])) ** 2 / float(expected[t]) for t in common)
+    # Its mean is one less than its cells and its variance twice that: five sigmas.
+    degrees = max(len(common) - 1, 1)
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees)
+
+
+# --- the draw ---------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    logits = random_logits(4, VOCAB_SIZE)
+
+    tokens = choose(logits, *[row(temperature=0.0)] * 4)
+
+    assert tokens == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None:
+    logits = random_logits(VOCAB_SIZE)
+
+    drawn = draw_many(logits, 20_000, temperature=temperature)
+
+    assert_drawn_by((logits / temperature).softmax(dim=0), drawn)
+
+
+def warped(logits: Tensor, *warpers: Any) -> Tensor:
+    """What transformers' own warpers leave of the distribution, in the order given."""
+    scores = logits[None]
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores[0].softmax(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "warpers"),
+    [
+        ({"top_k": 1}, [generation.TopKLogitsWarper(1)]),
+        ({"top_k": 5}, [generation.TopKLogitsWarper(5)]),
+        ({"top_p": 0.7}, [generation.TopPLogitsWarper(0.7)]),
+        ({"top_p": 1e-6}, [generation.TopPLogitsWarper(1e-6)]),
+        ({"min_p": 0.1}, [generation.MinPLogitsWarper(0.1)]),
+        ({"min_p": 1.0}, [generation.MinPLogitsWarper(1.0)]),
+        (
+            {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.7},
+            [
+                generation.TemperatureLogitsWarper(1.7),
+                generation.MinPLogitsWarper(0.02),
+                generation.TopKLogitsWarper(20),
+                generation.TopPLogitsWarper(0.8),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_draws_follow_what_transformers_warpers_leave(
+    asked: dict[str, float], warpers: list[Any]
+) -> None:
+    logits = random_logits(VOCAB_SIZE, seed=3)
+
+    drawn = draw_many(logits, 8_000, **asked)
+
+    probabilities = warped(logits, *warpers)
+    assert_drawn_by(probabilities, drawn)
+    often = [t for t in range(VOCAB_SIZE) if probabilities[t] > 0.002]
+    assert all(drawn[token_id] for token_id in often)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99])
+def test_top_p_of_a_flat_distribution_looks_at_the_whole_vocabulary(top_p: float) -> None:
+    vocab_size = 4 * sampler_module.FIRST_LOOK
+    logits = random_logits(vocab_size, seed=5, spread=0.1)
+    kept = warped(logits, generation.TopPLogitsWarper(top_p)) > 0
+
+    drawn = draw_many(logits, 1_000, top_p=top_p)
+
+    assert kept.sum() > sampler_module.FIRST_LOOK
+    assert sum(count for token_id, count in drawn.items() if kept[token_id]) >= 999
+    # Spread over all of it: not one corner that happened to be looked at first.
+    assert len(drawn) > 0.4 * min(1_000, int(kept.sum()))
+
+
+def test_equals_of_the_last_of_top_k_all_stay() -> None:
+    logits = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0])
+
+    drawn = draw_many(logits, 2_000, top_k=2)
+
+    assert set(drawn) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-40, 5e-324])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
+    logits = random_logits(6, VOCAB_SIZE)
+
+    tokens = choose(logits, *[row(temperature=temperature, seed=i) for i in range(6)])
+
+    assert tokens == logits.argmax(dim=-1).tolist()
+
+
+def test_waiting_times_are_exponential() -> None:
+    times = waiting_times(range(50), [3] * 50, torch.arange(2_000).expand(50, -1)).double()
+
+    assert times.min() > 0
+    assert float(times.mean()) == pytest.approx(1.0, abs=0.02)
+    assert float(times.var()) == pytest.approx(1.0, abs=0.05)
+    # Neighbours in each of the three keys know nothing of each other.
+    for other in (
+        waiting_times(range(1, 51), [3] * 50, torch.arange(2_000).expand(50, -1)),
+        waiting_times(range(50), [4] * 50, torch.arange(2_000).expand(50, -1)),
+        waiting_times(range(50), [3] * 50, torch.arange(1, 2_001).expand(50, -1)),
+    ):
+        together = torch.stack([times.flatten(), other.double().flatten()])
+        assert abs(float(together.corrcoef()[0, 1])) < 0.02
+
+
+def test_waiting_times_are_these_for_ever() -> None:
+    """Another node, another build: a request goes on with the tokens it would have had."""
+    times = waiting_times([0, 1, 2**63 - 1, -5], [0, 1, 10**6, 7], torch.arange(2).expand(4, -1))
+
+    assert times.flatten().tolist() == pytest.approx(GOLDEN_TIMES, rel=1e-6)
+
+
+GOLDEN_TIMES = [
+    0.149323329,
+    3.54398576,
+    1.78594212,
+    0.860053647,
+    0.574042398,
+    0.732675002,
+    0.351244127,
+    2.22832338,
+]
+
+
+# --- the same whatever the company --------------------------------------------------------
+
+ASKED = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 0, 1, 5, 40]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.5, 0.95]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.1]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.7]),
+        "min_tokens": st.sampled_from([0, 4]),
+        "logit_bias": st.sampled_from([{}, {3: 5.0}]),
+    }
+)
+
+
+@given(asked=st.lists(ASKED, min_size=2, max_size=6), seed=st.integers(0, 2**20))
+@settings(max_examples=60, deadline=None)
+def test_a_choice_depends_on_its_own_row_alone(asked: list[dict[str, Any]], seed: int) -> None:
+    logits = random_logits(len(asked), VOCAB_SIZE, seed=seed)
+    before = logits.clone()
+    rows = [row((1, 3, 3, 5), num_prompt=2, seed=seed + i, **each) for i, each in enumerate(asked)]
+
+    together = choose(logits, *rows)
+
+    assert together == [choose(logits[i : i + 1], each)[0] for i, each in enumerate(rows)]
+    assert torch.equal(logits, before)
+
+
+def test_seed_and_position_decide_the_draw() -> None:
+    logits = torch.zeros(1, 5_000)
+
+    def drawn(seed: int, num_known: int) -> int | None:
+        return choose(logits, row([1] * num_known, seed=seed))[0]
+
+    assert drawn(1, 5) == drawn(1, 5)
+    assert len({drawn(seed, num) for seed in range(5) for num in range(5)}) == 25
+
+
+# --- what a request forbids, favours and penalises -----------------------------------------
+
+
+def test_allowed_and_banned_tokens_leave_the_rest() -> None:
+    logits = random_logits(VOCAB_SIZE)
+
+    allowed = draw_many(logits, 500, allowed_token_ids=(3, 9, 11), banned_token_ids=(9,))
+
+    assert set(allowed) == {3, 11}
+
+
+def test_a_request_that_allows_nothing_is_an_error_of_its_own() -> None:
+    logits = random_logits(2, VOCAB_SIZE)
+    nothing = row(allowed_token_ids=(4,), banned_token_ids=(4,))
+
+    choices = Sampler(EOS).choose(logits, [nothing, row(temperature=0.0)])
+
+    assert choices == [Choice(None, NO_TOKEN_LEFT), Choice(int(logits[1].argmax()))]
+
+
+def test_logit_bias_is_added() -> None:
+    logits = random_logits(1, VOCAB_SIZE)
+
+    constrained = constrain(logits, [row(logit_bias={4: 2.5, 6: -3.0})], EOS)
+
+    expected = logits.clone()
+    expected[0, 4] += 2.5
+    expected[0, 6] -= 3.0
+    assert torch.equal(constrained, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "ignore_eos", "masked"),
+    [(0, False, {7, 8, 20}), (2, False, {7, 8, 20}), (3, False, set()), (0, True, {20})],
+)
+def test_what_would_end_an_answer_waits_for_min_tokens(
+    num_outputs: int, ignore_eos: bool, masked: set[int]
+) -> None:
+    asked = row(
+        [1] * (2 + num_outputs),
+        num_prompt=2,
+        min_tokens=3,
+        stop_token_ids=(20,),
+        ignore_eos=ignore_eos,
+    )
+
+    constrained = constrain(random_logits(1, VOCAB_SIZE), [asked], EOS)
+
+    assert set(constrained[0].isneginf().nonzero().flatten().tolist()) == masked
+
+
+@given(
+    tokens=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30),
+    penalty=st.sampled_from([0.5, 1.1, 2.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_repetition_penalty_equals_that_of_transformers(tokens: list[int], penalty: float) -> None:
+    logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
+    theirs = generation.RepetitionPenaltyLogitsProcessor(penalty)
+
+    constrained = constrain(logits, [row(tokens, num_prompt=1, repetition_penalty=penalty)], EOS)
+
+    assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    num_prompt=st.integers(0, 30),
+    presence=st.sampled_from([-1.0, 0.0, 0.5]),
+    frequency=st.sampled_from([-0.5, 0.0, 0.25]),
+)
+@settings(max_examples=60, deadline=None)
+def test_presence_and_frequency_count_the_outputs_alone(
+    tokens: list[int], num_prompt: int, presence: float, frequency: float
+) -> None:
+    logits = random_logits(1, VOCAB_SIZE)
+    num_prompt = min(num_prompt, len(tokens))
+    asked = row(
+        tokens, num_prompt=num_prompt, presence_penalty=presence, frequency_penalty=frequency
+    )
+
+    constrained = constrain(logits, [asked], EOS)
+
+    expected = logits.clone()
+    for token_id, count in Counter(tokens[num_prompt:]).items():
+        expected[0, token_id] -= presence + frequency * count
+    torch.testing.assert_close(constrained, expected)
+
+
+# --- broken logits ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_an_error_and_its_mates_are_not(
+    poison: float, temperature: float
+) -> None:
+    logits = random_logits(3, VOCAB_SIZE)
+    rows = [row(temperature=temperature, seed=i) for i in range(3)]
+    sound = Sampler(EOS).choose(logits, rows)
+    logits[1, 13] = poison
+
+    choices = Sampler(EOS).choose(logits, rows)
+
+    assert choices == [sound[0], Choice(None, NOT_FINITE), sound[2]]
+
+
+def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
+    logits = torch.full((2, VOCAB_SIZE), math.nan)
+
+    choices = Sampler(EOS).choose(logits, [row(), row(temperature=0.0)])
+
+    assert choices == [Choice(None, NOT_FINITE)] * 2
+
+
+# --- logprobs --------------------------------------------------------------------------------
+
+
+def test_logprobs_ranks_and_tops_by_row() -> None:
+    logits = random_logits(2, VOCAB_SIZE)
+    least = int(logits[1].argmin())
+
+    first, second = token_logprobs(logits, [int(logits[0].argmax()), least], [0, 3])
+
+    assert (first.rank, first.top) == (1, ())
+    assert second.rank == VOCAB_SIZE
+    assert second.logprob == pytest.approx(float(logits[1].log_softmax(0)[least]))
+    assert [token for token, _ in second.top] == logits[1].topk(3).indices.tolist()
+
+
+def test_equals_share_the_better_rank() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
+
+    assert [token_logprobs(logits, [t], [0])[0].rank for t in range(4)] == [3, 1, 1, 4]

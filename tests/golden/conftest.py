@@ -1,0 +1,57 @@
+"""Model folders and runners, made once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.runner import TorchRunner
+from tests.support.models import VARIANTS, make_model_folder
+
+BLOCK_SIZE = 16
+KV_CACHE_BYTES = 4 << 20
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small only get slower with more, and slower still on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = make_model_folder(tmp_path_factory.mktemp(name), VARIANTS[name])
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def runner_of(model_folder: Callable[[str], Path]) -> Iterator[Callable[[str], TorchRunner]]:
+    loaded: dict[str, TorchRunner] = {}
+
+    def load(name: str) -> TorchRunner:
+        if name not in loaded:
+            config = RunnerConfig(
+                str(model_folder(name)),
+                block_size=BLOCK_SIZE,
+                kv_cache_bytes=KV_CACHE_BYTES,
+                max_num_seqs=32,
+            )
+            loaded[name] = load_runner(config)
+        return loaded[name]
+
+    yield load
+    for runner in loaded.values():
+        runner.__exit__(None, None, None)

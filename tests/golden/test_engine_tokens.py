@@ -1,0 +1,114 @@
+"""Scheduler and runner together: prefix hits and preemptions change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.assembly import EngineOptions, build_engine
+from engine.core import EngineCore
+from engine.request import FinishReason, RequestId, RequestSpec
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.runner import TorchRunner
+from engine.sampling import SamplingParams
+from engine.scheduler_config import SchedulerConfig
+from tests.support.models import VARIANTS, prompt_of, reference_greedy
+
+BLOCK_SIZE = 16
+NUM_TOKENS = 64
+FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
+SEEDED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.95, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+FolderOf = Callable[[str], Path]
+
+
+@pytest.fixture
+def engine_of(model_folder: FolderOf) -> Iterator[Callable[..., EngineCore]]:
+    """A fresh engine; its scheduler's books are checked at the end of the test."""
+    made: list[tuple[EngineCore, TorchRunner]] = []
+
+    def make(name: str, *, num_blocks: int = 200) -> EngineCore:
+        folder = str(model_folder(name))
+        with load_runner(RunnerConfig(folder, kv_cache_bytes=1 << 20, max_num_seqs=1)) as probe:
+            block_bytes = probe.kv_memory.block_bytes
+        runner = load_runner(
+            RunnerConfig(folder, kv_cache_bytes=num_blocks * block_bytes, max_num_seqs=8)
+        )
+        scheduling = SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=8)
+        made.append((build_engine(runner, EngineOptions(scheduling)), runner))
+        return made[-1][0]
+
+    yield make
+    for engine, runner in made:
+        engine.scheduler.check()
+        assert engine.scheduler.stats().num_free_blocks == engine.scheduler.stats().num_blocks
+        runner.__exit__(None, None, None)
+
+
+def spec(
+    name: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, *, salt: str = ""
+) -> RequestSpec:
+    return RequestSpec(RequestId(name), tuple(prompt), sampling, seed=11, cache_salt=salt)
+
+
+def run(engine: EngineCore, *specs: RequestSpec) -> list[list[int]]:
+    for each in specs:
+        engine.scheduler.add(each)
+    tokens: dict[RequestId, list[int]] = {each.request_id: [] for each in specs}
+    now = 0.0
+    while engine.scheduler.has_work:
+        now += 1.0
+        for outputs in engine.step(now).by_client.values():
+            for output in outputs:
+                assert output.finish_reason in (None, FinishReason.LENGTH), output
+                tokens[output.request_id] += output.token_ids
+    return [tokens[each.request_id] for each in specs]
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_a_prefix_hit_changes_no_token(
+    name: str, engine_of: Callable[..., EngineCore], model_folder: FolderOf
+) -> None:
+    engine = engine_of(name)
+    first = prompt_of(60)
+    longer = (*first[:48], *prompt_of(9, seed=5))  # three whole blocks in common
+    # The dynamic rope turns a long prompt's positions by its length: 60 and 57 fit it yet.
+    run(engine, spec("first", first))
+
+    again, branched = run(engine, spec("again", first), spec("branched", longer))
+
+    assert again == reference_greedy(model_folder(name), first, NUM_TOKENS)
+    assert branched == reference_greedy(model_folder(name), longer, NUM_TOKENS)
+    assert engine.scheduler.stats().total_prefix_hit_tokens == 48 + 48
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
+    name: str, engine_of: Callable[..., EngineCore], model_folder: FolderOf
+) -> None:
+    # Four requests of up to 8 blocks each, and room for about two of them.
+    engine = engine_of(name, num_blocks=17)
+    prompts = [prompt_of(length) for length in (1, 17, 40, 62)]
+
+    answers = run(engine, *(spec(f"r{i}", prompt) for i, prompt in enumerate(prompts)))
+
+    expected = [reference_greedy(model_folder(name), prompt, NUM_TOKENS) for prompt in prompts]
+    assert answers == expected
+    assert engine.scheduler.stats().total_preemptions > 0
+
+
+def test_seeded_tokens_survive_preemption_and_company(
+    engine_of: Callable[..., EngineCore],
+) -> None:
+    specs = [spec(f"r{i}", prompt_of(20 + 9 * i), SEEDED) for i in range(5)]
+    alone = [run(engine_of("llama"), each)[0] for each in specs]
+    crowded = engine_of("llama", num_blocks=17)
+
+    together = run(crowded, *specs)
+
+    assert together == alone
+    assert crowded.scheduler.stats().total_preemptions > 0
+    assert len({tuple(tokens) for tokens in together}) == len(specs)

@@ -1,0 +1,117 @@
+"""The runner's greedy tokens are those of transformers, however the work is cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engine.request import RequestId
+from engine.runner.runner import TorchRunner
+from tests.support.driving import Drive, Driver, drives_of
+from tests.support.models import VARIANTS, prompt_of, reference_greedy
+
+BLOCK_SIZE = 16
+NUM_TOKENS = 64
+FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
+# One token, a block less one, a block, one more, and several chunks of 24.
+PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 100)
+
+RunnerOf = Callable[[str], TorchRunner]
+FolderOf = Callable[[str], Path]
+
+
+def driver(runner: TorchRunner, *, chunk: int = 24, shuffle_seed: int = 0) -> Driver:
+    return Driver(
+        runner,
+        num_blocks=runner.kv_memory.num_blocks,
+        block_size=BLOCK_SIZE,
+        chunk=chunk,
+        shuffle_seed=shuffle_seed,
+    )
+
+
+@cache
+def alone(runner: TorchRunner, prompt: tuple[int, ...], *, chunk: int = 24) -> list[int]:
+    drive = Drive(RequestId("alone"), prompt, num_tokens=NUM_TOKENS)
+    return driver(runner, chunk=chunk).run(drive)[0]
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_tokens_equal_those_of_transformers(
+    name: str, length: int, runner_of: RunnerOf, model_folder: FolderOf
+) -> None:
+    prompt = prompt_of(length)
+
+    tokens = alone(runner_of(name), prompt)
+
+    assert tokens == reference_greedy(model_folder(name), prompt, NUM_TOKENS)
+    # A model that repeats itself would agree with nearly anything.
+    assert len(set(tokens)) > NUM_TOKENS // 4
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_tokens_in_a_mixed_batch_equal_those_alone(name: str, runner_of: RunnerOf) -> None:
+    runner = runner_of(name)
+    prompts = [prompt_of(length) for length in (*PROMPT_LENGTHS, 31, 70)]
+
+    batched = driver(runner).run(*drives_of(prompts, num_tokens=NUM_TOKENS))
+
+    assert batched == [alone(runner, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize("chunk", [1, 16, 1 << 20])
+def test_tokens_do_not_depend_on_how_the_prompt_is_chunked(
+    name: str, chunk: int, runner_of: RunnerOf
+) -> None:
+    prompt = prompt_of(70)
+
+    tokens = alone(runner_of(name), prompt, chunk=chunk)
+
+    assert tokens == alone(runner_of(name), prompt, chunk=24)
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_had(
+    name: str, runner_of: RunnerOf
+) -> None:
+    runner = runner_of(name)
+    hit, other = (
+        Drive(RequestId("hit"), prompt_of(37), num_tokens=NUM_TOKENS),
+        Drive(RequestId("other"), prompt_of(50), num_tokens=NUM_TOKENS),
+    )
+    running = driver(runner)
+    running.add(hit)
+    running.add(other)
+
+    for step in range(40):
+        if step in (1, 13, 29):  # in its prompt, early and late in its answer
+            running.preempt(hit.request_id)
+        running.step()
+    running.run()
+
+    assert hit.outputs == alone(runner, hit.prompt)
+    assert other.outputs == alone(runner, other.prompt)
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_requests_that_come_and_go_leave_the_others_alone(name: str, runner_of: RunnerOf) -> None:
+    runner = runner_of(name)
+    drives = [
+        Drive(RequestId(f"r{i}"), prompt_of(5 + 13 * i), num_tokens=20 + 9 * (i % 3))
+        for i in range(5)
+    ]
+    running = driver(runner, shuffle_seed=3)
+
+    for drive in drives:
+        running.add(drive)
+        for _ in range(7):
+            running.step()
+    running.run()
+
+    expected = [alone(runner, drive.prompt)[: drive.num_tokens] for drive in drives]
+    assert [drive.outputs for drive in drives] == expected

@@ -1,0 +1,63 @@
+"""Whatever the tokens, however they come: the pieces joined are the whole decoded."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+
+from baton.text import Tokenizer
+from tests.support.models import save_tokenizer
+from tests.unit.test_text import metaspace_tokenizer
+
+# Enough of both kinds: words, and lone bytes that are whole characters now and then.
+TOKENS = st.lists(st.integers(0, 261), max_size=40)
+
+
+@cache
+def byte_level_tokenizer() -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder))
+        fast = FastTokenizer.from_file(f"{folder}/tokenizer.json")
+    return Tokenizer(fast, named_tokens={}, chat_templates={})
+
+
+@cache
+def word_tokenizer() -> Tokenizer:
+    return metaspace_tokenizer()
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, word_tokenizer])
+@given(token_ids=TOKENS, sizes=st.lists(st.integers(1, 4), min_size=40, max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_pieces_joined_are_the_whole_decoded(
+    make: object, token_ids: list[int], sizes: list[int]
+) -> None:
+    assert callable(make)
+    tokenizer: Tokenizer = make()
+    detokenizer = tokenizer.detokenizer()
+
+    pieces, rest = [], token_ids
+    for size in sizes:
+        pieces.append(detokenizer.push(*rest[:size]))
+        rest = rest[size:]
+
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(token_ids)
+
+
+@given(text=st.text(max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_text_that_was_encoded_comes_back_without_a_broken_character(text: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    detokenizer = tokenizer.detokenizer()
+
+    pieces = [detokenizer.push(token) for token in tokenizer.encode(text)]
+
+    assert "".join(pieces) + detokenizer.finish() == text
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)

@@ -1,0 +1,156 @@
+"""Drives a runner by hand-made plans: chunked prompts, many requests, blocks as they come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.plan import Plan, Row, Runner, RunResult
+from engine.request import RequestId
+from engine.sampling import SamplingParams
+from kv_transfer.types import BlockId, TokenLogprobs
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+
+
+@dataclass(slots=True)
+class Drive:
+    """One request on its way, and what it got so far."""
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = GREEDY
+    seed: int = 0
+    num_tokens: int = 64  # to write
+    outputs: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    error: str | None = None
+    block_ids: list[BlockId] = field(default_factory=list)
+    num_computed: int = 0
+    is_in_batch: bool = False
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.outputs)
+
+    @property
+    def is_done(self) -> bool:
+        return self.error is not None or len(self.outputs) >= self.num_tokens
+
+
+class Driver:
+    """A stand-in for the scheduler without any policy; every request runs in every step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        num_blocks: int,
+        block_size: int,
+        chunk: int = 1 << 30,
+        shuffle_seed: int = 0,
+    ) -> None:
+        self._runner = runner
+        self._block_size = block_size
+        self._chunk = chunk
+        self._free = [BlockId(block) for block in range(num_blocks)]
+        # In no order, so that nothing works only because blocks are neighbours.
+        random.Random(shuffle_seed).shuffle(self._free)
+        self._drives: dict[RequestId, Drive] = {}
+        self._dropped: list[RequestId] = []
+
+    def add(self, drive: Drive) -> Drive:
+        self._drives[drive.request_id] = drive
+        return drive
+
+    def run(self, *drives: Drive) -> list[list[int]]:
+        """To the end of all of them; the tokens that each was given."""
+        for drive in drives:
+            self.add(drive)
+        while self._drives:
+            self.step()
+        self.flush()
+        return [drive.outputs for drive in drives]
+
+    def step(self) -> RunResult:
+        plan = self._plan()
+        result = self._runner.run(plan)
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            self._settle(self._drives[request_id], num_tokens, result)
+        return result
+
+    def preempt(self, request_id: RequestId) -> None:
+        """Take its blocks away; it starts over, with the outputs it has, in the next step."""
+        drive = self._drives[request_id]
+        self._leave(drive)
+        drive.num_computed = 0
+
+    def flush(self) -> None:
+        """Tell the runner of those that ended."""
+        self._runner.run(Plan(dropped=self._take_dropped()))
+
+    def _plan(self) -> Plan:
+        dropped = self._take_dropped()
+        started, new_blocks, scheduled = [], {}, {}
+        for drive in self._drives.values():
+            num_tokens = min(self._chunk, len(drive.tokens) - drive.num_computed)
+            fresh = self._allocate(drive, drive.num_computed + num_tokens)
+            scheduled[drive.request_id] = num_tokens
+            if not drive.is_in_batch:
+                started.append(_row(drive))
+                drive.is_in_batch = True
+            elif fresh:
+                new_blocks[drive.request_id] = fresh
+        return Plan(dropped, tuple(started), new_blocks, scheduled)
+
+    def _allocate(self, drive: Drive, num_tokens: int) -> tuple[BlockId, ...]:
+        missing = -(-num_tokens // self._block_size) - len(drive.block_ids)
+        fresh = tuple(self._free.pop() for _ in range(missing))
+        drive.block_ids.extend(fresh)
+        return fresh
+
+    def _settle(self, drive: Drive, num_tokens: int, result: RunResult) -> None:
+        drive.num_computed += num_tokens
+        drive.outputs += result.token_ids.get(drive.request_id, [])
+        drive.logprobs += result.logprobs.get(drive.request_id, [])
+        drive.prompt_logprobs += result.prompt_logprobs.get(drive.request_id, [])
+        drive.error = result.errors.get(drive.request_id)
+        if drive.is_done:
+            self._leave(drive)
+            del self._drives[drive.request_id]
+
+    def _leave(self, drive: Drive) -> None:
+        # The next to allocate gets these: whatever was left in them, it must not matter.
+        self._free.extend(reversed(drive.block_ids))
+        drive.block_ids = []
+        drive.is_in_batch = False
+        self._dropped.append(drive.request_id)
+
+    def _take_dropped(self) -> tuple[RequestId, ...]:
+        dropped, self._dropped = tuple(self._dropped), []
+        return dropped
+
+
+def drives_of(prompts: Sequence[Sequence[int]], **settings: object) -> list[Drive]:
+    return [_drive(i, prompt, settings) for i, prompt in enumerate(prompts)]
+
+
+def _drive(index: int, prompt: Sequence[int], settings: Mapping[str, object]) -> Drive:
+    drive = Drive(RequestId(f"r{index}"), tuple(prompt))
+    for name, value in settings.items():
+        setattr(drive, name, value)
+    return drive
+
+
+def _row(drive: Drive) -> Row:
+    return Row(
+        request_id=drive.request_id,
+        token_ids=drive.tokens,
+        num_prompt_tokens=len(drive.prompt),
+        num_computed_tokens=drive.num_computed,
+        block_ids=tuple(drive.block_ids),
+        sampling=drive.sampling,
+        seed=drive.seed,
+    )

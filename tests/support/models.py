@@ -1,0 +1,205 @@
+"""Small model folders with random weights, made by transformers itself, and its answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+VOCAB_SIZE = 320
+EOS_TOKEN_ID = 2
+TRAINED_ON = "the quick brown fox jumps over the lazy dog; wie schön, naïve café, 東京 🙂 " * 20
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One small model: its family, and what sets it apart from the family's smallest."""
+
+    family: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_sharded: bool = False
+    dtype: str = "float32"
+
+
+SMALL: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+}
+
+
+def _rope(kind: str, **settings: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "llama": Variant("Llama"),
+    "llama-tied-mqa": Variant("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama-mha-biased-sharded": Variant(
+        "Llama",
+        {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True},
+        is_sharded=True,
+    ),
+    "llama-rope-llama3": Variant(
+        "Llama",
+        _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama-rope-linear": Variant("Llama", _rope("linear", factor=2.0)),
+    "llama-rope-dynamic": Variant(
+        "Llama", {"max_position_embeddings": 64, **_rope("dynamic", factor=4.0)}
+    ),
+    "llama-rope-yarn": Variant(
+        "Llama", _rope("yarn", factor=8.0, original_max_position_embeddings=64)
+    ),
+    "mistral": Variant("Mistral", {"sliding_window": None, "num_hidden_layers": 3}),
+    "mistral-window": Variant("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "qwen2": Variant("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": Variant(
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3": Variant("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-untied-biased": Variant("Qwen3", {"head_dim": 24, "attention_bias": True}),
+    "llama-bf16": Variant("Llama", dtype="bfloat16"),
+    "qwen3-bf16": Variant("Qwen3", {"head_dim": 32}, dtype="bfloat16"),
+    "llama-fp16": Variant("Llama", dtype="float16"),
+}
+
+
+def make_model_folder(folder: Path, variant: Variant, *, seed: int = 7) -> Path:
+    """Weights, configuration and tokenizer, as `save_pretrained` writes them."""
+    model = _new_model(variant, seed)
+    shard_size = "60KB" if variant.is_sharded else "1GB"
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of a few merges, so that every text and every byte has its tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TRAINED_ON], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_tokenizer_config(folder)
+
+
+@cache
+def reference(folder: Path) -> Any:
+    """The folder as transformers loads it, ready to answer."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def reference_greedy(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What `generate` writes greedily, with nothing that could end it early."""
+    model = fresh_rope(reference(folder))
+    with torch.inference_mode():
+        answer = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    tokens: list[int] = answer[0, len(prompt) :].tolist()
+    return tokens
+
+
+def reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocab_size]: row i foretells token i + 1."""
+    model = fresh_rope(reference(folder))
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits.float().log_softmax(dim=-1)
+
+
+def fresh_rope(model: Any) -> Any:
+    """A dynamic rope remembers the longest sequence it saw; each answer starts without that."""
+    rope = model.model.rotary_emb
+    rope.inv_freq.data = rope.original_inv_freq.clone()
+    rope.max_seq_len_cached = rope.original_max_seq_len
+    return model
+
+
+def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
+    """Random tokens, none of them special."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    drawn = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
+    return tuple(drawn.tolist())
+
+
+ModelFolder = Callable[[str], Path]
+
+
+def _new_model(variant: Variant, seed: int) -> Any:
+    config = getattr(transformers, f"{variant.family}Config")(**{**SMALL, **variant.settings})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{variant.family}ForCausalLM")(config)
+    _make_norms_and_biases_count(model)
+    return model.to(getattr(torch, variant.dtype))
+
+
+def _make_norms_and_biases_count(model: Any) -> None:
+    # They start as ones and zeros, and a loader that mixed them up would not show.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            if name.endswith(".bias"):
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+
+
+def _write_tokenizer_config(folder: Path) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

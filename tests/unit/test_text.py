@@ -1,0 +1,261 @@
+"""The text boundary agrees with transformers, and says what is wrong with a folder or a chat."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from baton.text import Tokenizer
+from engine.errors import InvalidRequest, ModelError
+from tests.support.models import EOS_TOKEN_ID, save_tokenizer
+
+TEXTS = ("", "hello", " the  quick\n\nbrown", "naïve café 東京 🙂", "</s> inside", "\x00\x7f")
+CHAT = (
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi <b>&</b>"},
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
+    return folder
+
+
+def with_settings(folder: Path, at: Path, **changes: object) -> Path:
+    """A copy of the folder whose tokenizer_config.json says this instead."""
+    for path in folder.iterdir():
+        (at / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((at / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (at / "tokenizer_config.json").write_text(json.dumps({**settings, **changes}))
+    return at
+
+
+def put_begin_token_first(folder: Path) -> None:
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}])
+@pytest.mark.parametrize("begins", [False, True])
+def test_token_ids_and_text_equal_those_of_transformers(
+    text: str, flags: dict[str, bool], begins: bool, folder: Path, tmp_path: Path
+) -> None:
+    with_settings(folder, tmp_path, **flags)
+    if begins:
+        put_begin_token_first(tmp_path)
+    ours, theirs = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+
+    token_ids = ours.encode(text)
+
+    assert token_ids == theirs(text)["input_ids"]
+    assert (
+        ours.encode(text, add_special_tokens=False)
+        == theirs(text, add_special_tokens=False)["input_ids"]
+    )
+    assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+    assert ours.decode(token_ids, skip_special_tokens=False) == theirs.decode(token_ids)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        (
+            "{% for m in messages %}\n  {% if m.role == 'user' %}\n<u>{{ m.content | tojson }}"
+            "  {% endif %}\n{% endfor %}"
+        ),
+        (
+            "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+            "{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        ),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+            "{% if add_generation_prompt %}<|a|>{% endif %}{% if tools is none %}-{% endif %}"
+        ),
+    ],
+)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_a_chat_is_rendered_as_transformers_renders_it(
+    template: str, add_generation_prompt: bool, folder: Path, tmp_path: Path
+) -> None:
+    with_settings(folder, tmp_path, chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+
+    text = Tokenizer.from_folder(tmp_path).render_chat(
+        CHAT, add_generation_prompt=add_generation_prompt
+    )
+
+    assert text == theirs.apply_chat_template(
+        list(CHAT), add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+
+
+def test_a_chat_is_encoded_without_further_special_tokens(folder: Path, tmp_path: Path) -> None:
+    with_settings(folder, tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    put_begin_token_first(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+
+    token_ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+
+    assert token_ids == tokenizer.encode("hi")
+    assert token_ids.count(1) == 1
+
+
+def test_a_template_file_wins_over_the_one_inside_the_settings(
+    folder: Path, tmp_path: Path
+) -> None:
+    with_settings(folder, tmp_path, chat_template="inside")
+    (tmp_path / "chat_template.jinja").write_text("alone")
+
+    assert Tokenizer.from_folder(tmp_path).render_chat(CHAT) == "alone"
+
+
+def test_tools_pick_the_template_for_tools(folder: Path, tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools: {{ tools | length }}"},
+    ]
+    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template=named))
+
+    assert tokenizer.render_chat(CHAT) == "plain"
+    assert tokenizer.render_chat(CHAT, variables={"tools": [{}, {}]}) == "tools: 2"
+
+
+def test_a_template_gets_the_date_from_the_clock_it_was_given(folder: Path, tmp_path: Path) -> None:
+    with_settings(folder, tmp_path, chat_template="{{ strftime_now('%Y-%m-%d') }}")
+
+    tokenizer = Tokenizer.from_folder(tmp_path, clock=lambda: datetime(2024, 2, 3, tzinfo=UTC))
+
+    assert tokenizer.render_chat(CHAT) == "2024-02-03"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
+        ("{% set _ = messages.append(1) %}", "refuses these messages"),
+    ],
+)
+def test_what_a_template_refuses_is_the_clients_fault(
+    template: str, reason: str, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template=template))
+
+    with pytest.raises(InvalidRequest, match=reason):
+        tokenizer.render_chat(CHAT)
+
+
+def test_a_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template=None))
+
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.render_chat(CHAT)
+
+
+def test_a_broken_template_is_the_models_fault(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(with_settings(folder, tmp_path, chat_template="{% if %}"))
+
+    with pytest.raises(ModelError, match="chat template is broken"):
+        tokenizer.render_chat(CHAT)
+
+
+def test_end_tokens_come_from_the_generation_settings_first(folder: Path, tmp_path: Path) -> None:
+    with_settings(folder, tmp_path)
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == (EOS_TOKEN_ID,)
+
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b'{"model": {"type": "Riddle"}}'),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"\xff"),
+    ],
+)
+def test_a_folders_fault_names_its_file(
+    file: str, content: bytes | None, folder: Path, tmp_path: Path
+) -> None:
+    with_settings(folder, tmp_path)
+    (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
+
+    with pytest.raises(ModelError, match=file):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_character_is_shown_once_it_is_whole(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    # No merge reaches across these bytes, so each is a token of its own.
+    token_ids = tokenizer.encode("\N{GRINNING FACE}!")
+    detokenizer = tokenizer.detokenizer()
+
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+
+    assert len(token_ids) > 2
+    assert pieces[-2:] == ["\N{GRINNING FACE}", "!"]
+    assert "".join(pieces[:-2]) == ""
+
+
+def test_an_answer_that_ends_inside_a_character_shows_so_at_its_end(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    token_ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
+    detokenizer = tokenizer.detokenizer()
+
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+
+    assert "".join(pieces) == "a"
+    assert detokenizer.finish() == tokenizer.decode(token_ids)[1:] != ""
+
+
+def test_spaces_at_word_starts_survive_between_pieces() -> None:
+    tokenizer = metaspace_tokenizer()
+    detokenizer = tokenizer.detokenizer()
+
+    pieces = [detokenizer.push(token_id) for token_id in (1, 3, 4, 5, 4)]
+
+    assert pieces == ["", "hello", " world", " ", " world"]
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """Words with their space marked in front, and bytes for what no word covers: as Llama 2."""
+    words = ["<unk>", "<s>", "</s>", "▁hello", "▁world", "▁", *(f"<0x{b:02X}>" for b in range(256))]
+    fast = FastTokenizer(
+        models.BPE(
+            vocab={word: i for i, word in enumerate(words)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    fast.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    fast.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return Tokenizer(fast, named_tokens={}, chat_templates={})
