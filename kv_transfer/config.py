@@ -1,0 +1,39 @@
+"""The limits of a hand-off, for both sides. All times are in seconds of a monotonic clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverConfig:
+    """D's side."""
+
+    lease_s: float = 5.0  # how long P may post without hearing of D; renewed at a third of it
+    silence_s: float = 10.0  # a peer that says nothing for so long while asked is given up
+    fence_age_s: float = 10.0  # a revoke unanswered for so long costs the pair its channel
+    give_up_s: float = 300.0  # backstop: no receive waits longer, however alive P is
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SenderConfig:
+    """P's side."""
+
+    hold_s: float = 60.0  # how long a computed result waits for D's grant
+    write_timeout_s: float = 30.0  # a write that D does not take for so long is given up
+    max_in_flight_bytes: int = 64 << 20  # per peer; what may still land after a lease ended
+    max_write_bytes: int = 16 << 20  # in one post
+    num_remembered: int = 10_000  # ended hand-offs whose late grant is refused by name
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+def _check_positive(config: ReceiverConfig | SenderConfig) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if not value > 0:
+            raise ValueError(f"{field.name} is {value}; it must be above 0")

@@ -1,0 +1,15 @@
+"""The named errors of this room."""
+
+from __future__ import annotations
+
+
+class KvTransferError(Exception):
+    """The root of every error raised here on purpose."""
+
+
+class TransportMissing(KvTransferError):
+    """The library of the chosen transport is not installed."""
+
+
+class PeerUnreachable(KvTransferError):
+    """The data path to a peer cannot be set up, or has failed; the pair must start anew."""

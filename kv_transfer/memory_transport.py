@@ -1,0 +1,228 @@
+"""A transport inside one process whose wire is in the hands of a test.
+
+Blocks of a write land one by one when the test says so, or never, or long after everyone has
+forgotten them. It follows the physics of the real ones: P's end reads its source until the
+write has ended or the end is closed; what left P lands wherever it was sent for as long as D's
+end is open (or, where P reaches in by itself, for as long as P's end is).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kv_transfer.errors import PeerUnreachable
+from kv_transfer.messages import Region
+from kv_transfer.transport import Arrived, ChannelEvent, Quieted, Write, WriteFailed, Written
+from kv_transfer.types import BlockId
+
+# Called before a block lands with D's channel, the ticket and the block.
+Witness = Callable[["MemoryChannel", int, BlockId], None]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A write under way."""
+
+    source: MemoryChannel
+    target: MemoryChannel
+    write: Write
+    missing: list[int]  # places in the write that have not landed
+    is_acknowledged: bool = False
+    left_behind: dict[int, bytes] | None = None  # what the network holds once P's end is closed
+
+
+@dataclass(slots=True)
+class Wire:
+    """All channels of a test and what is between them. `is_prompt`: polling delivers."""
+
+    is_one_sided: bool = True
+    is_direct: bool = False  # P reaches into D's memory: only P's end can stop it
+    is_prompt: bool = False
+    witness: Witness | None = None
+    flights: list[Flight] = field(default_factory=list)
+    notices: list[tuple[MemoryChannel, int]] = field(default_factory=list)
+    cancels: list[tuple[MemoryChannel, int]] = field(default_factory=list)
+    channels: dict[bytes, MemoryChannel] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def add(self, channel: MemoryChannel) -> bytes:
+        name = str(next(self._numbers)).encode()
+        self.channels[name] = channel
+        return name
+
+    def land(self, flight: Flight, place: int) -> None:
+        """Let one block of a write arrive, wherever that is by now."""
+        flight.missing.remove(place)
+        if not self._can_land(flight):
+            return
+        target = flight.write.targets[place]
+        if self.witness is not None:
+            self.witness(flight.target, flight.write.ticket, target)
+        flight.target.put(target, self._bytes_of(flight, place))
+
+    def acknowledge(self, flight: Flight) -> None:
+        """P learns that the write has ended. Only once all of it has landed."""
+        if flight.missing:
+            raise ValueError("blocks of this write are still missing")
+        self.flights.remove(flight)
+        flight.source.tell(Written(flight.write.write_id))
+        flight.target.complete(flight.write)
+
+    def fail(self, flight: Flight, reason: str = "the wire broke") -> None:
+        """P is told that the write failed; what is missing may still land."""
+        flight.is_acknowledged = True
+        flight.source.tell(WriteFailed(flight.write.write_id, reason))
+
+    def lose(self, flight: Flight) -> None:
+        """What is missing of this write never lands, and nobody is told."""
+        self.flights.remove(flight)
+
+    def notice(self, channel: MemoryChannel, ticket: int) -> None:
+        self.notices.remove((channel, ticket))
+        channel.tell(Arrived(ticket))
+
+    def quiet(self, channel: MemoryChannel, ticket: int) -> None:
+        """The cancelled receives of this ticket are gone."""
+        self.cancels.remove((channel, ticket))
+        channel.posted.pop(ticket, None)
+        channel.tell(Quieted(ticket))
+
+    def deliver_all(self) -> None:
+        for flight in list(self.flights):
+            for place in list(flight.missing):
+                self.land(flight, place)
+            if flight.is_acknowledged:
+                self.flights.remove(flight)
+            else:
+                self.acknowledge(flight)
+        for channel, ticket in list(self.notices):
+            self.notice(channel, ticket)
+        for channel, ticket in list(self.cancels):
+            self.quiet(channel, ticket)
+
+    def _can_land(self, flight: Flight) -> bool:
+        if flight.target.is_gone:
+            return False
+        if self.is_direct:
+            return not flight.source.is_closed
+        if flight.target.is_closed:
+            return False
+        return self.is_one_sided or flight.write.ticket in flight.target.posted
+
+    def _bytes_of(self, flight: Flight, place: int) -> bytes:
+        if flight.left_behind is not None:
+            return flight.left_behind[place]
+        return flight.source.get(flight.write.sources[place])
+
+
+class MemoryTransport:
+    name = "memory"
+
+    def __init__(self, region: Region, wire: Wire) -> None:
+        self._region = region
+        self._wire = wire
+
+    @property
+    def is_one_sided(self) -> bool:
+        return self._wire.is_one_sided
+
+    @property
+    def close_stops_writes(self) -> bool:
+        return not self._wire.is_direct
+
+    def open(self) -> MemoryChannel:
+        return MemoryChannel(self._region, self._wire)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class MemoryChannel:
+    def __init__(self, region: Region, wire: Wire) -> None:
+        self.region = region
+        self._wire = wire
+        self._metadata = wire.add(self)
+        self._peer: MemoryChannel | None = None
+        self._events: list[ChannelEvent] = []
+        self.is_closed = False
+        self.is_gone = False  # with its whole process, memory and all
+        self.posted: dict[int, set[BlockId]] = {}  # two-sided: by ticket, what has not come
+
+    @property
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, metadata: bytes, region: Region) -> None:
+        peer = self._wire.channels.get(metadata)
+        if peer is None:
+            raise PeerUnreachable("no such memory channel")
+        self._peer = peer
+
+    def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
+        if self._wire.is_one_sided:
+            return
+        self.posted[ticket] = set(block_ids)
+        if not block_ids:
+            self.tell(Arrived(ticket))
+
+    def cancel(self, ticket: int) -> None:
+        if not self._wire.is_one_sided:
+            self._wire.cancels.append((self, ticket))
+
+    def post(self, write: Write) -> None:
+        if self._peer is None:
+            raise PeerUnreachable("post before connect")
+        missing = list(range(len(write.sources)))
+        self._wire.flights.append(Flight(self, self._peer, write, missing))
+
+    def notify(self, ticket: int) -> None:
+        if self._wire.is_one_sided and self._peer is not None:
+            self._wire.notices.append((self._peer, ticket))
+
+    def poll(self) -> list[ChannelEvent]:
+        if self._wire.is_prompt:
+            self._wire.deliver_all()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Nothing reads the source from now on; what the network took lives on."""
+        if self.is_closed:
+            return
+        for flight in self._wire.flights:
+            if flight.source is self:
+                places = flight.missing
+                flight.left_behind = {i: self.get(flight.write.sources[i]) for i in places}
+                flight.is_acknowledged = True
+        self.is_closed = True
+        self._events.clear()
+
+    # --- For the wire ----------------------------------------------------------------------
+
+    def tell(self, event: ChannelEvent) -> None:
+        if not self.is_closed:
+            self._events.append(event)
+
+    def complete(self, write: Write) -> None:
+        """Two-sided: D itself knows when all that it posted has come."""
+        missing = self.posted.get(write.ticket)
+        if missing is None:
+            return
+        missing -= set(write.targets)
+        if not missing:
+            del self.posted[write.ticket]
+            self.tell(Arrived(write.ticket))
+
+    def get(self, block_id: BlockId) -> bytes:
+        return ctypes.string_at(self._address(block_id), self.region.block_bytes)
+
+    def put(self, block_id: BlockId, content: bytes) -> None:
+        ctypes.memmove(self._address(block_id), content, len(content))
+
+    def _address(self, block_id: BlockId) -> int:
+        if not 0 <= block_id < self.region.num_blocks:
+            raise ValueError(f"block {block_id} is outside the region")
+        return self.region.base + block_id * self.region.block_bytes

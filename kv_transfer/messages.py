@@ -1,0 +1,146 @@
+"""What the two worker halves of a pair say to each other over their control link.
+
+D is the side that receives KV (a decode node), P the side that sends it (a prefill node).
+Both say Hello first; the meaning of the others is in the ownership tables of
+`kv_transfer/receiver.py` and `kv_transfer/sender.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
+
+WIRE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What must be equal on both sides for a block's bytes to mean the same."""
+
+    model: str  # content hash of the weights and the config
+    dtype: str
+    layout: str  # order of the axes inside one block
+    block_size: int  # tokens
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    wire_version: int = WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that holds blocks: block i is `block_bytes` from `base + i * block_bytes`."""
+
+    base: int  # address in its owner's process
+    num_blocks: int
+    block_bytes: int
+    device: str = "cpu"  # "cpu", or "cuda:0" and the like
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First on every link, from D and then from P: the pair may work together, or may not."""
+
+    node_id: NodeId
+    incarnation: Incarnation  # random per process start
+    fingerprint: Fingerprint
+    region: Region
+    transport: str  # "nixl", "ucxx" or "memory"
+    metadata: bytes  # what the transport needs in order to reach this side
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """From D: these blocks are yours to write until the lease ends."""
+
+    handoff_id: HandoffId
+    ticket: int  # rises with each grant of a link: a late or doubled one is known by it
+    first_block: int  # place of block_ids[0] in the sequence's block table
+    block_ids: tuple[BlockId, ...]  # in D's region
+    lease_s: float  # counted on P's clock from when it hears of it
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """From D: still wanted. P answers with Renewed, which shows that it is alive."""
+
+    handoff_ids: tuple[HandoffId, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """From P: it has heard the Renew for these and will go on."""
+
+    handoff_ids: tuple[HandoffId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """From P: the first bytes of this hand-off are on their way; D polls often from now on."""
+
+    handoff_id: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeGrant:
+    """From D: stop; answer when no write can land any more."""
+
+    handoff_id: HandoffId
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """From P: nothing of mine is in flight for it, and nothing will be posted again."""
+
+    handoff_id: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """From P, when every write is known to have landed: the blocks are complete."""
+
+    handoff_id: HandoffId
+    num_tokens: int
+    first_token: FirstToken
+    digest: int | None = None  # xxh3-64 of the blocks in order; None where P does not compute it
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From P: will not come. A write may still be in flight; D revokes to learn when not."""
+
+    handoff_id: HandoffId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """From either side, its last word on a link: my end of the data path is destroyed."""
+
+    reason: str
+
+
+LinkMessage = (
+    Hello | Grant | Renew | Renewed | Writing | RevokeGrant | Revoked | Done | Failed | Closed
+)
+
+
+def why_refused(ours: Hello, theirs: Hello) -> str | None:
+    """What keeps two sides from working together, in words; None if nothing does."""
+    for name in ("model", "dtype", "layout", "block_size", "num_layers", "num_kv_heads",
+                 "head_dim", "wire_version"):  # fmt: skip
+        mine, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
+        if mine != other:
+            return f"{name} differs: {mine} on {ours.node_id}, {other} on {theirs.node_id}"
+    if ours.region.block_bytes != theirs.region.block_bytes:
+        return f"block_bytes differs: {ours.region.block_bytes}, {theirs.region.block_bytes}"
+    if ours.transport != theirs.transport:
+        return f"transport differs: {ours.transport}, {theirs.transport}"
+    return None

@@ -1,0 +1,124 @@
+"""What one hand-off cost and how it went, as values for the telemetry room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kv_transfer.transport import Write
+from kv_transfer.types import BlockId, HandoffId, NodeId
+
+MAX_UNTAKEN = 10_000  # the oldest records go first if nobody takes them
+
+
+class Role(Enum):
+    SENT = "sent"
+    RECEIVED = "received"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """Times are monotonic seconds of the node that wrote the record; None: never came to be."""
+
+    handoff_id: HandoffId
+    role: Role
+    transport: str
+    began_s: float  # first order of the scheduler
+    peer: NodeId | None = None
+    outcome: str = ""  # "done", or what ended it
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_writes: int = 0
+    num_descriptors: int = 0  # runs of blocks that are neighbours on both sides
+    first_post_s: float | None = None
+    last_written_s: float | None = None
+    computed_s: float | None = None  # prefill had ended
+    ended_s: float | None = None
+    post_s: float = 0.0  # spent inside the transport's post, on the engine's thread
+    num_blocks_written_early: int = 0  # before prefill had ended
+
+    @property
+    def overlap(self) -> float:
+        """The share of the bytes that had already landed when prefill ended."""
+        return self.num_blocks_written_early / self.num_blocks if self.num_blocks else 0.0
+
+
+class Ledger:
+    """Writes the records of one worker half."""
+
+    def __init__(self, transport: str, block_bytes: int) -> None:
+        self._transport = transport
+        self._block_bytes = block_bytes
+        self._open: dict[HandoffId, TransferRecord] = {}
+        self._write_by_id: dict[int, tuple[HandoffId, int]] = {}
+        self._closed: deque[TransferRecord] = deque(maxlen=MAX_UNTAKEN)
+
+    def begin(self, handoff_id: HandoffId, role: Role, now: float, num_blocks: int = 0) -> None:
+        if handoff_id not in self._open:
+            self._open[handoff_id] = TransferRecord(
+                handoff_id, role, self._transport, now, num_blocks=num_blocks
+            )
+
+    def computed(self, handoff_id: HandoffId, now: float) -> None:
+        record = self._open.get(handoff_id)
+        if record is not None:
+            self._open[handoff_id] = replace(record, computed_s=now)
+
+    def posted(
+        self,
+        handoff_id: HandoffId,
+        write: Write,
+        peer: NodeId | None,
+        post_s: float,
+        now: float,
+    ) -> None:
+        record = self._open.get(handoff_id)
+        if record is None:
+            return
+        self._write_by_id[write.write_id] = (handoff_id, len(write.sources))
+        self._open[handoff_id] = replace(
+            record,
+            peer=peer,
+            num_blocks=record.num_blocks + len(write.sources),
+            num_bytes=record.num_bytes + len(write.sources) * self._block_bytes,
+            num_writes=record.num_writes + 1,
+            num_descriptors=record.num_descriptors + _num_runs(write.sources, write.targets),
+            first_post_s=now if record.first_post_s is None else record.first_post_s,
+            post_s=record.post_s + post_s,
+        )
+
+    def written(self, write_id: int, now: float) -> None:
+        handoff_id, num_blocks = self._write_by_id.pop(write_id, (None, 0))
+        record = self._open.get(handoff_id) if handoff_id is not None else None
+        if record is None:
+            return
+        early = num_blocks if record.computed_s is None else 0
+        num_early = record.num_blocks_written_early + early
+        self._open[record.handoff_id] = replace(
+            record, last_written_s=now, num_blocks_written_early=num_early
+        )
+
+    def landed(self, handoff_id: HandoffId, now: float) -> None:
+        record = self._open.get(handoff_id)
+        if record is not None:
+            num_bytes = record.num_blocks * self._block_bytes
+            self._open[handoff_id] = replace(record, num_bytes=num_bytes)
+            self.end(handoff_id, "done", now)
+
+    def end(self, handoff_id: HandoffId, outcome: str, now: float) -> None:
+        record = self._open.pop(handoff_id, None)
+        if record is not None:
+            self._closed.append(replace(record, outcome=outcome, ended_s=now))
+
+    def take(self) -> tuple[TransferRecord, ...]:
+        taken = tuple(self._closed)
+        self._closed.clear()
+        return taken
+
+
+def _num_runs(sources: Sequence[BlockId], targets: Sequence[BlockId]) -> int:
+    """How many descriptors it takes when neighbours on both sides are merged."""
+    steps = zip(sources, sources[1:], targets, targets[1:], strict=False)
+    return bool(sources) + sum((b - a, d - c) != (1, 1) for a, b, c, d in steps)

@@ -1,0 +1,400 @@
+"""P's side of every hand-off: what may be written where, and when its source is free again.
+
+Pure: events and the time go in, actions and reports come out. A send moves
+
+    HELD ──Grant──▶ PUSHING ──all written──▶ (announced)
+      │                │ revoked, withdrawn, lease over, write failed, link gone
+      ▼                ▼
+    (ended)         ENDING ──nothing in flight──▶ (ended)
+
+It is reported as finished when it has ended *and* the scheduler has said its last word of it
+(Complete or Withdraw). Nothing is posted without a grant whose lease is live by P's own clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv_transfer.actions import Announce, Break, Post, Say, SenderAction
+from kv_transfer.config import SenderConfig
+from kv_transfer.link import LinkId
+from kv_transfer.messages import (
+    Failed,
+    Grant,
+    LinkMessage,
+    Renew,
+    Renewed,
+    Revoked,
+    RevokeGrant,
+    Writing,
+)
+from kv_transfer.transport import Write
+from kv_transfer.types import BlockId, Complete, HandoffId, Send, Withdraw
+
+
+class OutgoingState(Enum):
+    HELD = "held"  # no grant yet
+    PUSHING = "pushing"
+    ENDING = "ending"  # nothing more is posted; writes may be in flight
+    ENDED = "ended"
+
+
+_MOVES = {
+    OutgoingState.HELD: {OutgoingState.PUSHING, OutgoingState.ENDING},
+    OutgoingState.PUSHING: {OutgoingState.ENDING, OutgoingState.ENDED},
+    OutgoingState.ENDING: {OutgoingState.ENDED},
+    OutgoingState.ENDED: set(),
+}
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One send. Only the Sender changes it."""
+
+    handoff_id: HandoffId
+    state: OutgoingState = OutgoingState.HELD
+    first_block: int = 0  # place of blocks[0] in the sequence's block table
+    blocks: list[BlockId] = field(default_factory=list)
+    is_ordered: bool = False  # the scheduler has spoken of it, and awaits finished_sending
+    has_last_word: bool = False  # Complete or Withdraw was ordered
+    complete: Complete | None = None
+    held_until_s: float | None = None
+    link_id: LinkId | None = None
+    grant: Grant | None = None
+    lease_until_s: float = 0.0
+    num_posted: int = 0  # of the grant's blocks
+    in_flight: dict[int, _Flight] = field(default_factory=dict)  # by write id
+    must_answer_revoke: bool = False
+    why_ended: str = ""
+
+    def move(self, state: OutgoingState) -> None:
+        if state not in _MOVES[self.state]:
+            raise RuntimeError(f"{self.handoff_id}: {self.state} cannot become {state}")
+        self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    posted_s: float
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class _Pair:
+    """What is known of one link to a D."""
+
+    last_ticket: int = 0  # grants up to this one were seen, or came too late
+    num_in_flight: int = 0  # blocks
+    is_broken: bool = False  # a write failed; only the cut is awaited
+
+
+class Sender:
+    def __init__(self, block_bytes: int, config: SenderConfig) -> None:
+        self._config = config
+        self._max_in_flight = max(1, config.max_in_flight_bytes // block_bytes)
+        self._max_write = max(1, config.max_write_bytes // block_bytes)
+        self._outgoing: dict[HandoffId, Outgoing] = {}
+        self._ended: OrderedDict[HandoffId, str] = OrderedDict()
+        self._pairs: dict[LinkId, _Pair] = {}
+        self._handoff_by_write: dict[int, HandoffId] = {}
+        self._num_writes = 0
+        self._actions: list[SenderAction] = []
+        self._finished: list[HandoffId] = []
+        self.num_dropped = 0
+
+    # --- Orders of the scheduler -------------------------------------------------------
+
+    def send(self, order: Send, now: float) -> None:
+        """More blocks of this hand-off are computed; they follow those named before."""
+        outgoing = self._ordered(order.handoff_id)
+        if not outgoing.blocks:
+            outgoing.first_block = order.first_block
+        elif order.first_block != outgoing.first_block + len(outgoing.blocks):
+            raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
+        outgoing.blocks += order.block_ids
+        self._push(outgoing, now)
+
+    def complete(self, order: Complete, now: float) -> None:
+        outgoing = self._ordered(order.handoff_id)
+        outgoing.complete = order
+        outgoing.has_last_word = True
+        if outgoing.state is OutgoingState.HELD:
+            outgoing.held_until_s = now + self._config.hold_s
+        self._push(outgoing, now)
+        self._end_if_over(outgoing)
+
+    def withdraw(self, order: Withdraw, now: float) -> None:
+        outgoing = self._ordered(order.handoff_id)
+        outgoing.has_last_word = True
+        self._fail(outgoing, order.reason)
+        self._end_if_over(outgoing)
+
+    # --- What happens on the link ------------------------------------------------------
+
+    def link_up(self, link_id: LinkId) -> None:
+        self._pairs[link_id] = _Pair()
+
+    def hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
+        """A message of D. What does not fit is dropped and counted."""
+        pair = self._pairs.get(link_id)
+        if pair is None or pair.is_broken:
+            self.num_dropped += 1
+        elif isinstance(message, Grant):
+            self._granted(link_id, pair, message, now)
+        elif isinstance(message, Renew):
+            self._renewed(link_id, message, now)
+        elif isinstance(message, RevokeGrant):
+            self._revoked(link_id, pair, message)
+        else:
+            self.num_dropped += 1
+
+    def link_cut(self, link_id: LinkId, reason: str) -> None:
+        """Our end of the data path is destroyed: nothing of it reads our memory any more."""
+        if self._pairs.pop(link_id, None) is None:
+            return
+        for outgoing in [one for one in self._outgoing.values() if one.link_id == link_id]:
+            for write_id in outgoing.in_flight:
+                del self._handoff_by_write[write_id]
+            outgoing.in_flight.clear()
+            outgoing.link_id = None
+            self._fail(outgoing, reason)
+            self._end_if_over(outgoing)
+
+    # --- What happens on the data path -------------------------------------------------
+
+    def written(self, link_id: LinkId, write_id: int, now: float) -> None:
+        outgoing = self._landing(link_id, write_id)
+        if outgoing is None:
+            self.num_dropped += 1
+            return
+        self._end_if_over(outgoing)
+        for other in list(self._outgoing.values()):
+            self._push(other, now)  # there is room in flight again
+
+    def write_failed(self, link_id: LinkId, write_id: int, reason: str) -> None:
+        """Nobody knows what of it may still land, so the pair cannot go on."""
+        outgoing = self._landing(link_id, write_id)
+        if outgoing is None:
+            self.num_dropped += 1
+            return
+        self._pairs[link_id].is_broken = True
+        self._fail(outgoing, reason)
+        self._actions.append(Break(link_id, f"a write failed: {reason}"))
+
+    # --- Time ----------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        for outgoing in list(self._outgoing.values()):
+            if self._is_stuck(outgoing, now) and outgoing.link_id is not None:
+                reason = f"a write did not end in {self._config.write_timeout_s:g} s"
+                self._actions.append(Break(outgoing.link_id, reason))
+            elif now >= self._ends_at(outgoing):
+                is_held = outgoing.state is OutgoingState.HELD
+                self._fail(outgoing, "never granted in time" if is_held else "the lease ended")
+                self._end_if_over(outgoing)
+
+    def next_tick_s(self) -> float | None:
+        """When `tick` has something to do next, if nothing else happens."""
+        times = [self._ends_at(outgoing) for outgoing in self._outgoing.values()]
+        return min((time for time in times if time != float("inf")), default=None)
+
+    def _ends_at(self, outgoing: Outgoing) -> float:
+        if outgoing.state is OutgoingState.PUSHING:
+            return outgoing.lease_until_s
+        if outgoing.state is OutgoingState.HELD and outgoing.held_until_s is not None:
+            return outgoing.held_until_s
+        return float("inf")
+
+    def _is_stuck(self, outgoing: Outgoing, now: float) -> bool:
+        limit_s = self._config.write_timeout_s
+        return any(now >= flight.posted_s + limit_s for flight in outgoing.in_flight.values())
+
+    # --- What the worker half takes out --------------------------------------------------
+
+    def take_actions(self) -> list[SenderAction]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def take_finished(self) -> tuple[HandoffId, ...]:
+        """Each once: no read of its source blocks is in flight, and none will be begun."""
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def outgoing(self) -> Iterator[Outgoing]:
+        """The sends that have not ended, for those who look."""
+        return iter(self._outgoing.values())
+
+    def why_ended(self, handoff_id: HandoffId) -> str:
+        """Of a hand-off that has ended: "announced", or what kept it from that."""
+        return self._ended.get(handoff_id, "forgotten")
+
+    @property
+    def has_flights(self) -> bool:
+        return bool(self._handoff_by_write)
+
+    # --- Answers to messages ---------------------------------------------------------------
+
+    def _granted(self, link_id: LinkId, pair: _Pair, grant: Grant, now: float) -> None:
+        if grant.ticket <= pair.last_ticket:
+            self.num_dropped += 1  # doubled, overtaken, or revoked before it came
+            return
+        pair.last_ticket = grant.ticket
+        outgoing = self._outgoing.get(grant.handoff_id)
+        if outgoing is None and grant.handoff_id in self._ended:
+            self._say(link_id, Failed(grant.handoff_id, self._ended[grant.handoff_id]))
+            return
+        if outgoing is None:
+            outgoing = self._outgoing[grant.handoff_id] = Outgoing(grant.handoff_id)
+        if outgoing.state is not OutgoingState.HELD:
+            reason = outgoing.why_ended or "granted twice"
+            self._say(link_id, Failed(grant.handoff_id, reason))
+            return
+        outgoing.move(OutgoingState.PUSHING)
+        outgoing.link_id, outgoing.grant = link_id, grant
+        outgoing.lease_until_s = now + grant.lease_s
+        self._push(outgoing, now)
+        self._end_if_over(outgoing)
+
+    def _renewed(self, link_id: LinkId, renew: Renew, now: float) -> None:
+        for handoff_id in renew.handoff_ids:
+            outgoing = self._granted_on(link_id, handoff_id)
+            if outgoing is not None and outgoing.state is OutgoingState.PUSHING:
+                outgoing.lease_until_s = now + renew.lease_s
+                self._push(outgoing, now)
+        self._say(link_id, Renewed(renew.handoff_ids))
+
+    def _revoked(self, link_id: LinkId, pair: _Pair, message: RevokeGrant) -> None:
+        pair.last_ticket = max(pair.last_ticket, message.ticket)
+        outgoing = self._granted_on(link_id, message.handoff_id)
+        if outgoing is None:
+            # Its grant was never taken on this link, and will not be from now on.
+            self._say(link_id, Revoked(message.handoff_id))
+            return
+        outgoing.must_answer_revoke = True
+        self._fail(outgoing, "revoked")
+        self._end_if_over(outgoing)
+
+    # --- Moves -----------------------------------------------------------------------------
+
+    def _push(self, outgoing: Outgoing, now: float) -> None:
+        """Post what is computed and granted, as far as the lease and the room in flight go."""
+        grant, link_id = outgoing.grant, outgoing.link_id
+        if outgoing.state is not OutgoingState.PUSHING or grant is None or link_id is None:
+            return
+        if outgoing.blocks and grant.first_block < outgoing.first_block:
+            self._fail(outgoing, "granted blocks that were never computed")
+            return
+        pair = self._pairs[link_id]
+        while now < outgoing.lease_until_s and not pair.is_broken:
+            num_ready = self._num_ready(outgoing, grant) - outgoing.num_posted
+            room = self._max_in_flight - pair.num_in_flight
+            num_blocks = min(num_ready, room, self._max_write)
+            if num_blocks <= 0:
+                break
+            self._post(outgoing, grant, pair, num_blocks, now)
+
+    def _num_ready(self, outgoing: Outgoing, grant: Grant) -> int:
+        computed = outgoing.first_block + len(outgoing.blocks) - grant.first_block
+        return min(computed, len(grant.block_ids)) if outgoing.blocks else 0
+
+    def _post(
+        self, outgoing: Outgoing, grant: Grant, pair: _Pair, num_blocks: int, now: float
+    ) -> None:
+        first = outgoing.num_posted
+        start = grant.first_block - outgoing.first_block + first
+        if first == 0:
+            self._say_to(outgoing, Writing(outgoing.handoff_id))
+        self._num_writes += 1
+        write = Write(
+            write_id=self._num_writes,
+            ticket=grant.ticket,
+            first=first,
+            sources=tuple(outgoing.blocks[start : start + num_blocks]),
+            targets=grant.block_ids[first : first + num_blocks],
+        )
+        outgoing.num_posted += num_blocks
+        outgoing.in_flight[write.write_id] = _Flight(now, num_blocks)
+        self._handoff_by_write[write.write_id] = outgoing.handoff_id
+        pair.num_in_flight += num_blocks
+        if outgoing.link_id is not None:
+            self._actions.append(Post(outgoing.link_id, outgoing.handoff_id, write))
+
+    def _landing(self, link_id: LinkId, write_id: int) -> Outgoing | None:
+        handoff_id = self._handoff_by_write.pop(write_id, None)
+        if handoff_id is None:
+            return None
+        outgoing = self._outgoing[handoff_id]
+        flight = outgoing.in_flight.pop(write_id)
+        self._pairs[link_id].num_in_flight -= flight.num_blocks
+        return outgoing
+
+    def _fail(self, outgoing: Outgoing, reason: str) -> None:
+        """Post nothing more for it, and let D know at once."""
+        if outgoing.state is OutgoingState.ENDING:
+            return
+        outgoing.move(OutgoingState.ENDING)
+        outgoing.why_ended = reason
+        if not outgoing.must_answer_revoke:
+            self._say_to(outgoing, Failed(outgoing.handoff_id, reason))
+
+    def _end_if_over(self, outgoing: Outgoing) -> None:
+        if outgoing.in_flight:
+            return
+        if outgoing.state is OutgoingState.PUSHING:
+            self._announce_if_complete(outgoing)
+        elif outgoing.state is OutgoingState.ENDING:
+            if outgoing.must_answer_revoke:
+                outgoing.must_answer_revoke = False
+                self._say_to(outgoing, Revoked(outgoing.handoff_id))
+                outgoing.link_id = None
+            if outgoing.has_last_word or not outgoing.is_ordered:
+                self._end(outgoing)
+
+    def _announce_if_complete(self, outgoing: Outgoing) -> None:
+        grant, complete, link_id = outgoing.grant, outgoing.complete, outgoing.link_id
+        if grant is None or complete is None or link_id is None:
+            return
+        if outgoing.num_posted < len(grant.block_ids):
+            if self._num_ready(outgoing, grant) < len(grant.block_ids):
+                self._fail(outgoing, "fewer blocks were computed than granted")
+                self._end_if_over(outgoing)
+            return
+        self._actions.append(Announce(link_id, grant.ticket, complete))
+        outgoing.why_ended = "announced"
+        self._end(outgoing)
+
+    def _end(self, outgoing: Outgoing) -> None:
+        outgoing.move(OutgoingState.ENDED)
+        del self._outgoing[outgoing.handoff_id]
+        self._ended[outgoing.handoff_id] = outgoing.why_ended
+        while len(self._ended) > self._config.num_remembered:
+            self._ended.popitem(last=False)
+        if outgoing.is_ordered:
+            self._finished.append(outgoing.handoff_id)
+
+    # --- Lookups ---------------------------------------------------------------------------
+
+    def _ordered(self, handoff_id: HandoffId) -> Outgoing:
+        """The send that an order names; one that ended before its first order stays ended."""
+        outgoing = self._outgoing.get(handoff_id)
+        if outgoing is None:
+            outgoing = self._outgoing[handoff_id] = Outgoing(handoff_id)
+            if handoff_id in self._ended:
+                outgoing.move(OutgoingState.ENDING)
+                outgoing.why_ended = self._ended[handoff_id]
+        outgoing.is_ordered = True
+        return outgoing
+
+    def _granted_on(self, link_id: LinkId, handoff_id: HandoffId) -> Outgoing | None:
+        outgoing = self._outgoing.get(handoff_id)
+        return outgoing if outgoing is not None and outgoing.link_id == link_id else None
+
+    def _say_to(self, outgoing: Outgoing, message: LinkMessage) -> None:
+        if outgoing.link_id is not None:
+            self._say(outgoing.link_id, message)
+
+    def _say(self, link_id: LinkId, message: LinkMessage) -> None:
+        self._actions.append(Say(link_id, message))

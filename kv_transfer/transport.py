@@ -1,0 +1,125 @@
+"""What moves the bytes, as the worker half sees it: two Protocols and their events.
+
+A channel is one end of the data path of one (D, P) pair and lives as long as their link.
+Each pair has its own, so that closing it cuts off one peer and nobody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.messages import Region
+from kv_transfer.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Whole blocks to copy from P's region into D's, for one grant."""
+
+    write_id: int  # chosen by the caller, unique in its channel
+    ticket: int  # the grant's
+    first: int  # place of the first block among the blocks of the grant
+    sources: tuple[BlockId, ...]
+    targets: tuple[BlockId, ...]  # as many
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """On P: every byte of the write is in D's memory."""
+
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """On P: part of the write may have landed, and part may still land later."""
+
+    write_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """On D: P notified this ticket, and all that it wrote before has landed."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quieted:
+    """On D, two-sided only: no posted receive of this ticket can write any more."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Severed:
+    """The data path is broken. Writes in flight may or may not land."""
+
+    reason: str
+
+
+ChannelEvent = Written | WriteFailed | Arrived | Quieted | Severed
+
+
+class Channel(Protocol):
+    """One end of a pair's data path. Nothing blocks; nothing moves unless polled."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What the other end needs in order to connect."""
+        ...
+
+    def connect(self, metadata: bytes, region: Region) -> None:
+        """Learn the other end and its memory. Raises PeerUnreachable."""
+        ...
+
+    def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
+        """On D: these blocks will be written under this ticket."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """On D: no more. A two-sided transport answers with Quieted, once; others never."""
+        ...
+
+    def post(self, write: Write) -> None:
+        """On P: begin a write; ends in Written or WriteFailed, once."""
+        ...
+
+    def notify(self, ticket: int) -> None:
+        """On P, when every write of the ticket is Written: let D have its Arrived."""
+        ...
+
+    def poll(self) -> list[ChannelEvent]:
+        """Move bytes, and tell what ended. Both ends must poll while anything is in flight."""
+        ...
+
+    def close(self) -> None:
+        """Destroy this end. On P: no source memory is read any more, no write is begun."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes channels over one registered region."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_one_sided(self) -> bool:
+        """P writes where it wants; else P sends into receives that D has posted."""
+        ...
+
+    @property
+    def close_stops_writes(self) -> bool:
+        """Once D's end is closed nothing lands, whatever P or the network still holds.
+
+        False where P reaches into D's memory by itself (CMA, XPMEM, CUDA IPC): then only
+        P's word, or its death, ends it.
+        """
+        ...
+
+    def open(self) -> Channel: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,400 @@
+"""The worker half: carries out what the two state machines decide, on a link and a transport.
+
+Single-threaded but for `deliver` and `lost`, which only put a letter into the inbox: whoever
+calls them wakes the engine afterwards. Everything else runs on the engine's thread, and never
+waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+
+from kv_transfer.actions import (
+    Announce,
+    Break,
+    CancelExpected,
+    CheckDigest,
+    Expect,
+    Post,
+    ReceiverAction,
+    Say,
+    SenderAction,
+)
+from kv_transfer.config import ReceiverConfig, SenderConfig
+from kv_transfer.digest import BlockDigest
+from kv_transfer.errors import PeerUnreachable
+from kv_transfer.link import Link, LinkId
+from kv_transfer.messages import Closed, Done, Hello, LinkMessage, Region
+from kv_transfer.pairs import Identity, Pair, Pairs
+from kv_transfer.receiver import IncomingState, Receiver
+from kv_transfer.records import Ledger, Role, TransferRecord
+from kv_transfer.sender import Sender
+from kv_transfer.transport import (
+    Arrived,
+    ChannelEvent,
+    Quieted,
+    Severed,
+    Transport,
+    WriteFailed,
+    Written,
+)
+from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Receive
+
+
+@dataclass(frozen=True, slots=True)
+class KvWorkerConfig:
+    receiver: ReceiverConfig = ReceiverConfig()
+    sender: SenderConfig = SenderConfig()
+    verify: bool = True  # digest what is sent and what has landed; CPU memory only
+    poll_s: float = 0.001  # while bytes are known to move
+    idle_poll_s: float = 0.01  # while a grant is out and nothing is known to move
+    linger_s: float = 0.1  # P polls on for so long, so that its last notification leaves
+    tick_s: float = 0.02  # how often deadlines are looked at
+    redial_s: float = 1.0  # how often a lost peer is asked whether it lives, for a fence's sake
+
+    def __post_init__(self) -> None:
+        for name in ("poll_s", "idle_poll_s", "linger_s", "tick_s", "redial_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class KvCounters:
+    """Since the start. Dropped messages came late or twice: harmless, but worth a look."""
+
+    num_dropped: int
+    num_cut_pairs: int
+    num_digest_mismatches: int
+    num_fenced_blocks: int  # now
+
+
+class KvTransferWorker:
+    """Implements the engine's KvWorker, and LinkEvents towards the carrier of the link."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        region: Region,
+        transport: Transport,
+        link: Link,
+        config: KvWorkerConfig = KvWorkerConfig(),
+    ) -> None:
+        self._config = config
+        self._region = region
+        self._transport = transport
+        self._link = link
+        self._pairs = Pairs(identity, region, transport, link)
+        self._receiver = Receiver(
+            config.receiver,
+            is_one_sided=transport.is_one_sided,
+            close_stops_writes=transport.close_stops_writes,
+        )
+        self._sender = Sender(region.block_bytes, config.sender)
+        self._ledger = Ledger(transport.name, region.block_bytes)
+        self._inbox: deque[tuple[LinkId, LinkMessage | str]] = deque()
+        self._digests: dict[HandoffId, BlockDigest] = {}
+        self._failed_at_once: list[Lost] = []
+        self._ticked_s = self._redialled_s = self._lingers_until_s = float("-inf")
+        self._num_dropped = self._num_digest_mismatches = 0
+
+    def __enter__(self) -> KvTransferWorker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pair in self._pairs:
+            self._pairs.cut(pair.link_id, "the node is closing")
+        self._transport.close()
+
+    # --- LinkEvents: any thread ----------------------------------------------------------
+
+    def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
+        self._inbox.append((link_id, message))
+
+    def lost(self, link_id: LinkId, reason: str) -> None:
+        self._inbox.append((link_id, reason))
+
+    # --- KvWorker: the engine's thread -----------------------------------------------------
+
+    def start(self, orders: KvOrders, now: float) -> None:
+        self._read_inbox(now)
+        for receive in orders.receives:
+            self._receive(receive, now)
+        for revoke in orders.revokes:
+            self._receiver.revoke(revoke.handoff_id, now)
+        for send in orders.sends:
+            self._ledger.begin(send.handoff_id, Role.SENT, now)
+            self._sender.send(send, now)
+        for complete in orders.completes:
+            self._ledger.begin(complete.handoff_id, Role.SENT, now)
+            self._ledger.computed(complete.handoff_id, now)
+            self._sender.complete(complete, now)
+        for withdraw in orders.withdraws:
+            self._ledger.begin(withdraw.handoff_id, Role.SENT, now)
+            self._sender.withdraw(withdraw, now)
+        self._act(now)
+
+    def progress(self, now: float) -> None:
+        """Move bytes. Call it from inside a long step, too; what ends is reported by `poll`."""
+        self._read_inbox(now)
+        for pair in self._pairs:
+            for event in pair.channel.poll():
+                self._take_event(pair, event, now)
+                self._act(now)
+        if now >= self._ticked_s + self._config.tick_s:
+            self._ticked_s = now
+            self._tick(now)
+            self._act(now)
+
+    def poll(self, now: float) -> KvReports:
+        self.progress(now)
+        reports, finished = self._receiver.take_reports(), self._sender.take_finished()
+        failed_at_once, self._failed_at_once = tuple(self._failed_at_once), []
+        self._close_records(reports, finished, now)
+        return KvReports(
+            finished_recving=reports.finished_recving,
+            failed_recving=reports.failed_recving + failed_at_once,
+            released=reports.released + tuple(lost.handoff_id for lost in failed_at_once),
+            finished_sending=finished,
+        )
+
+    def next_poll_s(self, now: float) -> float | None:
+        """How long it can be left alone; None: until `deliver` or `lost` is called."""
+        if self._inbox:
+            return 0.0
+        waits = [self._poll_interval_s(now)]
+        ticks = [self._receiver.next_tick_s(), self._sender.next_tick_s()]
+        waits += [max(tick - now, self._config.tick_s) for tick in ticks if tick is not None]
+        if self._pairs.has_cut:
+            waits.append(self._config.redial_s)
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _poll_interval_s(self, now: float) -> float | None:
+        is_writing = any(incoming.is_writing for incoming in self._receiver.incoming())
+        if is_writing or self._sender.has_flights or now < self._lingers_until_s:
+            return self._config.poll_s
+        states = {incoming.state for incoming in self._receiver.incoming()}
+        return self._config.idle_poll_s if states - {IncomingState.WAITING} else None
+
+    # --- For those who look ----------------------------------------------------------------
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        """The hand-offs that ended since the last call; on the engine's thread."""
+        return self._ledger.take()
+
+    def counters(self) -> KvCounters:
+        fenced = (i for i in self._receiver.incoming() if i.state is IncomingState.FENCED)
+        return KvCounters(
+            num_dropped=self._num_dropped + self._receiver.num_dropped + self._sender.num_dropped,
+            num_cut_pairs=self._pairs.num_cut,
+            num_digest_mismatches=self._num_digest_mismatches,
+            num_fenced_blocks=sum(len(incoming.order.block_ids) for incoming in fenced),
+        )
+
+    def open_handoffs(self) -> tuple[HandoffId, ...]:
+        """Those that have not ended here, fenced ones among them."""
+        incoming = [incoming.order.handoff_id for incoming in self._receiver.incoming()]
+        return (*incoming, *(outgoing.handoff_id for outgoing in self._sender.outgoing()))
+
+    def connected_peers(self) -> tuple[NodeId, ...]:
+        return tuple(pair.peer.node_id for pair in self._pairs if pair.peer is not None)
+
+    # --- Orders that need the link -----------------------------------------------------------
+
+    def _receive(self, receive: Receive, now: float) -> None:
+        self._ledger.begin(receive.handoff_id, Role.RECEIVED, now, len(receive.block_ids))
+        try:
+            link_id = self._pairs.dialled(receive.source.address, now)
+        except PeerUnreachable as error:
+            self._failed_at_once.append(Lost(receive.handoff_id, str(error)))
+            self._ledger.end(receive.handoff_id, str(error), now)
+            return
+        self._receiver.receive(receive, link_id, now)
+
+    # --- Letters -----------------------------------------------------------------------------
+
+    def _read_inbox(self, now: float) -> None:
+        while self._inbox:
+            link_id, letter = self._inbox.popleft()
+            if isinstance(letter, str):
+                self._cut(link_id, f"link lost: {letter}", now)
+            elif isinstance(letter, Hello):
+                self._hear_hello(link_id, letter, now)
+            elif isinstance(letter, Closed):
+                self._hear_closed(link_id, letter, now)
+            else:
+                self._hear(link_id, letter, now)
+            self._act(now)
+
+    def _hear_hello(self, link_id: LinkId, hello: Hello, now: float) -> None:
+        pair = self._pairs.get(link_id)
+        try:
+            if pair is None:
+                self._accept(link_id, hello, now)
+            elif pair.peer is None:
+                self._welcome(link_id, hello, now)
+            else:
+                self._num_dropped += 1
+        except PeerUnreachable as error:
+            if pair is None:
+                self._pairs.refuse(link_id, str(error))
+            self._cut(link_id, str(error), now)
+
+    def _accept(self, link_id: LinkId, hello: Hello, now: float) -> None:
+        for older in self._pairs.accepted_from(hello.node_id):
+            self._cut(older.link_id, f"{hello.node_id} has dialled anew", now)
+        self._pairs.accept(link_id, hello, now)
+        self._sender.link_up(link_id)
+
+    def _welcome(self, link_id: LinkId, hello: Hello, now: float) -> None:
+        # P has cut its older ends before it answered, or is another process by now.
+        for older in self._pairs.cut_from(hello.node_id):
+            self._receiver.peer_cut(older.link_id)
+            self._pairs.forget_cut(older.link_id)
+        self._pairs.welcome(link_id, hello)
+        self._receiver.link_up(link_id, now)
+
+    def _hear_closed(self, link_id: LinkId, closed: Closed, now: float) -> None:
+        self._cut(link_id, f"closed by the peer: {closed.reason}", now)
+        self._receiver.peer_cut(link_id)
+        self._pairs.forget_cut(link_id)
+
+    def _hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
+        pair = self._pairs.get(link_id)
+        if pair is None or pair.peer is None:
+            self._num_dropped += 1
+        elif pair.is_dialled:
+            self._receiver.hear(link_id, message, now)
+        else:
+            self._sender.hear(link_id, message, now)
+
+    def _cut(self, link_id: LinkId, reason: str, now: float) -> None:
+        """The order matters: blocks are released only once our end is destroyed."""
+        if self._pairs.cut(link_id, reason) is None:
+            return
+        self._receiver.link_cut(link_id, reason, now)
+        self._sender.link_cut(link_id, reason)
+        if not self._receiver.has_fenced(link_id):
+            self._pairs.forget_cut(link_id)
+
+    # --- Events of the data path -----------------------------------------------------------
+
+    def _take_event(self, pair: Pair, event: ChannelEvent, now: float) -> None:
+        match event:
+            case Written(write_id):
+                self._ledger.written(write_id, now)
+                self._sender.written(pair.link_id, write_id, now)
+            case WriteFailed(write_id, reason):
+                self._sender.write_failed(pair.link_id, write_id, reason)
+            case Arrived(ticket):
+                self._receiver.arrived(pair.link_id, ticket)
+            case Quieted(ticket):
+                self._receiver.quieted(pair.link_id, ticket)
+            case Severed(reason):
+                self._cut(pair.link_id, reason, now)
+
+    def _tick(self, now: float) -> None:
+        self._receiver.tick(now)
+        self._sender.tick(now)
+        for pair in self._pairs.unanswered_since(now - self._config.receiver.silence_s):
+            self._cut(pair.link_id, "the prefill node did not answer our Hello", now)
+        if self._pairs.has_cut and now >= self._redialled_s + self._config.redial_s:
+            self._redialled_s = now
+            self._redial(now)
+
+    def _redial(self, now: float) -> None:
+        """Blocks stay fenced until the peer is heard of again, so ask for it."""
+        for cut in self._pairs.all_cut():
+            try:
+                self._pairs.dialled(cut.address, now)
+            except PeerUnreachable:
+                return  # our own transport cannot open a channel now; the next tick asks again
+
+    # --- Actions -----------------------------------------------------------------------------
+
+    def _act(self, now: float) -> None:
+        """Carry out what the machines ask for, until they ask for nothing more."""
+        while True:
+            actions = [*self._receiver.take_actions(), *self._sender.take_actions()]
+            if not actions:
+                return
+            for action in actions:
+                self._carry_out(action, now)
+
+    def _carry_out(self, action: ReceiverAction | SenderAction, now: float) -> None:
+        if isinstance(action, CheckDigest):
+            self._check(action)
+            return
+        if isinstance(action, Break):
+            self._cut(action.link_id, action.reason, now)
+            return
+        pair = self._pairs.get(action.link_id)
+        if pair is None:
+            return  # cut by an action before this one
+        match action:
+            case Say(link_id, message):
+                self._link.send(link_id, message)
+            case Expect(_, ticket, block_ids):
+                pair.channel.expect(ticket, block_ids)
+            case CancelExpected(_, ticket):
+                pair.channel.cancel(ticket)
+            case Post():
+                self._post(pair, action, now)
+            case Announce():
+                self._announce(pair, action, now)
+
+    def _check(self, action: CheckDigest) -> None:
+        is_good = True
+        if self._config.verify:
+            digest = BlockDigest(self._region)
+            digest.add(action.block_ids)
+            is_good = digest.value() == action.digest
+        self._num_digest_mismatches += not is_good
+        self._receiver.checked(action.handoff_id, is_good=is_good)
+
+    def _post(self, pair: Pair, post: Post, now: float) -> None:
+        write = post.write
+        began_s = time.perf_counter()
+        pair.channel.post(write)
+        peer = pair.peer.node_id if pair.peer is not None else None
+        post_s = time.perf_counter() - began_s
+        self._ledger.posted(post.handoff_id, write, peer, post_s, now)
+        if self._config.verify:
+            if post.handoff_id not in self._digests:
+                self._digests[post.handoff_id] = BlockDigest(self._region)
+            self._digests[post.handoff_id].add(write.sources)
+
+    def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
+        complete = announce.complete
+        digest = self._digests.pop(complete.handoff_id, None)
+        pair.channel.notify(announce.ticket)
+        self._lingers_until_s = now + self._config.linger_s
+        self._link.send(
+            pair.link_id,
+            Done(
+                complete.handoff_id,
+                complete.num_tokens,
+                complete.first_token,
+                digest.value() if digest is not None else None,
+            ),
+        )
+
+    def _close_records(
+        self, reports: KvReports, finished: tuple[HandoffId, ...], now: float
+    ) -> None:
+        for landed in reports.finished_recving:
+            self._ledger.landed(landed.handoff_id, now)
+        for lost in reports.failed_recving:
+            self._ledger.end(lost.handoff_id, lost.reason, now)
+        for handoff_id in reports.released:
+            self._ledger.end(handoff_id, "revoked", now)
+        for handoff_id in finished:
+            self._digests.pop(handoff_id, None)
+            self._ledger.end(handoff_id, self._sender.why_ended(handoff_id), now)

@@ -1,0 +1,345 @@
+"""A decode node, prefill nodes, their link and their wire, all in the hands of a test.
+
+The worker halves are the real ones, over the in-memory transport. The world plays the two
+schedulers (blocks are taken over by a new owner, and overwritten, the moment they are reported
+free) and watches every byte that lands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass, field
+
+from kv_transfer.config import ReceiverConfig, SenderConfig
+from kv_transfer.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
+from kv_transfer.messages import Fingerprint, Grant, LinkMessage, Region
+from kv_transfer.pairs import Identity
+from kv_transfer.types import (
+    BlockId,
+    Complete,
+    FirstToken,
+    HandoffId,
+    Incarnation,
+    KvOrders,
+    KvReports,
+    NodeId,
+    Peer,
+    Receive,
+    Revoke,
+    Send,
+    Withdraw,
+)
+from kv_transfer.worker import KvTransferWorker, KvWorkerConfig
+from tests.support.link import HubLink, LinkHub
+
+BLOCK_BYTES = 8
+FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
+CONFIG = KvWorkerConfig(
+    receiver=ReceiverConfig(lease_s=3, silence_s=7, fence_age_s=7, give_up_s=60),
+    sender=SenderConfig(
+        hold_s=20,
+        write_timeout_s=15,
+        max_in_flight_bytes=4 * BLOCK_BYTES,
+        max_write_bytes=2 * BLOCK_BYTES,
+    ),
+    verify=False,  # a digest would catch what must not happen in the first place
+)
+
+
+class Memory:
+    """Blocks of a node, each filled with a number."""
+
+    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES) -> None:
+        self._buffer = (ctypes.c_char * (num_blocks * block_bytes))()
+        self.region = Region(ctypes.addressof(self._buffer), num_blocks, block_bytes)
+
+    def get(self, block_id: BlockId) -> bytes:
+        size = self.region.block_bytes
+        return ctypes.string_at(self.region.base + block_id * size, size)
+
+    def put(self, block_id: BlockId, content: bytes) -> None:
+        size = self.region.block_bytes
+        ctypes.memmove(self.region.base + block_id * size, content, size)
+
+
+class Node:
+    """One process: memory, worker half, its own idea of which blocks are free."""
+
+    def __init__(self, world: World, name: str, num_blocks: int, config: KvWorkerConfig) -> None:
+        self.name = name
+        self.memory = Memory(num_blocks)
+        self.link: HubLink = world.hub.link(name)
+        self.link.is_held = True
+        incarnation = Incarnation(f"{name}/{next(world.numbers)}")
+        self.worker = KvTransferWorker(
+            Identity(NodeId(name), incarnation, FINGERPRINT),
+            self.memory.region,
+            MemoryTransport(self.memory.region, world.wire),
+            self.link,
+            config,
+        )
+        self.link.events = self.worker
+        self.free = [BlockId(block) for block in range(num_blocks)]
+        self.is_stopped = False  # SIGSTOP: it takes no turn
+
+
+@dataclass(slots=True)
+class Receiving:
+    """What D's scheduler knows of a receive: its blocks are held until it ends."""
+
+    block_ids: tuple[BlockId, ...]
+    first_block: int
+    is_lost: bool = False
+    is_revoked: bool = False
+
+
+@dataclass(slots=True)
+class Sending:
+    """What P's scheduler knows of a send."""
+
+    node: Node
+    block_ids: list[BlockId]
+    num_sent: int = 0
+    has_last_word: bool = False
+
+
+class BrokenPromise(AssertionError):
+    """Something happened that the hand-off rules out."""
+
+
+@dataclass(slots=True)
+class World:
+    wire: Wire = field(default_factory=Wire)
+    num_blocks: int = 8
+    config: KvWorkerConfig = CONFIG
+    hub: LinkHub = field(init=False)
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    now: float = 100.0
+    d: Node = field(init=False)
+    ps: dict[str, Node] = field(default_factory=dict)
+    receiving: dict[HandoffId, Receiving] = field(default_factory=dict)
+    sending: dict[HandoffId, Sending] = field(default_factory=dict)
+    ended: set[HandoffId] = field(default_factory=set)
+    finished: set[HandoffId] = field(default_factory=set)
+    begun: set[HandoffId] = field(default_factory=set)
+    handoff_by_ticket: dict[int, HandoffId] = field(default_factory=dict)
+    landed: set[HandoffId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.hub = LinkHub(spy=self._see)
+        self.wire.witness = self._witness
+        self.d = Node(self, "d", self.num_blocks, self.config)
+        for name in ("p0", "p1"):
+            self.ps[name] = Node(self, name, self.num_blocks, self.config)
+
+    # --- What D's scheduler does -------------------------------------------------------
+
+    def receive(self, handoff_id: HandoffId, p: str, first_block: int, num_blocks: int) -> bool:
+        """False if D has no room for it."""
+        if len(self.d.free) < num_blocks or handoff_id in self.receiving:
+            return False
+        blocks = tuple(self.d.free.pop() for _ in range(num_blocks))
+        self.receiving[handoff_id] = Receiving(blocks, first_block)
+        source = Peer(NodeId(p), p)
+        order = Receive(handoff_id, source, first_block, blocks, num_tokens=num_blocks)
+        self._order(self.d, KvOrders(receives=(order,)))
+        return True
+
+    def revoke(self, handoff_id: HandoffId) -> None:
+        self.receiving[handoff_id].is_revoked = True
+        self._order(self.d, KvOrders(revokes=(Revoke(handoff_id),)))
+
+    # --- What a P's scheduler does -----------------------------------------------------
+
+    def begin(self, handoff_id: HandoffId, p: str, num_blocks: int) -> bool:
+        """A prompt enters P and its blocks are computed, though not yet sent."""
+        node = self.ps[p]
+        if len(node.free) < num_blocks or handoff_id in self.begun:
+            return False
+        self.begun.add(handoff_id)
+        blocks = [node.free.pop() for _ in range(num_blocks)]
+        for place, block in enumerate(blocks):
+            node.memory.put(block, content_of(handoff_id, place))
+        self.sending[handoff_id] = Sending(node, blocks)
+        return True
+
+    def send(self, handoff_id: HandoffId, num_blocks: int) -> None:
+        sending = self.sending[handoff_id]
+        start = sending.num_sent
+        blocks = tuple(sending.block_ids[start : start + num_blocks])
+        if not blocks or sending.has_last_word:
+            return
+        sending.num_sent += len(blocks)
+        self._order(sending.node, KvOrders(sends=(Send(handoff_id, start, blocks),)))
+
+    def complete(self, handoff_id: HandoffId) -> None:
+        sending = self.sending[handoff_id]
+        if not sending.has_last_word:
+            self.send(handoff_id, len(sending.block_ids))
+            sending.has_last_word = True
+            order = Complete(handoff_id, len(sending.block_ids), FirstToken(7))
+            self._order(sending.node, KvOrders(completes=(order,)))
+
+    def withdraw(self, handoff_id: HandoffId) -> None:
+        sending = self.sending[handoff_id]
+        if not sending.has_last_word:
+            sending.has_last_word = True
+            self._order(sending.node, KvOrders(withdraws=(Withdraw(handoff_id, "aborted"),)))
+
+    # --- What happens to processes -----------------------------------------------------
+
+    def restart_p(self, name: str) -> None:
+        """SIGKILL, and a new process on the same address. What it wrote may be on its way."""
+        dead = self.ps[name]
+        self.hub.remove(name)
+        for flight in list(self.wire.flights):
+            if flight.source in self._channels_of(dead):
+                if self.wire.is_direct:
+                    self.wire.lose(flight)  # there is nobody left to write it
+                flight.source.close()
+        self.sending = {h: s for h, s in self.sending.items() if s.node is not dead}
+        self.ps[name] = Node(self, name, self.num_blocks, self.config)
+
+    def restart_d(self) -> None:
+        dead, self.d = self.d, Node(self, "d-", 0, self.config)
+        self.hub.remove("d-")
+        self.hub.remove("d")
+        for channel in self._channels_of(dead):
+            for flight in [one for one in self.wire.flights if one.target is channel]:
+                self.wire.fail(flight)
+                self.wire.lose(flight)
+            self.wire.notices = [one for one in self.wire.notices if one[0] is not channel]
+            self.wire.cancels = [one for one in self.wire.cancels if one[0] is not channel]
+            channel.close()
+            channel.is_gone = True
+        self.ended |= set(self.receiving)
+        self.receiving.clear()
+        self.handoff_by_ticket.clear()
+        self.d = Node(self, "d", self.num_blocks, self.config)
+
+    def _channels_of(self, node: Node) -> list[MemoryChannel]:
+        region = node.memory.region
+        return [one for one in self.wire.channels.values() if one.region == region]
+
+    # --- Turns -------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [self.d, *self.ps.values()]
+
+    def turn(self, node: Node) -> None:
+        if not node.is_stopped:
+            self._take_reports(node, node.worker.poll(self.now))
+
+    def turn_all(self) -> None:
+        for node in self.nodes:
+            self.turn(node)
+
+    def settle(self, seconds: int = 200) -> None:
+        """Let everything that is on its way arrive and time-outs pass, until nothing is open."""
+        for node in self.nodes:
+            node.is_stopped = False
+        for _ in range(seconds):
+            self.exchange()
+            if not (self.receiving or self.sending or self.wire.flights or self._open_handoffs()):
+                return
+            self.now += 1.0
+
+    def exchange(self) -> None:
+        """Everything that is on its way arrives, and what it brings about is begun."""
+        for _ in range(4):
+            for node in self.nodes:
+                node.link.pass_all()
+            self.wire.deliver_all()
+            self.turn_all()
+
+    def _open_handoffs(self) -> list[HandoffId]:
+        return [one for node in self.nodes for one in node.worker.open_handoffs()]
+
+    def check_all_free(self) -> None:
+        if self.receiving or self.sending:
+            raise BrokenPromise(f"never ended: {self.receiving} {self.sending}")
+        for node in self.nodes:
+            if sorted(node.free) != list(range(self.num_blocks)):
+                raise BrokenPromise(f"{node.name} lost blocks: {sorted(node.free)} are free")
+        if self._open_handoffs():
+            raise BrokenPromise(f"a worker half still holds {self._open_handoffs()}")
+
+    def _order(self, node: Node, orders: KvOrders) -> None:
+        node.worker.start(orders, self.now)
+
+    # --- What the world insists on -----------------------------------------------------
+
+    def _take_reports(self, node: Node, reports: KvReports) -> None:
+        for landed in reports.finished_recving:
+            self._landed(landed.handoff_id)
+        for lost in reports.failed_recving:
+            receiving = self.receiving[lost.handoff_id]
+            if receiving.is_lost or receiving.is_revoked:
+                raise BrokenPromise(f"{lost.handoff_id} was given up before it was lost")
+            receiving.is_lost = True
+        for handoff_id in reports.released:
+            self._released(handoff_id)
+        for handoff_id in reports.finished_sending:
+            self._finished(handoff_id, node)
+
+    def _landed(self, handoff_id: HandoffId) -> None:
+        receiving = self.receiving[handoff_id]
+        if receiving.is_lost:
+            raise BrokenPromise(f"{handoff_id} landed after it was lost")
+        for place, block in enumerate(receiving.block_ids):
+            got = self.d.memory.get(block)
+            expected = content_of(handoff_id, receiving.first_block + place)
+            if got != expected:
+                raise BrokenPromise(f"{handoff_id} landed with {got!r} for {expected!r}")
+        self.landed.add(handoff_id)
+        self._give_back(handoff_id)
+
+    def _released(self, handoff_id: HandoffId) -> None:
+        if handoff_id in self.ended:
+            raise BrokenPromise(f"{handoff_id} was released twice")
+        receiving = self.receiving[handoff_id]
+        if not (receiving.is_lost or receiving.is_revoked):
+            raise BrokenPromise(f"{handoff_id} was released before it was given up")
+        self._give_back(handoff_id)
+
+    def _give_back(self, handoff_id: HandoffId) -> None:
+        self.ended.add(handoff_id)
+        for block in self.receiving.pop(handoff_id).block_ids:
+            self.d.memory.put(block, b"new user")
+            self.d.free.append(block)
+
+    def _finished(self, handoff_id: HandoffId, node: Node) -> None:
+        if handoff_id in self.finished:
+            raise BrokenPromise(f"{handoff_id} finished sending twice")
+        self.finished.add(handoff_id)
+        sending = self.sending.pop(handoff_id)
+        if not sending.has_last_word or sending.node is not node:
+            raise BrokenPromise(f"{handoff_id} finished before the last word on it")
+        for flight in self.wire.flights:
+            self._check_not_reading(flight, sending)
+        for block in sending.block_ids:
+            node.memory.put(block, b"reused!!")
+            node.free.append(block)
+
+    def _check_not_reading(self, flight: Flight, sending: Sending) -> None:
+        is_same_node = flight.source.region == sending.node.memory.region
+        is_reading = is_same_node and not flight.source.is_closed and not flight.is_acknowledged
+        if is_reading and set(flight.write.sources) & set(sending.block_ids):
+            raise BrokenPromise("a source block was given back while a write reads it")
+
+    def _witness(self, channel: MemoryChannel, ticket: int, block: BlockId) -> None:
+        handoff_id = self.handoff_by_ticket[ticket]
+        receiving = self.receiving.get(handoff_id)
+        if receiving is None or block not in receiving.block_ids:
+            raise BrokenPromise(f"a write of {handoff_id} landed in block {block} of a new owner")
+
+    def _see(self, message: LinkMessage) -> None:
+        if isinstance(message, Grant):
+            self.handoff_by_ticket[message.ticket] = message.handoff_id
+
+
+def content_of(handoff_id: HandoffId, place: int) -> bytes:
+    """What a block of this hand-off must hold; like no other block's content."""
+    return f"{handoff_id.request_id}#{handoff_id.attempt:x}.{place:x}".encode().ljust(BLOCK_BYTES)

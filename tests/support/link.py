@@ -1,0 +1,199 @@
+"""Carriers of the control link for tests: one inside a process, one between two processes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+
+from kv_transfer.link import LinkEvents, LinkId
+from kv_transfer.messages import LinkMessage
+
+
+class LinkHub:
+    """Joins the worker halves of one process. Letters arrive at once, or when let through."""
+
+    def __init__(self, spy: Callable[[LinkMessage], None] | None = None) -> None:
+        self._spy = spy  # sees each message as it is sent
+        self._node_by_address: dict[str, HubLink] = {}
+        self._numbers = itertools.count(1)
+        self._ends: dict[LinkId, tuple[HubLink, LinkId]] = {}
+
+    def link(self, address: str) -> HubLink:
+        """The end of the node that can be dialled under this address."""
+        node = HubLink(self)
+        self._node_by_address[address] = node
+        return node
+
+    def remove(self, address: str) -> None:
+        """The node is gone: its links are lost to the others, and dialling it fails."""
+        gone = self._node_by_address.pop(address)
+        for link_id in gone.link_ids:
+            self.cut(link_id)
+
+    def cut(self, link_id: LinkId) -> None:
+        """The stream breaks; both ends hear of it, unless they are gone."""
+        end = self._ends.pop(link_id, None)
+        if end is None:
+            return
+        there_node, there = end
+        here_node, _ = self._ends.pop(there)
+        for node, one in ((there_node, there), (here_node, link_id)):
+            if node in self._node_by_address.values():
+                node.lose(one, "the stream broke")
+
+    @property
+    def link_ids(self) -> list[LinkId]:
+        return list(self._ends)
+
+    def dial(self, node: HubLink, address: str) -> LinkId:
+        here, there = LinkId(next(self._numbers)), LinkId(next(self._numbers))
+        node.link_ids.add(here)
+        peer = self._node_by_address.get(address)
+        if peer is None:
+            node.lose(here, f"nobody listens at {address}")
+            return here
+        peer.link_ids.add(there)
+        self._ends[here] = (peer, there)
+        self._ends[there] = (node, here)
+        return here
+
+    def send(self, link_id: LinkId, message: LinkMessage) -> None:
+        end = self._ends.get(link_id)
+        if end is not None:
+            if self._spy is not None:
+                self._spy(message)
+            node, there = end
+            node.say(there, message)
+
+    def close(self, link_id: LinkId) -> None:
+        end = self._ends.pop(link_id, None)
+        if end is not None:
+            node, there = end
+            self._ends.pop(there, None)
+            node.lose(there, "closed by the other side")
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message on its way to a node, or the news that a link is lost."""
+
+    link_id: LinkId
+    content: LinkMessage | str
+
+
+class HubLink:
+    """One node's way into the hub. `events` is set once its worker half exists.
+
+    While `is_held`, what comes to this node waits in `letters` for the test to pass it on.
+    """
+
+    def __init__(self, hub: LinkHub) -> None:
+        self._hub = hub
+        self.events: LinkEvents
+        self.link_ids: set[LinkId] = set()
+        self.is_held = False
+        self.letters: list[Letter] = []
+
+    def pass_on(self, letter: Letter) -> None:
+        if isinstance(letter.content, str):
+            self.events.lost(letter.link_id, letter.content)
+        else:
+            self.events.deliver(letter.link_id, letter.content)
+
+    def pass_all(self) -> None:
+        letters, self.letters = self.letters, []
+        for letter in letters:
+            self.pass_on(letter)
+
+    def say(self, link_id: LinkId, message: LinkMessage) -> None:
+        self._take(Letter(link_id, message))
+
+    def lose(self, link_id: LinkId, reason: str) -> None:
+        self._take(Letter(link_id, reason))
+
+    def _take(self, letter: Letter) -> None:
+        if self.is_held:
+            self.letters.append(letter)
+        else:
+            self.pass_on(letter)
+
+    def dial(self, address: str) -> LinkId:
+        return self._hub.dial(self, address)
+
+    def send(self, link_id: LinkId, message: LinkMessage) -> None:
+        self._hub.send(link_id, message)
+
+    def close(self, link_id: LinkId) -> None:
+        self._hub.close(link_id)
+        self.letters = [letter for letter in self.letters if letter.link_id != link_id]
+
+
+class SocketLink:
+    """A carrier between processes on one machine; pickles, so for tests alone.
+
+    A thread per link reads and hands letters over; `wake` is called after each.
+    """
+
+    def __init__(self, address: str | None, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._numbers = itertools.count(1)
+        self._connections: dict[LinkId, Connection] = {}
+        self._lock = threading.Lock()
+        self.events: LinkEvents
+        self._listener = Listener(address, family="AF_UNIX") if address else None
+        if self._listener is not None:
+            threading.Thread(target=self._accept, daemon=True).start()
+
+    def dial(self, address: str) -> LinkId:
+        link_id = self._next_id()
+        try:
+            connection = Client(address, family="AF_UNIX")
+        except OSError as error:
+            self.events.lost(link_id, repr(error))
+            return link_id
+        self._add(link_id, connection)
+        return link_id
+
+    def send(self, link_id: LinkId, message: LinkMessage) -> None:
+        connection = self._connections.get(link_id)
+        if connection is not None:
+            try:
+                connection.send(message)
+            except OSError:
+                return  # its reader reports the loss
+
+    def close(self, link_id: LinkId) -> None:
+        connection = self._connections.pop(link_id, None)
+        if connection is not None:
+            connection.close()
+
+    def _next_id(self) -> LinkId:
+        with self._lock:
+            return LinkId(next(self._numbers))
+
+    def _accept(self) -> None:
+        while self._listener is not None:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            self._add(self._next_id(), connection)
+
+    def _add(self, link_id: LinkId, connection: Connection) -> None:
+        self._connections[link_id] = connection
+        threading.Thread(target=self._read, args=(link_id, connection), daemon=True).start()
+
+    def _read(self, link_id: LinkId, connection: Connection) -> None:
+        while True:
+            try:
+                message: LinkMessage = connection.recv()
+            except (EOFError, OSError) as error:
+                if self._connections.pop(link_id, None) is not None:
+                    self.events.lost(link_id, repr(error))
+                    self._wake()
+                return
+            self.events.deliver(link_id, message)
+            self._wake()

@@ -1,0 +1,171 @@
+"""Values to messages, over the wire's bytes, and back: nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
+from engine.errors import InvalidRequest
+from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
+from engine.sampling import SamplingParams
+from kv_transfer.messages import (
+    Closed,
+    Done,
+    Failed,
+    Grant,
+    Hello,
+    LinkMessage,
+    Region,
+    Renew,
+    Renewed,
+    Revoked,
+    RevokeGrant,
+    Writing,
+)
+from kv_transfer.types import (
+    BlockId,
+    FirstToken,
+    HandoffId,
+    Incarnation,
+    NodeId,
+    Peer,
+    TokenLogprobs,
+)
+from router.translate import call_from
+from serving.errors import EmptyPrompt, UnsupportedInput
+from serving.node import NodeLoad, NodeRole, card_from, card_to, load_from, load_to
+from serving.translate import output_from, output_to, sampling_from, sampling_to
+from serving.translate_link import TO_MESSAGE, link_message_from, link_message_to
+from serving.translate_sequence import (
+    Sequence,
+    decode_request,
+    decode_spec,
+    prefill_request,
+    prefill_spec,
+)
+from tests.support.node_calls import FINGERPRINT, a_card
+
+HANDOFF = HandoffId("r", 3)
+LOGPROBS = TokenLogprobs(7, -0.5, 2, ((9, -0.25), (7, -0.5)))
+LINK_MESSAGES: list[LinkMessage] = [
+    Hello(
+        NodeId("d"),
+        Incarnation("abc"),
+        FINGERPRINT,
+        Region(2**47 + 5, 1000, 65536, "cuda:0"),
+        "nixl",
+        b"\x00\xff",
+    ),
+    Grant(HANDOFF, 2**40, 3, (BlockId(5), BlockId(2)), 5.0),
+    Renew((HANDOFF, HandoffId("s", 1)), 2.5),
+    Renewed((HANDOFF,)),
+    Writing(HANDOFF),
+    RevokeGrant(HANDOFF, 9),
+    Revoked(HANDOFF),
+    Done(HANDOFF, 77, FirstToken(7, LOGPROBS), 2**64 - 1),
+    Done(HANDOFF, 77, FirstToken(0), 0),
+    Done(HANDOFF, 77, FirstToken(0), None),
+    Failed(HANDOFF, "no room"),
+    Closed("the node is closing"),
+]
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0, seed=0, logprobs=0, prompt_logprobs=0, ignore_eos=True),
+    SamplingParams(
+        max_tokens=5,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.5,
+        top_k=4,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        logit_bias={3: 1.5},
+        allowed_token_ids=(1, 2),
+        banned_token_ids=(4,),
+        stop_token_ids=(5, 6),
+        seed=2**64 - 1,
+        logprobs=3,
+        prompt_logprobs=2,
+    ),
+]
+
+
+@pytest.mark.parametrize("message", LINK_MESSAGES, ids=lambda message: type(message).__name__)
+def test_link_messages_survive_the_wire(message: LinkMessage) -> None:
+    wire = link_message_to(message).SerializeToString()
+
+    assert link_message_from(kv_link_pb2.LinkMessage.FromString(wire)) == message
+
+
+def test_every_kind_of_link_message_is_tried() -> None:
+    assert {type(message) for message in LINK_MESSAGES} == set(TO_MESSAGE)
+
+
+def test_what_a_newer_peer_says_is_passed_over() -> None:
+    assert link_message_from(kv_link_pb2.LinkMessage()) is None
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_sampling_survives_the_wire(sampling: SamplingParams) -> None:
+    wire = sampling_to(sampling).SerializeToString()
+
+    assert sampling_from(sampling_pb2.SamplingParams.FromString(wire)) == sampling
+
+
+def test_what_a_client_leaves_out_takes_the_defaults() -> None:
+    assert sampling_from(sampling_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_a_bad_sampling_value_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="top_p"):
+        sampling_from(sampling_pb2.SamplingParams(top_p=0.0))
+
+
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+def test_outputs_survive_the_wire(reason: FinishReason | None) -> None:
+    output = Output(
+        RequestId("r#3"), 4, (7, 0), (LOGPROBS, LOGPROBS), (None, LOGPROBS), reason, 0, "why"
+    )
+
+    wire = output_to(output).SerializeToString()
+
+    assert output_from(node_pb2.TokenOutput.FromString(wire), RequestId("r#3")) == output
+
+
+def test_a_node_gets_the_sequence_it_was_sent() -> None:
+    sequence = Sequence((1, 2), SAMPLINGS[2], 2**63 - 1, (3,), -4, "salt")
+    peer = Peer(NodeId("p"), "host:1")
+
+    prefill = prefill_spec(prefill_request(HANDOFF, sequence), ClientId("c"), 1.5)
+    decode = decode_spec(decode_request(HANDOFF, sequence, peer), ClientId("c"), 1.5)
+    alone = decode_spec(decode_request(HANDOFF, sequence, None), ClientId("c"), 1.5)
+
+    for spec in (prefill, decode, alone):
+        assert (spec.request_id, spec.prompt_token_ids, spec.seed) == ("r#3", (1, 2), 2**63 - 1)
+        assert (spec.prior_output_token_ids, spec.priority, spec.cache_salt) == ((3,), -4, "salt")
+        assert (spec.sampling, spec.arrival_s) == (SAMPLINGS[2], 1.5)
+    assert (prefill.send_to, prefill.receive_from) == (HANDOFF, None)
+    assert (decode.send_to, decode.receive_from) == (None, ReceiveKv(HANDOFF, peer))
+    assert (alone.send_to, alone.receive_from) == (None, None)
+
+
+def test_nodes_refuse_stop_strings() -> None:
+    request = prefill_request(HANDOFF, Sequence((1,), SamplingParams(), 0))
+    request.sequence.sampling.stop.append("x")
+
+    with pytest.raises(UnsupportedInput):
+        prefill_spec(request, ClientId("c"), 0.0)
+
+
+def test_cards_and_loads_survive_the_wire() -> None:
+    card, load = a_card(NodeRole.DECODE), NodeLoad(1, 2, 3, True)
+
+    assert card_from(card_to(card)) == card
+    assert load_from(load_to(load)) == load
+
+
+def test_a_call_without_a_prompt_is_refused_by_name() -> None:
+    with pytest.raises(EmptyPrompt):
+        call_from(inference_pb2.GenerateRequest(), "a")
