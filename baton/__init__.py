@@ -1,0 +1,32 @@
+"""Baton: prefill/decode-disaggregated LLM inference.
+
+What people import is here; each name is loaded when it is first asked for, because every
+room that speaks gRPC imports `baton.v1` and most of them must not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.client import AsyncClient, Client, Generation
+    from baton.llm import LLM, Completion
+    from engine.sampling import SamplingParams
+
+__all__ = ["LLM", "AsyncClient", "Client", "Completion", "Generation", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "baton.llm",
+    "Completion": "baton.llm",
+    "AsyncClient": "baton.client",
+    "Client": "baton.client",
+    "Generation": "baton.client",
+    "SamplingParams": "engine.sampling",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'baton' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

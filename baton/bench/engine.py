@@ -1,0 +1,126 @@
+"""How fast the engine computes prompts and writes tokens, by length and by batch size.
+
+One process, no servers. Prompts are random token ids, so that no prefix is ever hit.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from engine.assembly import EngineOptions, build_engine
+from engine.core import EngineCore
+from engine.request import RequestId, RequestSpec
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.runner import TorchRunner
+from engine.sampling import SamplingParams
+from engine.scheduler_config import SchedulerConfig
+
+NUM_WARM_UP_STEPS = 2
+DECODE_PROMPT_LEN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBench:
+    """What to measure."""
+
+    model: str
+    dtype: str = "auto"
+    num_threads: int | None = None
+    prompt_lens: Sequence[int] = (128, 512)
+    batch_sizes: Sequence[int] = (1, 4, 16, 32)
+    num_decode_steps: int = 16
+    num_runs: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens per second over the runs of one setting."""
+
+    phase: str  # prefill or decode
+    size: int  # tokens of the prompt, or requests in the batch
+    median_tokens_per_s: float
+    worst_tokens_per_s: float
+    best_tokens_per_s: float
+
+
+def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
+    """`on_rate` hears of each figure as it is there: the whole takes minutes."""
+    config = RunnerConfig(
+        model=bench.model,
+        dtype=bench.dtype,
+        num_threads=bench.num_threads,
+        max_num_seqs=max(bench.batch_sizes),
+    )
+    rates = []
+    with load_runner(_sized(config, bench)) as runner:
+        meter = _Meter(runner, bench)
+        for prompt_len in bench.prompt_lens:
+            rates.append(_rate("prefill", prompt_len, bench.num_runs, meter.prefill))
+            on_rate(rates[-1])
+        for batch_size in bench.batch_sizes:
+            rates.append(_rate("decode", batch_size, bench.num_runs, meter.decode))
+            on_rate(rates[-1])
+    return rates
+
+
+def _sized(config: RunnerConfig, bench: EngineBench) -> RunnerConfig:
+    return replace(config, kv_cache_share=0.25, max_model_len=_longest(bench))
+
+
+def _longest(bench: EngineBench) -> int:
+    decoding = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps
+    return max(*bench.prompt_lens, decoding) + 2
+
+
+def _rate(phase: str, size: int, num_runs: int, measure: Callable[[int], float]) -> Rate:
+    measure(size)  # the first is slower: memory is touched, threads start
+    runs = [measure(size) for _ in range(num_runs)]
+    return Rate(phase, size, statistics.median(runs), min(runs), max(runs))
+
+
+class _Meter:
+    def __init__(self, runner: TorchRunner, bench: EngineBench) -> None:
+        self._bench = bench
+        self._vocab_size = runner.info.vocab_size
+        self._random = random.Random(0)
+        scheduling = SchedulerConfig(
+            max_num_seqs=max(bench.batch_sizes),
+            max_num_batched_tokens=max(2048, *bench.prompt_lens),
+        )
+        self._engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
+
+    def prefill(self, prompt_len: int) -> float:
+        """Tokens per second of one prompt, its first token sampled."""
+        self._add(prompt_len, max_tokens=1)
+        began_s = perf_counter()
+        _run_dry(self._engine)
+        return prompt_len / (perf_counter() - began_s)
+
+    def decode(self, batch_size: int) -> float:
+        """Tokens per second of a steady batch."""
+        num_steps = self._bench.num_decode_steps
+        for _ in range(batch_size):
+            self._add(DECODE_PROMPT_LEN, max_tokens=NUM_WARM_UP_STEPS + num_steps + 1)
+        for _ in range(NUM_WARM_UP_STEPS):  # the first of them computes the prompts
+            self._engine.step(0.0)
+        began_s = perf_counter()
+        for _ in range(num_steps):
+            self._engine.step(0.0)
+        elapsed_s = perf_counter() - began_s
+        _run_dry(self._engine)
+        return batch_size * num_steps / elapsed_s
+
+    def _add(self, prompt_len: int, max_tokens: int) -> None:
+        prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(prompt_len))
+        name = RequestId(f"{self._random.getrandbits(64):x}")
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self._engine.scheduler.add(RequestSpec(name, prompt, sampling, seed=0))
+
+
+def _run_dry(engine: EngineCore) -> None:
+    while engine.scheduler.has_work:
+        engine.step(0.0)

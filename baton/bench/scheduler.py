@@ -1,0 +1,104 @@
+"""What the scheduler costs: µs per running request for one schedule and one update.
+
+The model is left out: every request gets the same token at once. What is measured is the
+steady state of decoding, with nothing ending and blocks being added as they fill up.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+from engine.plan import Plan, RunResult, StepResult
+from engine.request import RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+
+BLOCK_SIZE = 16
+NUM_WARM_UP_STEPS = 32
+NUM_STEPS = 320
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Medians over the steps of one setting."""
+
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    schedule_us: float  # per step
+    update_us: float  # per step
+    us_per_request: float  # both, divided by num_running
+    p99_us_per_request: float
+
+
+def run(
+    num_running: Sequence[int] = (256, 1024),
+    num_waiting: int = 10_000,
+    context_lengths: Sequence[int] = (128, 8192),
+) -> dict[str, list[dict[str, float]]]:
+    """Step costs by batch size, with a long queue, and by context length."""
+    largest = max(num_running)
+    return {
+        "by_num_running": [asdict(_measure(count, 0, 128)) for count in num_running],
+        "with_waiting_queue": [asdict(_measure(largest, num_waiting, 128))],
+        "by_context_length": [asdict(_measure(largest, 0, tokens)) for tokens in context_lengths],
+    }
+
+
+def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> StepCost:
+    scheduler = _fill(num_running, num_waiting, num_prompt_tokens)
+    schedule_s, update_s = [], []
+    for _ in range(NUM_STEPS):
+        before = perf_counter()
+        plan = scheduler.schedule(0.0)
+        planned = perf_counter()
+        result = _answer(plan)
+        answered = perf_counter()
+        scheduler.update(plan, result)
+        schedule_s.append(planned - before)
+        update_s.append(perf_counter() - answered)
+    both = [1e6 * (a + b) / num_running for a, b in zip(schedule_s, update_s, strict=True)]
+    return StepCost(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_prompt_tokens=num_prompt_tokens,
+        schedule_us=1e6 * statistics.median(schedule_s),
+        update_us=1e6 * statistics.median(update_s),
+        us_per_request=statistics.median(both),
+        p99_us_per_request=statistics.quantiles(both, n=100)[98],
+    )
+
+
+def _fill(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Scheduler:
+    """A scheduler in which `num_running` requests decode and `num_waiting` stand in line."""
+    num_steps = NUM_WARM_UP_STEPS + NUM_STEPS + 8
+    tokens_each = num_prompt_tokens + num_steps + BLOCK_SIZE
+    blocks_each = -(-tokens_each // BLOCK_SIZE)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_batched_tokens=num_running * (num_prompt_tokens + 1),
+            max_num_seqs=num_running,
+            max_model_len=tokens_each + 1,
+            eos_token_ids=frozenset({0}),
+        ),
+        CacheConfig(num_blocks=num_running * blocks_each, block_size=BLOCK_SIZE),
+    )
+    sampling = SamplingParams(max_tokens=num_steps)
+    for number in range(num_running + num_waiting):
+        # Prompts of different lengths, so that blocks do not all fill up in the same step.
+        prompt = (number + 1, *range(1, num_prompt_tokens - number % BLOCK_SIZE))
+        scheduler.add(RequestSpec(RequestId(f"request-{number}"), prompt, sampling, seed=0))
+    for _ in range(NUM_WARM_UP_STEPS):
+        plan = scheduler.schedule(0.0)
+        scheduler.update(plan, _answer(plan))
+    if scheduler.stats().num_running != num_running:
+        raise RuntimeError(f"not all run: {scheduler.stats()}")
+    return scheduler
+
+
+def _answer(plan: Plan) -> StepResult:
+    return StepResult(RunResult({request_id: [7] for request_id in plan.num_scheduled_tokens}))

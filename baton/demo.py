@@ -1,0 +1,105 @@
+"""`baton demo`: a cluster of three processes, a few prompts, and what happened to them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.client import Answer, Client, Finish, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.units import format_bytes
+from engine.errors import ModelError
+from engine.sampling import SamplingParams
+
+MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "models" / "demo"
+PROMPTS = (
+    "def read_config(path):\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n",
+    "import os\nimport sys\n\n\ndef main():\n",
+)
+SAMPLING = SamplingParams(max_tokens=64, temperature=0.4, top_p=0.95, seed=7)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One prompt and what became of it."""
+
+    prompt: str
+    answer: Answer
+    finish: Finish
+
+
+def run(model: str) -> None:
+    """Raises named errors; ends by itself."""
+    console = Console()
+    options = ClusterOptions(model=model or _model_in_the_box(), node_arguments=_node_arguments())
+    console.print("[bold]Starting router, 1 prefill node, 1 decode node[/] as processes ...")
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        pids = ", ".join(f"{child.name} pid {child.process.pid}" for child in cluster.children)
+        console.print(f"{pids}; router on {cluster.address}\n")
+        told = [_ask(console, client, prompt) for prompt in PROMPTS]
+        console.print(_table(told))
+    console.print(
+        f"The KV went from prefill to decode memory over {told[0].finish.served.kv_transport}; "
+        "the decode node computed no prompt token. All processes have ended."
+        if all(_was_handed_over(one.finish) for one in told)
+        else "[red]Not every prompt was handed over; the table says which.[/]"
+    )
+
+
+def _ask(console: Console, client: Client, prompt: str) -> Told:
+    console.print(prompt, style="bold cyan", end="", markup=False, highlight=False)
+    answer = Answer()
+    for chunk in client.stream(prompt, Generation(SAMPLING)):
+        console.print(chunk.text, end="", markup=False, highlight=False, soft_wrap=True)
+        answer.take(chunk)
+    console.print("\n")
+    if answer.finish is None:
+        raise RuntimeError("the router ended an answer without saying how")
+    return Told(prompt, answer, answer.finish)
+
+
+def _table(told: list[Told]) -> Table:
+    table = Table(title="What happened")
+    for heading in ("prompt tokens", "new tokens", "TTFT ms", "tokens/s", "KV pushed", "over"):
+        table.add_column(heading, justify="right")
+    table.add_column("prompt tokens computed on decode", justify="right")
+    for one in told:
+        finish, served = one.finish, one.finish.served
+        table.add_row(
+            str(finish.num_prompt_tokens),
+            str(finish.num_completion_tokens),
+            f"{finish.first_token_s * 1000:.1f}",
+            f"{_tokens_per_s(finish):.0f}",
+            format_bytes(served.kv_bytes),
+            served.kv_transport,
+            str(served.prompt_tokens_computed_on_decode),
+        )
+    return table
+
+
+def _tokens_per_s(finish: Finish) -> float:
+    """After the first token; the time to that one stands beside it."""
+    elapsed_s = finish.finished_s - finish.first_token_s
+    return (finish.num_completion_tokens - 1) / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _was_handed_over(finish: Finish) -> bool:
+    served = finish.served
+    return served.is_prefill_remote and served.kv_bytes > 0
+
+
+def _node_arguments() -> tuple[str, ...]:
+    """Three processes share the machine: no node may take all its cores."""
+    threads = max(1, (os.cpu_count() or 2) // 2)
+    return ("--kv-cache-memory", "64MiB", "--threads", str(threads))
+
+
+def _model_in_the_box() -> str:
+    if not (MODEL_IN_THE_BOX / "config.json").exists():
+        raise ModelError(f"{MODEL_IN_THE_BOX} is missing; name another folder with --model")
+    return str(MODEL_IN_THE_BOX)

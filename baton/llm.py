@@ -1,0 +1,192 @@
+"""The engine in this process, for scripts and notebooks: no servers, no hand-off."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from baton.progress import generation_bar, loading_bar
+from baton.text import Tokenizer
+from baton.units import parse_bytes
+from engine.assembly import EngineOptions, build_engine
+from engine.errors import InvalidRequest
+from engine.request import FinishReason, Output, RequestId, RequestSpec
+from engine.runner.load import RunnerConfig, load_runner
+from engine.sampling import SamplingParams
+from engine.scheduler_config import SchedulerConfig
+from kv_transfer.types import TokenLogprobs
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one prompt got."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # by token, when asked for
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    error: str | None = None  # with FinishReason.ERROR
+
+
+class LLM:
+    """A loaded model that answers prompts.
+
+    >>> with LLM("models/demo") as llm:
+    ...     [answer] = llm.generate("import os\\n", SamplingParams(max_tokens=20))
+
+    Raises ModelError for faults of the model folder and InvalidConfig for settings.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        kv_cache_memory: int | str | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 128,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        num_threads: int | None = None,
+        show_progress: bool | None = None,
+    ) -> None:
+        self._shows_progress = sys.stderr.isatty() if show_progress is None else show_progress
+        config = RunnerConfig(
+            model=model,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            kv_cache_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+        )
+        scheduling = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self._numbers = itertools.count()
+        self._lifetime = ExitStack()
+        with loading_bar(self._shows_progress) as on_progress:
+            runner = self._lifetime.enter_context(load_runner(config, on_progress))
+        self.info = runner.info
+        self.kv_memory = runner.kv_memory
+        self.tokenizer = Tokenizer.from_folder(runner.info.folder)
+        self.engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back. The LLM cannot be used any more."""
+        self._lifetime.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answers in the order of the prompts, which share a batch as far as there is room.
+
+        Raises InvalidRequest, before anything runs, if one of the prompts can never be served.
+        """
+        specs = self._specs(_as_list(prompts), sampling)
+        for place, spec in enumerate(specs):
+            self._check(place, spec)
+        return self._run(specs)
+
+    def _specs(
+        self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestSpec]:
+        if not isinstance(sampling, Sequence):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts came with {len(sampling)} sampling params: "
+                "give one for all, or one for each"
+            )
+        return [self._spec(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
+
+    def _spec(self, prompt: Prompt, sampling: SamplingParams) -> RequestSpec:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return RequestSpec(
+            request_id=RequestId(str(next(self._numbers))),
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            arrival_s=time.monotonic(),
+        )
+
+    def _check(self, place: int, spec: RequestSpec) -> None:
+        try:
+            self.engine.scheduler.validate(spec)
+        except InvalidRequest as refusal:
+            raise InvalidRequest(f"prompt {place}: {refusal}") from None
+
+    def _run(self, specs: list[RequestSpec]) -> list[Completion]:
+        answers = {spec.request_id: Completion(list(spec.prompt_token_ids)) for spec in specs}
+        for spec in specs:
+            self.engine.scheduler.add(spec)
+        try:
+            with generation_bar(len(specs), self._shows_progress) as advance:
+                num_unfinished = len(specs)
+                while num_unfinished:
+                    outputs = self._step()
+                    num_ended = sum(one.finish_reason is not None for one in outputs)
+                    num_unfinished -= num_ended
+                    for output in outputs:
+                        _take(output, answers[output.request_id])
+                    advance(num_ended, sum(len(one.token_ids) for one in outputs))
+        finally:
+            self._leave_nothing(answers)
+        for answer in answers.values():
+            answer.text = self.tokenizer.decode(answer.token_ids)
+        return list(answers.values())
+
+    def _step(self) -> list[Output]:
+        by_client = self.engine.step(time.monotonic()).by_client
+        return [output for outputs in by_client.values() for output in outputs]
+
+    def _leave_nothing(self, request_ids: Iterable[RequestId]) -> None:
+        """After Ctrl-C, too, the engine is as it was before; those that ended do not mind."""
+        for request_id in request_ids:
+            self.engine.scheduler.abort(request_id)
+        while self.engine.scheduler.has_work:
+            self._step()
+
+
+def _take(output: Output, answer: Completion) -> None:
+    answer.token_ids.extend(output.token_ids)
+    answer.logprobs.extend(output.logprobs)
+    answer.prompt_logprobs.extend(output.prompt_logprobs)
+    answer.finish_reason = output.finish_reason
+    answer.stop_token_id = output.stop_token_id
+    answer.error = output.error
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(one, int) for one in prompts):
+        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
+    return list(prompts)  # type: ignore[arg-type]

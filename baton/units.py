@@ -1,0 +1,30 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from engine.errors import InvalidConfig
+
+_FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(written: str | int) -> int:
+    """4096, "512MiB", "1.5g". All units are binary."""
+    if isinstance(written, int):
+        return written
+    match = _WRITTEN.fullmatch(written)
+    if match is None:
+        raise InvalidConfig(f"{written!r} is no size in bytes; write it like 512MiB or 2GiB")
+    return int(float(match[1]) * _FACTORS[match[2].upper()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} GiB"

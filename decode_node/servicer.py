@@ -1,0 +1,48 @@
+"""The decode node's door for the router: messages to values and back, nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from serving.engine_calls import CLIENT_ID
+from serving.ledger import Entry, Ledger
+from serving.node_state import NodeState
+from serving.status import named_errors
+from serving.translate import output_to
+from serving.translate_sequence import decode_spec
+
+
+class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, state: NodeState, ledger: Ledger) -> None:
+        self._state = state
+        self._ledger = ledger
+
+    async def Decode(
+        self, request: node_pb2.DecodeRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.DecodeResponse]:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            self._state.refuse_if_draining()
+            spec = decode_spec(request, CLIENT_ID, time.monotonic())
+            is_first = True
+            with self._ledger.account(spec.request_id) as entry:
+                async with aclosing(self._state.calls.outputs(spec)) as outputs:
+                    async for output in outputs:
+                        is_told = is_first or output.finish_reason is not None
+                        summary = self._summary(entry) if is_told else None
+                        yield node_pb2.DecodeResponse(output=output_to(output), summary=summary)
+                        is_first = False
+
+    def _summary(self, entry: Entry) -> node_pb2.DecodeSummary:
+        return node_pb2.DecodeSummary(
+            kv_bytes=entry.num_received_bytes,
+            kv_blocks=entry.num_received_blocks,
+            kv_transport=self._state.card.kv_transport if entry.num_received_blocks else "",
+            prompt_tokens_computed=entry.num_computed_prompt_tokens,
+            prompt_tokens_cached=entry.num_cached_prompt_tokens,
+        )

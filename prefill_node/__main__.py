@@ -1,0 +1,75 @@
+"""A prefill node: computes prompts and pushes their KV to decode nodes. The whole graph."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
+from engine.assembly import build_scheduler
+from engine.core import EngineCore
+from engine.loop import EngineLoop
+from engine.runner.load import load_runner
+from engine.runner.runner import TorchRunner
+from kv_transfer.worker import KvTransferWorker
+from prefill_node.sends import Sends
+from prefill_node.servicer import PrefillServicer
+from serving.drain import until_drained
+from serving.engine_calls import EngineCalls
+from serving.kv_link import GrpcLinks
+from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
+from serving.node import NodeRole
+from serving.node_options import NodeOptions
+from serving.node_parts import (
+    card_of,
+    engine_options,
+    identify,
+    load_reader,
+    open_transport,
+    pin,
+    region_of,
+)
+from serving.node_state import NodeState
+from serving.server import Service, serving
+from serving.servicer import KvLinkServicer, NodeServicer
+
+
+def main(options: NodeOptions) -> None:
+    """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
+    pin(options.cpus)
+    with load_runner(options.runner) as runner:
+        asyncio.run(serve(options, runner))
+
+
+async def serve(options: NodeOptions, runner: TorchRunner) -> None:
+    identity = identify(options, NodeRole.PREFILL, runner)
+    region = region_of(runner)
+    links, ledger, sends = GrpcLinks(), Ledger(runner.kv_memory.block_size), Sends()
+    worker = KvTransferWorker(identity, region, open_transport(options.kv_transport, region), links)
+    scheduler = build_scheduler(runner, engine_options(options))
+    core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
+    engine = EngineLoop(core, name=identity.node_id)
+    links.attach(worker, engine.post)
+    ledger.tell_when_sent(sends.ended)
+    calls = EngineCalls(engine)
+    ledger.tell_of_changes(calls.touch_from_engine)
+    card = card_of(options, NodeRole.PREFILL, identity, runner)
+    state = NodeState(card, calls, load_reader(engine, scheduler))
+    prefill, node, link = PrefillServicer(state, sends), NodeServicer(state), KvLinkServicer(links)
+    services = (
+        Service(
+            "baton.v1.PrefillService",
+            lambda server: node_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server),
+        ),
+        Service(
+            "baton.v1.NodeService",
+            lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(node, server),
+        ),
+        Service(
+            "baton.v1.KvLinkService",
+            lambda server: kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server(link, server),
+        ),
+    )
+    # From the inside out at the end: the last words on the links need links and server still.
+    async with serving(options.host, options.port, services) as server, links:
+        with worker, engine, calls:
+            await until_drained(server, state, engine)

@@ -1,0 +1,32 @@
+"""Lets a call wait for the end of its hand-off's last write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kv_transfer.types import HandoffId
+
+
+class Sends:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: dict[HandoffId, asyncio.Event] = {}
+
+    @contextmanager
+    def awaited(self, handoff_id: HandoffId) -> Iterator[asyncio.Event]:
+        event = self._events[handoff_id] = asyncio.Event()
+        try:
+            yield event
+        finally:
+            del self._events[handoff_id]
+
+    def ended(self, handoff_id: HandoffId) -> None:
+        """Called on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._set, handoff_id)
+
+    def _set(self, handoff_id: HandoffId) -> None:
+        event = self._events.get(handoff_id)
+        if event is not None:
+            event.set()

@@ -1,0 +1,44 @@
+"""The prefill node's door for the router: messages to values and back, nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from engine.request import FinishReason
+from prefill_node.sends import Sends
+from serving.engine_calls import CLIENT_ID
+from serving.node_state import NodeState
+from serving.status import named_errors
+from serving.translate import handoff_from, output_to
+from serving.translate_sequence import prefill_spec
+
+HAS_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
+
+
+class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, state: NodeState, sends: Sends) -> None:
+        self._state = state
+        self._sends = sends
+
+    async def Prefill(
+        self, request: node_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.PrefillResponse]:
+        """The first token, then the end of the last write."""
+        async with named_errors(context, node_id=self._state.card.node_id):
+            self._state.refuse_if_draining()
+            spec = prefill_spec(request, CLIENT_ID, time.monotonic())
+            with self._sends.awaited(handoff_from(request.handoff_id)) as sent:
+                reason = None
+                async with aclosing(self._state.calls.outputs(spec)) as outputs:
+                    async for output in outputs:
+                        reason = output.finish_reason
+                        yield node_pb2.PrefillResponse(output=output_to(output))
+                if reason in HAS_FIRST_TOKEN:
+                    await sent.wait()
+                    yield node_pb2.PrefillResponse(sent=node_pb2.KvSent())

@@ -1,0 +1,95 @@
+"""The router: takes clients' requests, sends them to the nodes, streams the answers back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from baton.text import Tokenizer
+from baton.v1 import inference_pb2_grpc
+from engine.errors import InvalidConfig
+from engine.model_folder import resolve_model_folder
+from router.node_calls import GrpcNodeCalls
+from router.nodes import NodeTable
+from router.pipeline import Pipeline, PipelineConfig
+from router.policy import POLICIES
+from router.servicer import InferenceServicer
+from router.text import ModelText, TextBoundary, TokenIdsOnly
+from router.watching import watching
+from serving.node import NodeRole
+from serving.server import Running, Service, announce, serving, stop_signal
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    decode_nodes: tuple[str, ...]  # host:port
+    prefill_nodes: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0 takes any that is free
+    model: str = ""  # whose tokenizer to use; empty takes token ids only
+    policy: str = "round_robin"
+
+    def __post_init__(self) -> None:
+        if not self.decode_nodes:
+            raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
+        if self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise InvalidConfig(f"no policy is called {self.policy!r}; choose one of: {known}")
+
+    @property
+    def addresses(self) -> tuple[tuple[NodeRole, str], ...]:
+        prefills = ((NodeRole.PREFILL, address) for address in self.prefill_nodes)
+        decodes = ((NodeRole.DECODE, address) for address in self.decode_nodes)
+        return (*prefills, *decodes)
+
+
+def main(options: RouterOptions) -> None:
+    """Serves until SIGTERM. Raises named errors for what cannot work."""
+    text: TextBoundary = TokenIdsOnly()
+    if options.model:
+        text = ModelText(Tokenizer.from_folder(resolve_model_folder(options.model)))
+    asyncio.run(serve(options, text))
+
+
+async def serve(options: RouterOptions, text: TextBoundary) -> None:
+    table, node_calls = NodeTable(), GrpcNodeCalls()
+    pipeline = Pipeline(
+        table=table,
+        policy=POLICIES[options.policy](),
+        node_calls=node_calls,
+        text=text,
+        clock=time.monotonic,
+        config=PipelineConfig(),
+    )
+    servicer = InferenceServicer(pipeline, table)
+    services = (
+        Service(
+            "baton.v1.InferenceService",
+            lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+                servicer, server
+            ),
+        ),
+    )
+    async with serving(options.host, options.port, services) as server, node_calls:
+
+        async def note_readiness() -> None:
+            is_ready = _can_serve(table, options, server.health.is_ready)
+            await server.health.set_ready(is_ready and not pipeline.is_draining)
+
+        async with watching(options.addresses, table, node_calls, note_readiness):
+            await _until_drained(server, pipeline)
+
+
+def _can_serve(table: NodeTable, options: RouterOptions, was_ready: bool) -> bool:
+    """It begins as it was meant to be; later on, decode nodes can do without prefill nodes."""
+    is_short = options.prefill_nodes and not table.open_nodes(NodeRole.PREFILL)
+    return bool(table.open_nodes(NodeRole.DECODE)) and (was_ready or not is_short)
+
+
+async def _until_drained(server: Running, pipeline: Pipeline) -> None:
+    async with stop_signal() as told:
+        announce("router", server.address)
+        await told.wait()
+        await server.health.set_ready(False)
+        await pipeline.drain()

@@ -1,0 +1,101 @@
+"""One answer put together from what two nodes tell of it. Pure.
+
+Both legs, and every new try, count the answer's tokens alike. A token is passed on once,
+in its place, whoever brings it first.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.request import FinishReason, Output
+from kv_transfer.types import TokenLogprobs
+from router.stops import StopWatcher
+from router.values import Finish, Piece, StopRule
+
+
+class Speller(Protocol):
+    """Token ids to text, bit by bit, never half a character."""
+
+    def push(self, *token_ids: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class NoSpeller:
+    """For callers that want token ids alone, where no tokenizer is at hand."""
+
+    def push(self, *token_ids: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class Answer:
+    def __init__(self, speller: Speller | None = None, stop: StopRule | None = None) -> None:
+        self._speller = speller or NoSpeller()
+        self._stops = StopWatcher(stop or StopRule())
+        self._token_ids: list[int] = []
+        self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        self._end: tuple[int, Finish] | None = None  # told for when so many tokens are there
+        self._has_prompt_logprobs = False
+        self.finish: Finish | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(self._token_ids)
+
+    def take(self, output: Output) -> Piece | None:
+        """What is new in it, if something is."""
+        if self.finish is not None:
+            return None
+        self._note(output)
+        first_index = len(self._token_ids)
+        text, logprobs = self._advance()
+        token_ids = tuple(self._token_ids[first_index:])
+        prompt_logprobs = self._new_prompt_logprobs(output)
+        if not (token_ids or text or prompt_logprobs):
+            return None
+        return Piece(first_index, token_ids, text, logprobs, prompt_logprobs)
+
+    def _note(self, output: Output) -> None:
+        logprobs = output.logprobs or (None,) * len(output.token_ids)
+        for place, entry in enumerate(zip(output.token_ids, logprobs, strict=True)):
+            if output.first_index + place >= len(self._token_ids):
+                self._early[output.first_index + place] = entry
+        if output.finish_reason not in (None, FinishReason.HANDED_OFF):
+            num_tokens = output.first_index + len(output.token_ids)
+            self._end = (num_tokens, Finish(output.finish_reason, output.stop_token_id))
+
+    def _advance(self) -> tuple[str, tuple[TokenLogprobs, ...]]:
+        """Take the tokens whose turn it is."""
+        text = ""
+        logprobs: list[TokenLogprobs] = []
+        while self._stops.found is None and len(self._token_ids) in self._early:
+            token_id, logprob = self._early.pop(len(self._token_ids))
+            self._token_ids.append(token_id)
+            text += self._stops.push(self._speller.push(token_id), len(self._token_ids))
+            if logprob is not None:
+                logprobs.append(logprob)
+        return text + self._finish_if_due(), tuple(logprobs)
+
+    def _finish_if_due(self) -> str:
+        """The text that was held back, if the answer ends here."""
+        num_tokens, finish = self._end or (None, None)
+        is_due = len(self._token_ids) == num_tokens
+        rest = ""
+        if is_due and self._stops.found is None:
+            rest = self._stops.push(self._speller.finish(), len(self._token_ids))
+        if self._stops.found is not None:
+            self.finish = Finish(FinishReason.STOP, stop_string=self._stops.found)
+        elif is_due:
+            self.finish = finish
+            rest += self._stops.flush()
+        return rest
+
+    def _new_prompt_logprobs(self, output: Output) -> tuple[TokenLogprobs | None, ...]:
+        if not output.prompt_logprobs or self._has_prompt_logprobs:
+            return ()
+        self._has_prompt_logprobs = True
+        return output.prompt_logprobs

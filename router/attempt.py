@@ -1,0 +1,141 @@
+"""One try to serve a request: both legs at the same time, under one hand-off id."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+from kv_transfer.types import HandoffId
+from router.answer import Answer
+from router.legs import (
+    Leg,
+    LegEnded,
+    LegEvent,
+    LegFailed,
+    LegOutput,
+    LegStream,
+    LegSummary,
+    NodeCalls,
+    together,
+)
+from router.policy import Route
+from router.values import (
+    DecodeSummary,
+    Ending,
+    Finish,
+    Piece,
+    PrefillPlace,
+    RequestContext,
+    Served,
+    Timings,
+)
+from serving.errors import NodeFailed
+from serving.translate_sequence import Sequence
+
+
+class Attempt:
+    def __init__(
+        self,
+        *,
+        route: Route,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        answer: Answer,
+        context: RequestContext,
+        clock: Callable[[], float],
+    ) -> None:
+        self._route = route
+        self._handoff_id = handoff_id
+        self._sequence = sequence
+        self._answer = answer
+        self._context = context
+        self._clock = clock
+        self._summary: DecodeSummary | None = None
+        self._dispatched_s = 0.0
+        self._first_token_s: float | None = None
+        self._first_decoded_token_s: float | None = None
+        self.failed_addresses: frozenset[str] = frozenset()
+
+    async def run(self, node_calls: NodeCalls) -> AsyncGenerator[Piece | Ending, None]:
+        """Raises NodeFailed when a leg breaks off; the other one is cancelled with it."""
+        self._dispatched_s = self._since_received()
+        async with together(self._streams(node_calls)) as events:
+            while self._answer.finish is None:
+                piece = self._take(await events.get())
+                if piece is not None:
+                    yield piece
+            yield self._ending(self._answer.finish)
+
+    def _streams(self, node_calls: NodeCalls) -> list[tuple[Leg, LegStream]]:
+        route, handoff_id = self._route, self._handoff_id
+        decode = node_calls.decode(route.decode, handoff_id, self._sequence, route.prefill)
+        if route.prefill is None:
+            return [(Leg.DECODE, decode)]
+        prefill = node_calls.prefill(route.prefill, handoff_id, self._sequence)
+        return [(Leg.PREFILL, prefill), (Leg.DECODE, decode)]
+
+    def _take(self, event: LegEvent) -> Piece | None:
+        match event:
+            case LegOutput():
+                return self._take_output(event)
+            case LegSummary(summary):
+                self._summary = summary
+            case LegFailed(leg, error):
+                self._blame(leg)
+                raise error
+            case LegEnded(Leg.DECODE):
+                self._blame(Leg.DECODE)
+                raise NodeFailed(f"decode node {self._route.decode.address} ended without a word")
+            case LegEnded():
+                pass  # every write has ended; the decode leg tells the rest
+        return None
+
+    def _take_output(self, event: LegOutput) -> Piece | None:
+        piece = self._answer.take(event.output)
+        if piece is not None and piece.token_ids:
+            self._note_time(event.leg)
+        return piece
+
+    def _note_time(self, leg: Leg) -> None:
+        now_s = self._since_received()
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        if leg is Leg.DECODE and self._first_decoded_token_s is None:
+            self._first_decoded_token_s = now_s
+
+    def _blame(self, leg: Leg) -> None:
+        node = self._route.prefill if leg is Leg.PREFILL else self._route.decode
+        if node is not None:
+            self.failed_addresses = frozenset({node.address})
+
+    def _ending(self, finish: Finish) -> Ending:
+        return Ending(
+            finish=finish,
+            num_prompt_tokens=len(self._sequence.prompt_token_ids),
+            num_completion_tokens=len(self._answer.token_ids),
+            timings=Timings(
+                self._dispatched_s,
+                self._first_token_s,
+                self._first_decoded_token_s,
+                self._since_received(),
+            ),
+            served=self._served(),
+        )
+
+    def _served(self) -> Served:
+        route, summary = self._route, self._summary or DecodeSummary()
+        place, reason = PrefillPlace.REMOTE, ""
+        if route.prefill is None:
+            place, reason = PrefillPlace.LOCAL, route.local_reason
+        elif summary.prompt_tokens_computed > 0:
+            place, reason = PrefillPlace.LOCAL, "the KV did not arrive; decode computed the prompt"
+        return Served(
+            prefill_node="" if route.prefill is None else route.prefill.card.node_id,
+            decode_node="" if self._summary is None else route.decode.card.node_id,
+            prefill=place,
+            prefill_reason=reason,
+            summary=summary,
+            attempts=self._handoff_id.attempt,
+        )
+
+    def _since_received(self) -> float:
+        return self._clock() - self._context.received_s

@@ -1,0 +1,98 @@
+"""Calls to nodes over gRPC, as the pipeline's legs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import grpc
+from grpc import aio
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from engine.errors import InvalidRequest
+from engine.request import FinishReason, Output
+from kv_transfer.types import HandoffId, Peer
+from router.legs import Leg, LegOutput, LegStream, LegSummary
+from router.nodes import Node
+from router.values import DecodeSummary
+from serving.channel import open_channel
+from serving.errors import GenerationFailed, NodeFailed
+from serving.status import remote_error
+from serving.translate import output_from
+from serving.translate_sequence import Sequence, decode_request, engine_id, prefill_request
+
+CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+
+
+class GrpcNodeCalls:
+    """One channel per address, kept for as long as the router lives."""
+
+    def __init__(self) -> None:
+        self._channel_by_address: dict[str, aio.Channel] = {}
+
+    async def __aenter__(self) -> GrpcNodeCalls:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for channel in self._channel_by_address.values():
+            await channel.close()
+
+    def channel(self, address: str) -> aio.Channel:
+        if address not in self._channel_by_address:
+            self._channel_by_address[address] = open_channel(address)
+        return self._channel_by_address[address]
+
+    async def prefill(self, node: Node, handoff_id: HandoffId, sequence: Sequence) -> LegStream:
+        stub = node_pb2_grpc.PrefillServiceStub(self.channel(node.address))
+        with _failures_named(node):
+            async for response in stub.Prefill(prefill_request(handoff_id, sequence)):
+                if response.HasField("output"):
+                    yield LegOutput(Leg.PREFILL, _output(response.output, handoff_id))
+
+    async def decode(
+        self, node: Node, handoff_id: HandoffId, sequence: Sequence, prefill: Node | None
+    ) -> LegStream:
+        stub = node_pb2_grpc.DecodeServiceStub(self.channel(node.address))
+        peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
+        with _failures_named(node):
+            async for response in stub.Decode(decode_request(handoff_id, sequence, peer)):
+                if response.HasField("summary"):
+                    yield LegSummary(_summary(response.summary))
+                yield LegOutput(Leg.DECODE, _output(response.output, handoff_id))
+
+
+@contextmanager
+def _failures_named(node: Node) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        remote = remote_error(error)
+        who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
+        if remote.code in CLIENTS_FAULT:
+            raise InvalidRequest(remote.message) from error
+        raise NodeFailed(f"{who}: {remote.code.name}: {remote.message}") from error
+
+
+def _output(message: node_pb2.TokenOutput, handoff_id: HandoffId) -> Output:
+    output = output_from(message, engine_id(handoff_id))
+    if output.finish_reason is FinishReason.ERROR:
+        raise GenerationFailed(output.error or "the engine gave no reason")
+    if output.finish_reason is FinishReason.ABORT:
+        raise NodeFailed("the node gave the request up")
+    return output
+
+
+def _summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
+    return DecodeSummary(
+        kv_bytes=message.kv_bytes,
+        kv_blocks=message.kv_blocks,
+        kv_transport=message.kv_transport,
+        prompt_tokens_computed=message.prompt_tokens_computed,
+        prompt_tokens_cached=message.prompt_tokens_cached,
+    )

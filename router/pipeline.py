@@ -1,0 +1,129 @@
+"""One request's way through the router: admit, tokenise, choose, dispatch, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from kv_transfer.types import HandoffId
+from router.answer import Answer
+from router.attempt import Attempt
+from router.legs import NodeCalls
+from router.nodes import NodeTable
+from router.policy import Ask, Policy, Route, choose
+from router.text import TextBoundary
+from router.values import Call, Ending, Piece, RequestContext
+from serving.errors import Draining, EmptyPrompt, NodeFailed, NoNodes, RequestIdInUse, UnknownModel
+from serving.translate_sequence import Sequence
+
+SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    max_attempts: int = 3
+
+
+class Pipeline:
+    def __init__(
+        self,
+        *,
+        table: NodeTable,
+        policy: Policy,
+        node_calls: NodeCalls,
+        text: TextBoundary,
+        clock: Callable[[], float],
+        config: PipelineConfig,
+    ) -> None:
+        self._table = table
+        self._policy = policy
+        self._node_calls = node_calls
+        self.text = text
+        self._clock = clock
+        self._config = config
+        self._ids_in_use: set[str] = set()
+        self._became_idle = asyncio.Event()
+        self._became_idle.set()
+        self.is_draining = False
+
+    async def drain(self) -> None:
+        """Take nothing new; returns when every request under way has ended."""
+        self.is_draining = True
+        await self._became_idle.wait()
+
+    async def generate(
+        self, call: Call, context: RequestContext
+    ) -> AsyncGenerator[Piece | Ending, None]:
+        """The answer, piece by piece, and how it ended. Left early, every node stops."""
+        if self.is_draining:
+            raise Draining("this router is on its way out; send the request to another")
+        self._check_model(call.model)
+        prompt = self.text.token_ids(call.prompt)
+        if not prompt:
+            raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+        with self._id_held(call.request_id):
+            async with aclosing(self._tries(call, prompt, context)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _tries(
+        self, call: Call, prompt: tuple[int, ...], context: RequestContext
+    ) -> AsyncGenerator[Piece | Ending, None]:
+        """Try until one comes to its end; the answer goes on where the last try broke off."""
+        answer = Answer(self.text.speller(), call.stop)
+        seed = call.sampling.seed
+        seed = secrets.randbits(SEED_BITS) if seed is None else seed
+        failed: frozenset[str] = frozenset()
+        for number in range(1, self._config.max_attempts + 1):
+            route = self._route(call, prompt, failed)
+            attempt = Attempt(
+                route=route,
+                handoff_id=HandoffId(call.request_id, number),
+                sequence=_sequence(call, prompt, seed, answer.token_ids),
+                answer=answer,
+                context=context,
+                clock=self._clock,
+            )
+            try:
+                async with aclosing(attempt.run(self._node_calls)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            except NodeFailed:
+                failed |= attempt.failed_addresses
+                if number == self._config.max_attempts:
+                    raise
+
+    def _route(self, call: Call, prompt: tuple[int, ...], failed: frozenset[str]) -> Route:
+        ask = Ask(prompt, call.model, call.cache_salt)
+        try:
+            return choose(self._table, self._policy, ask, without=failed)
+        except NoNodes:
+            # A node that failed once is better than none.
+            return choose(self._table, self._policy, ask)
+
+    def _check_model(self, model: str) -> None:
+        served = self._table.models
+        if model and served and model not in served:
+            names = ", ".join(sorted(served))
+            raise UnknownModel(f"model {model!r} is not served here; served: {names}")
+
+    @contextmanager
+    def _id_held(self, request_id: str) -> Iterator[None]:
+        if request_id in self._ids_in_use:
+            raise RequestIdInUse(f"request id {request_id!r} is in use; choose another")
+        self._ids_in_use.add(request_id)
+        self._became_idle.clear()
+        try:
+            yield
+        finally:
+            self._ids_in_use.discard(request_id)
+            if not self._ids_in_use:
+                self._became_idle.set()
+
+
+def _sequence(call: Call, prompt: tuple[int, ...], seed: int, given: tuple[int, ...]) -> Sequence:
+    return Sequence(prompt, call.sampling, seed, given, call.priority, call.cache_salt)

@@ -1,0 +1,65 @@
+"""The router's door for clients: messages to values and back, nothing else."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.nodes import NodeTable
+from router.pipeline import Pipeline
+from router.translate import call_from, response_to, tokenize_input_from
+from router.values import RequestContext
+from serving.errors import NoNodes
+from serving.node import NodeRole
+from serving.status import named_errors
+
+ID_BYTES = 12
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self, pipeline: Pipeline, table: NodeTable) -> None:
+        self._pipeline = pipeline
+        self._table = table
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        request_id = request.request_id or secrets.token_hex(ID_BYTES)
+        async with named_errors(context, request_id=request_id):
+            call = call_from(request, request_id)
+            received = RequestContext(received_s=time.monotonic())
+            async with aclosing(self._pipeline.generate(call, received)) as parts:
+                async for part in parts:
+                    yield response_to(request_id, part)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.TokenizeResponse:
+        async with named_errors(context):
+            token_ids = self._pipeline.text.token_ids(tokenize_input_from(request))
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.DetokenizeResponse:
+        async with named_errors(context):
+            text = self._pipeline.text.text(tuple(request.token_ids))
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.GetModelResponse:
+        async with named_errors(context):
+            nodes = self._table.open_nodes(NodeRole.DECODE)
+            if not nodes:
+                raise NoNodes("no decode node is reachable; which model is served is not known")
+        card = nodes[0].card
+        return inference_pb2.GetModelResponse(
+            model=card.model, max_model_len=card.max_model_len, vocab_size=card.vocab_size
+        )

@@ -1,0 +1,62 @@
+"""The text boundary as the pipeline sees it: prompts in, token ids out, and back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.text import Tokenizer
+from router.answer import NoSpeller, Speller
+from router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from serving.errors import UnsupportedInput
+
+
+class TextBoundary(Protocol):
+    def token_ids(self, prompt: Prompt) -> tuple[int, ...]: ...
+
+    def text(self, token_ids: tuple[int, ...]) -> str: ...
+
+    def speller(self) -> Speller:
+        """A new one for each answer."""
+        ...
+
+
+class ModelText:
+    """The boundary of a router that knows the model's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        match prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                return tuple(self._tokenizer.encode(text))
+            case ChatPrompt(messages):
+                turns = [{"role": one.role, "content": one.content} for one in messages]
+                return tuple(self._tokenizer.encode_chat(turns))
+
+    def text(self, token_ids: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    def speller(self) -> Speller:
+        return self._tokenizer.detokenizer()
+
+
+class TokenIdsOnly:
+    """The boundary of a router that was given no tokenizer."""
+
+    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids
+        raise _no_tokenizer()
+
+    def text(self, token_ids: tuple[int, ...]) -> str:
+        raise _no_tokenizer()
+
+    def speller(self) -> Speller:
+        return NoSpeller()
+
+
+def _no_tokenizer() -> UnsupportedInput:
+    return UnsupportedInput("this router has no tokenizer: send token ids, or give it --model")

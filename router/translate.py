@@ -1,0 +1,126 @@
+"""Clients' messages to the router's values and back. Pure."""
+
+from __future__ import annotations
+
+from baton.v1 import inference_pb2
+from router.values import (
+    Call,
+    ChatMessage,
+    ChatPrompt,
+    Ending,
+    Piece,
+    PrefillPlace,
+    Prompt,
+    Served,
+    StopRule,
+    TextPrompt,
+    Timings,
+    TokenPrompt,
+)
+from serving.errors import EmptyPrompt
+from serving.translate import FINISH_TO_MESSAGE, logprobs_to, prompt_logprobs_to, sampling_from
+
+PLACE_TO_MESSAGE = {
+    PrefillPlace.REMOTE: inference_pb2.PREFILL_PLACE_REMOTE,
+    PrefillPlace.LOCAL: inference_pb2.PREFILL_PLACE_LOCAL,
+}
+
+
+def call_from(message: inference_pb2.GenerateRequest, request_id: str) -> Call:
+    """Raises what a bad request deserves."""
+    sampling = sampling_from(message.sampling)
+    stop = StopRule(
+        strings=tuple(string for string in message.sampling.stop if string),
+        is_included=message.sampling.include_stop_in_output,
+        min_tokens=sampling.min_tokens,
+    )
+    return Call(
+        request_id=request_id,
+        prompt=prompt_from(message),
+        sampling=sampling,
+        stop=stop,
+        model=message.model,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )
+
+
+def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(tuple(message.token_ids.ids))
+        case "chat":
+            return chat_from(message.chat)
+    raise EmptyPrompt("no prompt: set one of text, token_ids and chat")
+
+
+def tokenize_input_from(message: inference_pb2.TokenizeRequest) -> Prompt:
+    match message.WhichOneof("input"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            return chat_from(message.chat)
+    raise EmptyPrompt("nothing to tokenize: set one of text and chat")
+
+
+def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
+    return ChatPrompt(tuple(ChatMessage(one.role, one.content) for one in message.messages))
+
+
+def response_to(request_id: str, part: Piece | Ending) -> inference_pb2.GenerateResponse:
+    if isinstance(part, Ending):
+        return inference_pb2.GenerateResponse(
+            request_id=request_id,
+            first_index=part.num_completion_tokens,
+            finish=_finish_to(part),
+        )
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        first_index=part.first_index,
+        token_ids=part.token_ids,
+        text=part.text,
+        logprobs=[logprobs_to(one) for one in part.logprobs],
+        prompt_logprobs=prompt_logprobs_to(part.prompt_logprobs),
+    )
+
+
+def _finish_to(ending: Ending) -> inference_pb2.Finish:
+    finish = ending.finish
+    return inference_pb2.Finish(
+        reason=FINISH_TO_MESSAGE[finish.reason],
+        stop_token_id=finish.stop_token_id,
+        stop_string=finish.stop_string,
+        usage=inference_pb2.Usage(
+            prompt_tokens=ending.num_prompt_tokens,
+            completion_tokens=ending.num_completion_tokens,
+        ),
+        timings=_timings_to(ending.timings),
+        served=_served_to(ending.served),
+    )
+
+
+def _timings_to(timings: Timings) -> inference_pb2.Timings:
+    return inference_pb2.Timings(
+        dispatched_s=timings.dispatched_s,
+        first_token_s=timings.first_token_s or 0.0,
+        first_decoded_token_s=timings.first_decoded_token_s or 0.0,
+        finished_s=timings.finished_s,
+    )
+
+
+def _served_to(served: Served) -> inference_pb2.Served:
+    summary = served.summary
+    return inference_pb2.Served(
+        prefill_node=served.prefill_node,
+        decode_node=served.decode_node,
+        prefill=PLACE_TO_MESSAGE[served.prefill],
+        prefill_reason=served.prefill_reason,
+        kv_bytes=summary.kv_bytes,
+        kv_blocks=summary.kv_blocks,
+        kv_transport=summary.kv_transport,
+        prompt_tokens_computed_on_decode=summary.prompt_tokens_computed,
+        prompt_tokens_cached_on_decode=summary.prompt_tokens_cached,
+        attempts=served.attempts,
+    )

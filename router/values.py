@@ -1,0 +1,132 @@
+"""What the router takes and gives, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.request import FinishReason
+from engine.sampling import SamplingParams
+from kv_transfer.types import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Texts that end an answer."""
+
+    strings: tuple[str, ...] = ()
+    is_included: bool = False  # whether the text that ended it is part of the answer
+    min_tokens: int = 0  # none of them counts before so many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One Generate call."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    stop: StopRule = StopRule()
+    model: str = ""  # empty: whichever is served
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What a request carries through the whole pipeline beside what it asks."""
+
+    received_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next part of an answer."""
+
+    first_index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why an answer ended."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+class PrefillPlace(Enum):
+    REMOTE = "remote"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSummary:
+    """What an answer took on its decode node, as that node tells it."""
+
+    kv_bytes: int = 0
+    kv_blocks: int = 0
+    kv_transport: str = ""
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Who did the work."""
+
+    prefill_node: str
+    decode_node: str
+    prefill: PrefillPlace
+    prefill_reason: str  # why it was local, if it was
+    summary: DecodeSummary
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds since the request was received; None for what did not happen."""
+
+    dispatched_s: float
+    first_token_s: float | None
+    first_decoded_token_s: float | None
+    finished_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The last thing told of a request that did not fail."""
+
+    finish: Finish
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings: Timings
+    served: Served

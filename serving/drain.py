@@ -1,0 +1,51 @@
+"""The life of a node between its start and its end: ready, told to go, finishing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from engine.errors import EngineStopped
+from serving.heartbeat import HasHeartbeat, follow_heartbeat
+from serving.node_state import NodeState
+from serving.server import Running, announce, stop_signal
+
+
+async def until_drained(server: Running, state: NodeState, engine: HasHeartbeat) -> None:
+    """Serves until told to stop, then takes nothing new and finishes what there is.
+
+    Raises EngineStopped if the engine fails.
+    """
+    async with stop_signal() as told:
+        heartbeat = asyncio.ensure_future(follow_heartbeat(engine, server.health))
+        try:
+            announce(state.card.role.value, server.address)
+            await _first(told.wait(), state.drain_wanted(), _wait(heartbeat))
+            if not heartbeat.done():
+                await _drain(server, state, heartbeat)
+        finally:
+            heartbeat.cancel()
+    if engine.failure is not None:
+        raise EngineStopped(f"the engine failed: {engine.failure!r}")
+
+
+async def _drain(
+    server: Running, state: NodeState, heartbeat: asyncio.Future[BaseException]
+) -> None:
+    heartbeat.cancel()
+    state.drain()
+    await server.health.set_ready(False)
+    await state.calls.idle()
+
+
+async def _wait(future: asyncio.Future[BaseException]) -> None:
+    await asyncio.wait([future])
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

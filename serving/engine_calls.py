@@ -1,0 +1,111 @@
+"""The engine's outputs as one stream per request, on the asyncio side of the wall."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Protocol
+
+from engine.loop import Deliver
+from engine.request import ClientId, Output, RequestId, RequestSpec
+from serving.errors import RequestIdInUse
+
+CLIENT_ID = ClientId("grpc")
+
+
+class Engine(Protocol):
+    """What a servicer may ask of the engine's loop."""
+
+    def attach(self, client_id: ClientId, deliver: Deliver) -> None: ...
+
+    def detach(self, client_id: ClientId) -> None: ...
+
+    def submit(self, spec: RequestSpec) -> None: ...
+
+    def abort(self, request_id: RequestId) -> None: ...
+
+
+class EngineCalls:
+    """Sends requests to the engine and hands each one's outputs to whoever waits for them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._inbox_by_request: dict[RequestId, asyncio.Queue[Output]] = {}
+        self._became_idle = asyncio.Event()
+        self._became_idle.set()
+        self._changed = asyncio.Event()
+
+    def __enter__(self) -> EngineCalls:
+        self._engine.attach(CLIENT_ID, self._deliver)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._engine.detach(CLIENT_ID)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._inbox_by_request)
+
+    def next_change(self) -> asyncio.Event:
+        """Set when a request comes or goes after this call."""
+        return self._changed
+
+    def touch(self) -> None:
+        """Wake whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def touch_from_engine(self) -> None:
+        """The same, from the engine's thread."""
+        self._loop.call_soon_threadsafe(self.touch)
+
+    async def idle(self) -> None:
+        """Returns when no request is under way."""
+        await self._became_idle.wait()
+
+    async def outputs(self, spec: RequestSpec) -> AsyncGenerator[Output, None]:
+        """Whatever the request gets, to its end. Left early, the request is aborted."""
+        inbox = self._open(spec.request_id)
+        is_finished = False
+        try:
+            self._engine.submit(spec)
+            while not is_finished:
+                output = await inbox.get()
+                is_finished = output.finish_reason is not None
+                yield output
+        finally:
+            if not is_finished:
+                self._engine.abort(spec.request_id)
+            self._shut(spec.request_id)
+
+    def _open(self, request_id: RequestId) -> asyncio.Queue[Output]:
+        if request_id in self._inbox_by_request:
+            raise RequestIdInUse(f"request {request_id} is under way; choose another id")
+        inbox: asyncio.Queue[Output] = asyncio.Queue()
+        self._inbox_by_request[request_id] = inbox
+        self._became_idle.clear()
+        self.touch()
+        return inbox
+
+    def _shut(self, request_id: RequestId) -> None:
+        del self._inbox_by_request[request_id]
+        if not self._inbox_by_request:
+            self._became_idle.set()
+        self.touch()
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Called on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._sort, outputs)
+
+    def _sort(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            inbox = self._inbox_by_request.get(output.request_id)
+            if inbox is not None:
+                inbox.put_nowait(output)

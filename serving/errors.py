@@ -1,0 +1,43 @@
+"""What a service refuses or fails with, by name. Their gRPC codes are in `serving/status.py`."""
+
+from __future__ import annotations
+
+
+class ServiceError(Exception):
+    """The root of every error that a service raises on purpose, beside the engine's own."""
+
+
+class UnknownModel(ServiceError):
+    """The request names a model that is not served here."""
+
+
+class EmptyPrompt(ServiceError):
+    """There is nothing to continue."""
+
+
+class UnsupportedInput(ServiceError):
+    """The request asks for something that this service does not do."""
+
+
+class RequestIdInUse(ServiceError):
+    """Another request of that id is under way."""
+
+
+class NoNodes(ServiceError):
+    """No node that could serve the request is known and reachable."""
+
+
+class NodeFailed(ServiceError):
+    """A node broke off, and no other try is left."""
+
+
+class Draining(ServiceError):
+    """The process takes no new requests: it is on its way out."""
+
+
+class GenerationFailed(ServiceError):
+    """The engine ended the request with an error."""
+
+
+class AddressInUse(ServiceError):
+    """The port is taken, or the address is not this machine's; the process stops at start."""

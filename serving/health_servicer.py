@@ -1,0 +1,40 @@
+"""grpc.health.v1 as a servicer. The packaged one loses watchers when another one leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from serving.health import Health
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._health.services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+        return _response(self._health.is_ready)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        if request.service not in self._health.services:
+            unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            yield health_pb2.HealthCheckResponse(status=unknown)
+            await asyncio.Event().wait()  # the protocol wants the stream kept open
+        async for is_ready in self._health.changes():
+            yield _response(is_ready)
+
+
+def _response(is_ready: bool) -> health_pb2.HealthCheckResponse:
+    kinds = health_pb2.HealthCheckResponse
+    return kinds(status=kinds.SERVING if is_ready else kinds.NOT_SERVING)

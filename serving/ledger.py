@@ -1,0 +1,126 @@
+"""What each request took on this node, noted where plans and KV reports pass by.
+
+The ledger stands between the engine and its two workers, looks at what goes through and
+changes nothing. Engine and workers know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.plan import Plan, Runner, RunResult
+from engine.request import RequestId
+from kv_transfer.records import Role, TransferRecord
+from kv_transfer.types import HandoffId, KvOrders, KvReports
+from kv_transfer.worker import KvTransferWorker
+
+# Called on the engine's thread; must not block.
+OnSent = Callable[[HandoffId], None]
+OnChange = Callable[[], None]
+
+NO_REPORTS = KvReports()
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request's account on this node, preemptions included."""
+
+    num_computed_prompt_tokens: int = 0  # run through the model here
+    num_cached_prompt_tokens: int = 0  # found in the prefix cache when it first ran
+    num_received_blocks: int = 0  # written by a peer
+    num_received_bytes: int = 0
+
+
+class Ledger:
+    """Entries are written on the engine's thread, and true once an output came of them.
+
+    A request's hand-off carries its id: on a node, the request of hand-off `a#1` is `a#1`.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._entries: dict[RequestId, Entry] = {}
+        self._on_sent: OnSent | None = None
+        self._on_change: OnChange | None = None
+
+    def tell_when_sent(self, on_sent: OnSent) -> None:
+        """From now on `on_sent` hears of each hand-off whose last write has ended."""
+        self._on_sent = on_sent
+
+    def tell_of_changes(self, on_change: OnChange) -> None:
+        """From now on `on_change` hears when blocks may have come free without a request."""
+        self._on_change = on_change
+
+    @contextmanager
+    def account(self, request_id: RequestId) -> Iterator[Entry]:
+        entry = self._entries[request_id] = Entry()
+        try:
+            yield entry
+        finally:
+            del self._entries[request_id]
+
+    def note_plan(self, plan: Plan) -> None:
+        for row in plan.started:
+            entry = self._entries.get(row.request_id)
+            if entry is None:
+                continue
+            num_known = min(row.num_prompt_tokens, row.num_computed_tokens)
+            if entry.num_computed_prompt_tokens == 0 and entry.num_received_blocks == 0:
+                entry.num_cached_prompt_tokens = num_known
+            entry.num_computed_prompt_tokens += row.num_prompt_tokens - num_known
+
+    def note_orders(self, orders: KvOrders) -> None:
+        for receive in orders.receives:
+            entry = self._entries.get(RequestId(str(receive.handoff_id)))
+            if entry is not None:
+                entry.num_cached_prompt_tokens = receive.first_block * self._block_size
+
+    def note_record(self, record: TransferRecord) -> None:
+        entry = self._entries.get(RequestId(str(record.handoff_id)))
+        if entry is not None and record.role is Role.RECEIVED and record.outcome == "done":
+            entry.num_received_blocks += record.num_blocks
+            entry.num_received_bytes += record.num_bytes
+
+    def note_reports(self, reports: KvReports) -> None:
+        if self._on_change is not None and reports != NO_REPORTS:
+            self._on_change()
+        if self._on_sent is not None:
+            for handoff_id in reports.finished_sending:
+                self._on_sent(handoff_id)
+
+
+class LedgerRunner:
+    """A runner whose plans are noted."""
+
+    def __init__(self, runner: Runner, ledger: Ledger) -> None:
+        self._runner = runner
+        self._ledger = ledger
+
+    def run(self, plan: Plan) -> RunResult:
+        if plan.started:
+            self._ledger.note_plan(plan)
+        return self._runner.run(plan)
+
+
+class LedgerKvWorker:
+    """A KV worker whose reports are noted."""
+
+    def __init__(self, worker: KvTransferWorker, ledger: Ledger) -> None:
+        self._worker = worker
+        self._ledger = ledger
+
+    def start(self, orders: KvOrders, now: float) -> None:
+        self._ledger.note_orders(orders)
+        self._worker.start(orders, now)
+
+    def poll(self, now: float) -> KvReports:
+        reports = self._worker.poll(now)
+        for record in self._worker.take_records():
+            self._ledger.note_record(record)
+        self._ledger.note_reports(reports)
+        return reports
+
+    def next_poll_s(self, now: float) -> float | None:
+        return self._worker.next_poll_s(now)

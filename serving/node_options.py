@@ -1,0 +1,23 @@
+"""What a person may choose for a node. The command line is read once, into this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.runner.load import RunnerConfig
+from engine.scheduler_config import SchedulerConfig
+
+KV_TRANSPORTS = ("nixl", "ucxx")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    runner: RunnerConfig
+    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 takes any that is free
+    node_id: str = ""  # empty draws one
+    model_name: str = ""  # empty takes the model folder's name
+    kv_transport: str = "nixl"
+    enable_prefix_caching: bool = True
+    cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system

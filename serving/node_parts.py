@@ -1,0 +1,110 @@
+"""The parts that both kinds of node are wired from, made from the options and the model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+
+from engine.assembly import EngineOptions
+from engine.errors import InvalidConfig
+from engine.loop import EngineLoop
+from engine.runner.runner import TorchRunner
+from engine.scheduler import Scheduler
+from kv_transfer.messages import Fingerprint, Region
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.pairs import Identity
+from kv_transfer.transport import Transport
+from kv_transfer.types import Incarnation, NodeId
+from serving.node import NodeCard, NodeLoad, NodeRole
+from serving.node_options import KV_TRANSPORTS, NodeOptions
+
+# The axes inside one block, outermost first.
+KV_LAYOUT = "layer,kv,head,token,dim"
+ID_BYTES = 4
+
+
+def pin(cpus: tuple[int, ...]) -> None:
+    """Before any thread is started: threads inherit it."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Identity:
+    memory = runner.kv_memory
+    return Identity(
+        node_id=NodeId(options.node_id or f"{role.value}-{secrets.token_hex(ID_BYTES)}"),
+        incarnation=Incarnation(secrets.token_hex(ID_BYTES)),
+        fingerprint=Fingerprint(
+            model=runner.info.fingerprint,
+            dtype=memory.dtype,
+            layout=KV_LAYOUT,
+            block_size=memory.block_size,
+            num_layers=memory.num_layers,
+            num_kv_heads=memory.num_kv_heads,
+            head_dim=memory.head_dim,
+        ),
+    )
+
+
+def card_of(
+    options: NodeOptions, role: NodeRole, identity: Identity, runner: TorchRunner
+) -> NodeCard:
+    return NodeCard(
+        node_id=identity.node_id,
+        incarnation=identity.incarnation,
+        role=role,
+        fingerprint=identity.fingerprint,
+        model=options.model_name or runner.info.folder.name,
+        max_model_len=runner.info.max_model_len,
+        vocab_size=runner.info.vocab_size,
+        num_blocks=runner.kv_memory.num_blocks,
+        block_bytes=runner.kv_memory.block_bytes,
+        kv_transport=options.kv_transport,
+    )
+
+
+def region_of(runner: TorchRunner) -> Region:
+    memory = runner.kv_memory
+    return Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
+
+
+def open_transport(name: str, region: Region) -> Transport:
+    """Raises TransportMissing if its library is not installed."""
+    if name == "nixl":
+        return NixlTransport(region)
+    known = ", ".join(KV_TRANSPORTS)
+    raise InvalidConfig(f"no KV transport is called {name!r}; choose one of: {known}")
+
+
+def engine_options(options: NodeOptions) -> EngineOptions:
+    return EngineOptions(options.scheduling, options.enable_prefix_caching)
+
+
+def load_reader(engine: EngineLoop, scheduler: Scheduler) -> Callable[[], Awaitable[NodeLoad]]:
+    """Asks the engine's thread between two of its steps."""
+    loop = asyncio.get_running_loop()
+
+    async def read() -> NodeLoad:
+        answer: asyncio.Future[NodeLoad] = loop.create_future()
+        engine.post(lambda: _answer(loop, answer, _load_of(scheduler)))
+        return await answer
+
+    return read
+
+
+def _answer(
+    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[NodeLoad], load: NodeLoad
+) -> None:
+    def tell() -> None:
+        if not answer.cancelled():
+            answer.set_result(load)
+
+    loop.call_soon_threadsafe(tell)
+
+
+def _load_of(scheduler: Scheduler) -> NodeLoad:
+    stats = scheduler.stats()
+    num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
+    return NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks)

@@ -1,0 +1,19 @@
+"""A child process that must not outlive the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """SIGTERM for this process when the parent is gone, however it went. Linux alone has this."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:  # gone before we could ask
+        sys.exit("the parent process is gone")

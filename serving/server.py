@@ -1,0 +1,94 @@
+"""One gRPC server's life: bind, serve with health and reflection, withdraw, finish, close."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from serving.channel import SERVER_OPTIONS
+from serving.errors import AddressInUse
+from serving.health import Health
+from serving.health_servicer import HealthServicer
+
+HEALTH = "grpc.health.v1.Health"
+READY_PREFIX = "baton ready:"
+# How long calls that outlived the drain may go on, such as watches: they are cut off anyway.
+CLOSE_GRACE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A servicer and its full name, as reflection tells it."""
+
+    name: str
+    add_to: Callable[[aio.Server], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    address: str  # host:port, the port that was really taken
+    health: Health
+
+
+@asynccontextmanager
+async def serving(host: str, port: int, services: Sequence[Service]) -> AsyncIterator[Running]:
+    """Serves from here to the end of the block, not ready until told so."""
+    names = tuple(service.name for service in services)
+    health = Health(names)
+    server = aio.server(options=SERVER_OPTIONS)
+    for service in services:
+        service.add_to(server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)
+    reflection.enable_server_reflection((*names, HEALTH, reflection.SERVICE_NAME), server)
+    taken = _bind(server, host, port)
+    await server.start()
+    try:
+        yield Running(f"{host}:{taken}", health)
+    finally:
+        await server.stop(CLOSE_GRACE_S)
+
+
+def announce(role: str, address: str) -> None:
+    """The line by which a parent process learns the port."""
+    print(f"{READY_PREFIX} {role} {address}", flush=True)
+
+
+def parse_announcement(line: str) -> tuple[str, str] | None:
+    """The role and the address; None for any other line."""
+    if not line.startswith(READY_PREFIX):
+        return None
+    role, address = line.removeprefix(READY_PREFIX).split()
+    return role, address
+
+
+@asynccontextmanager
+async def stop_signal() -> AsyncIterator[asyncio.Event]:
+    """Set by the first SIGTERM or SIGINT; a second one ends the process at once."""
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        told.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    yield told
+
+
+def _bind(server: aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise AddressInUse(
+            f"cannot listen on {host}:{port}; choose another --port, or 0 for any"
+        ) from error

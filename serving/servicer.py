@@ -1,0 +1,55 @@
+"""Servicers that both kinds of node share: the KV control link, and the node's own state."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
+from serving.kv_link import GrpcLinks
+from serving.node import card_to, load_to
+from serving.node_state import NodeState
+
+
+class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
+    """Lets decode nodes dial this node."""
+
+    def __init__(self, links: GrpcLinks) -> None:
+        self._links = links
+
+    async def Link(
+        self,
+        request_iterator: AsyncIterator[kv_link_pb2.LinkRequest],
+        context: aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[kv_link_pb2.LinkResponse]:
+        async with aclosing(self._links.accept(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+
+class NodeServicer(node_pb2_grpc.NodeServiceServicer):
+    """Tells who this node is and how busy, and lets it be drained."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+
+    async def GetNode(
+        self, request: node_pb2.GetNodeRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.GetNodeResponse:
+        return card_to(self._state.card)
+
+    async def Watch(
+        self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.WatchResponse]:
+        async with aclosing(self._state.loads()) as loads:
+            async for load in loads:
+                yield load_to(load)
+
+    async def Drain(
+        self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.DrainResponse:
+        self._state.drain()
+        return node_pb2.DrainResponse(num_unfinished=self._state.calls.num_unfinished)

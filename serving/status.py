@@ -1,0 +1,101 @@
+"""The one table from named errors to gRPC statuses, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode, aio
+from grpc_status import rpc_status
+
+from engine.errors import EngineError, EngineStopped, InvalidRequest
+from serving.errors import (
+    Draining,
+    EmptyPrompt,
+    GenerationFailed,
+    NodeFailed,
+    NoNodes,
+    RequestIdInUse,
+    ServiceError,
+    UnknownModel,
+    UnsupportedInput,
+)
+
+DOMAIN = "baton"
+DETAILS_KEY = "grpc-status-details-bin"
+
+# The reason is for programs, and never changes; the message is for people, and may.
+CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
+    InvalidRequest: (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    EmptyPrompt: (StatusCode.INVALID_ARGUMENT, "EMPTY_PROMPT"),
+    UnsupportedInput: (StatusCode.INVALID_ARGUMENT, "UNSUPPORTED_INPUT"),
+    UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    RequestIdInUse: (StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE"),
+    NoNodes: (StatusCode.UNAVAILABLE, "NO_NODES"),
+    NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),
+    Draining: (StatusCode.UNAVAILABLE, "DRAINING"),
+    EngineStopped: (StatusCode.UNAVAILABLE, "ENGINE_STOPPED"),
+    GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
+}
+NAMED = (ServiceError, EngineError)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """What a call to another process failed with."""
+
+    code: StatusCode
+    message: str
+    reason: str | None = None  # None: not one of ours, as when the connection broke
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@asynccontextmanager
+async def named_errors(
+    context: aio.ServicerContext[Any, Any], **metadata: str
+) -> AsyncIterator[None]:
+    """Ends the call with the named error's status; a bug passes through untouched."""
+    try:
+        yield
+    except NAMED as error:
+        await context.abort_with_status(rpc_status.to_status(status_of(error, metadata)))
+
+
+def status_of(error: Exception, metadata: dict[str, str] | None = None) -> status_pb2.Status:
+    code, reason = code_and_reason(error)
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata or {})
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    number: int = code.value[0]
+    return status_pb2.Status(code=number, message=str(error), details=[detail])
+
+
+def code_and_reason(error: Exception) -> tuple[StatusCode, str]:
+    for kind in type(error).__mro__:
+        if kind in CODE_AND_REASON:
+            return CODE_AND_REASON[kind]
+    return StatusCode.INTERNAL, "INTERNAL"
+
+
+def remote_error(error: grpc.RpcError) -> RemoteError:
+    """Reads a failed call, of either kind of channel."""
+    if not isinstance(error, (aio.AioRpcError, grpc.Call)):
+        return RemoteError(StatusCode.UNKNOWN, str(error))
+    message = error.details() or ""
+    for key, blob in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(blob, bytes):
+            return _rich(error.code(), message, blob)
+    return RemoteError(error.code(), message)
+
+
+def _rich(code: StatusCode, message: str, blob: bytes) -> RemoteError:
+    info = error_details_pb2.ErrorInfo()
+    for detail in status_pb2.Status.FromString(blob).details:
+        if detail.Unpack(info):
+            return RemoteError(code, message, info.reason, dict(info.metadata))
+    return RemoteError(code, message)

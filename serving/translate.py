@@ -1,0 +1,165 @@
+"""Messages to values and back: sampling, tokens, hand-offs, sequences. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf.message import Message
+
+from baton.v1 import node_pb2, sampling_pb2
+from engine.request import FinishReason, Output, RequestId
+from engine.sampling import SamplingParams
+from kv_transfer.messages import Fingerprint
+from kv_transfer.types import HandoffId, NodeId, Peer, TokenLogprobs
+
+# Fields that mean the same on both sides and may be left out of the message.
+SCALARS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+)
+FINISH_TO_MESSAGE = {
+    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: sampling_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: sampling_pb2.FINISH_REASON_ERROR,
+    FinishReason.HANDED_OFF: sampling_pb2.FINISH_REASON_HANDED_OFF,
+}
+FINISH_FROM_MESSAGE = {number: reason for reason, number in FINISH_TO_MESSAGE.items()}
+
+
+def sampling_from(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequest. Stop strings are not the engine's; they stay in the message."""
+    present_fields = {descriptor.name: value for descriptor, value in message.ListFields()}
+    given = {name: present_fields[name] for name in SCALARS if name in present_fields}
+    has_allowed = message.HasField("allowed_token_ids")
+    return SamplingParams(
+        **given,
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
+        banned_token_ids=tuple(message.banned_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
+    message = sampling_pb2.SamplingParams(
+        **{name: getattr(sampling, name) for name in SCALARS},
+        logit_bias=sampling.logit_bias,
+        banned_token_ids=sampling.banned_token_ids,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+    if sampling.allowed_token_ids is not None:
+        message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)
+    return message
+
+
+def logprobs_from(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((one.token_id, one.logprob) for one in message.top)
+    return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
+
+
+def logprobs_to(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
+    top = [sampling_pb2.TopLogprob(token_id=token, logprob=logp) for token, logp in value.top]
+    return sampling_pb2.TokenLogprobs(
+        token_id=value.token_id, logprob=value.logprob, rank=value.rank, top=top
+    )
+
+
+def prompt_logprobs_from(
+    messages: Iterable[sampling_pb2.PromptLogprobs],
+) -> tuple[TokenLogprobs | None, ...]:
+    return tuple(logprobs_from(one.token) if one.HasField("token") else None for one in messages)
+
+
+def prompt_logprobs_to(
+    values: Iterable[TokenLogprobs | None],
+) -> list[sampling_pb2.PromptLogprobs]:
+    return [
+        sampling_pb2.PromptLogprobs(token=None if one is None else logprobs_to(one))
+        for one in values
+    ]
+
+
+def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
+    return Output(
+        request_id=request_id,
+        first_index=message.first_index,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(logprobs_from(one) for one in message.logprobs),
+        prompt_logprobs=prompt_logprobs_from(message.prompt_logprobs),
+        finish_reason=FINISH_FROM_MESSAGE[message.finish_reason],
+        stop_token_id=present(message, "stop_token_id", message.stop_token_id),
+        error=message.error or None,
+    )
+
+
+def output_to(output: Output) -> node_pb2.TokenOutput:
+    return node_pb2.TokenOutput(
+        first_index=output.first_index,
+        token_ids=output.token_ids,
+        logprobs=[logprobs_to(one) for one in output.logprobs],
+        prompt_logprobs=prompt_logprobs_to(output.prompt_logprobs),
+        finish_reason=FINISH_TO_MESSAGE[output.finish_reason],
+        stop_token_id=output.stop_token_id,
+        error=output.error or "",
+    )
+
+
+def handoff_from(message: node_pb2.HandoffId) -> HandoffId:
+    return HandoffId(message.request_id, message.attempt)
+
+
+def handoff_to(handoff_id: HandoffId) -> node_pb2.HandoffId:
+    return node_pb2.HandoffId(request_id=handoff_id.request_id, attempt=handoff_id.attempt)
+
+
+def peer_from(message: node_pb2.Peer) -> Peer:
+    return Peer(NodeId(message.node_id), message.address)
+
+
+def peer_to(peer: Peer) -> node_pb2.Peer:
+    return node_pb2.Peer(node_id=peer.node_id, address=peer.address)
+
+
+def fingerprint_from(message: node_pb2.Fingerprint) -> Fingerprint:
+    return Fingerprint(
+        model=message.model,
+        dtype=message.dtype,
+        layout=message.layout,
+        block_size=message.block_size,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        wire_version=message.wire_version,
+    )
+
+
+def fingerprint_to(value: Fingerprint) -> node_pb2.Fingerprint:
+    return node_pb2.Fingerprint(
+        model=value.model,
+        dtype=value.dtype,
+        layout=value.layout,
+        block_size=value.block_size,
+        num_layers=value.num_layers,
+        num_kv_heads=value.num_kv_heads,
+        head_dim=value.head_dim,
+        wire_version=value.wire_version,
+    )
+
+
+def present(message: Message, name: str, value: int) -> int | None:
+    """A field whose absence differs from its being zero."""
+    return value if message.HasField(name) else None

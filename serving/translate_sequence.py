@@ -1,0 +1,96 @@
+"""A node's requests to the engine's, and back. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.v1 import node_pb2
+from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId, Peer
+from serving.errors import UnsupportedInput
+from serving.translate import handoff_from, handoff_to, peer_from, sampling_from, sampling_to
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """What the router asks a node to continue."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    prior_output_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+
+
+def engine_id(handoff_id: HandoffId) -> RequestId:
+    """What a request is called inside a node: two tries of one request never meet."""
+    return RequestId(str(handoff_id))
+
+
+def prefill_spec(request: node_pb2.PrefillRequest, client_id: ClientId, now: float) -> RequestSpec:
+    handoff_id = handoff_from(request.handoff_id)
+    return _spec(request.sequence, handoff_id, client_id, now, send_to=handoff_id)
+
+
+def decode_spec(request: node_pb2.DecodeRequest, client_id: ClientId, now: float) -> RequestSpec:
+    handoff_id = handoff_from(request.handoff_id)
+    receive = None
+    if request.HasField("prefill"):
+        receive = ReceiveKv(handoff_id, peer_from(request.prefill))
+    return _spec(request.sequence, handoff_id, client_id, now, receive_from=receive)
+
+
+def prefill_request(handoff_id: HandoffId, sequence: Sequence) -> node_pb2.PrefillRequest:
+    return node_pb2.PrefillRequest(
+        handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence)
+    )
+
+
+def decode_request(
+    handoff_id: HandoffId, sequence: Sequence, prefill: Peer | None
+) -> node_pb2.DecodeRequest:
+    peer = None
+    if prefill is not None:
+        peer = node_pb2.Peer(node_id=prefill.node_id, address=prefill.address)
+    return node_pb2.DecodeRequest(
+        handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence), prefill=peer
+    )
+
+
+def _spec(
+    message: node_pb2.Sequence,
+    handoff_id: HandoffId,
+    client_id: ClientId,
+    now: float,
+    *,
+    receive_from: ReceiveKv | None = None,
+    send_to: HandoffId | None = None,
+) -> RequestSpec:
+    if message.sampling.stop:
+        raise UnsupportedInput("a node knows no text: stop strings are the router's to watch for")
+    return RequestSpec(
+        request_id=engine_id(handoff_id),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from(message.sampling),
+        seed=message.seed,
+        arrival_s=now,
+        client_id=client_id,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        prior_output_token_ids=tuple(message.prior_output_token_ids),
+        receive_from=receive_from,
+        send_to=send_to,
+    )
+
+
+def _sequence_to(sequence: Sequence) -> node_pb2.Sequence:
+    return node_pb2.Sequence(
+        prompt_token_ids=sequence.prompt_token_ids,
+        prior_output_token_ids=sequence.prior_output_token_ids,
+        sampling=sampling_to(sequence.sampling),
+        seed=sequence.seed,
+        priority=sequence.priority,
+        cache_salt=sequence.cache_salt,
+    )

@@ -1,0 +1,66 @@
+"""One cluster of real processes for all tests that do not break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.client import Client
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.llm import LLM
+from tests.support.models import VARIANTS, make_model_folder
+
+NODE_ARGUMENTS = ("--kv-cache-memory", "4MiB", "--threads", "1", "--max-num-seqs", "32")
+
+StartCluster = Callable[..., LocalCluster]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The processes of the cluster share the machine with this one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
+
+
+@pytest.fixture(scope="session")
+def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
+    def make(*, num_prefill: int = 1, num_decode: int = 1) -> ClusterOptions:
+        return ClusterOptions(
+            str(model_folder), num_prefill, num_decode, node_arguments=NODE_ARGUMENTS
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    """One prefill node, one decode node, one router. Every process must end well."""
+    with LocalCluster(cluster_options()) as running:
+        yield running
+    codes = {child.name: child.process.returncode for child in running.children}
+    assert set(codes.values()) == {0}, codes
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    with Client(cluster.address, timeout_s=60) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def local(model_folder: Path) -> Iterator[LLM]:
+    """The same model in this process: no servers, no hand-off."""
+    with LLM(
+        str(model_folder), kv_cache_memory="4MiB", num_threads=1, show_progress=False
+    ) as engine:
+        yield engine

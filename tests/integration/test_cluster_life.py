@@ -1,0 +1,137 @@
+"""How processes of a cluster come, drain and go."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.client import BatonError, Client, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+from tests.support.models import prompt_of, reference_greedy
+from tests.support.nodes import is_busy
+
+MakeOptions = Callable[..., ClusterOptions]
+
+
+def greedy(max_tokens: int) -> Generation:
+    return Generation(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+
+
+def test_a_request_under_way_outlives_the_routers_sigterm(
+    cluster_options: MakeOptions, model_folder: Path
+) -> None:
+    prompt = prompt_of(33)
+    with LocalCluster(cluster_options()) as cluster, Client(cluster.address) as client:
+        stream = client.stream(prompt, greedy(200))
+        token_ids = list(next(stream).token_ids)
+
+        cluster.router.ask_to_stop()
+
+        token_ids += [token_id for chunk in stream for token_id in chunk.token_ids]
+        assert token_ids == reference_greedy(model_folder, prompt, 200)
+        assert cluster.router.process.wait(timeout=30) == 0
+
+
+def test_without_its_prefill_node_a_cluster_answers_from_decode_alone_and_says_so(
+    cluster_options: MakeOptions, model_folder: Path
+) -> None:
+    prompt = prompt_of(50)
+    with LocalCluster(cluster_options()) as cluster, Client(cluster.address) as client:
+        client.generate(prompt_of(20), greedy(2))
+        [prefill] = cluster.prefills
+        prefill.process.kill()
+        prefill.process.wait()
+
+        answer = client.generate(prompt, greedy(12))
+
+    assert answer.finish is not None
+    served = answer.finish.served
+    assert answer.token_ids == reference_greedy(model_folder, prompt, 12)
+    assert (served.is_prefill_remote, served.kv_bytes) == (False, 0)
+    assert served.prompt_tokens_computed_on_decode == 50
+    assert served.prefill_reason
+    assert [child.process.returncode for child in (cluster.router, *cluster.decodes)] == [0, 0]
+
+
+def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
+    cluster_options: MakeOptions, model_folder: Path
+) -> None:
+    prompt = prompt_of(40)
+    options = cluster_options(num_decode=2)
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        stream = client.stream(prompt, greedy(300))
+        chunks = [next(stream), next(stream)]
+        [serving] = [child for child in cluster.decodes if is_busy(child.address)]
+
+        serving.process.kill()
+
+        chunks += stream
+
+    token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    finish = chunks[-1].finish
+    assert token_ids == reference_greedy(model_folder, prompt, 300)
+    assert finish is not None
+    assert finish.served.attempts == 2
+    assert finish.served.decode_node != serving.name
+
+
+def test_without_any_decode_node_a_request_is_refused_by_name(
+    cluster_options: MakeOptions,
+) -> None:
+    with LocalCluster(cluster_options(num_prefill=0)) as cluster, Client(cluster.address) as client:
+        [decode] = cluster.decodes
+        decode.stop()
+
+        with pytest.raises(BatonError) as refusal:
+            client.generate(prompt_of(5), greedy(2))
+
+    assert refusal.value.reason == "NO_NODES"
+
+
+def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> None:
+    command = [sys.executable, "-m", "baton", "up", "--model", str(model_folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().startswith(b"serving on")
+        children = [os.pidfd_open(pid) for pid in children_of(parent.pid)]
+
+        parent.kill()
+
+        ended = select.poll()
+        for child in children:
+            ended.register(child, select.POLLIN)
+        for _ in range(len(children)):
+            [(child, _event), *_rest] = ended.poll(30_000)
+            ended.unregister(child)
+            os.close(child)
+    assert len(children) == 3
+
+
+def test_a_busy_port_is_one_clear_line_and_exit_code_2(model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = ["serve", "router", "--decode-nodes", "127.0.0.1:1", "--port", port]
+
+        ended = subprocess.run(
+            [sys.executable, "-m", "baton", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(f"baton: cannot listen on 127.0.0.1:{port}")
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [int(child) for child in listed.split()]

@@ -1,0 +1,77 @@
+"""An answer put together from two legs and many tries: each token once, in its place."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.request import FinishReason, Output, RequestId
+from router.answer import Answer
+from router.stops import StopWatcher
+from router.values import StopRule
+
+TOKENS = tuple(range(100, 120))
+LETTERS = "ab"
+STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@st.composite
+def told_of(draw: st.DrawFn) -> list[Output]:
+    """The whole answer in runs, from several tellers, in any order; the end may come early."""
+    outputs = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = draw(st.lists(st.integers(1, len(TOKENS) - 1), unique=True).map(sorted))
+        bounds = [0, *cuts, len(TOKENS)]
+        outputs += [an_output(a, b) for a, b in pairwise(bounds)]
+    return draw(st.permutations(outputs))
+
+
+def an_output(start: int, end: int) -> Output:
+    reason = FinishReason.LENGTH if end == len(TOKENS) else None
+    return Output(RequestId("r"), start, TOKENS[start:end], finish_reason=reason)
+
+
+@given(told_of())
+def test_tokens_come_once_and_in_order_whoever_tells_them_first(outputs: list[Output]) -> None:
+    answer = Answer()
+    taken: list[int] = []
+
+    for output in outputs:
+        assert (answer.finish is None) == (len(taken) < len(TOKENS))
+        piece = answer.take(output)
+        if piece is not None:
+            assert piece.first_index == len(taken)
+            taken += piece.token_ids
+
+    assert tuple(taken) == TOKENS
+    assert answer.finish is not None
+
+
+@given(st.lists(st.text(LETTERS, max_size=3)), STOPS, st.booleans())
+def test_text_in_pieces_stops_where_the_whole_text_would(
+    pieces: list[str], stops: tuple[str, ...], is_included: bool
+) -> None:
+    watcher = StopWatcher(StopRule(stops, is_included))
+    told = ""
+
+    for number, piece in enumerate(pieces, start=1):
+        if watcher.found is None:
+            told += watcher.push(piece, number)
+    if watcher.found is None:
+        told += watcher.flush()
+
+    assert (told, watcher.found) == cut_at_first_stop("".join(pieces), stops, is_included)
+
+
+def cut_at_first_stop(
+    text: str, stops: tuple[str, ...], is_included: bool
+) -> tuple[str, str | None]:
+    """Letter by letter: the first stop string to be complete, the longest if several are."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end if is_included else end - len(longest)], longest
+    return text, None

@@ -1,0 +1,171 @@
+"""The other end of every hand-off, at its worst: late, silent, gone, and writing garbage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import RequestId, RequestSpec
+from kv_transfer.types import (
+    BlockId,
+    Complete,
+    FirstToken,
+    HandoffId,
+    KvOrders,
+    KvReports,
+    Landed,
+    Lost,
+    Receive,
+    Withdraw,
+)
+from tests.support.fake_runner import KvTensor, kv_of, next_token
+
+
+@dataclass(slots=True)
+class Incoming:
+    order: Receive
+    is_over: bool = False  # lost or revoked: only the release is still to come
+
+
+@dataclass(slots=True)
+class Outgoing:
+    request_id: RequestId
+    block_ids: list[BlockId] = field(default_factory=list)
+    is_ended: bool = False
+    num_tokens: int | None = None  # told by Complete
+    first_token: FirstToken | None = None
+
+
+class FakeWire:
+    """Peers that compute what they should, over a wire that a test drives."""
+
+    def __init__(self, kv: KvTensor, vocab_size: int) -> None:
+        self._kv = kv
+        self._vocab_size = vocab_size
+        self._spec_by_id: dict[RequestId, RequestSpec] = {}
+        self.incoming: dict[HandoffId, Incoming] = {}
+        self.outgoing: dict[HandoffId, Outgoing] = {}
+        self._landed: list[Landed] = []
+        self._lost: list[Lost] = []
+        self._released: list[HandoffId] = []
+        self._sent: list[HandoffId] = []
+
+    def expect(self, spec: RequestSpec) -> None:
+        """The peer is told of this request too."""
+        self._spec_by_id[spec.request_id] = spec
+        if spec.send_to is not None:
+            self.outgoing[spec.send_to] = Outgoing(spec.request_id)
+
+    def wanted(self) -> list[HandoffId]:
+        """Receives that somebody waits for."""
+        return [h for h, incoming in self.incoming.items() if not incoming.is_over]
+
+    def unwanted(self) -> list[HandoffId]:
+        """Receives that were lost or revoked, and are not yet released."""
+        return [h for h, incoming in self.incoming.items() if incoming.is_over]
+
+    # --- what the wire may do -----------------------------------------------------
+
+    def land(self, handoff_id: HandoffId) -> None:
+        """The peer's KV is written, and nothing can write after it."""
+        order = self.incoming.pop(handoff_id).order
+        spec = self._spec_by_id[RequestId(handoff_id.request_id)]
+        slots = kv_of(context_of(spec))
+        assert order.num_tokens == len(slots)
+        start = order.first_block * self._kv.block_size
+        for position in range(start, len(slots)):
+            self._kv.write(order.block_ids, position - start, slots[position])
+        token = FirstToken(next_token(slots, spec.seed, self._vocab_size))
+        self._landed.append(Landed(handoff_id, order.num_tokens, token))
+
+    def lose(self, handoff_id: HandoffId) -> None:
+        self.incoming[handoff_id].is_over = True
+        self._lost.append(Lost(handoff_id, "the peer is gone"))
+
+    def release(self, handoff_id: HandoffId) -> None:
+        """The last write of a lost or revoked receive has landed, wherever it went."""
+        incoming = self.incoming.pop(handoff_id)
+        assert incoming.is_over
+        self._kv.spoil(incoming.order.block_ids)
+        self._released.append(handoff_id)
+
+    def report_again_released(self, handoff_id: HandoffId) -> None:
+        """A wire that breaks its promise to say everything once."""
+        self._released.append(handoff_id)
+
+    def end_sending(self, handoff_id: HandoffId) -> None:
+        """Nothing is read any more. Orders that cross this report on its way come to nothing."""
+        self._check_sent(handoff_id)
+        del self.outgoing[handoff_id]
+        self._sent.append(handoff_id)
+
+    def settle(self) -> None:
+        """All that the wire owes, it does now."""
+        for handoff_id, incoming in list(self.incoming.items()):
+            self.release(handoff_id) if incoming.is_over else self.land(handoff_id)
+        for handoff_id, outgoing in list(self.outgoing.items()):
+            if outgoing.is_ended:
+                self.end_sending(handoff_id)
+
+    # --- the KV worker's part -----------------------------------------------------
+
+    def start(self, orders: KvOrders) -> None:
+        for receive in orders.receives:
+            assert receive.handoff_id not in self.incoming
+            self.incoming[receive.handoff_id] = Incoming(receive)
+        for revoke in orders.revokes:
+            # It may have landed, or been lost, before the order came.
+            if revoke.handoff_id in self.incoming:
+                self.incoming[revoke.handoff_id].is_over = True
+        # A hand-off that the wire is done with is not there any more: see end_sending.
+        for send in orders.sends:
+            if send.handoff_id in self._sent:
+                continue
+            outgoing = self.outgoing[send.handoff_id]
+            assert send.first_block == len(outgoing.block_ids), "a gap or a repeat"
+            assert not outgoing.is_ended
+            outgoing.block_ids += send.block_ids
+        ends: tuple[Complete | Withdraw, ...] = (*orders.completes, *orders.withdraws)
+        for end in ends:
+            if end.handoff_id not in self._sent:
+                self._end(self.outgoing[end.handoff_id], end)
+
+    def misbehave(self) -> None:
+        """Write garbage wherever a write may land, and read whatever may be read."""
+        for incoming in self.incoming.values():
+            self._kv.spoil(incoming.order.block_ids)
+        for handoff_id in self.outgoing:
+            self._check_sent(handoff_id)
+
+    def poll(self) -> KvReports:
+        reports = KvReports(
+            finished_recving=tuple(self._landed),
+            failed_recving=tuple(self._lost),
+            released=tuple(self._released),
+            finished_sending=tuple(self._sent),
+        )
+        self._landed, self._lost, self._released, self._sent = [], [], [], []
+        return reports
+
+    def _end(self, outgoing: Outgoing, end: Complete | Withdraw) -> None:
+        assert not outgoing.is_ended
+        outgoing.is_ended = True
+        if isinstance(end, Complete):
+            outgoing.num_tokens = end.num_tokens
+            outgoing.first_token = end.first_token
+
+    def _check_sent(self, handoff_id: HandoffId) -> None:
+        """What the wire reads is what the peer would have computed."""
+        outgoing = self.outgoing[handoff_id]
+        spec = self._spec_by_id[outgoing.request_id]
+        slots = kv_of(context_of(spec))
+        num_sent = min(len(outgoing.block_ids) * self._kv.block_size, len(slots))
+        assert self._kv.read(outgoing.block_ids, num_sent) == slots[:num_sent]
+        if outgoing.first_token is not None:
+            assert outgoing.num_tokens == num_sent == len(slots)
+            first_token = next_token(slots, spec.seed, self._vocab_size)
+            assert outgoing.first_token.token_id == first_token
+
+
+def context_of(spec: RequestSpec) -> tuple[int, ...]:
+    """All tokens that a request comes with."""
+    return (*spec.prompt_token_ids, *spec.prior_output_token_ids)

@@ -1,0 +1,116 @@
+"""Nodes that behave, without processes: they answer, refuse, break off, and know who left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from engine.request import FinishReason, Output, RequestId
+from kv_transfer.messages import Fingerprint
+from kv_transfer.types import HandoffId, Incarnation, NodeId
+from router.legs import Leg, LegEvent, LegOutput, LegStream, LegSummary
+from router.nodes import Node, NodeTable
+from router.values import DecodeSummary
+from serving.errors import NodeFailed
+from serving.node import NodeCard, NodeRole
+from serving.translate_sequence import Sequence
+
+FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)
+
+
+def a_card(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> NodeCard:
+    return NodeCard(
+        node_id=NodeId(name or role.value),
+        incarnation=Incarnation("1"),
+        role=role,
+        fingerprint=fingerprint,
+        model="tiny",
+        max_model_len=512,
+        vocab_size=100,
+        num_blocks=10,
+        block_bytes=1024,
+        kv_transport="nixl",
+    )
+
+
+def a_node(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> Node:
+    card = a_card(role, name, fingerprint=fingerprint)
+    return Node(f"{card.node_id}:1", card)
+
+
+def a_table(*nodes: Node) -> NodeTable:
+    table = NodeTable()
+    for node in nodes or (a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)):
+        table.join(node.address, node.card)
+    return table
+
+
+def token_at(sequence: Sequence, index: int) -> int:
+    """The answer that every node gives to this prompt."""
+    return (sum(sequence.prompt_token_ids) + 7 * index) % 100
+
+
+@dataclass(slots=True)
+class Asked:
+    """One call that a node got."""
+
+    leg: Leg
+    node: str
+    handoff_id: HandoffId
+    sequence: Sequence
+    prefill: str | None = None
+
+
+@dataclass(slots=True)
+class FakeNodeCalls:
+    """Each fault happens once: to the first call that meets it."""
+
+    prefill_faults: list[Exception] = field(default_factory=list)
+    decode_breaks_after: list[int] = field(default_factory=list)  # so many tokens
+    is_endless: bool = False  # decode never finishes
+    asked: list[Asked] = field(default_factory=list)
+    left: list[Leg] = field(default_factory=list)  # streams closed before their end
+
+    async def prefill(self, node: Node, handoff_id: HandoffId, sequence: Sequence) -> LegStream:
+        self.asked.append(Asked(Leg.PREFILL, node.card.node_id, handoff_id, sequence))
+        if self.prefill_faults:
+            raise self.prefill_faults.pop(0)
+        first = len(sequence.prior_output_token_ids)
+        token_id = token_at(sequence, first)
+        output = _output(handoff_id, first, token_id, FinishReason.HANDED_OFF)
+        yield LegOutput(Leg.PREFILL, output)
+
+    async def decode(
+        self, node: Node, handoff_id: HandoffId, sequence: Sequence, prefill: Node | None
+    ) -> LegStream:
+        peer = None if prefill is None else str(prefill.card.node_id)
+        self.asked.append(Asked(Leg.DECODE, node.card.node_id, handoff_id, sequence, peer))
+        breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
+        try:
+            async for event in self._decoded(handoff_id, sequence, breaks_after):
+                yield event
+            if self.is_endless:
+                await asyncio.Event().wait()
+        except (asyncio.CancelledError, GeneratorExit):
+            self.left.append(Leg.DECODE)
+            raise
+
+    async def _decoded(
+        self, handoff_id: HandoffId, sequence: Sequence, breaks_after: int | None
+    ) -> AsyncGenerator[LegEvent, None]:
+        first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
+        for count, index in enumerate(range(first, last)):
+            if count == breaks_after:
+                raise NodeFailed("the decode node went away")
+            is_last = index == last - 1 and not self.is_endless
+            reason = FinishReason.LENGTH if is_last else None
+            output = _output(handoff_id, index, token_at(sequence, index), reason)
+            yield LegSummary(DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl"))
+            yield LegOutput(Leg.DECODE, output)
+
+
+def _output(
+    handoff_id: HandoffId, index: int, token_id: int, reason: FinishReason | None
+) -> Output:
+    return Output(RequestId(str(handoff_id)), index, (token_id,), finish_reason=reason)

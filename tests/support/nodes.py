@@ -1,0 +1,35 @@
+"""What tests ask of nodes directly, past the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from serving.node import NodeCard, NodeLoad, card_from, load_from
+
+
+def card_at(address: str) -> NodeCard:
+    with grpc.insecure_channel(address) as channel:
+        return card_from(node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest()))
+
+
+def is_busy(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        watch = node_pb2_grpc.NodeServiceStub(channel).Watch(node_pb2.WatchRequest())
+        load = load_from(next(watch))
+        watch.cancel()
+    return load.num_running + load.num_waiting > 0
+
+
+def await_load(address: str, is_wanted: Callable[[NodeLoad], bool], timeout_s: float = 30) -> None:
+    """Returns when the node tells of such a load; the call's deadline ends a vain wait."""
+    with grpc.insecure_channel(address) as channel:
+        watch = node_pb2_grpc.NodeServiceStub(channel).Watch(
+            node_pb2.WatchRequest(), timeout=timeout_s
+        )
+        for message in watch:
+            if is_wanted(load_from(message)):
+                watch.cancel()
+                return

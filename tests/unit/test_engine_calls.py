@@ -1,0 +1,83 @@
+"""Outputs of the engine's thread as streams on the asyncio side."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.loop import EngineLoop
+from engine.request import Output, RequestSpec
+from serving.engine_calls import CLIENT_ID, EngineCalls
+from serving.errors import RequestIdInUse
+from tests.support.engines import a_spec, an_engine
+
+PATIENCE_S = 30
+LONG = 100
+
+
+def spec_of(name: str, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3) -> RequestSpec:
+    return a_spec(name, prompt=prompt, max_tokens=max_tokens, client=CLIENT_ID)
+
+
+async def collect(calls: EngineCalls, spec: RequestSpec) -> list[Output]:
+    return [output async for output in calls.outputs(spec)]
+
+
+async def serve_and_wait(*specs: RequestSpec) -> list[list[Output]]:
+    with EngineLoop(an_engine()) as engine, EngineCalls(engine) as calls:
+        answers = await asyncio.gather(*(collect(calls, spec) for spec in specs))
+        await calls.idle()
+        return list(answers)
+
+
+def test_each_stream_gets_its_own_outputs_to_the_end() -> None:
+    first, second = asyncio.run(
+        asyncio.wait_for(serve_and_wait(spec_of("a"), spec_of("b", prompt=(9,))), PATIENCE_S)
+    )
+
+    assert {output.request_id for output in first} == {"a"}
+    assert {output.request_id for output in second} == {"b"}
+    assert [output.first_index for output in first] == [0, 1, 2]
+    assert first[-1].finish_reason is not None
+
+
+def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
+    core = an_engine()
+
+    async def leave() -> None:
+        with EngineLoop(core) as engine, EngineCalls(engine) as calls:
+            async with aclosing(calls.outputs(spec_of("a", max_tokens=LONG))) as outputs:
+                await anext(outputs)
+            await calls.idle()
+
+    asyncio.run(asyncio.wait_for(leave(), PATIENCE_S))
+
+    assert core.scheduler.is_idle
+    core.scheduler.check()
+
+
+def test_an_id_under_way_is_refused_and_the_one_under_way_goes_on() -> None:
+    async def twice() -> list[Output]:
+        with EngineLoop(an_engine()) as engine, EngineCalls(engine) as calls:
+            async with aclosing(calls.outputs(spec_of("a", max_tokens=LONG))) as outputs:
+                first = await anext(outputs)
+                with pytest.raises(RequestIdInUse):
+                    await collect(calls, spec_of("a"))
+                return [first, *[output async for output in outputs]]
+
+    outputs = asyncio.run(asyncio.wait_for(twice(), PATIENCE_S))
+
+    assert sum(len(output.token_ids) for output in outputs) == LONG
+
+
+def test_a_refused_request_leaves_nothing_under_way() -> None:
+    async def refused() -> int:
+        with EngineLoop(an_engine()) as engine, EngineCalls(engine) as calls:
+            with pytest.raises(InvalidRequest):
+                await collect(calls, spec_of("a", prompt=()))
+            return calls.num_unfinished
+
+    assert asyncio.run(refused()) == 0

@@ -1,0 +1,214 @@
+"""One request through the router, over nodes that behave."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import aclosing
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.sampling import SamplingParams
+from router.legs import Leg
+from router.nodes import NodeTable
+from router.pipeline import Pipeline, PipelineConfig
+from router.policy import RoundRobin
+from router.text import TokenIdsOnly
+from router.values import (
+    Call,
+    Ending,
+    Piece,
+    PrefillPlace,
+    RequestContext,
+    TextPrompt,
+    TokenPrompt,
+)
+from serving.errors import (
+    Draining,
+    EmptyPrompt,
+    NodeFailed,
+    NoNodes,
+    RequestIdInUse,
+    UnknownModel,
+    UnsupportedInput,
+)
+from serving.node import NodeRole
+from tests.support.node_calls import FakeNodeCalls, a_node, a_table, token_at
+
+PROMPT = (3, 4, 5)
+
+
+def a_pipeline(nodes: FakeNodeCalls, table: NodeTable | None = None) -> Pipeline:
+    ticks = itertools.count()
+    return Pipeline(
+        table=table or a_table(),
+        policy=RoundRobin(),
+        node_calls=nodes,
+        text=TokenIdsOnly(),
+        clock=lambda: float(next(ticks)),
+        config=PipelineConfig(max_attempts=3),
+    )
+
+
+def a_call(
+    request_id: str = "a",
+    *,
+    prompt: tuple[int, ...] = PROMPT,
+    max_tokens: int = 6,
+    model: str = "",
+    seed: int | None = None,
+) -> Call:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return Call(request_id, TokenPrompt(prompt), sampling, model=model)
+
+
+async def run(pipeline: Pipeline, call: Call) -> tuple[list[int], Ending]:
+    token_ids: list[int] = []
+    ending = None
+    async for part in pipeline.generate(call, RequestContext(0.0)):
+        if isinstance(part, Piece):
+            assert part.first_index == len(token_ids)
+            token_ids += part.token_ids
+        else:
+            ending = part
+    assert ending is not None
+    return token_ids, ending
+
+
+def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
+    return [token_at(nodes.asked[0].sequence, index) for index in range(count)]
+
+
+def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
+    nodes = FakeNodeCalls()
+
+    token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
+
+    prefill, decode = sorted(nodes.asked, key=lambda asked: asked.leg is Leg.DECODE)
+    assert (prefill.leg, decode.leg, decode.prefill) == (Leg.PREFILL, Leg.DECODE, "prefill")
+    assert prefill.handoff_id == decode.handoff_id
+    assert prefill.sequence.seed == decode.sequence.seed
+    assert token_ids == expected_tokens(nodes)
+    assert ending.served.prefill is PrefillPlace.REMOTE
+    assert ending.served.summary.kv_bytes == 2048
+
+
+def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
+    nodes = FakeNodeCalls()
+    pipeline = a_pipeline(nodes)
+
+    async def three() -> None:
+        await run(pipeline, a_call(seed=5))
+        await run(pipeline, a_call())
+        await run(pipeline, a_call())
+
+    asyncio.run(three())
+
+    seeds = [asked.sequence.seed for asked in nodes.asked if asked.leg is Leg.DECODE]
+    assert seeds[0] == 5
+    assert seeds[1] != seeds[2]
+
+
+def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[3])
+    table = a_table(
+        a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2")
+    )
+
+    token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+
+    first, second = (asked for asked in nodes.asked if asked.leg is Leg.DECODE)
+    assert token_ids == expected_tokens(nodes)
+    assert (first.handoff_id.attempt, second.handoff_id.attempt) == (1, 2)
+    assert first.node != second.node
+    assert second.sequence.prior_output_token_ids == tuple(token_ids[:3])
+    assert second.sequence.seed == first.sequence.seed
+    assert ending.served.attempts == 2
+
+
+def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[NodeFailed("gone")])
+
+    token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
+
+    assert token_ids == expected_tokens(nodes)
+    assert ending.served.prefill is PrefillPlace.LOCAL
+    assert ending.served.prefill_reason
+    assert [asked.leg for asked in nodes.asked].count(Leg.PREFILL) == 1
+
+
+def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[InvalidRequest("too long")], is_endless=True)
+
+    with pytest.raises(InvalidRequest, match="too long"):
+        asyncio.run(run(a_pipeline(nodes), a_call()))
+
+    assert nodes.left == [Leg.DECODE]
+
+
+def test_when_every_try_fails_the_last_failure_is_told() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[0, 0, 0])
+
+    with pytest.raises(NodeFailed):
+        asyncio.run(run(a_pipeline(nodes), a_call()))
+
+    assert [a.handoff_id.attempt for a in nodes.asked if a.leg is Leg.DECODE] == [1, 2, 3]
+
+
+def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:
+    nodes = FakeNodeCalls(is_endless=True)
+    pipeline = a_pipeline(nodes)
+
+    async def leave_then_drain() -> None:
+        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+            async for _ in parts:
+                break
+        await pipeline.drain()
+
+    asyncio.run(asyncio.wait_for(leave_then_drain(), timeout=30))
+
+    assert nodes.left == [Leg.DECODE]
+
+
+def test_an_id_is_refused_only_while_it_is_in_use() -> None:
+    nodes = FakeNodeCalls()
+    pipeline = a_pipeline(nodes)
+
+    async def twice_at_once_then_again() -> None:
+        async with aclosing(pipeline.generate(a_call("x"), RequestContext(0.0))) as parts:
+            await anext(parts)
+            with pytest.raises(RequestIdInUse):
+                await run(pipeline, a_call("x"))
+        await run(pipeline, a_call("x"))
+
+    asyncio.run(twice_at_once_then_again())
+
+
+def test_what_cannot_be_served_is_refused_before_any_node_is_asked() -> None:
+    nodes = FakeNodeCalls()
+    pipeline = a_pipeline(nodes)
+    text = Call("t", TextPrompt("hi"), SamplingParams())
+
+    for call, refusal in (
+        (a_call(prompt=()), EmptyPrompt),
+        (a_call(model="other"), UnknownModel),
+        (text, UnsupportedInput),
+    ):
+        with pytest.raises(refusal):
+            asyncio.run(run(pipeline, call))
+    with pytest.raises(NoNodes):
+        asyncio.run(run(a_pipeline(nodes, a_table(a_node(NodeRole.PREFILL))), a_call()))
+
+    assert nodes.asked == []
+
+
+def test_a_draining_router_takes_nothing_new() -> None:
+    pipeline = a_pipeline(FakeNodeCalls())
+
+    async def drain_then_ask() -> None:
+        await pipeline.drain()
+        await run(pipeline, a_call())
+
+    with pytest.raises(Draining):
+        asyncio.run(drain_then_ask())

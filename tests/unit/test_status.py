@@ -1,0 +1,51 @@
+"""Named errors as gRPC statuses."""
+
+from __future__ import annotations
+
+from google.rpc import error_details_pb2
+from grpc import StatusCode
+
+from engine import errors as engine_errors
+from serving import errors as service_errors
+from serving.status import CODE_AND_REASON, code_and_reason, status_of
+
+STOP_THE_PROCESS = {
+    engine_errors.InvalidConfig,
+    engine_errors.ModelError,
+    service_errors.AddressInUse,
+}
+
+
+def test_the_status_carries_code_message_and_reason() -> None:
+    status = status_of(engine_errors.InvalidRequest("top_p is 2"), {"request_id": "a"})
+
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (status.code, status.message) == (StatusCode.INVALID_ARGUMENT.value[0], "top_p is 2")
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "baton")
+    assert dict(info.metadata) == {"request_id": "a"}
+
+
+def test_every_service_error_that_a_call_can_meet_is_in_the_table() -> None:
+    kinds = {
+        kind
+        for kind in vars(service_errors).values()
+        if isinstance(kind, type) and issubclass(kind, service_errors.ServiceError)
+    }
+
+    unlisted = kinds - set(CODE_AND_REASON) - STOP_THE_PROCESS
+
+    assert unlisted == {service_errors.ServiceError}
+
+
+def test_reasons_are_not_shared() -> None:
+    reasons = [reason for _, reason in CODE_AND_REASON.values()]
+
+    assert len(set(reasons)) == len(reasons)
+
+
+def test_a_special_case_of_a_named_error_is_told_as_that_error() -> None:
+    class TooLong(engine_errors.InvalidRequest):
+        pass
+
+    assert code_and_reason(TooLong("x")) == (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")

@@ -1,0 +1,24 @@
+"""Stop strings at the edges that the properties do not name."""
+
+from __future__ import annotations
+
+from router.stops import StopWatcher
+from router.values import StopRule
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> None:
+    watcher = StopWatcher(StopRule(("END",)))
+
+    told = [watcher.push(piece, 9) for piece in ("some E", "N", "x", "EN", "D")]
+
+    assert told == ["some ", "", "ENx", "", ""]
+    assert watcher.found == "END"
+
+
+def test_no_stop_string_counts_before_min_tokens() -> None:
+    watcher = StopWatcher(StopRule(("stop",), min_tokens=2))
+
+    told = watcher.push("stop", 1) + watcher.push(" and stop", 3)
+
+    assert told == "stop and "
+    assert watcher.found == "stop"
