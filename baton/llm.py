@@ -6,11 +6,12 @@ import itertools
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from baton.interrupts import interrupts_wait
 from baton.progress import generation_bar, loading_bar
 from baton.text import Tokenizer
 from baton.units import parse_bytes
@@ -147,21 +148,26 @@ class LLM:
         answers = {spec.request_id: Completion(list(spec.prompt_token_ids)) for spec in specs}
         for spec in specs:
             self.engine.scheduler.add(spec)
-        try:
-            with generation_bar(len(specs), self._shows_progress) as advance:
-                num_unfinished = len(specs)
-                while num_unfinished:
-                    outputs = self._step()
-                    num_ended = sum(one.finish_reason is not None for one in outputs)
-                    num_unfinished -= num_ended
-                    for output in outputs:
-                        _take(output, answers[output.request_id])
-                    advance(num_ended, sum(len(one.token_ids) for one in outputs))
-        finally:
-            self._leave_nothing(answers)
+        with interrupts_wait() as stop_here:
+            try:
+                self._answer(answers, stop_here)
+            finally:
+                self._leave_nothing(answers)
         for answer in answers.values():
             answer.text = self.tokenizer.decode(answer.token_ids)
         return list(answers.values())
+
+    def _answer(self, answers: dict[RequestId, Completion], stop_here: Callable[[], None]) -> None:
+        num_unfinished = len(answers)
+        with generation_bar(num_unfinished, self._shows_progress) as advance:
+            while num_unfinished:
+                stop_here()
+                outputs = self._step()
+                for output in outputs:
+                    _take(output, answers[output.request_id])
+                num_ended = sum(one.finish_reason is not None for one in outputs)
+                num_unfinished -= num_ended
+                advance(num_ended, sum(len(one.token_ids) for one in outputs))
 
     def _step(self) -> list[Output]:
         by_client = self.engine.step(time.monotonic()).by_client

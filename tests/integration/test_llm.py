@@ -1,0 +1,135 @@
+"""`baton.LLM` and `baton run`: the engine as people use it from Python and from the shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import baton
+from baton import LLM, SamplingParams
+from engine.errors import InvalidRequest, ModelError
+from engine.request import FinishReason
+from tests.support.models import VOCAB_SIZE, prompt_of, reference_greedy
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def test_greedy_answers_equal_those_of_transformers(local: LLM, model_folder: Path) -> None:
+    prompts = [prompt_of(length) for length in (1, 15, 16, 17, 60)]
+
+    answers = local.generate(prompts, GREEDY)
+
+    expected = [reference_greedy(model_folder, prompt, 24) for prompt in prompts]
+    assert [answer.token_ids for answer in answers] == expected
+    assert {answer.finish_reason for answer in answers} == {FinishReason.LENGTH}
+    local.engine.scheduler.check()
+
+
+def test_text_goes_in_and_comes_out(local: LLM) -> None:
+    [answer] = local.generate("the quick brown fox", GREEDY)
+
+    assert answer.prompt_token_ids == local.tokenizer.encode("the quick brown fox")
+    assert answer.text == local.tokenizer.decode(answer.token_ids)
+
+
+def test_a_list_of_numbers_is_one_prompt(local: LLM) -> None:
+    answers = local.generate([5, 6, 7], GREEDY)
+
+    assert [answer.prompt_token_ids for answer in answers] == [[5, 6, 7]]
+
+
+def test_each_prompt_can_have_its_own_params(local: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, seed=1, ignore_eos=True) for n in (1, 5, 9)]
+
+    answers = local.generate([prompt_of(4)] * 3, params)
+
+    assert [len(answer.token_ids) for answer in answers] == [1, 5, 9]
+    assert answers[2].token_ids[:5] == answers[1].token_ids
+
+
+def test_logprobs_come_when_asked_for(local: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=0)
+
+    [answer] = local.generate([prompt_of(20)], params)
+
+    assert len(answer.logprobs) == len(answer.token_ids)
+    assert all(len(one.top) == 2 and one.rank == 1 for one in answer.logprobs)
+    assert len(answer.prompt_logprobs) == 20
+    assert answer.prompt_logprobs[0] is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        ([], "empty"),
+        ([VOCAB_SIZE], "vocabulary"),
+        ([5] * 10_000, "10000"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_named_and_the_engine_goes_on(
+    local: LLM, prompt: list[int], complaint: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"prompt 1: .*{complaint}"):
+        local.generate([prompt_of(3), prompt], GREEDY)
+
+    assert len(local.generate([prompt_of(3)], GREEDY)[0].token_ids) == 24
+    local.engine.scheduler.check()
+
+
+def test_too_few_params_for_the_prompts_are_refused(local: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="2 prompts came with 1"):
+        local.generate([prompt_of(3), prompt_of(4)], [GREEDY])
+
+
+def test_ctrl_c_leaves_the_engine_ready_for_the_next_call(local: LLM) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _generate_until_interrupted(local)
+
+    assert not local.engine.scheduler.has_work
+    local.engine.scheduler.check()
+    assert len(local.generate([prompt_of(3)], GREEDY)[0].token_ids) == 24
+
+
+def test_names_that_baton_does_not_have_are_an_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
+        baton.LLMM  # noqa: B018
+
+
+def test_a_missing_folder_is_named() -> None:
+    with pytest.raises(ModelError, match="no-such-folder"):
+        LLM("/no-such-folder/model")
+
+
+def test_run_prints_the_answer_and_tells_the_size_of_the_cache(model_folder: Path) -> None:
+    done = _baton("run", "--model", str(model_folder), "--max-tokens", "4", "the fox")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the fox")
+    assert "blocks" in done.stderr
+
+
+def test_run_names_a_bad_setting_in_one_line(model_folder: Path) -> None:
+    done = _baton("run", "--model", str(model_folder), "--temperature", "-1", "the fox")
+
+    assert done.returncode == 2
+    assert done.stderr == "baton: temperature is -1.0; it must be from 0 to 100\n"
+
+
+def _generate_until_interrupted(local: LLM) -> None:
+    """The second thread strikes whenever it likes: between two steps, or inside of one."""
+    endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    press = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+    press.start()
+    while True:
+        local.generate([prompt_of(length) for length in range(1, 9)], endless)
+
+
+def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton", *arguments, "--kv-cache-memory", "4MiB"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
