@@ -6,7 +6,7 @@ and a calendar knows at which step it will need its next block.
 
 from __future__ import annotations
 
-from engine.lifecycle import Request
+from engine.lifecycle import NOT_DUE, Request
 from engine.plan import Plan, Row
 from engine.request import RequestId
 from kv_transfer.types import BlockId, KvOrders
@@ -40,8 +40,12 @@ class Batch:
         """The decoding requests that have no room for this step's tokens, best rank first."""
         self._step += 1
         self.chunks = []
-        due = self._due.pop(self._step, [])
-        short = [request for request in due if request.due_step == self._step]
+        short = []
+        for request in self._due.pop(self._step, ()):
+            # Entries of those that left stay behind; one that came back may have two.
+            if request.due_step == self._step:
+                request.due_step = NOT_DUE
+                short.append(request)
         short.sort(key=_rank)
         return short
 
@@ -76,7 +80,7 @@ class Batch:
         self.prefilling.pop(request_id, None)
         self._decode_tokens.pop(request_id, None)
         self._new_block_ids.pop(request_id, None)
-        request.due_step = -1
+        request.due_step = NOT_DUE
         self._dropped.append(request_id)
 
     def take_plan(self, kv_orders: KvOrders) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan import KvWorker, Plan, Runner, RunResult, StepResult
+from engine.plan import KvWorker, Runner, RunResult, StepResult
 from engine.request import StepOutputs
 from engine.scheduler import Scheduler
 from kv_transfer.types import KvOrders, KvReports
@@ -24,11 +24,9 @@ class EngineCore:
         """One turn: at most one forward pass, never a wait on the wire."""
         plan = self.scheduler.schedule(now)
         self._kv_worker.start(plan.kv_orders, now)
-        run = self._runner.run(plan) if _concerns_runner(plan) else RunResult()
+        run = self._runner.run(plan) if plan.concerns_runner else RunResult()
         reports = self._kv_worker.poll(now)
-        self._made_progress = (
-            bool(plan.num_scheduled_tokens) or plan.kv_orders != NO_ORDERS or reports != NO_REPORTS
-        )
+        self._made_progress = not plan.is_empty or reports != NO_REPORTS
         return self.scheduler.update(plan, StepResult(run, reports))
 
     def may_sleep_s(self, now: float) -> float | None:
@@ -51,7 +49,3 @@ class NoKvWorker:
 
     def next_poll_s(self, now: float) -> float | None:
         return None
-
-
-def _concerns_runner(plan: Plan) -> bool:
-    return bool(plan.num_scheduled_tokens or plan.started or plan.dropped)

@@ -41,6 +41,7 @@ class _Sending:
     block_ids: list[BlockId] = field(default_factory=list)
     is_ended: bool = False  # Complete or Withdraw is ordered: nothing more will be sent
     is_over: bool = False  # the wire is done with it, maybe before its time
+    is_withdrawn: bool = False
 
 
 class HandOffs:
@@ -167,7 +168,13 @@ class HandOffs:
         """The request ends before its first token."""
         handoff_id = request.spec.send_to
         if handoff_id is not None and self._end_send(handoff_id):
-            self._withdraws.append(Withdraw(handoff_id, reason))
+            self._withdraw(handoff_id, reason)
+
+    def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
+        """Nobody wants what is complete here and may not have left yet."""
+        sending = self._sending.get(handoff_id)
+        if sending is not None and sending.is_ended and not sending.is_withdrawn:
+            self._withdraw(handoff_id, reason)
 
     def end_sending(self, handoff_id: HandoffId) -> None:
         """Nothing reads its blocks any more. It may come before all is sent: a peer left."""
@@ -180,6 +187,12 @@ class HandOffs:
         sending.is_over = True
         if sending.is_ended:
             del self._sending[handoff_id]
+
+    def _withdraw(self, handoff_id: HandoffId, reason: str) -> None:
+        sending = self._sending.get(handoff_id)
+        if sending is not None:
+            sending.is_withdrawn = True
+        self._withdraws.append(Withdraw(handoff_id, reason))
 
     def _end_send(self, handoff_id: HandoffId) -> bool:
         """False if nobody needs to be told."""

@@ -12,6 +12,8 @@ from kv_transfer.types import BlockId
 # (priority, arrival time, serial): lower goes earlier. FCFS leaves the first two at zero.
 Rank = tuple[int, float, int]
 
+NOT_DUE = 0  # steps are counted from one
+
 
 class RequestStatus(Enum):
     WAITING = "waiting"  # holds nothing
@@ -96,7 +98,7 @@ class Request:
         self.num_registered_blocks = 0  # its first so many can be hit by others
         self.is_registering = True  # False: its KV is older than a reset of the cache
         self.is_long = False  # a long prompt, not yet computed to its end
-        self.due_step = -1  # when it needs its next block, see calendar
+        self.due_step = NOT_DUE  # when it needs its next block, see calendar
 
         # For the account that goes out with the last output.
         self.num_cached_tokens = 0

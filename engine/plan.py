@@ -39,6 +39,15 @@ class Plan:
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     kv_orders: KvOrders = KvOrders()
 
+    @property
+    def concerns_runner(self) -> bool:
+        return bool(self.num_scheduled_tokens or self.started or self.dropped)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing can be done now; nor can it in the next step, unless something happens."""
+        return not self.concerns_runner and self.kv_orders == KvOrders()
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:

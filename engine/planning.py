@@ -70,19 +70,22 @@ class Planner:
     # --- ready --------------------------------------------------------------------
 
     def _start_ready(self) -> bool:
-        """False if one was left for want of blocks or tokens, not just of a place."""
-        book, cost = self._book, self._config.num_slots_per_decode
+        """False if one was left for want of blocks, not just of a place in the batch.
+
+        Tokens are never short: the budget holds as many decodes as the batch has places.
+        """
+        book = self._book
         while (head := book.ready.peek()) is not None:
             if len(book.batch) >= self._config.max_num_seqs:
                 return True
             request = head[1]
-            if self._budget < cost or not self._make_room_for_ready(request):
+            if not self._make_room_for_ready(request):
                 return False
             book.ready.remove(request)
             request.move(RequestStatus.RUNNING)
             book.batch.start_decode(request, book.cache.capacity(request))
             book.note(request, RequestEventKind.SCHEDULED)
-            self._budget -= cost
+            self._budget -= self._config.num_slots_per_decode
         return True
 
     def _make_room_for_ready(self, request: Request) -> bool:

@@ -15,6 +15,7 @@ from engine.planning import Planner
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec, StepOutputs
 from engine.scheduler_config import CacheConfig, SchedulerConfig
 from engine.settling import Settler
+from kv_transfer.types import HandoffId
 
 
 class Scheduler:
@@ -54,6 +55,14 @@ class Scheduler:
         )
         self._book.put_out(request.client_id, ended)
         self._book.finish(request, FinishReason.ABORT)
+
+    def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
+        """Take back a hand-off whose request has ended with its first token.
+
+        Its blocks come free when the wire is done with them. Hand-offs that are over, and
+        those of requests that still live (abort those), are left alone.
+        """
+        self._book.handoffs.give_up_sending(handoff_id, reason)
 
     def abort_client(self, client_id: ClientId) -> None:
         """End all requests of a client that is gone."""

@@ -58,8 +58,8 @@ class _Group:
     num_queries: int  # of each sequence; 1, or any number for a group of one sequence
     block_table: Tensor  # [sequences, blocks]
     dead_blocks: Tensor  # flat places in block_table that hold slots nobody may see,
-    dead_slots: Tensor  # and which slots those are: [dead blocks, 1, 1, block_size, 1]
-    mask: Tensor | None  # [sequences, 1, queries, slots], added to scores; None is causal
+    dead_slots: Tensor  # and which slots those are: [dead blocks, block_size, 1]
+    mask: Tensor | None  # [1, sequences, queries, slots], added to scores; None is causal
 
     @property
     def tokens(self) -> slice:
@@ -87,40 +87,38 @@ class _TorchPass:
         return answer
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
-        """The group's keys and values, each [sequences, kv_heads, slots, head_dim]."""
+        """The group's keys and values, each [kv_heads, sequences, slots, head_dim]."""
         num_sequences, num_blocks = group.block_table.shape
-        blocks = self._kv[:, layer].index_select(0, group.block_table.flatten())
-        _, _, num_kv_heads, block_size, head_dim = blocks.shape
+        by_head = self._kv[:, layer].permute(1, 2, 0, 3, 4)
+        blocks = by_head.index_select(2, group.block_table.flatten())
+        _, num_kv_heads, _, block_size, head_dim = blocks.shape
         if group.dead_blocks.numel():
             # A weight of zero does not hide a NaN, so what must not be seen is made zero.
-            cleaned = blocks[group.dead_blocks].masked_fill(group.dead_slots, 0.0)
-            blocks[group.dead_blocks] = cleaned
-        grouped = blocks.view(num_sequences, num_blocks, 2, num_kv_heads, block_size, head_dim)
-        flat = grouped.permute(2, 0, 3, 1, 4, 5).reshape(
-            2, num_sequences, num_kv_heads, num_blocks * block_size, head_dim
+            cleaned = blocks[:, :, group.dead_blocks].masked_fill(group.dead_slots, 0.0)
+            blocks[:, :, group.dead_blocks] = cleaned
+        keys, values = blocks.view(
+            2, num_kv_heads, num_sequences, num_blocks * block_size, head_dim
         )
-        return flat[0], flat[1]
+        return keys, values
 
 
 def _attend_many(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """One token each of many sequences; the heads that share a KV head are its queries."""
-    num_sequences, num_kv_heads, _, head_dim = keys.shape
-    grouped = query.view(num_sequences, num_kv_heads, -1, head_dim)
-    return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view_as(
-        query
-    )
+    num_kv_heads, num_sequences, _, head_dim = keys.shape
+    grouped = query.view(num_sequences, num_kv_heads, -1, head_dim).transpose(0, 1)
+    answer = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    return answer.transpose(0, 1).reshape(query.shape)
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Many tokens of one sequence; the batch dimension is the KV heads."""
+    """Many tokens of one sequence; the heads that share a KV head are a dimension."""
     num_tokens, num_heads, head_dim = query.shape
-    _, num_kv_heads, num_slots, _ = keys.shape
+    num_kv_heads, _, num_slots, _ = keys.shape
     shared = num_heads // num_kv_heads
-    wide = (num_kv_heads, shared, num_slots, head_dim)
     answer = functional.scaled_dot_product_attention(
         query.view(num_tokens, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3),
-        keys[0][:, None].expand(wide),
-        values[0][:, None].expand(wide),
+        keys.expand(num_kv_heads, shared, num_slots, head_dim),
+        values.expand(num_kv_heads, shared, num_slots, head_dim),
         attn_mask=mask,
         is_causal=mask is None,
     )
@@ -170,7 +168,7 @@ def _group(
         num_queries=num_queries,
         block_table=torch.from_numpy(table).to(kv.device),
         dead_blocks=torch.from_numpy(dead_blocks).to(kv.device),
-        dead_slots=torch.from_numpy(dead[dead_blocks]).to(kv.device)[:, None, None, :, None],
+        dead_slots=torch.from_numpy(dead[dead_blocks]).to(kv.device)[:, :, None],
         mask=_mask(queries, slots, window, kv),
     )
 
@@ -180,8 +178,8 @@ def _mask(queries: Ints, slots: Ints, window: int | None, kv: Tensor) -> Tensor 
     is_whole_prompt = queries.shape[1] > 1 and queries[0, 0] == 0 and slots[0, 0] == 0
     if is_whole_prompt and (window is None or window >= queries.shape[1]):
         return None
-    query = torch.from_numpy(queries).to(kv.device)[:, None, :, None]
-    slot = torch.from_numpy(slots).to(kv.device)[:, None, None, :]
+    query = torch.from_numpy(queries).to(kv.device)[None, :, :, None]
+    slot = torch.from_numpy(slots).to(kv.device)[None, :, None, :]
     hidden = slot > query
     if window is not None:
         hidden = hidden | (slot <= query - window)

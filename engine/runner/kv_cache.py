@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.errors import InvalidConfig
 from engine.runner.config import ModelConfig
-from engine.runner.facts import KvMemory as KvMemory
+from engine.runner.facts import KvMemory
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")

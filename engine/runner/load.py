@@ -12,9 +12,9 @@ from engine.model_folder import read_generation_defaults, resolve_model_folder
 from engine.runner.attention import TorchPagedAttention
 from engine.runner.batch import PersistentBatch
 from engine.runner.config import ModelConfig, read_model_config
-from engine.runner.facts import ModelInfo
+from engine.runner.facts import ModelInfo, OnLoad
 from engine.runner.kv_cache import KvShape, free_bytes, num_blocks_within
-from engine.runner.model import OnLoad, load_decoder
+from engine.runner.model import load_decoder
 from engine.runner.rope import Rope
 from engine.runner.runner import TorchRunner
 from engine.runner.settings import RunnerConfig as RunnerConfig

@@ -12,8 +12,7 @@ from torch.nn import functional
 from engine.runner.attention import AttentionPass
 from engine.runner.config import ModelConfig
 from engine.runner.facts import LoadProgress as LoadProgress
-from engine.runner.facts import OnLoad as OnLoad
-from engine.runner.facts import PassHook as PassHook
+from engine.runner.facts import OnLoad, PassHook
 from engine.runner.rope import rotate
 from engine.runner.weights import Shape, WeightFiles
 

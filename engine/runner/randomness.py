@@ -22,9 +22,10 @@ def waiting_times(seeds: Sequence[int], positions: Sequence[int], token_ids: Ten
     places = zip(seeds, positions, strict=True)
     keys = [_signed(_mix(_mix(seed) + position)) for seed, position in places]
     key = torch.tensor(keys, dtype=torch.int64, device=token_ids.device)[:, None]
-    bits = _mix_tensor(key + (token_ids + 1) * _signed(GOLDEN))
+    bits = _mix_in_place(((token_ids + 1) * _signed(GOLDEN)).add_(key))
+    bits.bitwise_right_shift_(1).bitwise_and_(MASK >> 1)
     # 63 bits keep their precision where it counts, near zero; one half keeps zero itself away.
-    uniform = ((bits >> 1) & (MASK >> 1)).to(torch.float32).add_(0.5).mul_(2.0**-63)
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-63)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
@@ -36,11 +37,13 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _mix_tensor(value: Tensor) -> Tensor:
+def _mix_in_place(value: Tensor) -> Tensor:
     """The same on int64 tensors, where products wrap and shifts must be freed of the sign."""
-    value = (value ^ ((value >> 30) & (MASK >> 30))) * _signed(FIRST)
-    value = (value ^ ((value >> 27) & (MASK >> 27))) * _signed(SECOND)
-    return value ^ ((value >> 31) & (MASK >> 31))
+    shifted = torch.empty_like(value)
+    for num_bits, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        torch.bitwise_right_shift(value, num_bits, out=shifted)
+        value.bitwise_xor_(shifted.bitwise_and_(MASK >> num_bits)).mul_(_signed(factor))
+    return value
 
 
 def _signed(value: int) -> int:

@@ -1,4 +1,12 @@
-"""The model runner: plans in, tokens out. Owns the weights, the KV tensor and the batch."""
+"""The model runner: plans in, tokens out. Owns the weights, the KV tensor and the batch.
+
+What company a request keeps changes none of its decisions: random numbers are keyed by
+(seed, position, token), and no row of logits is touched on behalf of another. It can change
+the last bits of the logits, because matrix products add up in another order for another
+number of rows. So a request's tokens are the same alone, in a batch, after preemption, with a
+prefix hit and on another node, unless two tokens are as near as rounding: next to never in
+float32, now and then in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +18,7 @@ from torch import Tensor
 from engine.plan import Plan, RunResult
 from engine.runner.attention import TorchPagedAttention
 from engine.runner.batch import PersistentBatch, RowFacts, Step
-from engine.runner.facts import KvMemory as KvMemory
-from engine.runner.facts import ModelInfo as ModelInfo
-from engine.runner.facts import PassHook as PassHook
+from engine.runner.facts import KvMemory, ModelInfo, PassHook
 from engine.runner.kv_cache import describe
 from engine.runner.logprobs import token_logprobs
 from engine.runner.model import Decoder

@@ -20,6 +20,8 @@ from engine.sampling import SamplingParams
 
 # How many candidates top-p looks at before it sorts the whole vocabulary.
 FIRST_LOOK = 1024
+# As many as the processor's own cache holds.
+RACERS_AT_ONCE = 1 << 17
 SMALLEST_TEMPERATURE = 1e-30  # in float32 the next ones are none
 NO_TOKEN_LEFT = "no token may be chosen: the allowed, banned and stop tokens leave none"
 NOT_FINITE = "the model's logits are not finite"
@@ -49,7 +51,9 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
         """logits: [rows, vocab_size] in float32; left as they are."""
-        is_finite = torch.isfinite(logits).all(dim=-1).tolist()
+        # NaN goes through both, so one pass over the logits tells.
+        least, most = torch.aminmax(logits, dim=-1)
+        is_finite = (least.isfinite() & most.isfinite()).tolist()
         good = [place for place, finite in enumerate(is_finite) if finite]
         choices = [Choice(None, NOT_FINITE)] * len(rows)
         for place, choice in zip(good, self._choose(logits, rows, good), strict=True):
@@ -61,9 +65,8 @@ class Sampler:
             logits = logits[good]
         kept = [rows[place] for place in good]
         constrained = constrain(logits, kept, self._eos_token_ids)
-        token_ids = constrained.argmax(dim=-1)
-        # A row that may choose nothing has no largest logit either.
-        is_empty = torch.isneginf(constrained.amax(dim=-1)).tolist() if len(kept) else []
+        best, token_ids = constrained.max(dim=-1)
+        is_empty = best.isneginf().tolist()  # everything is forbidden
         random = [i for i, row in enumerate(kept) if not (row.sampling.is_greedy or is_empty[i])]
         if random:
             drawn = _draw(constrained[random], [kept[i] for i in random])
@@ -161,6 +164,11 @@ def _race(values: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) -> Tenso
     """values and token_ids: [rows, candidates]. The draw itself, by weight exp(value)."""
     seeds = [row.seed for row in rows]
     positions = [len(row.known_tokens) for row in rows]
-    times = waiting_times(seeds, positions, token_ids)
-    winner = (values.softmax(dim=-1) / times).argmax(dim=-1, keepdim=True)
-    return token_ids.gather(1, winner).squeeze(1)
+    winners = []
+    at_once = max(1, RACERS_AT_ONCE // values.shape[1])
+    for start in range(0, len(rows), at_once):
+        part = slice(start, start + at_once)
+        times = waiting_times(seeds[part], positions[part], token_ids[part])
+        ratios = values[part].softmax(dim=-1).div_(times)
+        winners.append(token_ids[part].gather(1, ratios.argmax(dim=-1, keepdim=True)))
+    return torch.cat(winners).squeeze(1)

@@ -112,6 +112,10 @@ class EngineWorld:
         self._is_at_rest = False
         self.scheduler.abort(request_id)
 
+    def give_up_sending(self, handoff_id: HandoffId) -> None:
+        self._is_at_rest = False
+        self.scheduler.give_up_sending(handoff_id, "nobody wants it")
+
     def fail_next_token(self, request_id: RequestId) -> None:
         self.runner.failing.add(request_id)
 
@@ -128,6 +132,7 @@ class EngineWorld:
             for output in its_outputs:
                 self.receipts[output.request_id].take(output)
         self.scheduler.check()
+        self._check_limits(plan)
         self._check_rest(plan, reports)
         return plan
 
@@ -170,13 +175,21 @@ class EngineWorld:
             return
         assert receipt.token_ids == expected, f"{receipt.spec} got {receipt.token_ids}"
         assert receipt.finish_reason is reason
+        self._check_account(receipt)
+
+    def _check_account(self, receipt: Receipt) -> None:
+        """Every token it came with was cached, received or computed; each logprob told once."""
         served = receipt.outputs[-1].served
         assert served is not None
         num_had = (
             served.num_cached_tokens + served.num_received_tokens + served.num_prefilled_tokens
         )
         num_context = len(context_of(receipt.spec))
-        assert num_had == num_context if not served.num_preemptions else num_had >= num_context
+        assert num_had == num_context or served.num_preemptions
+        num_told = sum(len(output.prompt_logprobs) for output in receipt.outputs)
+        wants_all = receipt.spec.sampling.prompt_logprobs is not None
+        if receipt.spec.receive_from is None:
+            assert num_told == wants_all * len(receipt.spec.prompt_token_ids)
 
     def alone(self, spec: RequestSpec) -> tuple[list[int], FinishReason]:
         """The answer and the end of a request that shares nothing with anyone."""
@@ -197,6 +210,10 @@ class EngineWorld:
         if spec.send_to is not None and len(answer) > 1:
             return answer[:1], FinishReason.HANDED_OFF
         return answer, reason
+
+    def _check_limits(self, plan: Plan) -> None:
+        assert len(plan.num_scheduled_tokens) <= self.config.max_num_seqs
+        assert sum(plan.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens
 
     def _check_rest(self, plan: Plan, reports: KvReports) -> None:
         """An engine sleeps after a step that did nothing, so it may not have work then."""

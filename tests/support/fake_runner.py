@@ -113,6 +113,8 @@ class FakeRunner:
             return
         if request_id in self.failing:
             self.failing.discard(request_id)
+            for position in range(end - num_tokens, end):
+                self.kv.write(row.block_ids, position, GARBAGE)
             result.errors[request_id] = "the logits are not finite"
             return
         result.token_ids[request_id] = self._sample(row, slots)

@@ -31,6 +31,7 @@ class Outgoing:
     request_id: RequestId
     block_ids: list[BlockId] = field(default_factory=list)
     is_ended: bool = False
+    is_withdrawn: bool = False
     num_tokens: int | None = None  # told by Complete
     first_token: FirstToken | None = None
 
@@ -147,8 +148,11 @@ class FakeWire:
         return reports
 
     def _end(self, outgoing: Outgoing, end: Complete | Withdraw) -> None:
-        assert not outgoing.is_ended
+        # A hand-off that was completed may be given up while the wire is still busy with it.
+        assert not outgoing.is_withdrawn
+        assert not (outgoing.is_ended and isinstance(end, Complete))
         outgoing.is_ended = True
+        outgoing.is_withdrawn = isinstance(end, Withdraw)
         if isinstance(end, Complete):
             outgoing.num_tokens = end.num_tokens
             outgoing.first_token = end.first_token

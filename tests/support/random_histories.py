@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from engine.errors import InvalidRequest
 from engine.request import FinishReason
@@ -16,6 +17,8 @@ from engine.scheduler_config import LoadFailurePolicy, Policy, SchedulerConfig
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 
 NUM_ACTIONS = 80
+Action = Callable[[EngineWorld, random.Random], None]
+ALL_ROLES = ("local", "local", "receives", "receives", "sends")
 
 
 def run_history(seed: int) -> EngineWorld:
@@ -28,8 +31,9 @@ def run_history(seed: int) -> EngineWorld:
         enable_prefix_caching=chance.random() < 0.8,
         chance=chance,
     )
+    roles = chance.choice([("local",), ("receives",), ("sends",), ALL_ROLES, ALL_ROLES])
     for _ in range(chance.randint(5, NUM_ACTIONS)):
-        act(world, chance)
+        act(world, chance, roles)
     world.run_to_end()
     return world
 
@@ -55,25 +59,37 @@ def draw_config(chance: random.Random) -> SchedulerConfig:
     )
 
 
-def act(world: EngineWorld, chance: random.Random) -> None:
-    weights = {_add: 5, _step: 12, _abort: 0.6, _wire_in: 4, _wire_out: 2, _fail: 0.3, _reset: 0.3}
-    actions: list[Callable[[EngineWorld, random.Random], None]] = list(weights)
-    chance.choices(actions, list(weights.values()))[0](world, chance)
+def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
+    """One thing happens: mostly steps and arrivals."""
+    weight_by_action: dict[Action, float] = {
+        partial(_add, roles=roles): 5,
+        _step: 12,
+        _abort: 0.6,
+        _wire_in: 4,
+        _wire_out: 2,
+        _give_up_sending: 0.3,
+        _fail: 0.3,
+        _reset: 0.3,
+    }
+    action = chance.choices(list(weight_by_action), list(weight_by_action.values()))[0]
+    action(world, chance)
 
 
-def draw_tokens(chance: random.Random, longest: int) -> list[int]:
-    """Often the beginning of another request's, up to a point."""
+def draw_tokens(chance: random.Random, longest: int, block_size: int = 1) -> list[int]:
+    """Often the beginning of another request's, up to a point; often in whole blocks."""
     length = chance.randint(1, longest)
+    if chance.random() < 0.5:
+        length = -(-length // block_size) * block_size
     shared = chance.choice([length, length, length // 2, 0])
     line = chance.randint(0, 1)
     own = [chance.randrange(VOCAB_SIZE) for _ in range(length - shared)]
     return [(place + line) % VOCAB_SIZE for place in range(shared)] + own
 
 
-def _add(world: EngineWorld, chance: random.Random) -> None:
+def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
     max_tokens = chance.choice([1, 2, 4, 8, 12, 16])
     prior = draw_tokens(chance, max_tokens - 1) if max_tokens > 1 and chance.random() < 0.2 else []
-    role = chance.choice(["local", "local", "receives", "receives", "sends"])
+    role = chance.choice(roles)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=chance.choice([0, 0, max_tokens // 2]),
@@ -84,7 +100,7 @@ def _add(world: EngineWorld, chance: random.Random) -> None:
     )
     try:
         world.add(
-            draw_tokens(chance, chance.choice([3, 8, 20])),
+            draw_tokens(chance, chance.choice([3, 8, 20]), world.kv.block_size),
             receives=role == "receives",
             sends=role == "sends",
             prior=prior,
@@ -134,6 +150,11 @@ def _wire_out(world: EngineWorld, chance: random.Random) -> None:
     candidates = begun if chance.random() < 0.1 else ended
     if candidates:
         world.wire.end_sending(chance.choice(candidates))
+
+
+def _give_up_sending(world: EngineWorld, chance: random.Random) -> None:
+    if world.wire.outgoing:
+        world.give_up_sending(chance.choice(list(world.wire.outgoing)))
 
 
 def main(arguments: Sequence[str]) -> None:

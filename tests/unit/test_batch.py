@@ -50,6 +50,16 @@ def test_one_that_left_is_not_due() -> None:
     assert batch.begin_step() == []
 
 
+def test_one_that_left_and_came_back_is_due_once() -> None:
+    batch = Batch(num_slots_per_decode=1)
+    request = _decoding(batch, num_computed=8, capacity=8)
+    batch.remove(request)
+    batch.start_prefill(request, 8)
+    batch.turn_to_decode(request, 8)
+
+    assert batch.begin_step() == [request]
+
+
 def test_those_due_together_come_in_order_of_rank() -> None:
     batch = Batch(num_slots_per_decode=1)
     late = _decoding(batch, num_computed=8, capacity=8, serial=2)

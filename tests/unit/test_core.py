@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.core import NoKvWorker
-from engine.request import ClientId
+from engine.plan import Plan
+from engine.request import ClientId, RequestId
 from kv_transfer.types import HandoffId, KvOrders, Revoke
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
@@ -37,6 +38,14 @@ def test_after_a_step_that_ran_something_the_next_one_follows_at_once() -> None:
     engine.step(0.0)
 
     assert engine.may_sleep_s(0.0) == 0.0
+
+
+def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
+    # The blocks of who was preempted are there for others in the next step.
+    plan = Plan(dropped=(RequestId("preempted"),))
+
+    assert not plan.is_empty
+    assert Plan().is_empty
 
 
 def test_an_idle_engine_may_sleep_until_mail_comes() -> None:

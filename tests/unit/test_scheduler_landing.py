@@ -74,6 +74,17 @@ def test_landed_requests_that_need_blocks_when_none_is_free_do_not_block_each_ot
     world.run_to_end()
 
 
+def test_a_landed_request_waits_for_a_place_in_the_batch() -> None:
+    world = EngineWorld(_config(max_num_seqs=1))
+    ready = _make_ready_behind_another(world)
+
+    plan = world.step()
+
+    assert ready not in plan.num_scheduled_tokens
+    assert world.scheduler.stats().num_ready == 1
+    world.run_to_end()
+
+
 def test_a_landed_request_goes_before_one_that_holds_nothing() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     ready = _make_ready_behind_another(world)
@@ -82,6 +93,24 @@ def test_a_landed_request_goes_before_one_that_holds_nothing() -> None:
     order = [row.request_id for _ in range(20) for row in world.step().started]
 
     assert order == [ready, waiting]
+    world.run_to_end()
+
+
+def test_no_newcomer_takes_the_block_that_a_landed_request_waits_for() -> None:
+    """With speculation it waits for two, and one is free."""
+    config = _config(num_lookahead_tokens=3, remote_headroom_blocks=0)
+    world = EngineWorld(config, num_blocks=12, block_size=2)
+    world.add([9] * 3, max_tokens=12)
+    world.step()
+    ready = world.add(6, receives=True, max_tokens=2)
+    world.step()
+    world.wire.land(_handoff(ready))
+    world.step()
+    newcomer = world.add([7], max_tokens=2)
+
+    order = [row.request_id for _ in range(20) for row in world.step().started]
+
+    assert order == [ready, newcomer]
     world.run_to_end()
 
 

@@ -65,15 +65,16 @@ def test_a_resumed_request_goes_before_those_that_never_ran() -> None:
 
 
 def test_no_newcomer_takes_what_a_victim_just_gave_up() -> None:
-    world = EngineWorld(_config(), num_blocks=4, block_size=4)
-    world.add(8, max_tokens=8)
-    world.add([9] * 8, max_tokens=8)
+    world = EngineWorld(_config(policy=Policy.PRIORITY), num_blocks=4, block_size=4)
+    world.add(8, priority=1, max_tokens=8)
+    world.add([9] * 8, priority=1, max_tokens=8)
     world.step()
-    newcomer = world.add([7], max_tokens=2)
+    urgent = world.add([7], priority=0, max_tokens=2)
 
-    plan = world.step()
+    at_preemption, after = world.step(), world.step()
 
-    assert newcomer not in plan.num_scheduled_tokens
+    assert urgent not in at_preemption.num_scheduled_tokens
+    assert urgent in after.num_scheduled_tokens
     world.run_to_end()
 
 
@@ -140,6 +141,21 @@ def test_prompt_logprobs_are_handed_out_once_also_after_preemption() -> None:
     count = sum(len(output.prompt_logprobs) for output in world.receipts[victim].outputs)
     assert count == 8
     assert world.scheduler.stats().total_preemptions > 0
+
+
+def test_one_that_runs_alone_steps_back_when_the_rest_is_in_flight() -> None:
+    """A plan without a token that is no rest all the same: the engine may not sleep on it."""
+    config = _config(remote_headroom_blocks=0)
+    world = EngineWorld(config, num_blocks=4, block_size=4)
+    running = world.add([9] * 7, max_tokens=6)
+    world.step()
+    world.add(8, receives=True, max_tokens=2)
+    world.step()
+
+    plan = world.step()
+
+    assert plan == Plan(dropped=(running,))
+    world.run_to_end()
 
 
 def test_a_request_alone_in_a_cache_that_just_holds_it_is_never_preempted() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from engine.errors import InvalidRequest
 from engine.events import RequestEventKind
-from engine.plan import Plan
-from engine.request import FinishReason, RequestId
+from engine.plan import Plan, RunResult, StepResult
+from engine.request import FinishReason, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
-from engine.scheduler_config import LoadFailurePolicy, SchedulerConfig
-from kv_transfer.types import BlockId, HandoffId, Receive, Revoke
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, LoadFailurePolicy, SchedulerConfig
+from kv_transfer.types import BlockId, FirstToken, HandoffId, KvReports, Landed, Receive, Revoke
 from tests.support.engine_world import SOURCE, EngineWorld
 from tests.support.requests import make_spec
 
@@ -178,6 +180,22 @@ def test_the_blocks_of_a_lost_receive_are_nobodys_until_the_release() -> None:
     assert plans == [Plan()] * 3
     assert [row.request_id for row in after.started] == [name]
     world.run_to_end()
+
+
+def test_kv_of_another_length_is_as_good_as_lost() -> None:
+    scheduler = Scheduler(_config(), CacheConfig(8))
+    handoff_id = HandoffId("r", 1)
+    scheduler.add(replace(make_spec(), receive_from=ReceiveKv(handoff_id, SOURCE)))
+    plan = scheduler.schedule(0.0)
+
+    landed = Landed(handoff_id, num_tokens=2, first_token=FirstToken(7))
+    result = StepResult(RunResult(), KvReports(finished_recving=(landed,)))
+    outputs = scheduler.update(plan, result)
+    (row,) = scheduler.schedule(0.0).started
+
+    assert outputs.by_client == {}
+    assert (row.token_ids, row.num_computed_tokens) == (make_spec().prompt_token_ids, 0)
+    scheduler.check()
 
 
 def test_by_policy_a_lost_request_ends_with_an_error() -> None:

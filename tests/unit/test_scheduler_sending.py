@@ -154,6 +154,32 @@ def test_aborting_before_anything_was_sent_withdraws_too() -> None:
     world.run_to_end()
 
 
+def test_giving_up_a_completed_hand_off_withdraws_it_once_and_keeps_its_blocks() -> None:
+    world = EngineWorld(_config(), num_blocks=4, block_size=4)
+    name = world.add(13, sends=True)
+    world.step()
+    world.step()
+
+    for _ in range(2):
+        world.give_up_sending(_handoff(name))
+    plan = world.step()
+
+    assert plan.kv_orders == KvOrders(withdraws=(Withdraw(_handoff(name), "nobody wants it"),))
+    assert world.scheduler.stats().num_free_blocks == 0
+    world.run_to_end()
+
+
+def test_giving_up_leaves_a_request_that_still_lives_alone() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=4), block_size=4)
+    name = world.add(13, sends=True)
+    world.step()
+
+    world.give_up_sending(_handoff(name))
+
+    world.run_to_end()
+    assert world.finish_reason(name) is FinishReason.HANDED_OFF
+
+
 def test_an_error_withdraws_with_its_reason() -> None:
     world = EngineWorld(_config())
     name = world.add(6, sends=True)
