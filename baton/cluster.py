@@ -49,6 +49,7 @@ class Child:
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._show_logs = options.show_logs
         self._announced = threading.Event()
+        self._is_told = False
         self._drain_timeout_s = options.drain_timeout_s
         self.process = subprocess.Popen(
             [sys.executable, "-m", "baton", "serve", *arguments, "--parent-pid", str(os.getpid())],
@@ -75,8 +76,10 @@ class Child:
         return "".join(self._lines)
 
     def ask_to_stop(self) -> None:
-        if self.process.poll() is None:
+        """Once: a second SIGTERM would end it before it has drained."""
+        if not self._is_told and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        self._is_told = True
 
     def stop(self) -> int:
         """Its exit code, once it has drained; killed if that takes too long."""
@@ -148,10 +151,16 @@ class LocalCluster:
         options = self._options
         self.prefills = [self._node("prefill", n) for n in range(options.num_prefill)]
         self.decodes = [self._node("decode", n) for n in range(options.num_decode)]
+        self._lifetime.callback(self._ask_nodes_to_stop)
         prefills = [child.await_address(options.start_timeout_s) for child in self.prefills]
         decodes = [child.await_address(options.start_timeout_s) for child in self.decodes]
         self.router = self._router(prefills, decodes)
         await_serving(self.router.await_address(options.start_timeout_s), options.start_timeout_s)
+
+    def _ask_nodes_to_stop(self) -> None:
+        """All at once, when the router has ended; each is then waited for."""
+        for node in (*self.prefills, *self.decodes):
+            node.ask_to_stop()
 
     def _router(self, prefills: list[str], decodes: list[str]) -> Child:
         options = self._options

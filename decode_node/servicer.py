@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,6 +14,7 @@ from serving.engine_calls import CLIENT_ID
 from serving.ledger import Entry, Ledger
 from serving.node_state import NodeState
 from serving.status import named_errors
+from serving.streamed import streamed
 from serving.translate import output_to
 from serving.translate_sequence import decode_spec
 
@@ -23,14 +24,14 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         self._state = state
         self._ledger = ledger
 
+    @streamed
     async def Decode(
         self, request: node_pb2.DecodeRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.DecodeResponse]:
+    ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
         async with named_errors(context, node_id=self._state.card.node_id):
-            self._state.refuse_if_draining()
             spec = decode_spec(request, CLIENT_ID, time.monotonic())
             is_first = True
-            with self._ledger.account(spec.request_id) as entry:
+            with self._state.call(), self._ledger.account(spec.request_id) as entry:
                 async with aclosing(self._state.calls.outputs(spec)) as outputs:
                     async for output in outputs:
                         is_told = is_first or output.finish_reason is not None

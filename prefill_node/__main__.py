@@ -43,12 +43,17 @@ def main(options: NodeOptions) -> None:
 async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     identity = identify(options, NodeRole.PREFILL, runner)
     region = region_of(runner)
-    links, ledger, sends = GrpcLinks(), Ledger(runner.kv_memory.block_size), Sends()
+    links, ledger = GrpcLinks(), Ledger(runner.kv_memory.block_size)
     worker = KvTransferWorker(identity, region, open_transport(options.kv_transport, region), links)
     scheduler = build_scheduler(runner, engine_options(options))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
     engine = EngineLoop(core, name=identity.node_id)
     links.attach(worker, engine.post)
+    sends = Sends(
+        lambda handoff_id: engine.post(
+            lambda: scheduler.give_up_sending(handoff_id, "the call was cancelled")
+        )
+    )
     ledger.tell_when_sent(sends.ended)
     calls = EngineCalls(engine)
     ledger.tell_of_changes(calls.touch_from_engine)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kv_transfer.types import HandoffId
 
 
 class Sends:
-    def __init__(self) -> None:
+    """`give_up` is told of each hand-off whose call ended before its last write did."""
+
+    def __init__(self, give_up: Callable[[HandoffId], None]) -> None:
+        self._give_up = give_up
         self._loop = asyncio.get_running_loop()
         self._events: dict[HandoffId, asyncio.Event] = {}
 
@@ -21,6 +24,8 @@ class Sends:
             yield event
         finally:
             del self._events[handoff_id]
+            if not event.is_set():
+                self._give_up(handoff_id)
 
     def ended(self, handoff_id: HandoffId) -> None:
         """Called on the engine's thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -15,6 +15,7 @@ from prefill_node.sends import Sends
 from serving.engine_calls import CLIENT_ID
 from serving.node_state import NodeState
 from serving.status import named_errors
+from serving.streamed import streamed
 from serving.translate import handoff_from, output_to
 from serving.translate_sequence import prefill_spec
 
@@ -26,14 +27,15 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         self._state = state
         self._sends = sends
 
+    @streamed
     async def Prefill(
         self, request: node_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.PrefillResponse]:
+    ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
         """The first token, then the end of the last write."""
         async with named_errors(context, node_id=self._state.card.node_id):
-            self._state.refuse_if_draining()
             spec = prefill_spec(request, CLIENT_ID, time.monotonic())
-            with self._sends.awaited(handoff_from(request.handoff_id)) as sent:
+            handoff_id = handoff_from(request.handoff_id)
+            with self._state.call(), self._sends.awaited(handoff_id) as sent:
                 reason = None
                 async with aclosing(self._state.calls.outputs(spec)) as outputs:
                     async for output in outputs:

@@ -50,8 +50,9 @@ class GrpcNodeCalls:
 
     async def prefill(self, node: Node, handoff_id: HandoffId, sequence: Sequence) -> LegStream:
         stub = node_pb2_grpc.PrefillServiceStub(self.channel(node.address))
-        with _failures_named(node):
-            async for response in stub.Prefill(prefill_request(handoff_id, sequence)):
+        call = stub.Prefill(prefill_request(handoff_id, sequence))
+        with _failures_named(node), _cancelled_at_end(call):
+            async for response in call:
                 if response.HasField("output"):
                     yield LegOutput(Leg.PREFILL, _output(response.output, handoff_id))
 
@@ -60,11 +61,21 @@ class GrpcNodeCalls:
     ) -> LegStream:
         stub = node_pb2_grpc.DecodeServiceStub(self.channel(node.address))
         peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
-        with _failures_named(node):
-            async for response in stub.Decode(decode_request(handoff_id, sequence, peer)):
+        call = stub.Decode(decode_request(handoff_id, sequence, peer))
+        with _failures_named(node), _cancelled_at_end(call):
+            async for response in call:
                 if response.HasField("summary"):
                     yield LegSummary(_summary(response.summary))
                 yield LegOutput(Leg.DECODE, _output(response.output, handoff_id))
+
+
+@contextmanager
+def _cancelled_at_end(call: aio.Call) -> Iterator[None]:
+    """A call that is left between two messages would go on by itself."""
+    try:
+        yield
+    finally:
+        call.cancel()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -18,6 +18,7 @@ from router.values import RequestContext
 from serving.errors import NoNodes
 from serving.node import NodeRole
 from serving.status import named_errors
+from serving.streamed import streamed
 
 ID_BYTES = 12
 
@@ -27,9 +28,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._pipeline = pipeline
         self._table = table
 
+    @streamed
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         request_id = request.request_id or secrets.token_hex(ID_BYTES)
         async with named_errors(context, request_id=request_id):
             call = call_from(request, request_id)

@@ -35,7 +35,7 @@ async def _drain(
     heartbeat.cancel()
     state.drain()
     await server.health.set_ready(False)
-    await state.calls.idle()
+    await state.idle()
 
 
 async def _wait(future: asyncio.Future[BaseException]) -> None:

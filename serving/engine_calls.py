@@ -33,8 +33,6 @@ class EngineCalls:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._inbox_by_request: dict[RequestId, asyncio.Queue[Output]] = {}
-        self._became_idle = asyncio.Event()
-        self._became_idle.set()
         self._changed = asyncio.Event()
 
     def __enter__(self) -> EngineCalls:
@@ -66,10 +64,6 @@ class EngineCalls:
         """The same, from the engine's thread."""
         self._loop.call_soon_threadsafe(self.touch)
 
-    async def idle(self) -> None:
-        """Returns when no request is under way."""
-        await self._became_idle.wait()
-
     async def outputs(self, spec: RequestSpec) -> AsyncGenerator[Output, None]:
         """Whatever the request gets, to its end. Left early, the request is aborted."""
         inbox = self._open(spec.request_id)
@@ -90,14 +84,11 @@ class EngineCalls:
             raise RequestIdInUse(f"request {request_id} is under way; choose another id")
         inbox: asyncio.Queue[Output] = asyncio.Queue()
         self._inbox_by_request[request_id] = inbox
-        self._became_idle.clear()
         self.touch()
         return inbox
 
     def _shut(self, request_id: RequestId) -> None:
         del self._inbox_by_request[request_id]
-        if not self._inbox_by_request:
-            self._became_idle.set()
         self.touch()
 
     def _deliver(self, outputs: list[Output]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 
 class Health:
@@ -24,7 +24,7 @@ class Health:
                 self._is_ready = is_ready
                 self._changed.notify_all()
 
-    async def changes(self) -> AsyncIterator[bool]:
+    async def changes(self) -> AsyncGenerator[bool, None]:
         """What it is now, and each change after it."""
         is_ready = self._is_ready
         while True:

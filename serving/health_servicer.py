@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -11,6 +11,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.health import Health
+from serving.streamed import streamed
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -24,9 +25,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return _response(self._health.is_ready)
 
+    @streamed
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
         if request.service not in self._health.services:
             unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             yield health_pb2.HealthCheckResponse(status=unknown)

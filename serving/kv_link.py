@@ -94,11 +94,10 @@ class GrpcLinks:
             self._lose(link_id, "the peer broke off the link")
 
     def _begin(self, link_id: LinkId, address: str) -> None:
-        self._outbox_by_link[link_id] = asyncio.Queue()
-        self._keep(asyncio.ensure_future(self._dialled(link_id, address)))
+        outbox = self._outbox_by_link[link_id] = asyncio.Queue()
+        self._keep(asyncio.ensure_future(self._dialled(link_id, address, outbox)))
 
-    async def _dialled(self, link_id: LinkId, address: str) -> None:
-        outbox = self._outbox_by_link[link_id]
+    async def _dialled(self, link_id: LinkId, address: str, outbox: Outbox) -> None:
         async with open_channel(address) as channel:
             call = kv_link_pb2_grpc.KvLinkServiceStub(channel).Link(_requests(outbox))
             await self._read(link_id, call)

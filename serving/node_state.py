@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from serving.engine_calls import EngineCalls
@@ -19,6 +20,9 @@ class NodeState:
         self.calls = calls
         self._read_load = read_load
         self._drain_wanted = asyncio.Event()
+        self._num_calls = 0
+        self._became_idle = asyncio.Event()
+        self._became_idle.set()
 
     @property
     def is_draining(self) -> bool:
@@ -32,9 +36,27 @@ class NodeState:
     async def drain_wanted(self) -> None:
         await self._drain_wanted.wait()
 
-    def refuse_if_draining(self) -> None:
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call, which a drain waits for. Raises Draining."""
         if self.is_draining:
             raise Draining(f"node {self.card.node_id} is on its way out; send it elsewhere")
+        self._num_calls += 1
+        self._became_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                self._became_idle.set()
+
+    async def idle(self) -> None:
+        """Returns when no call is under way: those that wait for their last write count."""
+        await self._became_idle.wait()
 
     async def loads(self) -> AsyncGenerator[NodeLoad, None]:
         """The load now, and again whenever it changed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -12,6 +12,7 @@ from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 from serving.kv_link import GrpcLinks
 from serving.node import card_to, load_to
 from serving.node_state import NodeState
+from serving.streamed import streamed
 
 
 class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
@@ -20,11 +21,12 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
     def __init__(self, links: GrpcLinks) -> None:
         self._links = links
 
+    @streamed
     async def Link(
         self,
         request_iterator: AsyncIterator[kv_link_pb2.LinkRequest],
         context: aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[kv_link_pb2.LinkResponse]:
+    ) -> AsyncGenerator[kv_link_pb2.LinkResponse, None]:
         async with aclosing(self._links.accept(request_iterator)) as responses:
             async for response in responses:
                 yield response
@@ -41,9 +43,10 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.GetNodeResponse:
         return card_to(self._state.card)
 
+    @streamed
     async def Watch(
         self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.WatchResponse]:
+    ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
         async with aclosing(self._state.loads()) as loads:
             async for load in loads:
                 yield load_to(load)
@@ -52,4 +55,4 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.DrainResponse:
         self._state.drain()
-        return node_pb2.DrainResponse(num_unfinished=self._state.calls.num_unfinished)
+        return node_pb2.DrainResponse(num_unfinished=self._state.num_calls)

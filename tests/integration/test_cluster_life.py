@@ -16,7 +16,7 @@ from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from tests.support.models import prompt_of, reference_greedy
-from tests.support.nodes import is_busy
+from tests.support.nodes import await_load, drain, is_busy, load_at
 
 MakeOptions = Callable[..., ClusterOptions]
 
@@ -25,7 +25,7 @@ def greedy(max_tokens: int) -> Generation:
     return Generation(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
-def test_a_request_under_way_outlives_the_routers_sigterm(
+def test_a_request_under_way_outlives_a_sigterm_to_every_process(
     cluster_options: MakeOptions, model_folder: Path
 ) -> None:
     prompt = prompt_of(33)
@@ -33,11 +33,13 @@ def test_a_request_under_way_outlives_the_routers_sigterm(
         stream = client.stream(prompt, greedy(200))
         token_ids = list(next(stream).token_ids)
 
-        cluster.router.ask_to_stop()
+        await_load(cluster.decodes[0].address, is_busy)
+        for child in cluster.children:
+            child.ask_to_stop()
 
         token_ids += [token_id for chunk in stream for token_id in chunk.token_ids]
-        assert token_ids == reference_greedy(model_folder, prompt, 200)
-        assert cluster.router.process.wait(timeout=30) == 0
+    assert token_ids == reference_greedy(model_folder, prompt, 200)
+    assert [child.process.returncode for child in cluster.children] == [0, 0, 0]
 
 
 def test_without_its_prefill_node_a_cluster_answers_from_decode_alone_and_says_so(
@@ -69,7 +71,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
     with LocalCluster(options) as cluster, Client(cluster.address) as client:
         stream = client.stream(prompt, greedy(300))
         chunks = [next(stream), next(stream)]
-        [serving] = [child for child in cluster.decodes if is_busy(child.address)]
+        [serving] = [child for child in cluster.decodes if is_busy(load_at(child.address))]
 
         serving.process.kill()
 
@@ -83,16 +85,21 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
     assert finish.served.decode_node != serving.name
 
 
-def test_without_any_decode_node_a_request_is_refused_by_name(
+def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
     cluster_options: MakeOptions,
 ) -> None:
     with LocalCluster(cluster_options(num_prefill=0)) as cluster, Client(cluster.address) as client:
         [decode] = cluster.decodes
-        decode.stop()
+        alone = client.generate(prompt_of(5), greedy(2))
+        drain(decode.address)
+        decode.process.wait(timeout=30)
 
         with pytest.raises(BatonError) as refusal:
             client.generate(prompt_of(5), greedy(2))
 
+    assert alone.finish is not None
+    assert alone.finish.served.prefill_reason
+    assert decode.process.returncode == 0
     assert refusal.value.reason == "NO_NODES"
 
 

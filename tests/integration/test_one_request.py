@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -139,6 +141,35 @@ def test_cancelling_frees_every_block_on_both_nodes(client: Client, cluster: Loc
     for child in (*cluster.prefills, *cluster.decodes):
         num_blocks = card_at(child.address).num_blocks
         await_load(child.address, partial(is_all_free, num_blocks))
+
+
+def test_a_deadline_that_passes_ends_the_request_on_every_node(cluster: LocalCluster) -> None:
+    with (
+        Client(cluster.address, timeout_s=0.2) as hasty,
+        pytest.raises(BatonError) as failure,
+    ):
+        hasty.generate(prompt_of(40, seed=9), Generation(greedy(max_tokens=450)))
+
+    assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    decode = cluster.decodes[0].address
+    await_load(decode, partial(is_all_free, card_at(decode).num_blocks))
+
+
+def test_the_command_line_prints_the_text_that_a_client_gets(
+    client: Client, cluster: LocalCluster
+) -> None:
+    text = client.generate("the quick brown", Generation(SamplingParams(8, temperature=0.0))).text
+    options = ["--address", cluster.address, "--max-tokens", "8"]
+
+    printed = subprocess.run(
+        [sys.executable, "-m", "baton", "generate", *options, "the quick brown"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert printed.stdout == text + "\n"
 
 
 def is_all_free(num_blocks: int, load: NodeLoad) -> bool:

@@ -143,7 +143,7 @@ class SocketLink:
         self._connections: dict[LinkId, Connection] = {}
         self._lock = threading.Lock()
         self.events: LinkEvents
-        self._listener = Listener(address, family="AF_UNIX") if address else None
+        self._listener = Listener(address, family="AF_UNIX", backlog=64) if address else None
         if self._listener is not None:
             threading.Thread(target=self._accept, daemon=True).start()
 
@@ -190,7 +190,8 @@ class SocketLink:
         while True:
             try:
                 message: LinkMessage = connection.recv()
-            except (EOFError, OSError) as error:
+            # A connection that `close` takes away under a read ends in a TypeError.
+            except (EOFError, OSError, TypeError) as error:
                 if self._connections.pop(link_id, None) is not None:
                     self.events.lost(link_id, repr(error))
                     self._wake()

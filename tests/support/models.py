@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -135,6 +135,11 @@ def reference(folder: Path) -> Any:
 
 def reference_greedy(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What `generate` writes greedily, with nothing that could end it early."""
+    return list(_generated(folder, tuple(prompt), num_tokens))
+
+
+@cache
+def _generated(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     model = fresh_rope(reference(folder))
     with torch.inference_mode():
         answer = model.generate(
@@ -145,8 +150,7 @@ def reference_greedy(folder: Path, prompt: Sequence[int], num_tokens: int) -> li
             do_sample=False,
             eos_token_id=None,
         )
-    tokens: list[int] = answer[0, len(prompt) :].tolist()
-    return tokens
+    return tuple(answer[0, len(prompt) :].tolist())
 
 
 def reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
@@ -170,9 +174,6 @@ def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     drawn = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
     return tuple(drawn.tolist())
-
-
-ModelFolder = Callable[[str], Path]
 
 
 def _new_model(variant: Variant, seed: int) -> Any:

@@ -15,11 +15,20 @@ def card_at(address: str) -> NodeCard:
         return card_from(node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest()))
 
 
-def is_busy(address: str) -> bool:
+def drain(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        node_pb2_grpc.NodeServiceStub(channel).Drain(node_pb2.DrainRequest())
+
+
+def load_at(address: str) -> NodeLoad:
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeServiceStub(channel).Watch(node_pb2.WatchRequest())
         load = load_from(next(watch))
         watch.cancel()
+    return load
+
+
+def is_busy(load: NodeLoad) -> bool:
     return load.num_running + load.num_waiting > 0
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 from contextlib import aclosing
 
 import pytest
 
 from engine.errors import InvalidRequest
 from engine.loop import EngineLoop
-from engine.request import Output, RequestSpec
+from engine.request import Output, RequestId, RequestSpec
 from serving.engine_calls import CLIENT_ID, EngineCalls
 from serving.errors import RequestIdInUse
 from tests.support.engines import a_spec, an_engine
@@ -29,7 +30,6 @@ async def collect(calls: EngineCalls, spec: RequestSpec) -> list[Output]:
 async def serve_and_wait(*specs: RequestSpec) -> list[list[Output]]:
     with EngineLoop(an_engine()) as engine, EngineCalls(engine) as calls:
         answers = await asyncio.gather(*(collect(calls, spec) for spec in specs))
-        await calls.idle()
         return list(answers)
 
 
@@ -47,14 +47,18 @@ def test_each_stream_gets_its_own_outputs_to_the_end() -> None:
 def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
     core = an_engine()
 
+    alive: queue.SimpleQueue[list[RequestId]] = queue.SimpleQueue()
+
     async def leave() -> None:
         with EngineLoop(core) as engine, EngineCalls(engine) as calls:
             async with aclosing(calls.outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 await anext(outputs)
-            await calls.idle()
+            by_client = core.scheduler.request_ids_by_client
+            engine.post(lambda: alive.put(by_client().get(CLIENT_ID, [])))
 
     asyncio.run(asyncio.wait_for(leave(), PATIENCE_S))
 
+    assert alive.get(timeout=PATIENCE_S) == []
     assert core.scheduler.is_idle
     core.scheduler.check()
 

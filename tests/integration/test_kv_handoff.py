@@ -1,0 +1,221 @@
+"""Hand-offs between two real processes: they land, and nothing that comes late does harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.types import (
+    BlockId,
+    Complete,
+    FirstToken,
+    HandoffId,
+    KvOrders,
+    KvReports,
+    Receive,
+    Revoke,
+    Send,
+)
+from tests.support.ends import MAKERS, is_missing
+from tests.support.kv_nodes import NodePlan, NodeProcess, wait_until
+
+KINDS = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS]
+NIXL = ["nixl tcp", "nixl default"]
+DATA, NEW_OWNER = b"K", b"n"
+NUM_MANY = 2048  # 128 MiB: enough to be stopped half way
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+class Nodes:
+    """Starts nodes, and ends them with the test."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+
+    def start(self, name: str, kind: str, num_blocks: int = 64) -> NodeProcess:
+        plan = NodePlan(kind, str(self._folder / name), num_blocks)
+        node = NodeProcess(name, plan)
+        self._stack.callback(node.end)
+        return node
+
+
+def blocks(*numbers: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(number) for number in numbers)
+
+
+def receive(
+    handoff_id: HandoffId, p: NodeProcess, block_ids: tuple[BlockId, ...], first: int = 0
+) -> KvOrders:
+    return KvOrders(receives=(Receive(handoff_id, p.peer, first, block_ids, 16),))
+
+
+def send(handoff_id: HandoffId, block_ids: tuple[BlockId, ...], first: int = 0) -> KvOrders:
+    return KvOrders(sends=(Send(handoff_id, first, block_ids),))
+
+
+def complete(handoff_id: HandoffId) -> KvOrders:
+    return KvOrders(completes=(Complete(handoff_id, 16, FirstToken(42)),))
+
+
+def has_landed(handoff_id: HandoffId, reports: KvReports) -> bool:
+    return any(landed.handoff_id == handoff_id for landed in reports.finished_recving)
+
+
+def until_released(d: NodeProcess, handoff_id: HandoffId) -> KvReports:
+    return d.until(lambda seen: handoff_id in seen.released, f"the release of {handoff_id}")
+
+
+def hand_over(d: NodeProcess, p: NodeProcess, handoff_id: HandoffId) -> None:
+    """A small hand-off that must land."""
+    sources, targets = blocks(3, 1, 2), blocks(7, 8, 5)
+    p.ask("fill_all", DATA, sources)
+    d.order(receive(handoff_id, p, targets))
+    p.order(send(handoff_id, sources))
+    p.order(complete(handoff_id))
+    d.until(lambda seen: has_landed(handoff_id, seen), f"{handoff_id} on D")
+    p.until(lambda seen: handoff_id in seen.finished_sending, f"{handoff_id} on P")
+    assert d.ask("num_filled", DATA, targets) == len(targets)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_land_in_their_blocks_and_only_the_missing_bytes_move(
+    nodes: Nodes, kind: str
+) -> None:
+    p, d = nodes.start("p", kind), nodes.start("d", kind)
+    handoff_id, sources, targets = HandoffId("r", 0), blocks(*range(10)), blocks(20, 22, 23, 24)
+    p.ask("fill_all", DATA, sources)
+
+    p.order(send(handoff_id, sources[:4]))
+    d.order(receive(handoff_id, p, targets, first=6))
+    p.order(send(handoff_id, sources[4:8], first=4))
+    p.order(send(handoff_id, sources[8:], first=8))
+    p.order(complete(handoff_id))
+    seen = d.until(lambda seen: has_landed(handoff_id, seen), "the hand-off")
+    p.until(lambda seen: handoff_id in seen.finished_sending, "the end of the send")
+
+    assert seen.finished_recving[0].first_token == FirstToken(42)
+    assert d.ask("num_filled", DATA, targets) == 4
+    assert d.ask("num_touched", DATA, blocks(*range(64))) == 4
+    assert [record.num_bytes for record in p.ask("records")] == [4 * 65536]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_prefix_hit_moves_nothing_and_still_lands(nodes: Nodes, kind: str) -> None:
+    p, d = nodes.start("p", kind), nodes.start("d", kind)
+    handoff_id = HandoffId("r", 0)
+
+    d.order(receive(handoff_id, p, (), first=3))
+    p.order(send(handoff_id, blocks(0, 1, 2)))
+    p.order(complete(handoff_id))
+
+    d.until(lambda seen: has_landed(handoff_id, seen), "the hand-off")
+    p.until(lambda seen: handoff_id in seen.finished_sending, "the end of the send")
+    assert [record.num_bytes for record in p.ask("records")] == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_restarts_of_prefill_on_the_same_address_leave_decode_serving(
+    nodes: Nodes, kind: str
+) -> None:
+    d = nodes.start("d", kind, NUM_MANY)
+    pid, everything = d.pid, blocks(*range(64, NUM_MANY))
+
+    for restart in range(3):
+        p = nodes.start("p", kind, NUM_MANY)
+        hand_over(d, p, HandoffId("small", restart))
+        doomed = HandoffId("doomed", restart)
+        d.order(receive(doomed, p, everything))
+        p.order_blindly(send(doomed, everything))
+        p.kill()
+        assert doomed in {lost.handoff_id for lost in until_released(d, doomed).failed_recving}
+
+    assert d.ask("counters").num_fenced_blocks == 0
+    assert d.pid == pid
+    assert d.is_alive
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_killed_while_prefill_writes_gives_the_source_back_and_the_next_one_is_served(
+    nodes: Nodes, kind: str
+) -> None:
+    p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
+    hand_over(d, p, HandoffId("small", 0))
+    doomed, everything = HandoffId("doomed", 0), blocks(*range(64, NUM_MANY))
+
+    d.order(receive(doomed, p, everything))
+    p.order_blindly(send(doomed, everything))
+    d.kill()
+    p.answer_late()
+    p.order(complete(doomed))
+    p.until(lambda seen: doomed in seen.finished_sending, "the source back")
+
+    next_d = nodes.start("d", kind, NUM_MANY)
+    hand_over(next_d, p, HandoffId("small", 1))
+
+
+@pytest.mark.parametrize("kind", NIXL)
+def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None:
+    """P is stopped with a write half out, its hand-off given up, the blocks wanted by others."""
+    p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
+    late, everything = HandoffId("late", 0), blocks(*range(NUM_MANY))
+    stop_half_way(d, p, late, everything)
+
+    d.order(KvOrders(revokes=(Revoke(late),)))
+    if kind == "nixl tcp":
+        d.until(lambda seen: late in seen.released, "the release, P being stopped")
+    else:
+        # P reaches into D's memory by itself, so the fence holds for as long as P may go on.
+        wait_until(lambda: d.ask("counters").num_cut_pairs > 0, "the cut")
+        assert late not in d.ask("seen").released
+        assert d.ask("counters").num_fenced_blocks == NUM_MANY
+        p.resume()
+        d.until(lambda seen: late in seen.released, "the release")
+    d.ask("fill_all", NEW_OWNER, everything)
+    p.resume()
+    p.answer_late()
+    p.order(complete(late))
+    p.until(lambda seen: late in seen.finished_sending, "the end of the send")
+
+    assert d.ask("num_filled", NEW_OWNER, everything) == NUM_MANY
+    hand_over(d, p, HandoffId("after", 0))
+
+
+@pytest.mark.parametrize("kind", NIXL)
+def test_without_the_fence_the_same_write_would_spoil_the_new_owner(
+    nodes: Nodes, kind: str
+) -> None:
+    p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
+    late, everything = HandoffId("late", 0), blocks(*range(NUM_MANY))
+    stop_half_way(d, p, late, everything)
+
+    # A decode node that takes the blocks back when it has revoked them, and not when it may.
+    d.ask("fill_all", NEW_OWNER, everything)
+    d.order(KvOrders(revokes=(Revoke(late),)))
+    p.resume()
+    p.answer_late()
+    d.until(lambda seen: late in seen.released, "the release")
+
+    assert d.ask("num_filled", NEW_OWNER, everything) < NUM_MANY
+
+
+def stop_half_way(
+    d: NodeProcess, p: NodeProcess, handoff_id: HandoffId, block_ids: tuple[BlockId, ...]
+) -> None:
+    p.ask("fill_all", DATA, block_ids)
+    d.order(receive(HandoffId("warm-up", 0), p, ()))
+    p.order(complete(HandoffId("warm-up", 0)))
+    p.until(lambda seen: HandoffId("warm-up", 0) in seen.finished_sending, "the warm-up")
+    d.order(receive(handoff_id, p, block_ids))
+    p.order_blindly(send(handoff_id, block_ids))
+    wait_until(lambda: d.ask("num_touched", DATA, block_ids) > 0, "the first block")
+    p.stop()
+    assert d.ask("num_touched", DATA, block_ids) < len(block_ids)

@@ -1,0 +1,274 @@
+"""Both ends of a data path as processes that do what a test tells them.
+
+An end polls all the time and remembers what its channel told it. The in-memory transport has
+both its ends in the test's own process, behind the same commands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import pytest
+
+from kv_transfer.memory_transport import MemoryTransport, Wire
+from kv_transfer.messages import Region
+from kv_transfer.nixl_transport import NixlConfig, NixlTransport
+from kv_transfer.transport import Channel, ChannelEvent, Transport, Write
+from kv_transfer.types import BlockId
+from kv_transfer.ucxx_transport import UcxxConfig, UcxxTransport
+
+WAIT_S = 20.0  # for what must come
+MakeTransport = Callable[[Region], Transport]
+
+
+def nixl_over_tcp(region: Region) -> Transport:
+    return NixlTransport(region, NixlConfig(tls="tcp", net_devices="lo"))
+
+
+def nixl_by_default(region: Region) -> Transport:
+    return NixlTransport(region)
+
+
+def ucxx_over_tcp(region: Region) -> Transport:
+    return UcxxTransport(region, UcxxConfig(tls="tcp,self", net_devices="lo"))
+
+
+def ucxx_by_default(region: Region) -> Transport:
+    return UcxxTransport(region)
+
+
+MAKERS: dict[str, MakeTransport] = {
+    "nixl tcp": nixl_over_tcp,
+    "nixl default": nixl_by_default,
+    "ucxx tcp": ucxx_over_tcp,
+    "ucxx default": ucxx_by_default,
+}
+
+
+def is_missing(kind: str) -> pytest.MarkDecorator:
+    """Skips, by name, what needs a library that is not installed."""
+    module = "ucxx" if kind.startswith("ucxx") else "numpy"
+    reason = f"{module} is not installed: pip install -e '.[ucxx]'"
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=reason)
+
+
+@dataclass(slots=True)
+class EndState:
+    """One end as its own process sees it: memory, a transport, and the channel of the moment."""
+
+    make: MakeTransport
+    region: Region
+    buffer: Any  # keeps the region alive
+    transport: Transport
+    channel: Channel
+    events: list[ChannelEvent] = field(default_factory=list)
+
+    def reshape(self, num_blocks: int, block_bytes: int) -> None:
+        """Everything anew but the process."""
+        self.channel.close()
+        self.transport.close()
+        fresh = make_end(self.make, num_blocks, block_bytes)
+        self.region, self.buffer = fresh.region, fresh.buffer
+        self.transport, self.channel, self.events = fresh.transport, fresh.channel, []
+
+    def reopen(self) -> None:
+        self.channel.close()
+        self.channel = self.transport.open()
+        self.events.clear()
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def metadata(self) -> tuple[bytes, Region]:
+        return self.channel.metadata, self.region
+
+    def connect(self, metadata: bytes, region: Region) -> None:
+        self.channel.connect(metadata, region)
+
+    def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
+        self.channel.expect(ticket, block_ids)
+
+    def cancel(self, ticket: int) -> None:
+        self.channel.cancel(ticket)
+
+    def post(self, write: Write) -> None:
+        self.channel.post(write)
+
+    def notify(self, ticket: int) -> None:
+        self.channel.notify(ticket)
+
+    def seen(self) -> list[ChannelEvent]:
+        return list(self.events)
+
+    def fill(self, block_id: BlockId, content: bytes) -> None:
+        ctypes.memmove(self.region.base + block_id * self.region.block_bytes, content, len(content))
+
+    def read(self, block_id: BlockId) -> bytes:
+        address = self.region.base + block_id * self.region.block_bytes
+        return ctypes.string_at(address, self.region.block_bytes)
+
+    def close_stops_writes(self) -> bool:
+        return self.channel.close_stops_writes
+
+    def is_peer_gone(self) -> bool:
+        return self.channel.is_peer_gone()
+
+    def poll(self) -> None:
+        if not getattr(self.channel, "is_closed", False):
+            self.events += self.channel.poll()
+
+
+def make_end(make: MakeTransport, num_blocks: int, block_bytes: int) -> EndState:
+    buffer = (ctypes.c_char * (num_blocks * block_bytes))()
+    region = Region(ctypes.addressof(buffer), num_blocks, block_bytes)
+    transport = make(region)
+    return EndState(make, region, buffer, transport, transport.open())
+
+
+class End(Protocol):
+    def ask(self, command: str, *arguments: Any) -> Any: ...
+
+
+class ProcessEnd:
+    """An end in a process of its own, so that it can be stopped, killed and started anew."""
+
+    def __init__(self, make: MakeTransport) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.wait_for_answer()
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        self.tell(command, *arguments)
+        return self.wait_for_answer()
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        self._connection.send((command, arguments))
+
+    def wait_for_answer(self) -> Any:
+        if not self._connection.poll(WAIT_S):
+            raise TimeoutError("the end did not answer")
+        return self._connection.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def stop(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGCONT)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def end(self) -> None:
+        """Close the channel and leave in peace, if it still lives."""
+        if self.is_alive:
+            self.resume()
+            self.ask("close")
+            self._connection.send(None)
+            self._process.join(WAIT_S)
+        self.kill()
+
+
+def _serve(connection: Connection, make: MakeTransport) -> None:
+    end, is_closed = make_end(make, num_blocks=1, block_bytes=1), False
+    connection.send("ready")
+    while True:
+        if not is_closed:
+            end.poll()
+        if not connection.poll(0.1 if is_closed else 0.0005):
+            continue
+        letter = connection.recv()
+        if letter is None:
+            return
+        command, arguments = letter
+        connection.send(getattr(end, command)(*arguments))
+        is_closed = command == "close" or (is_closed and command not in ("reopen", "reshape"))
+
+
+class EndPool:
+    """Keeps the processes of ends that survived a test for the next one; starting takes long."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[ProcessEnd]] = {}
+
+    @contextmanager
+    def end(self, kind: str, num_blocks: int, block_bytes: int) -> Iterator[ProcessEnd]:
+        idle = self._idle.setdefault(kind, [])
+        end = idle.pop() if idle else ProcessEnd(MAKERS[kind])
+        try:
+            end.ask("reshape", num_blocks, block_bytes)
+            yield end
+            if end.is_alive:
+                end.resume()
+                end.ask("close")
+                idle.append(end)
+        finally:
+            if end not in idle:
+                end.kill()
+
+    def close(self) -> None:
+        for ends in self._idle.values():
+            for end in ends:
+                end.end()
+
+
+class LocalEnd:
+    """An end in this process, for the in-memory transport."""
+
+    def __init__(self, state: EndState) -> None:
+        self._state = state
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        self._state.poll()
+        return getattr(self._state, command)(*arguments)
+
+
+@dataclass(slots=True)
+class Ends:
+    """A decode end and a prefill end, connected."""
+
+    d: End
+    p: End
+
+    def connect(self) -> None:
+        self.p.ask("connect", *self.d.ask("metadata"))
+        self.d.ask("connect", *self.p.ask("metadata"))
+
+
+def memory_ends(num_blocks: int, block_bytes: int, *, is_one_sided: bool = True) -> Ends:
+    wire = Wire(is_prompt=True, is_one_sided=is_one_sided)
+
+    def make(region: Region) -> Transport:
+        return MemoryTransport(region, wire)
+
+    d, p = (LocalEnd(make_end(make, num_blocks, block_bytes)) for _ in range(2))
+    return Ends(d, p)
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Ends answer at once, so asking again is all the waiting there is."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"this did not come: {what}")

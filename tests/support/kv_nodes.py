@@ -1,0 +1,181 @@
+"""A worker half in a process of its own, over a real transport, that does as a test tells it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kv_transfer.config import ReceiverConfig, SenderConfig
+from kv_transfer.messages import Fingerprint, Region
+from kv_transfer.pairs import Identity
+from kv_transfer.records import TransferRecord
+from kv_transfer.types import BlockId, HandoffId, Incarnation, KvOrders, KvReports, NodeId, Peer
+from kv_transfer.worker import KvCounters, KvTransferWorker, KvWorkerConfig
+from tests.support.ends import MAKERS
+from tests.support.link import SocketLink
+
+WAIT_S = 20.0
+FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
+# Quick to give up, so that a test need not wait.
+CONFIG = KvWorkerConfig(
+    receiver=ReceiverConfig(lease_s=0.6, silence_s=1.0, fence_age_s=1.0, give_up_s=30.0),
+    sender=SenderConfig(hold_s=10.0, write_timeout_s=5.0),
+    redial_s=0.2,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    kind: str  # of transport
+    address: str  # of its control link
+    num_blocks: int = 64
+    block_bytes: int = 65536
+
+
+@dataclass(slots=True)
+class NodeState:
+    """What runs in the child: a worker half and the memory it serves."""
+
+    worker: KvTransferWorker
+    region: Region
+    buffer: Any
+    reports: KvReports = KvReports()
+    times: dict[HandoffId, float] = field(default_factory=dict)
+
+    def order(self, orders: KvOrders) -> None:
+        self.worker.start(orders, time.monotonic())
+
+    def turn(self) -> None:
+        found = self.worker.poll(time.monotonic())
+        if found != KvReports():
+            names = ("finished_recving", "failed_recving", "released", "finished_sending")
+            self.reports = replace(
+                self.reports, **{n: getattr(self.reports, n) + getattr(found, n) for n in names}
+            )
+
+    def seen(self) -> KvReports:
+        return self.reports
+
+    def counters(self) -> KvCounters:
+        return self.worker.counters()
+
+    def records(self) -> tuple[TransferRecord, ...]:
+        return self.worker.take_records()
+
+    def fill_all(self, byte: bytes, block_ids: tuple[BlockId, ...]) -> None:
+        """A new owner, or a forward pass, writes these blocks."""
+        for block_id in block_ids:
+            ctypes.memset(self._address(block_id), byte[0], self.region.block_bytes)
+
+    def num_filled(self, byte: bytes, block_ids: tuple[BlockId, ...]) -> int:
+        """How many of these blocks hold nothing but this byte."""
+        whole = byte * self.region.block_bytes
+        size = self.region.block_bytes
+        return sum(ctypes.string_at(self._address(b), size) == whole for b in block_ids)
+
+    def num_touched(self, byte: bytes, block_ids: tuple[BlockId, ...]) -> int:
+        """How many of these blocks begin with this byte."""
+        return sum(ctypes.string_at(self._address(b), 1) == byte for b in block_ids)
+
+    def _address(self, block_id: BlockId) -> int:
+        return self.region.base + block_id * self.region.block_bytes
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"did not come: {what}")
+
+
+class NodeProcess:
+    """The test's handle on a node in a child process."""
+
+    def __init__(self, name: str, plan: NodePlan) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.peer = Peer(NodeId(name), plan.address)
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name, plan), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        self._connection.send((command, arguments))
+        return self._answer()
+
+    def order(self, orders: KvOrders) -> None:
+        self.ask("order", orders)
+
+    def order_blindly(self, orders: KvOrders) -> None:
+        """Without waiting until it was begun; `answer_late` takes the answer."""
+        self._connection.send(("order", (orders,)))
+
+    def answer_late(self) -> None:
+        self._answer()
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def end(self) -> None:
+        if self.is_alive:
+            self.resume()
+            self._connection.send(None)
+            self._process.join(WAIT_S)
+        self.kill()
+
+    def until(self, holds: Callable[[KvReports], bool], what: str) -> KvReports:
+        deadline_s = time.monotonic() + WAIT_S
+        while not holds(reports := self.ask("seen")):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"did not come: {what}; seen {reports}")
+        return reports  # type: ignore[no-any-return]
+
+    def _answer(self) -> Any:
+        if not self._connection.poll(WAIT_S):
+            raise TimeoutError("the node did not answer")
+        return self._connection.recv()
+
+
+def _serve(connection: Connection, name: str, plan: NodePlan) -> None:
+    Path(plan.address).unlink(missing_ok=True)  # a killed predecessor leaves its socket
+    buffer = (ctypes.c_char * (plan.num_blocks * plan.block_bytes))()
+    region = Region(ctypes.addressof(buffer), plan.num_blocks, plan.block_bytes)
+    link = SocketLink(plan.address, wake=lambda: None)
+    identity = Identity(NodeId(name), Incarnation(os.urandom(4).hex()), FINGERPRINT)
+    with KvTransferWorker(identity, region, MAKERS[plan.kind](region), link, CONFIG) as worker:
+        link.events = worker
+        state = NodeState(worker, region, buffer)
+        connection.send("ready")
+        while True:
+            state.turn()
+            wait_s = worker.next_poll_s(time.monotonic())
+            if connection.poll(min(wait_s if wait_s is not None else 0.005, 0.005)):
+                letter = connection.recv()
+                if letter is None:
+                    return
+                command, arguments = letter
+                connection.send(getattr(state, command)(*arguments))
