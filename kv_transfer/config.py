@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,27 @@ class SenderConfig:
         _check_positive(self)
 
 
+@dataclass(frozen=True, slots=True)
+class KvWorkerConfig:
+    """Of the worker half as a whole."""
+
+    receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
+    sender: SenderConfig = field(default_factory=SenderConfig)
+    verify: bool = True  # digest what is sent and what has landed; CPU memory only
+    poll_s: float = 0.001  # while bytes are known to move
+    idle_poll_s: float = 0.01  # while a grant is out and nothing is known to move
+    linger_s: float = 0.1  # P polls on for so long, so that its last notification leaves
+    tick_s: float = 0.02  # how often deadlines are looked at
+    redial_s: float = 1.0  # how often a lost peer is asked whether it lives, for a fence's sake
+
+    def __post_init__(self) -> None:
+        for name in ("poll_s", "idle_poll_s", "linger_s", "tick_s", "redial_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
 def _check_positive(config: ReceiverConfig | SenderConfig) -> None:
-    for field in fields(config):
-        value = getattr(config, field.name)
+    for limit in fields(config):
+        value = getattr(config, limit.name)
         if not value > 0:
-            raise ValueError(f"{field.name} is {value}; it must be above 0")
+            raise ValueError(f"{limit.name} is {value}; it must be above 0")

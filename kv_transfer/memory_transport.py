@@ -129,10 +129,6 @@ class MemoryTransport:
     def is_one_sided(self) -> bool:
         return self._wire.is_one_sided
 
-    @property
-    def close_stops_writes(self) -> bool:
-        return not self._wire.is_direct
-
     def open(self) -> MemoryChannel:
         return MemoryChannel(self._region, self._wire)
 
@@ -160,6 +156,13 @@ class MemoryChannel:
         if peer is None:
             raise PeerUnreachable("no such memory channel")
         self._peer = peer
+
+    @property
+    def close_stops_writes(self) -> bool:
+        return not self._wire.is_direct
+
+    def is_peer_gone(self) -> bool:
+        return self._peer is not None and self._peer.is_gone
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
         if self._wire.is_one_sided:

@@ -5,8 +5,10 @@ No progress thread: it would burn a core. UCX moves bytes only inside `poll` (an
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,21 +17,28 @@ import numpy as np
 
 from kv_transfer.errors import PeerUnreachable, TransportMissing
 from kv_transfer.messages import Region
+from kv_transfer.process_mark import ProcessMark, own_mark
 from kv_transfer.transport import Arrived, ChannelEvent, Severed, Write, WriteFailed, Written
 from kv_transfer.types import BlockId
 
 _TICKET_BYTES = 8
+_SEPARATOR = b"\0"
 
 
 @dataclass(frozen=True, slots=True)
 class NixlConfig:
-    """UCX settings of this transport alone; an UCX_* variable of the environment goes first."""
+    """UCX settings for this transport alone. An UCX_* variable of the environment goes first."""
 
-    # What UCX may use. CMA is left out by default: with it P's kernel writes straight into
-    # D's memory, and closing D's end would not keep a late write out.
-    tls: str = "^cma"
+    # What UCX may use, such as "tcp" or "^cma"; empty lets it choose. Between processes of one
+    # machine that is CMA: fast, but blocks fenced because of a stalled P stay so until P says
+    # a word or dies. Without CMA, D frees them by closing its own end.
+    tls: str = ""
     net_devices: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
-    device_is_direct: bool = False  # the device's own path (CUDA IPC) bypasses D as CMA does
+
+    def __post_init__(self) -> None:
+        for name, value in (("tls", self.tls), ("net_devices", self.net_devices)):
+            if "," in value:
+                raise ValueError(f"{name}={value}: NIXL takes one item; set UCX_{name.upper()}")
 
 
 class NixlTransport:
@@ -42,16 +51,14 @@ class NixlTransport:
         self._nixl = _import_nixl()
         self._region = region
         self._config = config
-        self._num_opened = 0
-
-    @property
-    def close_stops_writes(self) -> bool:
-        is_direct = _excludes(os.environ.get("UCX_TLS", self._config.tls), "cma")
-        return is_direct and not self._config.device_is_direct
+        # The first agent of a process takes half a second; no request shall wait for it.
+        self.open().close()
 
     def open(self) -> NixlChannel:
-        self._num_opened += 1
-        return NixlChannel(self._nixl, self._region, self._config)
+        try:
+            return NixlChannel(self._nixl, self._region, self._config)
+        except _errors(self._nixl) as error:
+            raise PeerUnreachable(f"NIXL cannot make an agent: {error!r}") from error
 
     def close(self) -> None:
         """Every channel has its own agent; nothing is shared."""
@@ -62,15 +69,20 @@ class NixlChannel:
 
     def __init__(self, nixl: ModuleType, region: Region, config: NixlConfig) -> None:
         self._nixl = nixl
+        self._errors = _errors(nixl)
         self._region = region
+        self._mark = own_mark()
         self._agent: Any = nixl.nixlAgent(os.urandom(12).hex(), _agent_config(nixl))
         self._agent.createBackend("UCX", _backend_parameters(config))
         self._registered = _registration(nixl, region)
         self._agent.registerMem(self._registered, [])
-        self._metadata: bytes = self._agent.getLocalMD()
-        self._peer: str | None = None
-        self._local_list = 0
-        self._remote_list = 0
+        self._metadata: bytes = self._mark.to_bytes() + _SEPARATOR + self._agent.getLocalMD()
+        self._peer_mark: ProcessMark | None = None
+        self._peer_region: Region | None = None
+        self._peer_metadata = b""
+        tls = os.environ.get("UCX_TLS", config.tls)
+        self._is_direct = _allows(tls, _direct_transports(region))
+        self._path: _Path | None = None
         self._handle_by_write: dict[int, int] = {}
         self._failures: list[ChannelEvent] = []
 
@@ -79,15 +91,35 @@ class NixlChannel:
         return self._metadata
 
     def connect(self, metadata: bytes, region: Region) -> None:
-        try:
-            self._peer = str(self._agent.loadRemoteMD(metadata), "ascii")
-            self._local_list = self._prepare(self._nixl.NIXL_INIT_AGENT, self._region)
-            self._remote_list = self._prepare(self._peer, region)
-        except _errors(self._nixl) as error:
-            raise PeerUnreachable(f"NIXL cannot reach the peer: {error!r}") from error
+        """D never opens a path back to P, so the agent is told of the peer at the first post."""
+        mark, separator, agent_metadata = metadata.partition(_SEPARATOR)
+        if not separator:
+            raise PeerUnreachable("the peer did not say how to reach it")
+        self._peer_mark = ProcessMark.from_bytes(mark)
+        self._peer_metadata, self._peer_region = agent_metadata, region
+
+    @property
+    def close_stops_writes(self) -> bool:
+        is_near = self._peer_mark is not None and self._peer_mark.is_near(self._mark)
+        return not (is_near and self._is_direct)
+
+    def is_peer_gone(self) -> bool:
+        mark = self._peer_mark
+        return mark is not None and mark.is_near(self._mark) and mark.is_gone()
+
+    def _connected(self) -> _Path:
+        """Describe every block of both sides once; a write then names them by index."""
+        if self._path is not None:
+            return self._path
+        if self._peer_region is None:
+            raise PeerUnreachable("the peer is not known yet")
+        name = self._agent.loadRemoteMD(self._peer_metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        local = self._prepare(self._nixl.NIXL_INIT_AGENT, self._region)
+        self._path = _Path(name, local, self._prepare(name, self._peer_region))
+        return self._path
 
     def _prepare(self, agent_name: str, region: Region) -> int:
-        """Describe every block once; a write then names them by index."""
         size = region.block_bytes
         strided = [[region.base, size, _device_number(region), size, region.num_blocks]]
         blocks = np.array(strided, dtype=np.uint64)
@@ -104,65 +136,101 @@ class NixlChannel:
         sources = np.array(write.sources, dtype=np.int32)
         targets = np.array(write.targets, dtype=np.int32)
         try:
+            path = self._connected()
             handle = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, self._local_list, sources, self._remote_list, targets
+                self._nixl.NIXL_WRITE, path.local_list, sources, path.remote_list, targets
             )
             self._handle_by_write[write.write_id] = handle
             self._agent.postXferReq(handle, b"")
-        except _errors(self._nixl) as error:
-            self._failures.append(WriteFailed(write.write_id, f"post: {error!r}"))
+        except self._errors as error:
+            self._fail(write.write_id, f"post: {error!r}")
 
     def notify(self, ticket: int) -> None:
         try:
-            self._agent.genNotif(self._peer, ticket.to_bytes(_TICKET_BYTES, "big"))
-        except _errors(self._nixl) as error:
+            self._agent.genNotif(self._connected().peer, ticket.to_bytes(_TICKET_BYTES, "big"))
+        except self._errors as error:
             self._failures.append(Severed(f"notify: {error!r}"))
 
     def poll(self) -> list[ChannelEvent]:
-        events, self._failures = self._failures, []
-        for write_id in list(self._handle_by_write):
-            ended = self._end_of(write_id)
-            if ended is not None:
-                events.append(ended)
+        events: list[ChannelEvent] = []
+        for write_id, handle in list(self._handle_by_write.items()):
+            if self._has_landed(write_id, handle):
+                events.append(Written(write_id))
         # Also what makes UCX move when no write of ours is in flight.
         for payloads in self._agent.getNotifs({}, []).values():
             events += [Arrived(int.from_bytes(payload, "big")) for payload in payloads]
-        return events
+        failures, self._failures = self._failures, []
+        return events + failures
 
-    def _end_of(self, write_id: int) -> ChannelEvent | None:
-        handle = self._handle_by_write[write_id]
+    def _has_landed(self, write_id: int, handle: int) -> bool:
         try:
             status = self._agent.getXferStatus(handle)
-        except _errors(self._nixl) as error:
-            del self._handle_by_write[write_id]
-            return WriteFailed(write_id, repr(error))
+        except self._errors as error:
+            self._fail(write_id, repr(error))
+            return False
         if status == self._nixl.NIXL_IN_PROG:
-            return None
-        del self._handle_by_write[write_id]
+            return False
         if status != self._nixl.NIXL_SUCCESS:
-            return WriteFailed(write_id, str(status))
+            self._fail(write_id, str(status))
+            return False
+        del self._handle_by_write[write_id]
         self._agent.releaseXferReq(handle)
-        return Written(write_id)
+        return True
+
+    def _fail(self, write_id: int, reason: str) -> None:
+        self._failures.append(WriteFailed(write_id, reason))
+        handle = self._handle_by_write.pop(write_id, None)
+        if handle is not None:
+            self._release(handle)
+
+    def _release(self, handle: int) -> None:
+        try:
+            self._agent.releaseXferReq(handle)
+        except self._errors:
+            return  # still in flight: the end of the agent takes it along
 
     def close(self) -> None:
+        """From here on this process neither writes to the peer nor is written to through UCX."""
+        if self._agent is None:
+            return
+        for handle in self._handle_by_write.values():
+            self._release(handle)
         self._handle_by_write.clear()
+        if self._path is not None:
+            self._agent.releasedDlistH(self._path.local_list)
+            self._agent.releasedDlistH(self._path.remote_list)
+            self._agent.invalidateRemoteMD(self._path.peer)
+        self._agent.deregisterMem(self._registered, [])
         self._agent = None
-        self._registered = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """What the agent knows the peer by."""
+
+    peer: str
+    local_list: int
+    remote_list: int
 
 
 def _import_nixl() -> ModuleType:
-    """The bindings alone: the Python layer above them configures the process's logging."""
-    raises = logging.raiseExceptions
+    """The bindings alone: the package `nixl` itself loads torch to learn the CUDA version."""
+    raises, wheels = logging.raiseExceptions, ["nixl_cu13", "nixl_cu12"]
+    version = getattr(sys.modules.get("torch"), "version", None)
+    if str(getattr(version, "cuda", None)).startswith("12"):
+        wheels.reverse()
     try:
-        import nixl._bindings as bindings
-    except ImportError as error:
+        found = next(wheel for wheel in wheels if importlib.util.find_spec(wheel) is not None)
+        return importlib.import_module(f"{found}._bindings")
+    except (StopIteration, ImportError, ValueError) as error:
         raise TransportMissing(
             "the nixl transport needs the package nixl: pip install 'nixl>=1.5,<1.6'"
         ) from error
     finally:
+        # Importing it configures logging for the whole process; take that back.
         logging.raiseExceptions = raises
-        logging.getLogger("nixl").setLevel(logging.WARNING)
-    return bindings  # type: ignore[no-any-return]
+        logging.getLogger("nixl").handlers.clear()
+        logging.getLogger("nixl").propagate = True
 
 
 def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
@@ -201,9 +269,15 @@ def _device_number(region: Region) -> int:
     return int(region.device.partition(":")[2] or 0)
 
 
-def _excludes(tls: str, name: str) -> bool:
-    """Whether a UCX_TLS value keeps this transport out."""
-    is_negated, names = tls.startswith("^"), set(tls.lstrip("^").split(","))
-    if is_negated:
-        return name in names
-    return not names & {name, "all", "sm", "shm"} and bool(tls)
+def _direct_transports(region: Region) -> set[str]:
+    """With these P's kernel or GPU writes into D's memory, and D's UCX is not asked."""
+    modules = {name for name in ("xpmem", "knem") if os.path.exists(f"/dev/{name}")}
+    return {"cma"} | modules | ({"cuda_ipc"} if region.device != "cpu" else set())
+
+
+def _allows(tls: str, names: set[str]) -> bool:
+    """Whether a UCX_TLS value lets any of these transports be used."""
+    listed = set(tls.lstrip("^").split(",")) - {""}
+    if tls.startswith("^"):
+        return not (names <= listed or listed & {"sm", "shm"})
+    return not listed or bool(listed & (names | {"all", "sm", "shm"}))

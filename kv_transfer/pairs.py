@@ -45,6 +45,7 @@ class CutPair:
     link_id: LinkId
     address: str
     node_id: NodeId
+    channel: Channel  # closed, but it can still tell whether the peer lives
 
 
 class Pairs:
@@ -87,6 +88,7 @@ class Pairs:
         """The answer to our Hello. Raises PeerUnreachable if the pair may not work together."""
         pair = self._pairs[link_id]
         self._refuse_unless_fit(theirs)
+        pair.channel.connect(theirs.metadata, theirs.region)
         pair.peer = theirs
         return pair
 
@@ -126,7 +128,7 @@ class Pairs:
         if pair.address is not None:
             del self._link_by_address[pair.address]
             if pair.peer is not None:
-                self._cut[link_id] = CutPair(link_id, pair.address, pair.peer.node_id)
+                self._cut[link_id] = CutPair(link_id, pair.address, pair.peer.node_id, pair.channel)
         return pair
 
     def accepted_from(self, node_id: NodeId) -> list[Pair]:

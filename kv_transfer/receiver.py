@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kv_transfer.actions import (
     Break,
@@ -27,6 +26,7 @@ from kv_transfer.actions import (
     Say,
 )
 from kv_transfer.config import ReceiverConfig
+from kv_transfer.incoming import Incoming, IncomingState
 from kv_transfer.link import LinkId
 from kv_transfer.messages import (
     Done,
@@ -40,42 +40,6 @@ from kv_transfer.messages import (
     Writing,
 )
 from kv_transfer.types import HandoffId, KvReports, Landed, Lost, Receive
-
-
-class IncomingState(Enum):
-    WAITING = "waiting"  # for the link; P knows nothing of it
-    GRANTED = "granted"  # P may write
-    FENCED = "fenced"  # P may not write, but a write may still land
-    ENDED = "ended"
-
-
-_MOVES = {
-    IncomingState.WAITING: {IncomingState.GRANTED, IncomingState.ENDED},
-    IncomingState.GRANTED: {IncomingState.FENCED, IncomingState.ENDED},
-    IncomingState.FENCED: {IncomingState.ENDED},
-    IncomingState.ENDED: set(),
-}
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One receive. Only the Receiver changes it."""
-
-    order: Receive
-    link_id: LinkId
-    began_s: float
-    state: IncomingState = IncomingState.WAITING
-    ticket: int = 0
-    fenced_s: float = 0.0
-    is_wanted: bool = True  # until the scheduler revokes it
-    is_writing: bool = False  # P said that bytes are on their way
-    has_arrived: bool = False
-    done: Done | None = None
-
-    def move(self, state: IncomingState) -> None:
-        if state not in _MOVES[self.state]:
-            raise RuntimeError(f"{self.order.handoff_id}: {self.state} cannot become {state}")
-        self.state = state
 
 
 @dataclass(slots=True)
@@ -95,12 +59,10 @@ class Receiver:
         self,
         config: ReceiverConfig,
         *,
-        is_one_sided: bool = True,
-        close_stops_writes: bool = True,
+        is_one_sided: bool,
     ) -> None:
         self._config = config
         self._is_one_sided = is_one_sided
-        self._close_stops_writes = close_stops_writes
         self._incoming: dict[HandoffId, Incoming] = {}
         self._pairs: dict[LinkId, _Pair] = {}
         self._handoff_by_ticket: dict[int, HandoffId] = {}
@@ -132,7 +94,6 @@ class Receiver:
         incoming = self._incoming.get(handoff_id)
         if incoming is None:
             return
-        incoming.is_wanted = False
         if incoming.state is IncomingState.WAITING:
             self._release(incoming)
         elif incoming.state is IncomingState.GRANTED:
@@ -142,8 +103,8 @@ class Receiver:
 
     def link_up(self, link_id: LinkId, now: float) -> None:
         """Hello has been said on both sides and the pair may work together."""
-        pair = self._pairs.get(link_id)
-        if pair is None or pair.is_up or pair.is_cut:
+        pair = self._pairs.setdefault(link_id, _Pair(asked_s=now))
+        if pair.is_up or pair.is_cut:
             return
         pair.is_up = True
         pair.heard_s = now
@@ -185,8 +146,8 @@ class Receiver:
         else:
             self.num_dropped += 1
 
-    def link_cut(self, link_id: LinkId, reason: str, now: float) -> None:
-        """Our end of the pair's data path is destroyed, or never came to be."""
+    def link_cut(self, link_id: LinkId, reason: str, now: float, *, writes_stopped: bool) -> None:
+        """Our end of the pair's data path is destroyed, which may be all it takes, or not."""
         pair = self._pairs.get(link_id)
         if pair is None or pair.is_cut:
             return
@@ -200,7 +161,7 @@ class Receiver:
                 self._report_lost(incoming, reason)
                 self._release(incoming)
                 continue
-            if self._close_stops_writes:
+            if writes_stopped:
                 self._release(incoming)
         self._forget_if_over(link_id)
 
@@ -361,9 +322,7 @@ class Receiver:
         self._say(incoming.link_id, RevokeGrant(incoming.order.handoff_id, incoming.ticket))
 
     def _report_lost(self, incoming: Incoming, reason: str) -> None:
-        if incoming.is_wanted:
-            self._lost.append(Lost(incoming.order.handoff_id, reason))
-            incoming.is_wanted = False
+        self._lost.append(Lost(incoming.order.handoff_id, reason))
 
     def _release(self, incoming: Incoming) -> None:
         self._end(incoming)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 from kv_transfer.actions import Announce, Break, Post, Say, SenderAction
 from kv_transfer.config import SenderConfig
@@ -31,55 +30,9 @@ from kv_transfer.messages import (
     RevokeGrant,
     Writing,
 )
+from kv_transfer.outgoing import Flight, Outgoing, OutgoingState
 from kv_transfer.transport import Write
-from kv_transfer.types import BlockId, Complete, HandoffId, Send, Withdraw
-
-
-class OutgoingState(Enum):
-    HELD = "held"  # no grant yet
-    PUSHING = "pushing"
-    ENDING = "ending"  # nothing more is posted; writes may be in flight
-    ENDED = "ended"
-
-
-_MOVES = {
-    OutgoingState.HELD: {OutgoingState.PUSHING, OutgoingState.ENDING},
-    OutgoingState.PUSHING: {OutgoingState.ENDING, OutgoingState.ENDED},
-    OutgoingState.ENDING: {OutgoingState.ENDED},
-    OutgoingState.ENDED: set(),
-}
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """One send. Only the Sender changes it."""
-
-    handoff_id: HandoffId
-    state: OutgoingState = OutgoingState.HELD
-    first_block: int = 0  # place of blocks[0] in the sequence's block table
-    blocks: list[BlockId] = field(default_factory=list)
-    is_ordered: bool = False  # the scheduler has spoken of it, and awaits finished_sending
-    has_last_word: bool = False  # Complete or Withdraw was ordered
-    complete: Complete | None = None
-    held_until_s: float | None = None
-    link_id: LinkId | None = None
-    grant: Grant | None = None
-    lease_until_s: float = 0.0
-    num_posted: int = 0  # of the grant's blocks
-    in_flight: dict[int, _Flight] = field(default_factory=dict)  # by write id
-    must_answer_revoke: bool = False
-    why_ended: str = ""
-
-    def move(self, state: OutgoingState) -> None:
-        if state not in _MOVES[self.state]:
-            raise RuntimeError(f"{self.handoff_id}: {self.state} cannot become {state}")
-        self.state = state
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    posted_s: float
-    num_blocks: int
+from kv_transfer.types import Complete, HandoffId, Send, Withdraw
 
 
 @dataclass(slots=True)
@@ -316,7 +269,7 @@ class Sender:
             targets=grant.block_ids[first : first + num_blocks],
         )
         outgoing.num_posted += num_blocks
-        outgoing.in_flight[write.write_id] = _Flight(now, num_blocks)
+        outgoing.in_flight[write.write_id] = Flight(now, num_blocks)
         self._handoff_by_write[write.write_id] = outgoing.handoff_id
         pair.num_in_flight += num_blocks
         if outgoing.link_id is not None:

@@ -26,7 +26,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """On P: every byte of the write is in D's memory."""
+    """On P: the source is not read any more; one-sided, every byte is in D's memory too."""
 
     write_id: int
 
@@ -72,7 +72,20 @@ class Channel(Protocol):
         ...
 
     def connect(self, metadata: bytes, region: Region) -> None:
-        """Learn the other end and its memory. Raises PeerUnreachable."""
+        """Learn of the other end and its memory, on both sides. Raises PeerUnreachable."""
+        ...
+
+    @property
+    def close_stops_writes(self) -> bool:
+        """On D, once connected: when this end is closed nothing lands, whatever is still sent.
+
+        False where P can reach into D's memory by itself (CMA, XPMEM, CUDA IPC): then only P's
+        word, or its death, ends it.
+        """
+        ...
+
+    def is_peer_gone(self) -> bool:
+        """On D: the other end's process is known to be dead. May be asked after `close`."""
         ...
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
@@ -109,15 +122,6 @@ class Transport(Protocol):
     @property
     def is_one_sided(self) -> bool:
         """P writes where it wants; else P sends into receives that D has posted."""
-        ...
-
-    @property
-    def close_stops_writes(self) -> bool:
-        """Once D's end is closed nothing lands, whatever P or the network still holds.
-
-        False where P reaches into D's memory by itself (CMA, XPMEM, CUDA IPC): then only
-        P's word, or its death, ends it.
-        """
         ...
 
     def open(self) -> Channel: ...

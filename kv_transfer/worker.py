@@ -23,13 +23,14 @@ from kv_transfer.actions import (
     Say,
     SenderAction,
 )
-from kv_transfer.config import ReceiverConfig, SenderConfig
+from kv_transfer.config import KvWorkerConfig
 from kv_transfer.digest import BlockDigest
 from kv_transfer.errors import PeerUnreachable
+from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
 from kv_transfer.messages import Closed, Done, Hello, LinkMessage, Region
 from kv_transfer.pairs import Identity, Pair, Pairs
-from kv_transfer.receiver import IncomingState, Receiver
+from kv_transfer.receiver import Receiver
 from kv_transfer.records import Ledger, Role, TransferRecord
 from kv_transfer.sender import Sender
 from kv_transfer.transport import (
@@ -42,23 +43,6 @@ from kv_transfer.transport import (
     Written,
 )
 from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Receive
-
-
-@dataclass(frozen=True, slots=True)
-class KvWorkerConfig:
-    receiver: ReceiverConfig = ReceiverConfig()
-    sender: SenderConfig = SenderConfig()
-    verify: bool = True  # digest what is sent and what has landed; CPU memory only
-    poll_s: float = 0.001  # while bytes are known to move
-    idle_poll_s: float = 0.01  # while a grant is out and nothing is known to move
-    linger_s: float = 0.1  # P polls on for so long, so that its last notification leaves
-    tick_s: float = 0.02  # how often deadlines are looked at
-    redial_s: float = 1.0  # how often a lost peer is asked whether it lives, for a fence's sake
-
-    def __post_init__(self) -> None:
-        for name in ("poll_s", "idle_poll_s", "linger_s", "tick_s", "redial_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +64,14 @@ class KvTransferWorker:
         region: Region,
         transport: Transport,
         link: Link,
-        config: KvWorkerConfig = KvWorkerConfig(),
+        config: KvWorkerConfig | None = None,
     ) -> None:
-        self._config = config
+        self._config = config = config or KvWorkerConfig()
         self._region = region
         self._transport = transport
         self._link = link
         self._pairs = Pairs(identity, region, transport, link)
-        self._receiver = Receiver(
-            config.receiver,
-            is_one_sided=transport.is_one_sided,
-            close_stops_writes=transport.close_stops_writes,
-        )
+        self._receiver = Receiver(config.receiver, is_one_sided=transport.is_one_sided)
         self._sender = Sender(region.block_bytes, config.sender)
         self._ledger = Ledger(transport.name, region.block_bytes)
         self._inbox: deque[tuple[LinkId, LinkMessage | str]] = deque()
@@ -256,13 +236,16 @@ class KvTransferWorker:
     def _welcome(self, link_id: LinkId, hello: Hello, now: float) -> None:
         # P has cut its older ends before it answered, or is another process by now.
         for older in self._pairs.cut_from(hello.node_id):
-            self._receiver.peer_cut(older.link_id)
-            self._pairs.forget_cut(older.link_id)
+            self._end_fences_of(older.link_id)
         self._pairs.welcome(link_id, hello)
         self._receiver.link_up(link_id, now)
 
     def _hear_closed(self, link_id: LinkId, closed: Closed, now: float) -> None:
         self._cut(link_id, f"closed by the peer: {closed.reason}", now)
+        self._end_fences_of(link_id)
+
+    def _end_fences_of(self, link_id: LinkId) -> None:
+        """Both ends of this pair are destroyed."""
         self._receiver.peer_cut(link_id)
         self._pairs.forget_cut(link_id)
 
@@ -277,9 +260,12 @@ class KvTransferWorker:
 
     def _cut(self, link_id: LinkId, reason: str, now: float) -> None:
         """The order matters: blocks are released only once our end is destroyed."""
-        if self._pairs.cut(link_id, reason) is None:
+        pair = self._pairs.cut(link_id, reason)
+        if pair is None:
             return
-        self._receiver.link_cut(link_id, reason, now)
+        # Without a Hello there was no grant, hence no write.
+        writes_stopped = pair.peer is None or pair.channel.close_stops_writes
+        self._receiver.link_cut(link_id, reason, now, writes_stopped=writes_stopped)
         self._sender.link_cut(link_id, reason)
         if not self._receiver.has_fenced(link_id):
             self._pairs.forget_cut(link_id)
@@ -305,6 +291,9 @@ class KvTransferWorker:
         self._sender.tick(now)
         for pair in self._pairs.unanswered_since(now - self._config.receiver.silence_s):
             self._cut(pair.link_id, "the prefill node did not answer our Hello", now)
+        for cut in self._pairs.all_cut():
+            if cut.channel.is_peer_gone():
+                self._end_fences_of(cut.link_id)
         if self._pairs.has_cut and now >= self._redialled_s + self._config.redial_s:
             self._redialled_s = now
             self._redial(now)

@@ -27,6 +27,8 @@ NIXL = ["nixl tcp", "nixl default"]
 DATA, NEW_OWNER = b"K", b"n"
 NUM_MANY = 2048  # 128 MiB: enough to be stopped half way
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:

@@ -17,8 +17,8 @@ from kv_transfer.memory_transport import Wire
 from kv_transfer.types import HandoffId
 from tests.support.handoff_world import Node, World
 
-NUM_HISTORIES = 600  # for each kind of wire
-NUM_QUIET_HISTORIES = 200
+NUM_HISTORIES = 1500  # for each kind of wire
+NUM_QUIET_HISTORIES = 300
 QUIET_END_S = 25.0  # a hold, for what decode gave up before it could say so
 NUM_STEPS = 120
 

@@ -11,7 +11,7 @@ import ctypes
 import itertools
 from dataclasses import dataclass, field
 
-from kv_transfer.config import ReceiverConfig, SenderConfig
+from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from kv_transfer.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
 from kv_transfer.messages import Fingerprint, Grant, LinkMessage, Region
 from kv_transfer.pairs import Identity
@@ -30,7 +30,7 @@ from kv_transfer.types import (
     Send,
     Withdraw,
 )
-from kv_transfer.worker import KvTransferWorker, KvWorkerConfig
+from kv_transfer.worker import KvTransferWorker
 from tests.support.link import HubLink, LinkHub
 
 BLOCK_BYTES = 8
@@ -190,16 +190,21 @@ class World:
     # --- What happens to processes -----------------------------------------------------
 
     def restart_p(self, name: str) -> None:
-        """SIGKILL, and a new process on the same address. What it wrote may be on its way."""
-        dead = self.ps[name]
+        """SIGKILL, and a new process on the same address."""
+        self.kill_p(name)
+        self.ps[name] = Node(self, name, self.num_blocks, self.config)
+
+    def kill_p(self, name: str) -> None:
+        """What it wrote may be on its way."""
+        dead = self.ps.pop(name)
         self.hub.remove(name)
-        for flight in list(self.wire.flights):
-            if flight.source in self._channels_of(dead):
+        for channel in self._channels_of(dead):
+            for flight in [one for one in self.wire.flights if one.source is channel]:
                 if self.wire.is_direct:
                     self.wire.lose(flight)  # there is nobody left to write it
-                flight.source.close()
+            channel.close()
+            channel.is_gone = True
         self.sending = {h: s for h, s in self.sending.items() if s.node is not dead}
-        self.ps[name] = Node(self, name, self.num_blocks, self.config)
 
     def restart_d(self) -> None:
         dead, self.d = self.d, Node(self, "d-", 0, self.config)

@@ -1,0 +1,63 @@
+"""Which process this is, in a way that another one on the same machine can check.
+
+The kernel lets P reach into D's memory (CMA) only within one PID namespace of one boot; there
+D can see by itself whether P still lives. Anywhere else P cannot, and need not be watched.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_STATE, _START_TIME = 0, 19  # places in /proc/PID/stat after the command name
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    realm: str  # boot id and PID namespace
+    pid: int
+    start_ticks: str  # tells a reused pid from this one
+
+    def to_bytes(self) -> bytes:
+        return f"{self.realm} {self.pid} {self.start_ticks}".encode()
+
+    @staticmethod
+    def from_bytes(encoded: bytes) -> ProcessMark:
+        realm, pid, start_ticks = encoded.decode().split(" ")
+        return ProcessMark(realm, int(pid), start_ticks)
+
+    def is_near(self, other: ProcessMark) -> bool:
+        """Whether one of the two could reach into the other."""
+        return self.realm == other.realm
+
+    def is_gone(self) -> bool:
+        """For a process of our own realm: it cannot execute anything any more."""
+        fields = _stat(self.pid)
+        if fields is None or fields[_START_TIME] != self.start_ticks:
+            return True
+        # A zombie whose threads have all ended only waits to be reaped.
+        return fields[_STATE] in "ZX" and _num_threads(self.pid) <= 1
+
+
+def own_mark() -> ProcessMark:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    namespace = os.readlink("/proc/self/ns/pid")
+    fields = _stat(os.getpid())
+    start_ticks = fields[_START_TIME] if fields is not None else "unknown"
+    return ProcessMark(f"{boot_id}/{namespace}", os.getpid(), start_ticks)
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0

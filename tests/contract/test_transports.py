@@ -1,0 +1,290 @@
+"""What every transport must do, for two ends in two processes (in memory: in one)."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kv_transfer.transport import (
+    Arrived,
+    ChannelEvent,
+    Quieted,
+    Severed,
+    Write,
+    WriteFailed,
+    Written,
+)
+from kv_transfer.types import BlockId
+from tests.support.ends import (
+    MAKERS,
+    End,
+    EndPool,
+    Ends,
+    ProcessEnd,
+    is_missing,
+    memory_ends,
+    wait_until,
+)
+
+BETWEEN_PROCESSES = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS]
+EVERYWHERE = ["memory", "memory two-sided", *BETWEEN_PROCESSES]
+UCXX = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS if "ucxx" in kind]
+TWO_SIDED = ["memory two-sided", *UCXX]
+TICKET = 5
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EndPool]:
+    pool = EndPool()
+    yield pool
+    pool.close()
+
+
+@contextmanager
+def ends(pool: EndPool, kind: str, num_blocks: int = 16, block_bytes: int = 4096) -> Iterator[Ends]:
+    if kind.startswith("memory"):
+        pair = memory_ends(num_blocks, block_bytes, is_one_sided=kind == "memory")
+        pair.connect()
+        yield pair
+        return
+    with (
+        pool.end(kind, num_blocks, block_bytes) as d,
+        pool.end(kind, num_blocks, block_bytes) as p,
+    ):
+        pair = Ends(d, p)
+        pair.connect()
+        yield pair
+
+
+def ids(*numbers: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(number) for number in numbers)
+
+
+def content(place: int, block_bytes: int) -> bytes:
+    return random.Random(place).randbytes(block_bytes)
+
+
+def fill(end: End, block_ids: tuple[BlockId, ...], block_bytes: int = 4096) -> None:
+    for place, block_id in enumerate(block_ids):
+        end.ask("fill", block_id, content(place, block_bytes))
+
+
+def push(pair: Ends, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]) -> None:
+    """A whole hand-off, in two writes where there is enough for two."""
+    pair.d.ask("expect", TICKET, targets)
+    half = len(sources) // 2
+    spans = [(start, end) for start, end in [(0, half), (half, len(sources))] if start < end]
+    for write_id, (start, end) in enumerate(spans):
+        write = Write(write_id, TICKET, start, sources[start:end], targets[start:end])
+        pair.p.ask("post", write)
+    wait_for(pair.p, *(Written(write_id) for write_id in range(len(spans))))
+    pair.p.ask("notify", TICKET)
+    wait_for(pair.d, Arrived(TICKET))
+
+
+def wait_for(end: End, *events: ChannelEvent) -> None:
+    wait_until(lambda: set(events) <= set(end.ask("seen")), f"{events}")
+
+
+def ended(end: End) -> bool:
+    """Whether a write or the data path has come to an end of whatever kind."""
+    return any(isinstance(one, Written | WriteFailed | Severed) for one in end.ask("seen"))
+
+
+@pytest.mark.parametrize("kind", EVERYWHERE)
+@pytest.mark.parametrize(("num", "block_bytes"), [(0, 64), (1, 1), (1, 4096), (7, 65536)])
+def test_blocks_of_any_size_arrive_whole_and_their_neighbours_stay_untouched(
+    pool: EndPool, kind: str, num: int, block_bytes: int
+) -> None:
+    sources, targets = ids(*range(num)), ids(*range(num, 0, -1))
+    with ends(pool, kind, 16, block_bytes) as pair:
+        fill(pair.p, sources, block_bytes)
+
+        push(pair, sources, targets)
+
+        for place, target in enumerate(targets):
+            assert pair.d.ask("read", target) == content(place, block_bytes)
+        for untouched in {*range(16)} - {*targets}:
+            assert pair.d.ask("read", untouched) == bytes(block_bytes)
+
+
+@pytest.mark.parametrize("kind", EVERYWHERE)
+def test_thousands_of_scattered_blocks_arrive_in_their_places(pool: EndPool, kind: str) -> None:
+    num, draw = 2000, random.Random(1)
+    sources, targets = (ids(*draw.sample(range(num), num)) for _ in range(2))
+    with ends(pool, kind, num, 512) as pair:
+        for block_id in range(0, num, 97):
+            pair.p.ask("fill", sources[block_id], content(block_id, 512))
+
+        push(pair, sources, targets)
+
+        for place in range(0, num, 97):
+            assert pair.d.ask("read", targets[place]) == content(place, 512)
+
+
+@pytest.mark.parametrize("kind", EVERYWHERE)
+def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndPool, kind: str) -> None:
+    with ends(pool, kind) as pair:
+        fill(pair.p, ids(0, 1, 2, 3))
+
+        push(pair, ids(0, 1, 2, 3), ids(4, 5, 9, 10))
+
+        for _ in range(20):
+            pair.p.ask("seen"), pair.d.ask("seen")
+        assert sorted(pair.p.ask("seen"), key=str) == [Written(0), Written(1)]
+        assert pair.d.ask("seen") == [Arrived(TICKET)]
+
+
+@pytest.mark.parametrize("kind", TWO_SIDED)
+def test_a_cancelled_ticket_goes_quiet_once_and_what_comes_for_it_is_not_let_in(
+    pool: EndPool, kind: str
+) -> None:
+    with ends(pool, kind) as pair:
+        fill(pair.p, ids(0, 1))
+        pair.d.ask("expect", TICKET, ids(7, 8))
+
+        pair.d.ask("cancel", TICKET)
+        wait_for(pair.d, Quieted(TICKET))
+        pair.p.ask("post", Write(0, TICKET, 0, ids(0, 1), ids(7, 8)))
+        if kind != "memory two-sided":
+            wait_for(pair.p, Written(0))
+
+        assert pair.d.ask("seen") == [Quieted(TICKET)]
+        assert pair.d.ask("read", BlockId(7)) == bytes(4096)
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_the_other_end_killed_during_a_write_leaves_d_able_to_serve_the_next(
+    pool: EndPool, kind: str
+) -> None:
+    num = 512
+    with pool.end(kind, num, 65536) as d:
+        with pool.end(kind, num, 65536) as p:
+            Ends(d, p).connect()
+            blocks = ids(*range(num))
+            d.ask("expect", TICKET, blocks)
+            p.tell("post", Write(0, TICKET, 0, blocks, blocks))
+            p.kill()
+            d.ask("seen")
+            d.ask("reopen")
+
+        with pool.end(kind, num, 65536) as next_p:
+            fill(next_p, ids(0, 1), 65536)
+            pair = Ends(d, next_p)
+            pair.connect()
+            push(pair, ids(0, 1), ids(3, 5))
+            assert d.ask("read", BlockId(5)) == content(1, 65536)
+            assert Arrived(TICKET) in d.ask("seen")
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(pool: EndPool, kind: str) -> None:
+    num = 512
+    with pool.end(kind, num, 65536) as p:
+        with pool.end(kind, num, 65536) as d:
+            Ends(d, p).connect()
+            blocks = ids(*range(num))
+            d.ask("expect", TICKET, blocks)
+            d.stop()
+            p.tell("post", Write(0, TICKET, 0, blocks, blocks))
+            p.wait_for_answer()
+            d.resume()
+            d.kill()
+            wait_until(lambda: ended(p), "an end of the write")
+            p.ask("reopen")
+
+        with pool.end(kind, num, 65536) as next_d:
+            fill(p, ids(0, 1), 65536)
+            pair = Ends(next_d, p)
+            pair.connect()
+            push(pair, ids(0, 1), ids(3, 5))
+            assert next_d.ask("read", BlockId(5)) == content(1, 65536)
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_a_stopped_writer_cannot_write_through_an_end_that_says_it_stops_writes(
+    pool: EndPool, kind: str
+) -> None:
+    num = 2048
+    with ends(pool, kind, num, 65536) as pair:
+        blocks = ids(*range(num))
+        assert isinstance(pair.p, ProcessEnd)
+        pair.p.ask("fill", BlockId(num - 1), b"x" * 65536)
+        pair.d.ask("expect", TICKET, blocks)
+        pair.p.ask("post", Write(0, TICKET, 0, blocks[:1], blocks[:1]))
+        wait_for(pair.p, Written(0))
+        pair.p.tell("post", Write(1, TICKET, 1, blocks[1:], blocks[1:]))
+        pair.p.stop()
+        stops_writes = pair.d.ask("close_stops_writes")
+
+        pair.d.ask("close")
+        for block_id in (1, num // 2, num - 1):
+            pair.d.ask("fill", BlockId(block_id), b"new user")
+        pair.p.resume()
+        pair.p.wait_for_answer()
+        wait_until(lambda: ended(pair.p), "an end of the write")
+
+        kept = [pair.d.ask("read", BlockId(b))[:8] == b"new user" for b in (1, num // 2, num - 1)]
+        assert all(kept) or not stops_writes
+        # Else the peer writes past us, and only its own word or death ends the fence.
+        assert stops_writes is (kind != "nixl default")
+
+
+@pytest.mark.parametrize("kind", ["nixl tcp", "nixl default"])
+def test_d_sees_for_itself_that_a_process_of_its_machine_is_gone(pool: EndPool, kind: str) -> None:
+    with ends(pool, kind) as pair:
+        assert isinstance(pair.p, ProcessEnd)
+        assert pair.d.ask("is_peer_gone") is False
+
+        pair.p.kill()
+
+        assert pair.d.ask("is_peer_gone") is True
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_closing_with_a_write_under_way_is_quiet_and_quick(
+    pool: EndPool, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ends(pool, kind, 512, 65536) as pair:
+        blocks = ids(*range(512))
+        pair.d.ask("expect", TICKET, blocks)
+        pair.p.ask("post", Write(0, TICKET, 0, blocks, blocks))
+
+        pair.p.ask("close")
+        pair.d.ask("close")
+
+    assert "ERROR" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("modules", "transport"),
+    [
+        ("nixl_cu12 nixl_cu13", "nixl_transport.NixlTransport"),
+        ("ucxx", "ucxx_transport.UcxxTransport"),
+    ],
+)
+def test_a_missing_library_is_one_line_that_says_what_to_install(
+    modules: str, transport: str
+) -> None:
+    file, name = transport.split(".")
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({modules.split()}))\n"
+        f"from kv_transfer.messages import Region\n"
+        f"from kv_transfer.{file} import {name}\n"
+        f"{name}(Region(0, 1, 1))"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    last = result.stderr.strip().splitlines()[-1]
+    assert "TransportMissing" in last
+    assert "pip install" in last

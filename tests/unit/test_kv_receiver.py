@@ -1,0 +1,277 @@
+"""D's side, one event at a time."""
+
+from __future__ import annotations
+
+from kv_transfer.actions import Break, CancelExpected, CheckDigest, Expect, Say
+from kv_transfer.config import ReceiverConfig
+from kv_transfer.link import LinkId
+from kv_transfer.messages import (
+    Done,
+    Failed,
+    Grant,
+    LinkMessage,
+    Renew,
+    Renewed,
+    Revoked,
+    RevokeGrant,
+)
+from kv_transfer.receiver import Receiver
+from kv_transfer.types import BlockId, FirstToken, HandoffId, Landed, Lost, NodeId, Peer, Receive
+
+LINK, OTHER_LINK = LinkId(1), LinkId(2)
+ID = HandoffId("r", 0)
+BLOCKS = (BlockId(3), BlockId(5))
+CONFIG = ReceiverConfig(lease_s=3, silence_s=7, fence_age_s=5, give_up_s=60)
+FIRST = FirstToken(9)
+
+
+def order(handoff_id: HandoffId = ID, block_ids: tuple[BlockId, ...] = BLOCKS) -> Receive:
+    return Receive(handoff_id, Peer(NodeId("p"), "p:1"), 0, block_ids, 20)
+
+
+def done(handoff_id: HandoffId = ID, digest: int | None = None) -> Done:
+    return Done(handoff_id, 20, FIRST, digest)
+
+
+def granted(*, is_one_sided: bool = True, handoff_id: HandoffId = ID) -> Receiver:
+    """A receiver with one grant out since second 0, its actions taken."""
+    receiver = Receiver(CONFIG, is_one_sided=is_one_sided)
+    receiver.receive(order(handoff_id), LINK, 0.0)
+    receiver.link_up(LINK, 0.0)
+    receiver.take_actions()
+    return receiver
+
+
+def said(receiver: Receiver) -> list[LinkMessage]:
+    return [action.message for action in receiver.take_actions() if isinstance(action, Say)]
+
+
+def test_a_grant_waits_for_the_link_and_the_channel_hears_of_it_first() -> None:
+    receiver = Receiver(CONFIG, is_one_sided=True)
+    receiver.receive(order(), LINK, 0.0)
+    before = receiver.take_actions()
+
+    receiver.link_up(LINK, 0.5)
+
+    assert before == []
+    grant = Grant(ID, 1, 0, BLOCKS, 3)
+    assert receiver.take_actions() == [Expect(LINK, 1, BLOCKS), Say(LINK, grant)]
+
+
+def test_a_link_that_was_up_before_its_first_receive_grants_at_once() -> None:
+    receiver = Receiver(CONFIG, is_one_sided=True)
+    receiver.link_up(LINK, 0.0)
+
+    receiver.receive(order(), LINK, 1.0)
+
+    assert [type(message) for message in said(receiver)] == [Grant]
+
+
+def test_it_lands_only_when_done_is_said_and_the_data_has_arrived() -> None:
+    receiver = granted()
+
+    receiver.hear(LINK, done(), 1.0)
+    after_done = receiver.take_reports().finished_recving
+    receiver.arrived(LINK, 1)
+
+    assert after_done == ()
+    assert receiver.take_reports().finished_recving == (Landed(ID, 20, FIRST),)
+
+
+def test_data_that_arrives_before_done_does_not_land_by_itself() -> None:
+    receiver = granted()
+
+    receiver.arrived(LINK, 1)
+    after_arrival = receiver.take_reports().finished_recving
+    receiver.hear(LINK, done(), 1.0)
+
+    assert after_arrival == ()
+    assert receiver.take_reports().finished_recving == (Landed(ID, 20, FIRST),)
+
+
+def test_what_is_said_on_another_link_or_of_another_attempt_is_dropped() -> None:
+    receiver = granted()
+    receiver.link_up(OTHER_LINK, 0.0)
+    receiver.arrived(LINK, 1)
+
+    receiver.hear(OTHER_LINK, done(), 1.0)
+    receiver.hear(LINK, done(HandoffId("r", 1)), 1.0)
+    receiver.arrived(OTHER_LINK, 1)
+
+    assert receiver.take_reports().finished_recving == ()
+    assert receiver.num_dropped == 3
+
+
+def test_a_revoked_receive_keeps_its_blocks_until_p_says_that_nothing_is_in_flight() -> None:
+    receiver = granted()
+
+    receiver.revoke(ID, 1.0)
+    asked = receiver.take_actions()
+    receiver.hear(LINK, done(), 1.1)
+    receiver.arrived(LINK, 1)
+    before = receiver.take_reports()
+    receiver.hear(LINK, Revoked(ID), 1.2)
+
+    assert asked == [CancelExpected(LINK, 1), Say(LINK, RevokeGrant(ID, 1))]
+    assert (before.finished_recving, before.released) == ((), ())
+    assert receiver.take_reports().released == (ID,)
+
+
+def test_revoked_is_not_believed_for_a_grant_that_was_not_revoked() -> None:
+    receiver = granted()
+
+    receiver.hear(LINK, Revoked(ID), 1.0)
+
+    assert receiver.take_reports().released == ()
+    assert receiver.num_dropped == 1
+
+
+def test_where_receives_are_posted_only_their_own_end_releases_the_blocks() -> None:
+    receiver = granted(is_one_sided=False)
+    receiver.revoke(ID, 1.0)
+
+    receiver.hear(LINK, Revoked(ID), 1.2)
+    before = receiver.take_reports().released
+    receiver.quieted(LINK, 1)
+
+    assert before == ()
+    assert receiver.take_reports().released == (ID,)
+
+
+def test_a_failed_receive_is_lost_at_once_revoked_and_released_later() -> None:
+    receiver = granted()
+
+    receiver.hear(LINK, Failed(ID, "no room"), 1.0)
+
+    reports = receiver.take_reports()
+    assert reports.failed_recving == (Lost(ID, "prefill node: no room"),)
+    assert reports.released == ()
+    assert said(receiver) == [RevokeGrant(ID, 1)]
+
+
+def test_a_receive_that_was_revoked_is_not_reported_as_lost() -> None:
+    receiver = granted()
+    receiver.hear(LINK, Failed(ID, "no room"), 1.0)
+
+    receiver.revoke(ID, 1.1)
+
+    assert receiver.take_reports().failed_recving == ()
+
+
+def test_a_revoke_before_the_link_is_up_releases_at_once() -> None:
+    receiver = Receiver(CONFIG, is_one_sided=True)
+    receiver.receive(order(), LINK, 0.0)
+
+    receiver.revoke(ID, 0.1)
+    receiver.link_up(LINK, 0.2)
+
+    assert receiver.take_reports().released == (ID,)
+    assert said(receiver) == []
+
+
+def test_a_grant_is_renewed_at_a_third_of_its_lease() -> None:
+    receiver = granted()
+
+    receiver.tick(0.9)
+    early = said(receiver)
+    receiver.tick(1.0)
+
+    assert early == []
+    assert said(receiver) == [Renew((ID,), 3)]
+    assert receiver.next_tick_s() == 2.0
+
+
+def test_a_silent_peer_costs_the_pair_and_one_that_answers_does_not() -> None:
+    silent, answering = granted(), granted()
+    answering.hear(LINK, Renewed((ID,)), 5.0)
+
+    silent.tick(7.0)
+    answering.tick(7.0)
+
+    assert any(isinstance(action, Break) for action in silent.take_actions())
+    assert not any(isinstance(action, Break) for action in answering.take_actions())
+
+
+def test_a_link_that_does_not_come_up_is_given_up() -> None:
+    receiver = Receiver(CONFIG, is_one_sided=True)
+    receiver.receive(order(), LINK, 0.0)
+
+    receiver.tick(7.0)
+
+    assert [type(action) for action in receiver.take_actions()] == [Break]
+
+
+def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None:
+    receiver = granted()
+    receiver.revoke(ID, 0.0)
+    receiver.take_actions()
+    receiver.hear(LINK, Renewed(()), 4.9)
+
+    receiver.tick(5.0)
+
+    assert any(isinstance(action, Break) for action in receiver.take_actions())
+    assert receiver.take_reports().released == ()
+
+
+def test_a_receive_that_never_ends_is_given_up_however_alive_the_peer_is() -> None:
+    receiver = granted()
+    receiver.hear(LINK, Renewed((ID,)), 59.0)
+
+    receiver.tick(60.0)
+
+    assert receiver.take_reports().failed_recving == (Lost(ID, "gave up after 60 s"),)
+
+
+def test_a_cut_releases_at_once_where_closing_stops_writes() -> None:
+    receiver = granted()
+
+    receiver.link_cut(LINK, "gone", 1.0, writes_stopped=True)
+
+    reports = receiver.take_reports()
+    assert reports.failed_recving == (Lost(ID, "gone"),)
+    assert reports.released == (ID,)
+
+
+def test_a_cut_keeps_the_fence_where_the_peer_writes_past_us() -> None:
+    receiver = granted()
+    receiver.peer_cut(LINK)
+
+    receiver.link_cut(LINK, "gone", 1.0, writes_stopped=False)
+    before = receiver.take_reports().released
+    receiver.tick(1000.0)
+    receiver.hear(LINK, Revoked(ID), 1000.0)
+    much_later = receiver.take_reports().released
+    receiver.peer_cut(LINK)
+
+    assert (before, much_later) == ((), ())
+    assert receiver.take_reports().released == (ID,)
+
+
+def test_the_digest_is_checked_once_all_is_there_and_a_bad_one_is_a_loss_without_fence() -> None:
+    receiver = granted()
+    receiver.arrived(LINK, 1)
+    receiver.hear(LINK, done(digest=77), 1.0)
+    asked = receiver.take_actions()
+
+    receiver.checked(ID, is_good=False)
+
+    assert asked == [CheckDigest(ID, BLOCKS, 77)]
+    reports = receiver.take_reports()
+    assert reports.finished_recving == ()
+    assert [lost.handoff_id for lost in reports.failed_recving] == [ID]
+    assert reports.released == (ID,)
+
+
+def test_everything_ends_once() -> None:
+    receiver = granted()
+    receiver.revoke(ID, 1.0)
+    receiver.hear(LINK, Revoked(ID), 1.1)
+    first = receiver.take_reports().released
+
+    receiver.hear(LINK, Revoked(ID), 1.2)
+    receiver.revoke(ID, 1.3)
+    receiver.link_cut(LINK, "gone", 1.4, writes_stopped=True)
+
+    assert first == (ID,)
+    assert receiver.take_reports().released == ()
+    assert list(receiver.incoming()) == []

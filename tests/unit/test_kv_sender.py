@@ -1,0 +1,308 @@
+"""P's side, one event at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.actions import Announce, Break, Post, Say
+from kv_transfer.config import SenderConfig
+from kv_transfer.link import LinkId
+from kv_transfer.messages import (
+    Failed,
+    Grant,
+    LinkMessage,
+    Renew,
+    Renewed,
+    Revoked,
+    RevokeGrant,
+)
+from kv_transfer.sender import Sender
+from kv_transfer.transport import Write
+from kv_transfer.types import BlockId, Complete, FirstToken, HandoffId, Send, Withdraw
+
+LINK = LinkId(1)
+ID = HandoffId("r", 0)
+BLOCK_BYTES = 8
+CONFIG = SenderConfig(
+    hold_s=20, write_timeout_s=15, max_in_flight_bytes=32, max_write_bytes=16, num_remembered=10
+)
+
+
+def ids(*numbers: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(number) for number in numbers)
+
+
+def grant(*targets: int, first: int = 0, ticket: int = 1, handoff_id: HandoffId = ID) -> Grant:
+    return Grant(handoff_id, ticket, first, ids(*targets), lease_s=3)
+
+
+def complete(handoff_id: HandoffId = ID) -> Complete:
+    return Complete(handoff_id, 20, FirstToken(9))
+
+
+def linked() -> Sender:
+    sender = Sender(BLOCK_BYTES, CONFIG)
+    sender.link_up(LINK)
+    return sender
+
+
+def pushing() -> Sender:
+    """Two blocks granted and in flight since second 0, as write 1."""
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1, 2)), 0.0)
+    sender.hear(LINK, grant(7, 8), 0.0)
+    sender.take_actions()
+    return sender
+
+
+def posts(sender: Sender) -> list[Write]:
+    return [action.write for action in sender.take_actions() if isinstance(action, Post)]
+
+
+def said(sender: Sender) -> list[LinkMessage]:
+    return [action.message for action in sender.take_actions() if isinstance(action, Say)]
+
+
+def test_blocks_computed_before_the_grant_are_posted_when_it_comes() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1, 2)), 0.0)
+    before = posts(sender)
+
+    sender.hear(LINK, grant(7, 8), 0.5)
+
+    assert before == []
+    assert posts(sender) == [Write(1, 1, 0, ids(1, 2), ids(7, 8))]
+
+
+def test_blocks_computed_after_the_grant_are_posted_chunk_by_chunk() -> None:
+    sender = linked()
+    sender.hear(LINK, grant(7, 8, 9), 0.0)
+
+    sender.send(Send(ID, 0, ids(1)), 0.1)
+    sender.send(Send(ID, 1, ids(2, 3)), 0.2)
+
+    assert posts(sender) == [Write(1, 1, 0, ids(1), ids(7)), Write(2, 1, 1, ids(2, 3), ids(8, 9))]
+
+
+def test_only_what_decode_lacks_is_sent() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1, 2, 3, 4)), 0.0)
+
+    sender.hear(LINK, grant(9, first=2), 0.0)
+
+    assert posts(sender) == [Write(1, 1, 0, ids(3), ids(9))]
+
+
+def test_what_is_in_flight_is_bounded_and_goes_on_when_there_is_room() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(*range(7))), 0.0)
+    sender.hear(LINK, grant(*range(10, 17)), 0.0)
+    first = posts(sender)
+
+    sender.written(LINK, 1, 0.1)
+
+    assert [len(write.sources) for write in first] == [2, 2]
+    assert [write.first for write in posts(sender)] == [4]
+
+
+def test_nothing_is_posted_once_the_lease_is_over_by_our_own_clock() -> None:
+    sender = linked()
+    sender.hear(LINK, grant(7, 8), 0.0)
+
+    sender.send(Send(ID, 0, ids(1)), 2.9)
+    sender.send(Send(ID, 1, ids(2)), 3.0)
+
+    assert [write.sources for write in posts(sender)] == [ids(1)]
+
+
+def test_a_renewed_lease_lets_it_go_on_and_is_answered() -> None:
+    sender = linked()
+    sender.hear(LINK, grant(7, 8), 0.0)
+    sender.hear(LINK, Renew((ID,), 3), 2.0)
+    answers = said(sender)
+
+    sender.tick(4.9)
+    sender.send(Send(ID, 0, ids(1)), 4.9)
+
+    assert answers == [Renewed((ID,))]
+    assert len(posts(sender)) == 1
+
+
+def test_a_lease_that_ends_fails_the_send_and_says_so() -> None:
+    sender = linked()
+    sender.hear(LINK, grant(7, 8), 0.0)
+
+    sender.tick(3.0)
+
+    assert said(sender) == [Failed(ID, "the lease ended")]
+    assert sender.take_finished() == ()  # the scheduler has never heard of it
+
+
+def test_done_is_announced_after_every_write_and_the_source_is_free_then() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1, 2, 3)), 0.0)
+    sender.hear(LINK, grant(7, 8, 9), 0.0)
+    sender.complete(complete(), 0.1)
+    sender.take_actions()
+
+    sender.written(LINK, 1, 0.2)
+    after_one = (sender.take_actions(), sender.take_finished())
+    sender.written(LINK, 2, 0.3)
+
+    assert after_one == ([], ())
+    assert sender.take_actions() == [Announce(LINK, 1, complete())]
+    assert sender.take_finished() == (ID,)
+
+
+def test_nothing_is_announced_before_the_first_token_is_there() -> None:
+    sender = pushing()
+
+    sender.written(LINK, 1, 0.1)
+    before = sender.take_actions()
+    sender.complete(complete(), 0.2)
+
+    assert before == []
+    assert sender.take_actions() == [Announce(LINK, 1, complete())]
+
+
+def test_a_full_hit_on_decode_is_announced_without_a_write() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1, 2)), 0.0)
+    sender.complete(complete(), 0.0)
+
+    sender.hear(LINK, grant(first=2), 0.1)
+
+    assert sender.take_actions() == [Announce(LINK, 1, complete())]
+
+
+def test_a_revoke_is_answered_when_the_last_write_has_ended() -> None:
+    sender = pushing()
+
+    sender.hear(LINK, RevokeGrant(ID, 1), 0.1)
+    before = said(sender)
+    sender.written(LINK, 1, 0.2)
+
+    assert before == []
+    assert said(sender) == [Revoked(ID)]
+
+
+def test_after_a_revoke_nothing_more_is_posted_and_the_last_word_ends_it() -> None:
+    sender = pushing()
+    sender.hear(LINK, RevokeGrant(ID, 1), 0.1)
+    sender.written(LINK, 1, 0.2)
+    sender.take_actions()
+
+    sender.send(Send(ID, 2, ids(3)), 0.3)
+    before = sender.take_finished()
+    sender.complete(complete(), 0.4)
+
+    assert (before, sender.take_actions()) == ((), [])
+    assert sender.take_finished() == (ID,)
+
+
+def test_a_revoke_that_overtakes_its_grant_voids_it() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1)), 0.0)
+
+    sender.hear(LINK, RevokeGrant(ID, 1), 0.1)
+    answers = said(sender)
+    sender.hear(LINK, grant(7), 0.2)
+
+    assert answers == [Revoked(ID)]
+    assert posts(sender) == []
+
+
+def test_a_grant_that_comes_twice_is_taken_once() -> None:
+    sender = pushing()
+
+    sender.hear(LINK, grant(7, 8), 0.1)
+
+    assert sender.take_actions() == []
+    assert sender.num_dropped == 1
+
+
+def test_a_withdrawn_send_fails_at_once_and_frees_its_source_when_nothing_reads_it() -> None:
+    sender = pushing()
+
+    sender.withdraw(Withdraw(ID, "aborted"), 0.1)
+    before = (said(sender), sender.take_finished())
+    sender.written(LINK, 1, 0.2)
+
+    assert before == ([Failed(ID, "aborted")], ())
+    assert sender.take_finished() == (ID,)
+
+
+def test_a_grant_for_what_has_ended_is_refused_by_name() -> None:
+    sender = linked()
+    sender.withdraw(Withdraw(ID, "aborted"), 0.0)
+
+    sender.hear(LINK, grant(7), 0.1)
+
+    assert said(sender) == [Failed(ID, "aborted")]
+
+
+def test_a_result_that_nobody_wants_is_held_for_a_while_only() -> None:
+    sender = linked()
+    sender.send(Send(ID, 0, ids(1)), 0.0)
+    sender.complete(complete(), 5.0)
+
+    sender.tick(24.9)
+    before = sender.take_finished()
+    sender.tick(25.0)
+
+    assert before == ()
+    assert sender.take_finished() == (ID,)
+
+
+def test_a_failed_write_costs_the_pair_and_is_never_taken_for_an_end() -> None:
+    sender = pushing()
+    sender.complete(complete(), 0.1)
+
+    sender.write_failed(LINK, 1, "reset")
+    asked = sender.take_actions()
+    sender.hear(LINK, RevokeGrant(ID, 1), 0.2)
+    unanswered = sender.take_actions()
+    before = sender.take_finished()
+    sender.link_cut(LINK, "a write failed")
+
+    assert Break(LINK, "a write failed: reset") in asked
+    assert not any(isinstance(action, Announce) for action in asked)
+    assert (unanswered, before) == ([], ())
+    assert sender.take_finished() == (ID,)
+
+
+def test_a_write_that_does_not_end_costs_the_pair() -> None:
+    sender = pushing()
+    sender.hear(LINK, Renew((ID,), 100), 2.0)
+    sender.take_actions()
+
+    sender.tick(15.0)
+
+    assert [type(action) for action in sender.take_actions()] == [Break]
+
+
+def test_a_decode_node_that_wants_blocks_before_the_first_sent_is_refused() -> None:
+    sender = linked()
+    sender.send(Send(ID, 4, ids(1)), 0.0)
+
+    sender.hear(LINK, grant(7, first=2), 0.1)
+
+    assert said(sender) == [Failed(ID, "granted blocks that were never computed")]
+
+
+def test_a_decode_node_that_wants_more_than_was_computed_is_refused() -> None:
+    sender = pushing()
+    sender.hear(LINK, grant(7, 8, 9, ticket=2, handoff_id=HandoffId("s", 0)), 0.0)
+    sender.send(Send(HandoffId("s", 0), 0, ids(3)), 0.0)
+    sender.written(LINK, 2, 0.1)
+
+    sender.complete(complete(HandoffId("s", 0)), 0.2)
+
+    assert Failed(HandoffId("s", 0), "fewer blocks were computed than granted") in said(sender)
+
+
+def test_chunks_must_follow_each_other() -> None:
+    sender = pushing()
+
+    with pytest.raises(ValueError, match="do not follow"):
+        sender.send(Send(ID, 5, ids(3)), 0.1)

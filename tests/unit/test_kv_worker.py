@@ -1,0 +1,274 @@
+"""The worker half with its peers, over the in-memory transport."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer.config import KvWorkerConfig
+from kv_transfer.memory_transport import MemoryTransport, Wire
+from kv_transfer.messages import Hello, why_refused
+from kv_transfer.pairs import Identity
+from kv_transfer.process_mark import ProcessMark, own_mark
+from kv_transfer.types import HandoffId, Incarnation, NodeId
+from kv_transfer.worker import KvTransferWorker
+from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, World
+
+ID, NEXT_ID = HandoffId("r", 0), HandoffId("r", 1)
+
+
+def half_sent(world: World) -> None:
+    """A hand-off of four blocks whose writes are all posted and have not landed."""
+    world.receive(ID, "p0", 0, 4)
+    world.begin(ID, "p0", 4)
+    exchange_letters(world)
+    world.complete(ID)
+    exchange_letters(world)
+    assert world.wire.flights
+
+
+def exchange_letters(world: World) -> None:
+    for _ in range(4):
+        for node in world.nodes:
+            if not node.is_stopped:
+                node.link.pass_all()
+        world.turn_all()
+
+
+def test_a_hand_off_lands_and_leaves_a_record_on_both_sides() -> None:
+    world = World()
+    half_sent(world)
+
+    world.settle()
+
+    world.check_all_free()
+    assert world.landed == {ID}
+    [sent], [received] = world.ps["p0"].worker.take_records(), world.d.worker.take_records()
+    assert (sent.outcome, sent.num_blocks, sent.num_bytes, sent.num_writes) == (
+        "announced", 4, 32, 2,
+    )  # fmt: skip
+    assert (received.outcome, received.num_bytes) == ("done", 32)
+
+
+def test_blocks_written_before_prefill_ended_are_the_overlap() -> None:
+    world = World()
+    world.receive(ID, "p0", 0, 4)
+    world.begin(ID, "p0", 4)
+    world.send(ID, 3)
+    world.exchange()
+
+    world.complete(ID)
+    world.settle()
+
+    assert world.ps["p0"].worker.take_records()[0].overlap == 0.75
+
+
+def test_a_bad_byte_is_a_lost_hand_off_where_digests_are_verified() -> None:
+    world = World(config=replace(CONFIG, verify=True))
+    half_sent(world)
+    flight = world.wire.flights[0]
+    for place in list(flight.missing):
+        world.wire.land(flight, place)
+    world.d.memory.put(flight.write.targets[0], b"garbage!")
+
+    world.settle()
+
+    assert world.landed == set()
+    assert ID in world.ended
+    assert world.d.worker.counters().num_digest_mismatches == 1
+
+
+def test_a_stalled_peer_costs_its_blocks_only_until_our_end_is_closed() -> None:
+    world = World()
+    half_sent(world)
+    world.ps["p0"].is_stopped = True
+
+    world.now += CONFIG.receiver.silence_s
+    world.turn(world.d)
+
+    assert ID in world.ended
+    world.wire.deliver_all()  # too late: the witness would object
+    world.settle()
+    world.check_all_free()
+
+
+def test_a_stalled_peer_that_writes_past_us_keeps_its_blocks_fenced_until_it_is_heard_of() -> None:
+    world = World(wire=Wire(is_direct=True))
+    half_sent(world)
+    world.ps["p0"].is_stopped = True
+
+    for _ in range(30):
+        world.now += 1.0
+        exchange_letters(world)
+    fenced = world.d.worker.counters().num_fenced_blocks
+    world.ps["p0"].is_stopped = False
+    exchange_letters(world)
+
+    assert fenced == 4
+    assert ID in world.ended
+    assert world.d.worker.counters().num_fenced_blocks == 0
+
+
+def test_a_peer_that_is_seen_to_be_dead_ends_its_fence_though_it_never_comes_back() -> None:
+    world = World(wire=Wire(is_direct=True))
+    half_sent(world)
+
+    world.kill_p("p0")
+    exchange_letters(world)
+    world.now += CONFIG.tick_s
+    world.turn(world.d)
+
+    assert ID in world.ended
+    assert world.d.worker.counters().num_fenced_blocks == 0
+
+
+def test_a_peer_that_leaves_our_hello_unanswered_is_dialled_again() -> None:
+    world = World(wire=Wire(is_direct=True))
+    half_sent(world)
+    world.hub.cut(world.hub.link_ids[0])
+    exchange_letters(world)
+    world.now += CONFIG.redial_s
+    world.turn(world.d)
+    world.ps["p0"].link.letters.clear()  # our Hello among them
+
+    for _ in range(10):
+        world.now += 1.0
+        exchange_letters(world)
+
+    assert ID in world.ended
+
+
+def test_a_pair_that_was_dialled_for_a_fence_serves_the_next_hand_off() -> None:
+    world = World(wire=Wire(is_direct=True))
+    half_sent(world)
+    world.hub.cut(world.hub.link_ids[0])
+    exchange_letters(world)
+    world.now += CONFIG.redial_s
+    exchange_letters(world)
+
+    world.receive(NEXT_ID, "p0", 0, 2)
+    world.begin(NEXT_ID, "p0", 2)
+    world.complete(NEXT_ID)
+    world.exchange()
+
+    assert NEXT_ID in world.landed
+
+
+def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -> None:
+    """Its answer frees blocks on the other side, so a write of the older pair must be over."""
+    world = World(wire=Wire(is_direct=True))
+    half_sent(world)
+    p = world.ps["p0"].link
+    world.hub.cut(world.hub.link_ids[0])
+    world.d.link.pass_all()
+    world.turn(world.d)
+    p.letters = [letter for letter in p.letters if not isinstance(letter.content, str)]
+    world.now += CONFIG.redial_s
+    world.turn(world.d)
+
+    exchange_letters(world)
+
+    assert ID in world.ended
+    world.wire.deliver_all()  # too late: the witness would object
+
+
+def test_peers_that_do_not_fit_are_refused_by_name() -> None:
+    world = World()
+    other = replace(FINGERPRINT, dtype="bfloat16")
+    memory = Memory(8)
+    link = world.hub.link("stranger")
+    worker = KvTransferWorker(
+        Identity(NodeId("stranger"), Incarnation("s/1"), other),
+        memory.region,
+        MemoryTransport(memory.region, world.wire),
+        link,
+        CONFIG,
+    )
+    link.events = worker
+    world.receive(ID, "stranger", 0, 2)
+
+    for _ in range(4):
+        worker.poll(world.now)
+        world.d.link.pass_all()
+        world.turn(world.d)
+
+    assert ID in world.ended
+    assert "dtype differs" in world.d.worker.take_records()[0].outcome
+    assert worker.connected_peers() == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": replace(FINGERPRINT, block_size=32)}, "block_size differs: 16 on a"),
+        ({"transport": "ucxx"}, "transport differs"),
+        ({"region": replace(Memory(1).region, block_bytes=16)}, "block_bytes differs"),
+        ({}, None),
+    ],
+)
+def test_what_keeps_two_sides_apart_is_said_in_words(
+    change: dict[str, object], reason: str | None
+) -> None:
+    region = Memory(1).region
+    ours = Hello(NodeId("a"), Incarnation("1"), FINGERPRINT, region, "memory", b"")
+    theirs = replace(replace(ours, node_id=NodeId("b")), **change)  # type: ignore[arg-type]
+
+    refusal = why_refused(ours, theirs)
+
+    assert refusal == reason or (reason is not None and (refusal or "").startswith(reason))
+
+
+def test_an_unreachable_peer_is_a_lost_receive_whose_blocks_come_back() -> None:
+    world = World()
+    world.hub.remove("p0")
+
+    world.receive(ID, "p0", 0, 4)
+    world.turn(world.d)
+    world.d.link.pass_all()
+    world.turn(world.d)
+
+    assert ID in world.ended
+    assert sorted(world.d.free) == list(range(8))
+
+
+def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
+    world = World()
+    idle = world.d.worker.next_poll_s(world.now)
+    half_sent(world)
+
+    busy = [world.d.worker.next_poll_s(world.now), world.ps["p0"].worker.next_poll_s(world.now)]
+    world.settle()
+    world.now += CONFIG.linger_s
+
+    assert idle is None
+    assert busy == [CONFIG.poll_s, CONFIG.poll_s]
+    assert [node.worker.next_poll_s(world.now) for node in world.nodes] == [None, None, None]
+
+
+def test_closing_a_node_tells_its_peers() -> None:
+    world = World()
+    half_sent(world)
+
+    with world.ps["p0"].worker:
+        pass  # the node goes down in good order
+    world.d.link.pass_all()
+    world.turn(world.d)
+
+    assert ID in world.ended
+    assert world.d.worker.connected_peers() == ()
+
+
+def test_a_poll_interval_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="poll_s is 0"):
+        KvWorkerConfig(poll_s=0)
+
+
+def test_a_process_knows_its_own_mark_and_sees_that_another_is_gone() -> None:
+    mark = own_mark()
+    reused = replace(mark, start_ticks="1")
+
+    assert ProcessMark.from_bytes(mark.to_bytes()) == mark
+    assert not mark.is_gone()
+    assert reused.is_gone()
+    assert not mark.is_near(replace(mark, realm="elsewhere"))
