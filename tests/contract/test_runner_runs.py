@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.plan import Plan, Row, RunResult
 from engine.request import RequestId
-from engine.runner.kv_cache import KvMemory
+from engine.runner.facts import KvMemory
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.runner import TorchRunner
 from engine.runner.sampler import NOT_FINITE

@@ -80,7 +80,7 @@ def test_greedy_takes_the_likeliest() -> None:
 def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None:
     logits = random_logits(VOCAB_SIZE)
 
-    drawn = draw_many(logits, 20_000, temperature=temperature)
+    drawn = draw_many(logits, 8_000, temperature=temperature)
 
     assert_drawn_by((logits / temperature).softmax(dim=0), drawn)
 
@@ -112,18 +112,18 @@ def warped(logits: Tensor, *warpers: Any) -> Tensor:
             ],
         ),
     ],
-    ids=str,
+    ids=["k1", "k5", "p0.7", "p-tiny", "min-p0.1", "min-p1", "all"],
 )
 def test_draws_follow_what_transformers_warpers_leave(
     asked: dict[str, float], warpers: list[Any]
 ) -> None:
     logits = random_logits(VOCAB_SIZE, seed=3)
 
-    drawn = draw_many(logits, 8_000, **asked)
+    drawn = draw_many(logits, 5_000, **asked)
 
     probabilities = warped(logits, *warpers)
     assert_drawn_by(probabilities, drawn)
-    often = [t for t in range(VOCAB_SIZE) if probabilities[t] > 0.002]
+    often = [t for t in range(VOCAB_SIZE) if probabilities[t] > 0.003]
     assert all(drawn[token_id] for token_id in often)
 
 
@@ -131,14 +131,17 @@ def test_draws_follow_what_transformers_warpers_leave(
 def test_top_p_of_a_flat_distribution_looks_at_the_whole_vocabulary(top_p: float) -> None:
     vocab_size = 4 * sampler_module.FIRST_LOOK
     logits = random_logits(vocab_size, seed=5, spread=0.1)
-    kept = warped(logits, generation.TopPLogitsWarper(top_p)) > 0
+    probabilities = warped(logits, generation.TopPLogitsWarper(top_p))
+    further = probabilities.clone()
+    further[logits.topk(sampler_module.FIRST_LOOK).indices] = 0.0
 
-    drawn = draw_many(logits, 1_000, top_p=top_p)
+    drawn = draw_many(logits, 600, top_p=top_p)
 
-    assert kept.sum() > sampler_module.FIRST_LOOK
-    assert sum(count for token_id, count in drawn.items() if kept[token_id]) >= 999
-    # Spread over all of it: not one corner that happened to be looked at first.
-    assert len(drawn) > 0.4 * min(1_000, int(kept.sum()))
+    assert sum(drawn[t] for t in range(vocab_size) if probabilities[t] == 0) <= 1  # rounding
+    found = sum(drawn[t] for t in range(vocab_size) if further[t] > 0)
+    expected = 600 * float(further.sum())
+    assert expected > 30
+    assert found == pytest.approx(expected, abs=5 * math.sqrt(expected))
 
 
 def test_equals_of_the_last_of_top_k_all_stay() -> None:

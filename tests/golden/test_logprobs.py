@@ -105,6 +105,24 @@ def test_a_resumed_request_does_not_tell_its_prompt_again(runner_of: RunnerOf) -
     assert len(drive.prompt_logprobs) == len(drive.prompt)
 
 
+def test_a_prompt_begun_again_is_told_again_from_its_start(runner_of: RunnerOf) -> None:
+    runner = runner_of("llama")
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    drive = Drive(RequestId("r"), prompt_of(40), sampling=sampling, num_tokens=1)
+    blocks = runner.kv_memory.num_blocks
+    running = Driver(runner, num_blocks=blocks, block_size=BLOCK_SIZE, chunk=16)
+    running.add(drive)
+
+    running.step()
+    running.preempt(drive.request_id)
+    running.run()
+
+    told, told_again = drive.prompt_logprobs[:16], drive.prompt_logprobs[16:]
+    assert len(told_again) == len(drive.prompt)
+    assert told_again[0] is None
+    assert told_again[:16] == told
+
+
 @pytest.mark.parametrize("name", HALVES)
 def test_half_precision_is_close_and_chooses_alike_where_the_margin_allows(
     name: str, runner_of: RunnerOf, model_folder: FolderOf
