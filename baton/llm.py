@@ -170,7 +170,7 @@ class LLM:
                 advance(num_ended, sum(len(one.token_ids) for one in outputs))
 
     def _step(self) -> list[Output]:
-        by_client = self.engine.step(time.monotonic()).by_client
+        by_client = self.engine.step().by_client
         return [output for outputs in by_client.values() for output in outputs]
 
     def _leave_nothing(self, request_ids: Iterable[RequestId]) -> None:

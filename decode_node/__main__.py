@@ -11,7 +11,6 @@ from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.runner.load import load_runner
 from engine.runner.runner import TorchRunner
-from kv_transfer.worker import KvTransferWorker
 from serving.drain import until_drained
 from serving.engine_calls import EngineCalls
 from serving.kv_link import GrpcLinks
@@ -23,9 +22,8 @@ from serving.node_parts import (
     engine_options,
     identify,
     load_reader,
-    open_transport,
+    make_kv_worker,
     pin,
-    region_of,
 )
 from serving.node_state import NodeState
 from serving.server import Service, serving
@@ -41,9 +39,8 @@ def main(options: NodeOptions) -> None:
 
 async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     identity = identify(options, NodeRole.DECODE, runner)
-    region = region_of(runner)
     links, ledger = GrpcLinks(), Ledger(runner.kv_memory.block_size)
-    worker = KvTransferWorker(identity, region, open_transport(options.kv_transport, region), links)
+    worker = make_kv_worker(options, identity, runner, links)
     scheduler = build_scheduler(runner, engine_options(options))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
     engine = EngineLoop(core, name=identity.node_id)

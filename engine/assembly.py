@@ -36,6 +36,7 @@ def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
             block_size=runner.kv_memory.block_size,
             enable_prefix_caching=options.enable_prefix_caching,
             model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
+            max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
             collect_events=options.collect_kv_events,
         ),
     )

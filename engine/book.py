@@ -45,7 +45,7 @@ class RequestBook:
         request = Request(
             spec,
             self._rank(spec),
-            self.cache.root_hash(spec.cache_salt),
+            self.cache.root_hash(spec.cache_salt, len(spec.prompt_token_ids)),
             eos_token_ids.union(sampling.stop_token_ids),
             limit if spec.send_to is None else min(limit, num_context + 1),
         )

@@ -21,7 +21,10 @@ class KvCache:
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
 
-    def root_hash(self, cache_salt: str) -> BlockHash:
+    def root_hash(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
+        limit = self._config.max_shareable_prompt_len
+        if limit is not None and num_prompt_tokens > limit:
+            cache_salt = f"{num_prompt_tokens}:{cache_salt}"
         return root_hash(self._config.hash_seed, self._config.model_salt, cache_salt)
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -96,13 +96,13 @@ class EngineLoop:
     def _turn(self) -> None:
         self._read_mail()
         self._last_beat_s = self._clock()
-        outputs = self._core.step(self._last_beat_s)
+        outputs = self._core.step()
         for client_id, its_outputs in outputs.by_client.items():
             self._hand_out(client_id, its_outputs)
 
     def _read_mail(self) -> None:
         """Wait for the first letter as long as the engine may sleep, then take all there are."""
-        may_sleep_s = self._core.may_sleep_s(self._clock())
+        may_sleep_s = self._core.may_sleep_s()
         wait_s = HEARTBEAT_S if may_sleep_s is None else min(may_sleep_s, HEARTBEAT_S)
         try:
             self._mail.get(timeout=wait_s)() if wait_s > 0 else self._mail.get_nowait()()

@@ -32,6 +32,9 @@ class CacheConfig:
     # Everything that makes the same tokens give other KV: weights, dtype, layout.
     model_salt: str = ""
     hash_seed: int = 0
+    # Longer prompts share blocks with prompts of their own length alone: models whose KV
+    # depends on how long the prompt is (dynamic rope) need that. None: all share.
+    max_shareable_prompt_len: int | None = None
     collect_events: bool = False  # whoever sets it must take them
 
     def __post_init__(self) -> None:

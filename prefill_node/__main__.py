@@ -10,7 +10,6 @@ from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.runner.load import load_runner
 from engine.runner.runner import TorchRunner
-from kv_transfer.worker import KvTransferWorker
 from prefill_node.sends import Sends
 from prefill_node.servicer import PrefillServicer
 from serving.drain import until_drained
@@ -24,9 +23,8 @@ from serving.node_parts import (
     engine_options,
     identify,
     load_reader,
-    open_transport,
+    make_kv_worker,
     pin,
-    region_of,
 )
 from serving.node_state import NodeState
 from serving.server import Service, serving
@@ -42,9 +40,8 @@ def main(options: NodeOptions) -> None:
 
 async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     identity = identify(options, NodeRole.PREFILL, runner)
-    region = region_of(runner)
     links, ledger = GrpcLinks(), Ledger(runner.kv_memory.block_size)
-    worker = KvTransferWorker(identity, region, open_transport(options.kv_transport, region), links)
+    worker = make_kv_worker(options, identity, runner, links)
     scheduler = build_scheduler(runner, engine_options(options))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
     engine = EngineLoop(core, name=identity.node_id)

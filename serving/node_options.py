@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.runner.load import RunnerConfig
+from engine.runner.settings import RunnerConfig
 from engine.scheduler_config import SchedulerConfig
 
 KV_TRANSPORTS = ("nixl", "ucxx")
@@ -19,5 +19,8 @@ class NodeOptions:
     node_id: str = ""  # empty draws one
     model_name: str = ""  # empty takes the model folder's name
     kv_transport: str = "nixl"
+    kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
+    kv_net_device: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
+    kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
     enable_prefix_caching: bool = True
     cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system

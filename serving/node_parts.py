@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 
 from engine.assembly import EngineOptions
@@ -12,11 +13,15 @@ from engine.errors import InvalidConfig
 from engine.loop import EngineLoop
 from engine.runner.runner import TorchRunner
 from engine.scheduler import Scheduler
+from kv_transfer.config import KvWorkerConfig
+from kv_transfer.link import Link
 from kv_transfer.messages import Fingerprint, Region
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl_transport import NixlConfig, NixlTransport
 from kv_transfer.pairs import Identity
 from kv_transfer.transport import Transport
 from kv_transfer.types import Incarnation, NodeId
+from kv_transfer.ucxx_transport import UcxxConfig, UcxxTransport
+from kv_transfer.worker import KvTransferWorker
 from serving.node import NodeCard, NodeLoad, NodeRole
 from serving.node_options import KV_TRANSPORTS, NodeOptions
 
@@ -70,12 +75,39 @@ def region_of(runner: TorchRunner) -> Region:
     return Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
 
 
-def open_transport(name: str, region: Region) -> Transport:
-    """Raises TransportMissing if its library is not installed."""
-    if name == "nixl":
-        return NixlTransport(region)
+def make_kv_worker(
+    options: NodeOptions, identity: Identity, runner: TorchRunner, link: Link
+) -> KvTransferWorker:
+    """Raises TransportMissing if the transport's library is not installed."""
+    region = region_of(runner)
+    config = KvWorkerConfig(verify=options.kv_verify and region.device == "cpu")
+    worker = KvTransferWorker(identity, region, _open_transport(options, region), link, config)
+    runner.hook = BetweenLayers(worker.progress)
+    return worker
+
+
+class BetweenLayers:
+    """A pass hook that lets bytes move in steps that take long."""
+
+    def __init__(self, progress: Callable[[float], None]) -> None:
+        self._progress = progress
+
+    def layer_done(self, layer: int) -> None:
+        self._progress(time.monotonic())
+
+    def pass_done(self) -> None:
+        """The step polls when the pass is done."""
+
+
+def _open_transport(options: NodeOptions, region: Region) -> Transport:
+    if options.kv_transport == "nixl":
+        return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_net_device))
+    if options.kv_transport == "ucxx":
+        return UcxxTransport(region, UcxxConfig(options.kv_tls, options.kv_net_device))
     known = ", ".join(KV_TRANSPORTS)
-    raise InvalidConfig(f"no KV transport is called {name!r}; choose one of: {known}")
+    raise InvalidConfig(
+        f"no KV transport is called {options.kv_transport!r}; choose one of: {known}"
+    )
 
 
 def engine_options(options: NodeOptions) -> EngineOptions:

@@ -106,10 +106,10 @@ class _Meter:
         for _ in range(batch_size):
             self._add(DECODE_PROMPT_LEN, max_tokens=NUM_WARM_UP_STEPS + num_steps + 1)
         for _ in range(NUM_WARM_UP_STEPS):  # the first of them computes the prompts
-            self._engine.step(0.0)
+            self._engine.step()
         began_s = perf_counter()
         for _ in range(num_steps):
-            self._engine.step(0.0)
+            self._engine.step()
         elapsed_s = perf_counter() - began_s
         _run_dry(self._engine)
         return batch_size * num_steps / elapsed_s
@@ -123,4 +123,4 @@ class _Meter:
 
 def _run_dry(engine: EngineCore) -> None:
     while engine.scheduler.has_work:
-        engine.step(0.0)
+        engine.step()

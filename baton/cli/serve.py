@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -35,6 +36,13 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch.")]
 Cpus = Annotated[str, typer.Option(help="CPU cores to stay on, such as 0-3,6.")]
 Transport = Annotated[str, typer.Option(help="What carries KV: nixl or ucxx.")]
+KvTls = Annotated[
+    str, typer.Option(help="What UCX may use, such as tcp or ^cma; left out, it chooses.")
+]
+KvNetDevice = Annotated[
+    str, typer.Option(help="Network device for UCX, such as lo or eth0; left out, it chooses.")
+]
+KvVerify = Annotated[bool, typer.Option(help="Digest KV that is sent and check what landed.")]
 NodeName = Annotated[str, typer.Option(help="Name of the node; drawn when left out.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of prompts for later ones.")]
 Addresses = Annotated[str, typer.Option(help="host:port of each, with commas between.")]
@@ -59,12 +67,16 @@ def _node_command(run: Callable[[NodeOptions], None]) -> Callable[..., None]:
         threads: Threads = None,
         cpus: Cpus = "",
         kv_transport: Transport = "nixl",
+        kv_tls: KvTls = "",
+        kv_net_device: KvNetDevice = "",
+        kv_verify: KvVerify = True,
         node_id: NodeName = "",
         served_model_name: ModelName = "",
         prefix_caching: PrefixCaching = True,
         parent_pid: ParentPid = 0,
     ) -> None:
-        from engine.runner.load import RunnerConfig
+        _wait_passively()
+        from engine.runner.settings import RunnerConfig
         from engine.scheduler_config import SchedulerConfig
         from serving.node_options import NodeOptions
 
@@ -87,6 +99,9 @@ def _node_command(run: Callable[[NodeOptions], None]) -> Callable[..., None]:
             node_id=node_id,
             model_name=served_model_name,
             kv_transport=kv_transport,
+            kv_tls=kv_tls,
+            kv_net_device=kv_net_device,
+            kv_verify=kv_verify,
             enable_prefix_caching=prefix_caching,
             cpus=parse_cpus(cpus),
         )
@@ -151,6 +166,11 @@ def _begin(parent_pid: int) -> None:
         level=logging.INFO,
         format=LOG_FORMAT,
     )
+
+
+def _wait_passively() -> None:
+    """Before torch is loaded: its threads, when idle, must not spin on a neighbour's core."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def parse_cpus(written: str) -> tuple[int, ...]:

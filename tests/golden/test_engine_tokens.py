@@ -58,10 +58,8 @@ def run(engine: EngineCore, *specs: RequestSpec) -> list[list[int]]:
     for each in specs:
         engine.scheduler.add(each)
     tokens: dict[RequestId, list[int]] = {each.request_id: [] for each in specs}
-    now = 0.0
     while engine.scheduler.has_work:
-        now += 1.0
-        for outputs in engine.step(now).by_client.values():
+        for outputs in engine.step().by_client.values():
             for output in outputs:
                 assert output.finish_reason in (None, FinishReason.LENGTH), output
                 tokens[output.request_id] += output.token_ids
@@ -75,7 +73,6 @@ def test_a_prefix_hit_changes_no_token(
     engine = engine_of(name)
     first = prompt_of(60)
     longer = (*first[:48], *prompt_of(9, seed=5))  # three whole blocks in common
-    # The dynamic rope turns a long prompt's positions by its length: 60 and 57 fit it yet.
     run(engine, spec("first", first))
 
     again, branched = run(engine, spec("again", first), spec("branched", longer))
@@ -83,6 +80,21 @@ def test_a_prefix_hit_changes_no_token(
     assert again == reference_greedy(model_folder(name), first, NUM_TOKENS)
     assert branched == reference_greedy(model_folder(name), longer, NUM_TOKENS)
     assert engine.scheduler.stats().total_prefix_hit_tokens == 48 + 48
+
+
+def test_long_prompts_of_dynamic_rope_share_blocks_with_their_own_length_alone(
+    engine_of: Callable[..., EngineCore], model_folder: FolderOf
+) -> None:
+    name = "llama-rope-dynamic"  # made for 64 positions; longer prompts turn all of theirs
+    engine = engine_of(name)
+    first, longer = prompt_of(90), (*prompt_of(90), *prompt_of(20, seed=5))
+    run(engine, spec("first", first))
+
+    again, stretched = run(engine, spec("again", first), spec("stretched", longer))
+
+    assert again == reference_greedy(model_folder(name), first, NUM_TOKENS)
+    assert stretched == reference_greedy(model_folder(name), longer, NUM_TOKENS)
+    assert engine.scheduler.stats().total_prefix_hit_tokens == 80
 
 
 @pytest.mark.parametrize("name", FLOAT32)

@@ -23,7 +23,7 @@ def test_a_request_gets_its_tokens_one_per_step() -> None:
     engine = an_engine()
     engine.scheduler.add(a_spec(prompt=(5, 6, 7), max_tokens=3))
 
-    steps = [engine.step(0.0).by_client.get(ClientId("me"), []) for _ in range(4)]
+    steps = [engine.step().by_client.get(ClientId("me"), []) for _ in range(4)]
 
     tokens = [output.token_ids for outputs in steps for output in outputs]
     assert [len(outputs) for outputs in steps] == [1, 1, 1, 0]
@@ -35,9 +35,9 @@ def test_after_a_step_that_ran_something_the_next_one_follows_at_once() -> None:
     engine = an_engine()
     engine.scheduler.add(a_spec())
 
-    engine.step(0.0)
+    engine.step()
 
-    assert engine.may_sleep_s(0.0) == 0.0
+    assert engine.may_sleep_s() == 0.0
 
 
 def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
@@ -51,17 +51,17 @@ def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
 def test_an_idle_engine_may_sleep_until_mail_comes() -> None:
     engine = an_engine()
 
-    engine.step(0.0)
+    engine.step()
 
-    assert engine.may_sleep_s(0.0) is None
+    assert engine.may_sleep_s() is None
 
 
 def test_with_nothing_to_run_the_kv_worker_says_when_to_poll() -> None:
     engine = an_engine(kv_worker=PatientKvWorker())
 
-    engine.step(0.0)
+    engine.step()
 
-    assert engine.may_sleep_s(0.0) == 0.005
+    assert engine.may_sleep_s() == 0.005
 
 
 def test_an_engine_without_transport_refuses_kv_orders_loudly() -> None:
