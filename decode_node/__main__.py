@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
@@ -16,12 +17,13 @@ from serving.engine_calls import EngineCalls
 from serving.kv_link import GrpcLinks
 from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
 from serving.node import NodeRole
+from serving.node_news import news_reader
 from serving.node_options import NodeOptions
 from serving.node_parts import (
     card_of,
     engine_options,
     identify,
-    load_reader,
+    log_start,
     make_kv_worker,
     pin,
 )
@@ -41,14 +43,16 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     identity = identify(options, NodeRole.DECODE, runner)
     links, ledger = GrpcLinks(), Ledger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links)
-    scheduler = build_scheduler(runner, engine_options(options))
+    scheduler = build_scheduler(runner, replace(engine_options(options), collect_kv_events=True))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
     engine = EngineLoop(core, name=identity.node_id)
     links.attach(worker, engine.post)
     calls = EngineCalls(engine)
     ledger.tell_of_changes(calls.touch_from_engine)
-    card = card_of(options, NodeRole.DECODE, identity, runner)
-    state = NodeState(card, calls, load_reader(engine, scheduler))
+    naming = scheduler.cache_config.naming if options.enable_prefix_caching else None
+    card = replace(card_of(options, NodeRole.DECODE, identity, runner), prefix_naming=naming)
+    log_start(card, runner)
+    state = NodeState(card, calls, news_reader(engine, scheduler))
     decode, node = DecodeServicer(state, ledger), NodeServicer(state)
     services = (
         Service(

@@ -22,6 +22,7 @@ from kv_transfer.types import (
     Receive,
     Revoke,
     Send,
+    SendLayers,
     Withdraw,
 )
 
@@ -39,6 +40,7 @@ class _Sending:
     """Blocks that are being read for a peer."""
 
     block_ids: list[BlockId] = field(default_factory=list)
+    num_sent: int = 0  # of these; the others are completed by the pass under way
     is_ended: bool = False  # Complete or Withdraw is ordered: nothing more will be sent
     is_over: bool = False  # the wire is done with it, maybe before its time
     is_withdrawn: bool = False
@@ -55,6 +57,7 @@ class HandOffs:
         self._sends: list[Send] = []
         self._completes: list[Complete] = []
         self._withdraws: list[Withdraw] = []
+        self._layer_sends: list[SendLayers] = []
         self.total_unknown_reports = 0
 
     @property
@@ -67,8 +70,8 @@ class HandOffs:
 
     @property
     def has_orders(self) -> bool:
-        orders = (self._receives, self._revokes, self._sends, self._completes, self._withdraws)
-        return any(orders)
+        sending = self._sends or self._completes or self._withdraws or self._layer_sends
+        return bool(self._receives or self._revokes or sending)
 
     def take_orders(self) -> KvOrders:
         if not self.has_orders:
@@ -79,9 +82,14 @@ class HandOffs:
             sends=tuple(self._sends),
             completes=tuple(self._completes),
             withdraws=tuple(self._withdraws),
+            layer_sends=tuple(self._layer_sends),
         )
-        for queue in (self._receives, self._revokes, self._sends, self._completes, self._withdraws):
-            queue.clear()
+        self._receives.clear()
+        self._revokes.clear()
+        self._sends.clear()
+        self._completes.clear()
+        self._withdraws.clear()
+        self._layer_sends.clear()
         return orders
 
     def held_blocks(self) -> Iterator[BlockId]:
@@ -150,13 +158,26 @@ class HandOffs:
         if handoff_id is None:
             return
         sending = self._sending[handoff_id]
-        first_block = len(sending.block_ids)
+        first_block = sending.num_sent
         if sending.is_over or num_blocks <= first_block:
             return
-        block_ids = tuple(request.block_ids[first_block:num_blocks])
-        self._pool.hold(block_ids)
-        sending.block_ids += block_ids
+        self._hold(sending, request, num_blocks)
+        sending.num_sent = num_blocks
+        block_ids = tuple(sending.block_ids[first_block:num_blocks])
         self._sends.append(Send(handoff_id, first_block, block_ids))
+
+    def send_layers(self, request: Request, num_blocks: int) -> None:
+        """The coming pass completes the first `num_blocks` blocks: what it ends may leave in it."""
+        handoff_id = request.spec.send_to
+        if handoff_id is None:
+            return
+        sending = self._sending[handoff_id]
+        first_block = sending.num_sent
+        if sending.is_over or num_blocks <= first_block:
+            return
+        self._hold(sending, request, num_blocks)
+        block_ids = tuple(sending.block_ids[first_block:])
+        self._layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
 
     def complete(self, request: Request, first_token: FirstToken) -> None:
         """Every block was sent, and this is the token that follows."""
@@ -187,6 +208,11 @@ class HandOffs:
         sending.is_over = True
         if sending.is_ended:
             del self._sending[handoff_id]
+
+    def _hold(self, sending: _Sending, request: Request, num_blocks: int) -> None:
+        block_ids = request.block_ids[len(sending.block_ids) : num_blocks]
+        self._pool.hold(block_ids)
+        sending.block_ids += block_ids
 
     def _withdraw(self, handoff_id: HandoffId, reason: str) -> None:
         sending = self._sending.get(handoff_id)

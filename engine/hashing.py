@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
@@ -17,6 +18,31 @@ BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
 MAX_TOKEN_ID = 2**32 - 1  # a token id is packed into four bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNaming:
+    """How a node names its blocks: who knows it can tell what the node has without asking."""
+
+    block_size: int
+    # Everything that makes the same tokens give other KV: weights, dtype, layout.
+    model_salt: str = ""
+    hash_seed: int = 0
+    # Longer prompts share blocks with prompts of their own length alone. None: all share.
+    max_shareable_prompt_len: int | None = None
+
+    def root(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
+        limit = self.max_shareable_prompt_len
+        if limit is not None and num_prompt_tokens > limit:
+            cache_salt = f"{num_prompt_tokens}:{cache_salt}"
+        return root_hash(self.hash_seed, self.model_salt, cache_salt)
+
+    def names(
+        self, token_ids: Sequence[int], num_prompt_tokens: int, cache_salt: str = ""
+    ) -> list[BlockHash]:
+        """Those of the full blocks of a prompt and what was written after it."""
+        root = self.root(cache_salt, num_prompt_tokens)
+        return block_hashes(token_ids, self.block_size, root)
 
 
 def root_hash(hash_seed: int, model_salt: str, cache_salt: str) -> BlockHash:

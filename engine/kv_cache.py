@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from engine.blocks import BlockPool
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.hashing import BlockHash, extend_hashes, root_hash
+from engine.hashing import BlockHash, extend_hashes
 from engine.lifecycle import Request
 from engine.scheduler_config import CacheConfig
 from kv_transfer.types import BlockId
@@ -15,6 +15,7 @@ from kv_transfer.types import BlockId
 class KvCache:
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
+        self._naming = config.naming
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self._events: list[KvEvent] = []
@@ -22,10 +23,7 @@ class KvCache:
         self.total_hit_tokens = 0
 
     def root_hash(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
-        limit = self._config.max_shareable_prompt_len
-        if limit is not None and num_prompt_tokens > limit:
-            cache_salt = f"{num_prompt_tokens}:{cache_salt}"
-        return root_hash(self._config.hash_seed, self._config.model_salt, cache_salt)
+        return self._naming.root(cache_salt, num_prompt_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -51,6 +51,8 @@ class Planner:
         # take them and be the next victim.
         if none_held_up and self._book.total_preemptions == preemptions_before:
             self._take_from_line()
+        if self._config.push_layers:
+            self._send_layers()
         return batch.take_plan(self._book.handoffs.take_orders())
 
     # --- running ------------------------------------------------------------------
@@ -110,6 +112,16 @@ class Planner:
                 self._book.batch.continue_prefill(request, chunk)
                 self._budget -= chunk
             self._limits.count(request, missing - chunk)
+
+    def _send_layers(self) -> None:
+        """The blocks that the chunks of this plan complete."""
+        book = self._book
+        for request, num_tokens in book.batch.chunks:
+            num_computed = request.num_computed_tokens + num_tokens
+            is_through = num_computed == request.num_tokens
+            num_whole = num_computed // book.cache.block_size
+            num_blocks = len(request.block_ids) if is_through else num_whole
+            book.handoffs.send_layers(request, num_blocks)
 
     # --- waiting ------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.errors import InvalidConfig
+from engine.hashing import PrefixNaming
 
 
 class Policy(Enum):
@@ -41,6 +42,12 @@ class CacheConfig:
         _require("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
         _require("block_size", self.block_size, self.block_size >= 1, "at least 1")
 
+    @property
+    def naming(self) -> PrefixNaming:
+        return PrefixNaming(
+            self.block_size, self.model_salt, self.hash_seed, self.max_shareable_prompt_len
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -61,6 +68,8 @@ class SchedulerConfig:
     kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
     # Blocks that a grant to a peer must leave free for each request that holds blocks.
     remote_headroom_blocks: int = 1
+    # Let peers be sent each layer of a chunk as it ends; else all of them when the chunk has.
+    push_layers: bool = False
     collect_events: bool = False  # whoever sets it must take them
 
     def __post_init__(self) -> None:

@@ -44,8 +44,19 @@ class CancelExpected:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestEarly:
+    """D: these blocks, which follow those named before, have landed while others are to come."""
+
+    handoff_id: HandoffId
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckDigest:
-    """D: compare the landed bytes with what P says it sent; answer with `checked`."""
+    """D: compare the landed bytes with what P says it sent; answer with `checked`.
+
+    The blocks are those that no DigestEarly has named.
+    """
 
     handoff_id: HandoffId
     block_ids: tuple[BlockId, ...]
@@ -62,6 +73,15 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True)
+class AddToDigest:
+    """P: these blocks are complete and all of them is posted."""
+
+    link_id: LinkId
+    handoff_id: HandoffId
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """P: all of it has landed. Notify the ticket, then say Done with the digest."""
 
@@ -70,5 +90,6 @@ class Announce:
     complete: Complete
 
 
-ReceiverAction = Say | Break | Expect | CancelExpected | CheckDigest
-SenderAction = Say | Break | Post | Announce
+ReceiverAction = Say | Break | Expect | CancelExpected | DigestEarly | CheckDigest
+SenderAction = Say | Break | Post | AddToDigest | Announce
+PairAction = Say | Expect | CancelExpected | Post | AddToDigest | Announce

@@ -40,13 +40,24 @@ class KvWorkerConfig:
     sender: SenderConfig = field(default_factory=SenderConfig)
     verify: bool = True  # digest what is sent and what has landed; CPU memory only
     poll_s: float = 0.001  # while bytes are known to move
+    burst_poll_s: float = 0.00002  # as long as they have just begun to: most writes end in this
+    burst_s: float = 0.02
     idle_poll_s: float = 0.01  # while a grant is out and nothing is known to move
     linger_s: float = 0.1  # P polls on for so long, so that its last notification leaves
     tick_s: float = 0.02  # how often deadlines are looked at
     redial_s: float = 1.0  # how often a lost peer is asked whether it lives, for a fence's sake
 
     def __post_init__(self) -> None:
-        for name in ("poll_s", "idle_poll_s", "linger_s", "tick_s", "redial_s"):
+        times = (
+            "poll_s",
+            "burst_poll_s",
+            "burst_s",
+            "idle_poll_s",
+            "linger_s",
+            "tick_s",
+            "redial_s",
+        )
+        for name in times:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 

@@ -2,7 +2,7 @@
 
 A link is one ordered, reliable stream of messages between a D and a P. D dials, P
 accepts. What carries it (a gRPC stream in production, plain lists in tests) implements
-`Link` and calls `LinkEvents`; all calls in both directions happen on the engine's thread.
+`Link`, called on the engine's thread alone, and calls `LinkEvents`, from any thread.
 
 Losing the stream says nothing about the peer's process or its data path; the worker half
 draws no conclusion from it but that the pair has to start anew.
@@ -39,7 +39,7 @@ class Link(Protocol):
 
 
 class LinkEvents(Protocol):
-    """What the carrier tells the worker half, each as one letter of the engine's mailbox."""
+    """What the carrier tells the worker half, from any thread; it wakes the engine afterwards."""
 
     def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
         """A message came. An unknown link is one that was just accepted; Hello is its first."""

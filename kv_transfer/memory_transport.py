@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.messages import Region
-from kv_transfer.transport import Arrived, ChannelEvent, Quieted, Write, WriteFailed, Written
+from kv_transfer.spans import part_of
+from kv_transfer.transport import (
+    Arrived,
+    ChannelEvent,
+    LayerRange,
+    Quieted,
+    Write,
+    WriteFailed,
+    Written,
+)
 from kv_transfer.types import BlockId
 
 # Called before a block lands with D's channel, the ticket and the block.
@@ -61,7 +70,7 @@ class Wire:
         target = flight.write.targets[place]
         if self.witness is not None:
             self.witness(flight.target, flight.write.ticket, target)
-        flight.target.put(target, self._bytes_of(flight, place))
+        flight.target.put(target, self._bytes_of(flight, place), flight.write.layers)
 
     def acknowledge(self, flight: Flight) -> None:
         """P learns that the write has ended. Only once all of it has landed."""
@@ -115,7 +124,7 @@ class Wire:
     def _bytes_of(self, flight: Flight, place: int) -> bytes:
         if flight.left_behind is not None:
             return flight.left_behind[place]
-        return flight.source.get(flight.write.sources[place])
+        return flight.source.get(flight.write.sources[place], flight.write.layers)
 
 
 class MemoryTransport:
@@ -127,6 +136,10 @@ class MemoryTransport:
 
     @property
     def is_one_sided(self) -> bool:
+        return self._wire.is_one_sided
+
+    @property
+    def writes_layers(self) -> bool:
         return self._wire.is_one_sided
 
     def open(self) -> MemoryChannel:
@@ -198,7 +211,8 @@ class MemoryChannel:
         for flight in self._wire.flights:
             if flight.source is self:
                 places = flight.missing
-                flight.left_behind = {i: self.get(flight.write.sources[i]) for i in places}
+                write = flight.write
+                flight.left_behind = {i: self.get(write.sources[i], write.layers) for i in places}
                 flight.is_acknowledged = True
         self.is_closed = True
         self._events.clear()
@@ -219,11 +233,13 @@ class MemoryChannel:
             del self.posted[write.ticket]
             self.tell(Arrived(write.ticket))
 
-    def get(self, block_id: BlockId) -> bytes:
-        return ctypes.string_at(self._address(block_id), self.region.block_bytes)
+    def get(self, block_id: BlockId, layers: LayerRange | None = None) -> bytes:
+        part = part_of(self.region.block_bytes, layers)
+        return ctypes.string_at(self._address(block_id) + part.start, len(part))
 
-    def put(self, block_id: BlockId, content: bytes) -> None:
-        ctypes.memmove(self._address(block_id), content, len(content))
+    def put(self, block_id: BlockId, content: bytes, layers: LayerRange | None = None) -> None:
+        part = part_of(self.region.block_bytes, layers)
+        ctypes.memmove(self._address(block_id) + part.start, content, len(part))
 
     def _address(self, block_id: BlockId) -> int:
         if not 0 <= block_id < self.region.num_blocks:

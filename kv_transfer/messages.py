@@ -82,9 +82,10 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """From P: the first bytes of this hand-off are on their way; D polls often from now on."""
+    """From P: bytes of this hand-off are on their way; D polls often for a while."""
 
     handoff_id: HandoffId
+    num_written: int = 0  # of the grant's blocks, from its first on: P has seen them written
 
 
 @dataclass(frozen=True, slots=True)

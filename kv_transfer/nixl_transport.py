@@ -18,7 +18,15 @@ import numpy as np
 from kv_transfer.errors import PeerUnreachable, TransportMissing
 from kv_transfer.messages import Region
 from kv_transfer.process_mark import ProcessMark, own_mark
-from kv_transfer.transport import Arrived, ChannelEvent, Severed, Write, WriteFailed, Written
+from kv_transfer.transport import (
+    Arrived,
+    ChannelEvent,
+    LayerRange,
+    Severed,
+    Write,
+    WriteFailed,
+    Written,
+)
 from kv_transfer.types import BlockId
 
 _TICKET_BYTES = 8
@@ -46,6 +54,7 @@ class NixlTransport:
 
     name = "nixl"
     is_one_sided = True
+    writes_layers = True
 
     def __init__(self, region: Region, config: NixlConfig = NixlConfig()) -> None:
         self._nixl = _import_nixl()
@@ -116,12 +125,24 @@ class NixlChannel:
         name = self._agent.loadRemoteMD(self._peer_metadata)
         name = name.decode() if isinstance(name, bytes) else name
         local = self._prepare(self._nixl.NIXL_INIT_AGENT, self._region)
-        self._path = _Path(name, local, self._prepare(name, self._peer_region))
+        self._path = _Path(name, {1: _Lists(local, self._prepare(name, self._peer_region))})
         return self._path
 
-    def _prepare(self, agent_name: str, region: Region) -> int:
-        size = region.block_bytes
-        strided = [[region.base, size, _device_number(region), size, region.num_blocks]]
+    def _lists(self, path: _Path, num_parts: int) -> _Lists:
+        """Of blocks in so many parts; those of layers are made when the first is written."""
+        found = path.lists_by_parts.get(num_parts)
+        if found is None and self._peer_region is not None:
+            found = path.lists_by_parts[num_parts] = _Lists(
+                self._prepare(self._nixl.NIXL_INIT_AGENT, self._region, num_parts),
+                self._prepare(path.peer, self._peer_region, num_parts),
+            )
+        if found is None:
+            raise PeerUnreachable("the peer is not known yet")
+        return found
+
+    def _prepare(self, agent_name: str, region: Region, num_parts: int = 1) -> int:
+        size, count = region.block_bytes // num_parts, region.num_blocks * num_parts
+        strided = [[region.base, size, _device_number(region), size, count]]
         blocks = np.array(strided, dtype=np.uint64)
         kind = _memory_kind(self._nixl, region)
         return int(self._agent.prepXferDlist(agent_name, kind, blocks, []))
@@ -133,12 +154,15 @@ class NixlChannel:
         """Nothing to take back: P alone knows what is in flight."""
 
     def post(self, write: Write) -> None:
-        sources = np.array(write.sources, dtype=np.int32)
-        targets = np.array(write.targets, dtype=np.int32)
+        sources, targets = (
+            _places(write.sources, write.layers),
+            _places(write.targets, write.layers),
+        )
         try:
             path = self._connected()
+            lists = self._lists(path, 1 if write.layers is None else write.layers.of)
             handle = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, path.local_list, sources, path.remote_list, targets
+                self._nixl.NIXL_WRITE, lists.local, sources, lists.remote, targets
             )
             self._handle_by_write[write.write_id] = handle
             self._agent.postXferReq(handle, b"")
@@ -197,8 +221,9 @@ class NixlChannel:
             self._release(handle)
         self._handle_by_write.clear()
         if self._path is not None:
-            self._agent.releasedDlistH(self._path.local_list)
-            self._agent.releasedDlistH(self._path.remote_list)
+            for lists in self._path.lists_by_parts.values():
+                self._agent.releasedDlistH(lists.local)
+                self._agent.releasedDlistH(lists.remote)
             self._agent.invalidateRemoteMD(self._path.peer)
         self._agent.deregisterMem(self._registered, [])
         self._agent = None
@@ -209,8 +234,24 @@ class _Path:
     """What the agent knows the peer by."""
 
     peer: str
-    local_list: int
-    remote_list: int
+    lists_by_parts: dict[int, _Lists]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Every block, or part of one, of both sides, prepared."""
+
+    local: int
+    remote: int
+
+
+def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:
+    """Where the parts of these blocks stand in a prepared list."""
+    blocks = np.array(block_ids, dtype=np.int32)
+    if layers is None:
+        return blocks
+    within = np.arange(layers.first, layers.end, dtype=np.int32)
+    return (blocks[:, None] * layers.of + within).ravel()
 
 
 def _import_nixl() -> ModuleType:

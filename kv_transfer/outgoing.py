@@ -40,10 +40,18 @@ class Outgoing:
     link_id: LinkId | None = None
     grant: Grant | None = None
     lease_until_s: float = 0.0
-    num_posted: int = 0  # of the grant's blocks
+    num_posted: int = 0  # of the grant's blocks, with all their layers
+    coming: tuple[BlockId, ...] = ()  # follow `blocks`: the pass under way completes them
+    num_layers_ended: int = 0  # of `coming`
+    sliced: Sliced | None = None
     in_flight: dict[int, Flight] = field(default_factory=dict)  # by write id
     must_answer_revoke: bool = False
     why_ended: str = ""
+
+    @property
+    def num_written(self) -> int:
+        """Of the grant's blocks, from its first on: no write of theirs is missing or in flight."""
+        return min([self.num_posted, *(flight.first for flight in self.in_flight.values())])
 
     def move(self, state: OutgoingState) -> None:
         if state not in _MOVES[self.state]:
@@ -54,4 +62,14 @@ class Outgoing:
 @dataclass(frozen=True, slots=True)
 class Flight:
     posted_s: float
-    num_blocks: int
+    num_bytes: int
+    first: int  # place of its first block in the grant
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """Of the grant's blocks from `first` to `end` the first so many layers are posted."""
+
+    first: int
+    end: int
+    num_layers: int

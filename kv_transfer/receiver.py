@@ -21,6 +21,7 @@ from kv_transfer.actions import (
     Break,
     CancelExpected,
     CheckDigest,
+    DigestEarly,
     Expect,
     ReceiverAction,
     Say,
@@ -135,7 +136,7 @@ class Receiver:
     ) -> None:
         is_granted = incoming.state is IncomingState.GRANTED
         if isinstance(message, Writing):
-            incoming.is_writing = True
+            self._hear_writing(incoming, message)
         elif isinstance(message, Failed) and is_granted:
             self._lose(incoming, f"prefill node: {message.reason}", now)
         elif isinstance(message, Done) and is_granted and incoming.done is None:
@@ -145,6 +146,16 @@ class Receiver:
             self._release(incoming)
         else:
             self.num_dropped += 1
+
+    def _hear_writing(self, incoming: Incoming, writing: Writing) -> None:
+        incoming.is_writing = True
+        # Two-sided, P knows only that it sent them; D will see by itself when all have come.
+        if not self._is_one_sided or incoming.state is not IncomingState.GRANTED:
+            return
+        landed = incoming.order.block_ids[incoming.num_written : writing.num_written]
+        if landed:
+            incoming.num_written += len(landed)
+            self._actions.append(DigestEarly(incoming.order.handoff_id, landed))
 
     def link_cut(self, link_id: LinkId, reason: str, now: float, *, writes_stopped: bool) -> None:
         """Our end of the pair's data path is destroyed, which may be all it takes, or not."""
@@ -302,7 +313,8 @@ class Receiver:
             self._land(incoming)
             return
         order = incoming.order
-        self._actions.append(CheckDigest(order.handoff_id, order.block_ids, incoming.done.digest))
+        rest = order.block_ids[incoming.num_written :]
+        self._actions.append(CheckDigest(order.handoff_id, rest, incoming.done.digest))
 
     def _land(self, incoming: Incoming) -> None:
         done = incoming.done

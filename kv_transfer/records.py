@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kv_transfer.spans import part_of
 from kv_transfer.transport import Write
-from kv_transfer.types import BlockId, HandoffId, NodeId
+from kv_transfer.types import HandoffId, NodeId
 
 MAX_UNTAKEN = 10_000  # the oldest records go first if nobody takes them
 
@@ -37,12 +37,12 @@ class TransferRecord:
     computed_s: float | None = None  # prefill had ended
     ended_s: float | None = None
     post_s: float = 0.0  # spent inside the transport's post, on the engine's thread
-    num_blocks_written_early: int = 0  # before prefill had ended
+    num_bytes_written_early: int = 0  # before prefill had ended
 
     @property
     def overlap(self) -> float:
         """The share of the bytes that had already landed when prefill ended."""
-        return self.num_blocks_written_early / self.num_blocks if self.num_blocks else 0.0
+        return self.num_bytes_written_early / self.num_bytes if self.num_bytes else 0.0
 
 
 class Ledger:
@@ -77,27 +77,30 @@ class Ledger:
         record = self._open.get(handoff_id)
         if record is None:
             return
-        self._write_by_id[write.write_id] = (handoff_id, len(write.sources))
+        layers = write.layers
+        num_bytes = len(write.sources) * len(part_of(self._block_bytes, layers))
+        is_last_part = layers is None or layers.end == layers.of
+        self._write_by_id[write.write_id] = (handoff_id, num_bytes)
         self._open[handoff_id] = replace(
             record,
             peer=peer,
-            num_blocks=record.num_blocks + len(write.sources),
-            num_bytes=record.num_bytes + len(write.sources) * self._block_bytes,
+            num_blocks=record.num_blocks + is_last_part * len(write.sources),
+            num_bytes=record.num_bytes + num_bytes,
             num_writes=record.num_writes + 1,
-            num_descriptors=record.num_descriptors + _num_runs(write.sources, write.targets),
+            num_descriptors=record.num_descriptors + _num_runs(write),
             first_post_s=now if record.first_post_s is None else record.first_post_s,
             post_s=record.post_s + post_s,
         )
 
     def written(self, write_id: int, now: float) -> None:
-        handoff_id, num_blocks = self._write_by_id.pop(write_id, (None, 0))
+        handoff_id, num_bytes = self._write_by_id.pop(write_id, (None, 0))
         record = self._open.get(handoff_id) if handoff_id is not None else None
         if record is None:
             return
-        early = num_blocks if record.computed_s is None else 0
-        num_early = record.num_blocks_written_early + early
+        early = num_bytes if record.computed_s is None else 0
+        num_early = record.num_bytes_written_early + early
         self._open[record.handoff_id] = replace(
-            record, last_written_s=now, num_blocks_written_early=num_early
+            record, last_written_s=now, num_bytes_written_early=num_early
         )
 
     def landed(self, handoff_id: HandoffId, now: float) -> None:
@@ -118,7 +121,10 @@ class Ledger:
         return taken
 
 
-def _num_runs(sources: Sequence[BlockId], targets: Sequence[BlockId]) -> int:
+def _num_runs(write: Write) -> int:
     """How many descriptors it takes when neighbours on both sides are merged."""
+    sources, targets = write.sources, write.targets
+    if write.layers is not None:
+        return len(sources)  # whole blocks alone can be neighbours
     steps = zip(sources, sources[1:], targets, targets[1:], strict=False)
     return bool(sources) + sum((b - a, d - c) != (1, 1) for a, b, c, d in steps)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kv_transfer.actions import Announce, Break, Post, Say, SenderAction
+from kv_transfer.actions import AddToDigest, Announce, Break, Post, Say, SenderAction
 from kv_transfer.config import SenderConfig
 from kv_transfer.link import LinkId
 from kv_transfer.messages import (
@@ -30,9 +30,10 @@ from kv_transfer.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.outgoing import Flight, Outgoing, OutgoingState
-from kv_transfer.transport import Write
-from kv_transfer.types import Complete, HandoffId, Send, Withdraw
+from kv_transfer.outgoing import Flight, Outgoing, OutgoingState, Sliced
+from kv_transfer.spans import part_of
+from kv_transfer.transport import LayerRange, Write
+from kv_transfer.types import Complete, HandoffId, Send, SendLayers, Withdraw
 
 
 @dataclass(slots=True)
@@ -40,15 +41,17 @@ class _Pair:
     """What is known of one link to a D."""
 
     last_ticket: int = 0  # grants up to this one were seen, or came too late
-    num_in_flight: int = 0  # blocks
+    num_bytes_in_flight: int = 0
     is_broken: bool = False  # a write failed; only the cut is awaited
 
 
 class Sender:
-    def __init__(self, block_bytes: int, config: SenderConfig) -> None:
+    def __init__(self, block_bytes: int, config: SenderConfig, num_layers: int = 1) -> None:
         self._config = config
-        self._max_in_flight = max(1, config.max_in_flight_bytes // block_bytes)
-        self._max_write = max(1, config.max_write_bytes // block_bytes)
+        self._block_bytes = block_bytes
+        self._num_layers = num_layers
+        self._max_in_flight = max(block_bytes, config.max_in_flight_bytes)
+        self._max_write = max(block_bytes, config.max_write_bytes)
         self._outgoing: dict[HandoffId, Outgoing] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._pairs: dict[LinkId, _Pair] = {}
@@ -62,13 +65,26 @@ class Sender:
 
     def send(self, order: Send, now: float) -> None:
         """More blocks of this hand-off are computed; they follow those named before."""
-        outgoing = self._ordered(order.handoff_id)
-        if not outgoing.blocks:
-            outgoing.first_block = order.first_block
-        elif order.first_block != outgoing.first_block + len(outgoing.blocks):
-            raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
+        outgoing = self._followed(order)
+        if order.block_ids[: len(outgoing.coming)] != outgoing.coming:
+            raise ValueError(f"{order.handoff_id}: these are not the blocks that were to come")
+        outgoing.coming = ()
         outgoing.blocks += order.block_ids
         self._push(outgoing, now)
+
+    def send_layers(self, order: SendLayers, now: float) -> None:
+        """The pass that begins now completes these blocks."""
+        outgoing = self._followed(order)
+        if outgoing.coming:
+            raise ValueError(f"{order.handoff_id}: the blocks of the last pass were not sent")
+        outgoing.coming, outgoing.num_layers_ended = order.block_ids, 0
+
+    def layer_done(self, num_ended: int, now: float) -> None:
+        """So many layers of the pass under way are in the source blocks."""
+        for outgoing in list(self._outgoing.values()):
+            if outgoing.coming:
+                outgoing.num_layers_ended = num_ended
+                self._push(outgoing, now)
 
     def complete(self, order: Complete, now: float) -> None:
         outgoing = self._ordered(order.handoff_id)
@@ -123,9 +139,13 @@ class Sender:
         if outgoing is None:
             self.num_dropped += 1
             return
+        if outgoing.state is OutgoingState.PUSHING and outgoing.in_flight:
+            # D can go over these while the others are on their way.
+            self._say(link_id, Writing(outgoing.handoff_id, outgoing.num_written))
         self._end_if_over(outgoing)
         for other in list(self._outgoing.values()):
             self._push(other, now)  # there is room in flight again
+            self._end_if_over(other)
 
     def write_failed(self, link_id: LinkId, write_id: int, reason: str) -> None:
         """Nobody knows what of it may still land, so the pair cannot go on."""
@@ -217,6 +237,7 @@ class Sender:
             if outgoing is not None and outgoing.state is OutgoingState.PUSHING:
                 outgoing.lease_until_s = now + renew.lease_s
                 self._push(outgoing, now)
+                self._end_if_over(outgoing)
         self._say(link_id, Renewed(renew.handoff_ids))
 
     def _revoked(self, link_id: LinkId, pair: _Pair, message: RevokeGrant) -> None:
@@ -237,43 +258,90 @@ class Sender:
         grant, link_id = outgoing.grant, outgoing.link_id
         if outgoing.state is not OutgoingState.PUSHING or grant is None or link_id is None:
             return
-        if outgoing.blocks and grant.first_block < outgoing.first_block:
+        is_begun = outgoing.blocks or outgoing.coming
+        if is_begun and grant.first_block < outgoing.first_block:
             self._fail(outgoing, "granted blocks that were never computed")
             return
         pair = self._pairs[link_id]
-        while now < outgoing.lease_until_s and not pair.is_broken:
-            num_ready = self._num_ready(outgoing, grant) - outgoing.num_posted
-            room = self._max_in_flight - pair.num_in_flight
-            num_blocks = min(num_ready, room, self._max_write)
-            if num_blocks <= 0:
-                break
-            self._post(outgoing, grant, pair, num_blocks, now)
+        if now >= outgoing.lease_until_s or pair.is_broken:
+            return
+        while self._push_blocks(outgoing, grant, pair, now):
+            continue
+        self._push_layers(outgoing, grant, pair, now)
+
+    def _push_blocks(self, outgoing: Outgoing, grant: Grant, pair: _Pair, now: float) -> bool:
+        """Post computed blocks, or what is missing of them. False if that is all for now."""
+        first, end = outgoing.num_posted, self._num_ready(outgoing, grant)
+        layers, part_bytes, sliced = None, self._block_bytes, outgoing.sliced
+        if sliced is not None:
+            end = min(end, sliced.end)
+            layers = LayerRange(sliced.num_layers, self._num_layers, self._num_layers)
+            part_bytes = len(part_of(self._block_bytes, layers))
+        if first >= end:
+            return False
+        if part_bytes:
+            room = self._max_in_flight - pair.num_bytes_in_flight
+            end = min(end, first + min(room, self._max_write) // part_bytes)
+            if first >= end:
+                return False
+            self._post(outgoing, grant, range(first, end), layers, now)
+        outgoing.num_posted = end
+        if sliced is not None and end >= sliced.end:
+            outgoing.sliced = None
+        start = grant.first_block - outgoing.first_block
+        blocks = tuple(outgoing.blocks[start + first : start + end])
+        self._actions.append(AddToDigest(self._link_of(outgoing), outgoing.handoff_id, blocks))
+        return True
+
+    def _push_layers(self, outgoing: Outgoing, grant: Grant, pair: _Pair, now: float) -> None:
+        """Post the layers that have ended of the blocks that are coming, after all the others."""
+        start = outgoing.first_block + len(outgoing.blocks) - grant.first_block
+        first = max(start, 0)
+        end = min(start + len(outgoing.coming), len(grant.block_ids))
+        if first >= end or outgoing.num_posted < first:
+            return
+        posted = outgoing.sliced.num_layers if outgoing.sliced is not None else 0
+        layer_bytes = (end - first) * (self._block_bytes // self._num_layers)
+        room = min(self._max_in_flight - pair.num_bytes_in_flight, self._max_write)
+        ended = min(outgoing.num_layers_ended, posted + room // layer_bytes)
+        if ended <= posted:
+            return
+        layers = LayerRange(posted, ended, self._num_layers)
+        self._post(outgoing, grant, range(first, end), layers, now)
+        outgoing.sliced = Sliced(first, end, ended)
 
     def _num_ready(self, outgoing: Outgoing, grant: Grant) -> int:
         computed = outgoing.first_block + len(outgoing.blocks) - grant.first_block
         return min(computed, len(grant.block_ids)) if outgoing.blocks else 0
 
     def _post(
-        self, outgoing: Outgoing, grant: Grant, pair: _Pair, num_blocks: int, now: float
+        self,
+        outgoing: Outgoing,
+        grant: Grant,
+        places: range,
+        layers: LayerRange | None,
+        now: float,
     ) -> None:
-        first = outgoing.num_posted
-        start = grant.first_block - outgoing.first_block + first
-        if first == 0:
-            self._say_to(outgoing, Writing(outgoing.handoff_id))
+        """Begin a write of these places of the grant."""
+        link_id = self._link_of(outgoing)
+        start = grant.first_block - outgoing.first_block
+        known = [*outgoing.blocks, *outgoing.coming]
+        if not outgoing.in_flight:
+            self._say(link_id, Writing(outgoing.handoff_id, outgoing.num_written))
         self._num_writes += 1
         write = Write(
             write_id=self._num_writes,
             ticket=grant.ticket,
-            first=first,
-            sources=tuple(outgoing.blocks[start : start + num_blocks]),
-            targets=grant.block_ids[first : first + num_blocks],
+            first=places.start,
+            sources=tuple(known[start + places.start : start + places.stop]),
+            targets=grant.block_ids[places.start : places.stop],
+            layers=layers,
         )
-        outgoing.num_posted += num_blocks
-        outgoing.in_flight[write.write_id] = Flight(now, num_blocks)
+        num_bytes = len(places) * len(part_of(self._block_bytes, layers))
+        outgoing.in_flight[write.write_id] = Flight(now, num_bytes, places.start)
         self._handoff_by_write[write.write_id] = outgoing.handoff_id
-        pair.num_in_flight += num_blocks
-        if outgoing.link_id is not None:
-            self._actions.append(Post(outgoing.link_id, outgoing.handoff_id, write))
+        self._pairs[link_id].num_bytes_in_flight += num_bytes
+        self._actions.append(Post(link_id, outgoing.handoff_id, write))
 
     def _landing(self, link_id: LinkId, write_id: int) -> Outgoing | None:
         handoff_id = self._handoff_by_write.pop(write_id, None)
@@ -281,7 +349,7 @@ class Sender:
             return None
         outgoing = self._outgoing[handoff_id]
         flight = outgoing.in_flight.pop(write_id)
-        self._pairs[link_id].num_in_flight -= flight.num_blocks
+        self._pairs[link_id].num_bytes_in_flight -= flight.num_bytes
         return outgoing
 
     def _fail(self, outgoing: Outgoing, reason: str) -> None:
@@ -329,6 +397,20 @@ class Sender:
             self._finished.append(outgoing.handoff_id)
 
     # --- Lookups ---------------------------------------------------------------------------
+
+    def _followed(self, order: Send | SendLayers) -> Outgoing:
+        """The send that these blocks go on with."""
+        outgoing = self._ordered(order.handoff_id)
+        if not outgoing.blocks:
+            outgoing.first_block = order.first_block
+        elif order.first_block != outgoing.first_block + len(outgoing.blocks):
+            raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
+        return outgoing
+
+    def _link_of(self, outgoing: Outgoing) -> LinkId:
+        if outgoing.link_id is None:
+            raise RuntimeError(f"{outgoing.handoff_id} has no link to write over")
+        return outgoing.link_id
 
     def _ordered(self, handoff_id: HandoffId) -> Outgoing:
         """The send that an order names; one that ended before its first order stays ended."""

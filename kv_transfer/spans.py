@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.messages import Region
+from kv_transfer.transport import LayerRange
 from kv_transfer.types import BlockId
 
 
@@ -54,6 +55,14 @@ def pair_spans(
         else:
             merged.append(SpanPair(here, there, source.block_bytes))
     return merged
+
+
+def part_of(block_bytes: int, layers: LayerRange | None) -> range:
+    """The bytes of a block that hold these layers."""
+    if layers is None:
+        return range(block_bytes)
+    layer_bytes = block_bytes // layers.of
+    return range(layers.first * layer_bytes, layers.end * layer_bytes)
 
 
 def _address(region: Region, block_id: BlockId) -> int:

@@ -14,14 +14,24 @@ from kv_transfer.types import BlockId
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Some layers of a block that holds `of` of them, one after the other, all of one size."""
+
+    first: int
+    end: int  # the first that is not meant
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
-    """Whole blocks to copy from P's region into D's, for one grant."""
+    """Blocks, or some layers of them, to copy from P's region into D's, for one grant."""
 
     write_id: int  # chosen by the caller, unique in its channel
     ticket: int  # the grant's
     first: int  # place of the first block among the blocks of the grant
     sources: tuple[BlockId, ...]
     targets: tuple[BlockId, ...]  # as many
+    layers: LayerRange | None = None  # None: whole blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,11 @@ class Transport(Protocol):
     @property
     def is_one_sided(self) -> bool:
         """P writes where it wants; else P sends into receives that D has posted."""
+        ...
+
+    @property
+    def writes_layers(self) -> bool:
+        """A write may be of some layers of its blocks."""
         ...
 
     def open(self) -> Channel: ...

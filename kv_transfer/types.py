@@ -87,6 +87,19 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class SendLayers:
+    """Prefill side: the coming pass completes these blocks, layer by layer.
+
+    Each layer of them may be written once the pass has ended it. They follow the blocks of all
+    Sends before; a Send that begins with them comes after the pass.
+    """
+
+    handoff_id: HandoffId
+    first_block: int
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """Prefill side: every block was named in a Send; tell the peer when they all landed."""
 
@@ -112,6 +125,7 @@ class KvOrders:
     sends: tuple[Send, ...] = ()
     completes: tuple[Complete, ...] = ()
     withdraws: tuple[Withdraw, ...] = ()
+    layer_sends: tuple[SendLayers, ...] = ()  # of the pass that comes next
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class UcxxTransport:
 
     name = "ucxx"
     is_one_sided = False
+    writes_layers = False  # a message has no room to say which part of a block it is
 
     def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
         if region.device != "cpu":

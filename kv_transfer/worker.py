@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kv_transfer.actions import (
+    AddToDigest,
     Announce,
     Break,
     CancelExpected,
     CheckDigest,
+    DigestEarly,
     Expect,
+    PairAction,
     Post,
     ReceiverAction,
     Say,
@@ -28,7 +31,7 @@ from kv_transfer.digest import BlockDigest
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
-from kv_transfer.messages import Closed, Done, Hello, LinkMessage, Region
+from kv_transfer.messages import Closed, Done, Hello, LinkMessage, Region, Writing
 from kv_transfer.pairs import Identity, Pair, Pairs
 from kv_transfer.receiver import Receiver
 from kv_transfer.records import Ledger, Role, TransferRecord
@@ -42,7 +45,7 @@ from kv_transfer.transport import (
     WriteFailed,
     Written,
 )
-from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Receive
+from kv_transfer.types import BlockId, HandoffId, KvOrders, KvReports, Lost, NodeId, Receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,16 @@ class KvTransferWorker:
         self._link = link
         self._pairs = Pairs(identity, region, transport, link)
         self._receiver = Receiver(config.receiver, is_one_sided=transport.is_one_sided)
-        self._sender = Sender(region.block_bytes, config.sender)
+        num_layers = identity.fingerprint.num_layers
+        self._sender = Sender(region.block_bytes, config.sender, num_layers)
+        self._writes_layers = transport.writes_layers and region.block_bytes % num_layers == 0
         self._ledger = Ledger(transport.name, region.block_bytes)
         self._inbox: deque[tuple[LinkId, LinkMessage | str]] = deque()
-        self._digests: dict[HandoffId, BlockDigest] = {}
+        self._digests: dict[HandoffId, BlockDigest] = {}  # of what is sent
+        self._landing: dict[HandoffId, BlockDigest] = {}
         self._failed_at_once: list[Lost] = []
         self._ticked_s = self._redialled_s = self._lingers_until_s = float("-inf")
+        self._bursts_until_s = float("-inf")
         self._num_dropped = self._num_digest_mismatches = 0
 
     def __enter__(self) -> KvTransferWorker:
@@ -116,10 +123,20 @@ class KvTransferWorker:
             self._ledger.begin(complete.handoff_id, Role.SENT, now)
             self._ledger.computed(complete.handoff_id, now)
             self._sender.complete(complete, now)
+        # Where only whole blocks can be written they wait for the Send after the pass.
+        for layer_send in orders.layer_sends if self._writes_layers else ():
+            self._ledger.begin(layer_send.handoff_id, Role.SENT, now)
+            self._sender.send_layers(layer_send, now)
         for withdraw in orders.withdraws:
             self._ledger.begin(withdraw.handoff_id, Role.SENT, now)
             self._sender.withdraw(withdraw, now)
         self._act(now)
+
+    def layer_done(self, layer: int, now: float) -> None:
+        """A pass has ended this layer; what was ordered of it may leave while the next one runs."""
+        self._sender.layer_done(layer + 1, now)
+        self._act(now)
+        self.progress(now)
 
     def progress(self, now: float) -> None:
         """Move bytes. Call it from inside a long step, too; what ends is reported by `poll`."""
@@ -158,10 +175,13 @@ class KvTransferWorker:
 
     def _poll_interval_s(self, now: float) -> float | None:
         is_writing = any(incoming.is_writing for incoming in self._receiver.incoming())
+        states = {incoming.state for incoming in self._receiver.incoming()}
+        is_awaiting = bool(states - {IncomingState.WAITING})
+        if now < self._bursts_until_s and (is_awaiting or self._sender.has_flights):
+            return self._config.burst_poll_s
         if is_writing or self._sender.has_flights or now < self._lingers_until_s:
             return self._config.poll_s
-        states = {incoming.state for incoming in self._receiver.incoming()}
-        return self._config.idle_poll_s if states - {IncomingState.WAITING} else None
+        return self._config.idle_poll_s if is_awaiting else None
 
     # --- For those who look ----------------------------------------------------------------
 
@@ -254,6 +274,8 @@ class KvTransferWorker:
         if pair is None or pair.peer is None:
             self._num_dropped += 1
         elif pair.is_dialled:
+            if isinstance(message, Writing):
+                self._bursts_until_s = now + self._config.burst_s
             self._receiver.hear(link_id, message, now)
         else:
             self._sender.hear(link_id, message, now)
@@ -320,10 +342,14 @@ class KvTransferWorker:
     def _carry_out(self, action: ReceiverAction | SenderAction, now: float) -> None:
         if isinstance(action, CheckDigest):
             self._check(action)
-            return
-        if isinstance(action, Break):
+        elif isinstance(action, DigestEarly):
+            self._add_to_digest(self._landing, action.handoff_id, action.block_ids)
+        elif isinstance(action, Break):
             self._cut(action.link_id, action.reason, now)
-            return
+        else:
+            self._carry_out_on_pair(action, now)
+
+    def _carry_out_on_pair(self, action: PairAction, now: float) -> None:
         pair = self._pairs.get(action.link_id)
         if pair is None:
             return  # cut by an action before this one
@@ -331,18 +357,22 @@ class KvTransferWorker:
             case Say(link_id, message):
                 self._link.send(link_id, message)
             case Expect(_, ticket, block_ids):
+                # What waits for the grant on P comes at once, before P's word of it.
+                self._bursts_until_s = now + self._config.burst_s
                 pair.channel.expect(ticket, block_ids)
             case CancelExpected(_, ticket):
                 pair.channel.cancel(ticket)
             case Post():
                 self._post(pair, action, now)
+            case AddToDigest(_, handoff_id, block_ids):
+                self._add_to_digest(self._digests, handoff_id, block_ids)
             case Announce():
                 self._announce(pair, action, now)
 
     def _check(self, action: CheckDigest) -> None:
         is_good = True
         if self._config.verify:
-            digest = BlockDigest(self._region)
+            digest = self._landing.pop(action.handoff_id, None) or BlockDigest(self._region)
             digest.add(action.block_ids)
             is_good = digest.value() == action.digest
         self._num_digest_mismatches += not is_good
@@ -350,15 +380,24 @@ class KvTransferWorker:
 
     def _post(self, pair: Pair, post: Post, now: float) -> None:
         write = post.write
+        self._bursts_until_s = now + self._config.burst_s
         began_s = time.perf_counter()
         pair.channel.post(write)
         peer = pair.peer.node_id if pair.peer is not None else None
         post_s = time.perf_counter() - began_s
         self._ledger.posted(post.handoff_id, write, peer, post_s, now)
-        if self._config.verify:
-            if post.handoff_id not in self._digests:
-                self._digests[post.handoff_id] = BlockDigest(self._region)
-            self._digests[post.handoff_id].add(write.sources)
+
+    def _add_to_digest(
+        self,
+        digests: dict[HandoffId, BlockDigest],
+        handoff_id: HandoffId,
+        block_ids: tuple[BlockId, ...],
+    ) -> None:
+        if not self._config.verify:
+            return
+        if handoff_id not in digests:
+            digests[handoff_id] = BlockDigest(self._region)
+        digests[handoff_id].add(block_ids)
 
     def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
         complete = announce.complete
@@ -379,10 +418,12 @@ class KvTransferWorker:
         self, reports: KvReports, finished: tuple[HandoffId, ...], now: float
     ) -> None:
         for landed in reports.finished_recving:
+            self._landing.pop(landed.handoff_id, None)
             self._ledger.landed(landed.handoff_id, now)
         for lost in reports.failed_recving:
             self._ledger.end(lost.handoff_id, lost.reason, now)
         for handoff_id in reports.released:
+            self._landing.pop(handoff_id, None)
             self._ledger.end(handoff_id, "revoked", now)
         for handoff_id in finished:
             self._digests.pop(handoff_id, None)

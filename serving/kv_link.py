@@ -1,8 +1,9 @@
 """Carries the control links of the KV worker over gRPC streams.
 
 The worker half calls `dial`, `send` and `close` on the engine's thread; the streams live on
-the asyncio loop; what comes in goes to the engine as letters. No state is shared: whatever
-crosses does so through `call_soon_threadsafe` one way and the engine's mailbox the other.
+the asyncio loop; what comes in goes to the worker's inbox, which any thread may fill. No other
+state is shared: whatever crosses does so through `call_soon_threadsafe` one way, and through the
+inbox and the engine's mailbox the other.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from serving.translate_link import link_message_from, link_message_to
 CLOSE_TIMEOUT_S = 1.0
 
 Post = Callable[[Callable[[], None]], None]
+
+
+def _wake() -> None:
+    """A letter that says no more than: look again."""
+
+
 Outbox = asyncio.Queue[LinkMessage | None]  # None: nothing more will be sent
 
 
@@ -42,7 +49,11 @@ class GrpcLinks:
         self._streams: set[asyncio.Task[None]] = set()
 
     def attach(self, events: LinkEvents, post: Post) -> None:
-        """From now on `events` is told, each time as a letter handed to `post`."""
+        """From now on `events` is told on the asyncio loop, and `post` wakes its thread.
+
+        Told at once and not by letter: the engine reads no letters inside a step, but its KV
+        worker looks between two layers, and a grant or a renewal shall not wait for seconds.
+        """
         self._events = events
         self._post = post
 
@@ -108,7 +119,8 @@ class GrpcLinks:
             async for envelope in incoming:
                 message = link_message_from(envelope.message)
                 if message is not None:
-                    self._post(_delivery(self._events, link_id, message))
+                    self._events.deliver(link_id, message)
+                    self._post(_wake)
         except RpcError as error:
             reason = remote_error(error).message
         finally:
@@ -129,7 +141,8 @@ class GrpcLinks:
         if link_id not in self._outbox_by_link:
             return
         self._close(link_id)
-        self._post(lambda: self._events.lost(link_id, reason))
+        self._events.lost(link_id, reason)
+        self._post(_wake)
 
     def _keep(self, stream: asyncio.Task[None]) -> None:
         self._streams.add(stream)
@@ -139,7 +152,3 @@ class GrpcLinks:
 async def _requests(outbox: Outbox) -> AsyncIterator[kv_link_pb2.LinkRequest]:
     while (message := await outbox.get()) is not None:
         yield kv_link_pb2.LinkRequest(message=link_message_to(message))
-
-
-def _delivery(events: LinkEvents, link_id: LinkId, message: LinkMessage) -> Callable[[], None]:
-    return lambda: events.deliver(link_id, message)

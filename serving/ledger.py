@@ -50,7 +50,7 @@ class Ledger:
         self._on_sent = on_sent
 
     def tell_of_changes(self, on_change: OnChange) -> None:
-        """From now on `on_change` hears when blocks may have come free without a request."""
+        """From now on `on_change` hears when requests were given blocks, or blocks came back."""
         self._on_change = on_change
 
     @contextmanager
@@ -62,6 +62,7 @@ class Ledger:
             del self._entries[request_id]
 
     def note_plan(self, plan: Plan) -> None:
+        self._tell_change()
         for row in plan.started:
             entry = self._entries.get(row.request_id)
             if entry is None:
@@ -72,6 +73,8 @@ class Ledger:
             entry.num_computed_prompt_tokens += row.num_prompt_tokens - num_known
 
     def note_orders(self, orders: KvOrders) -> None:
+        if orders.receives:
+            self._tell_change()
         for receive in orders.receives:
             entry = self._entries.get(RequestId(str(receive.handoff_id)))
             if entry is not None:
@@ -84,11 +87,15 @@ class Ledger:
             entry.num_received_bytes += record.num_bytes
 
     def note_reports(self, reports: KvReports) -> None:
-        if self._on_change is not None and reports != NO_REPORTS:
-            self._on_change()
+        if reports != NO_REPORTS:
+            self._tell_change()
         if self._on_sent is not None:
             for handoff_id in reports.finished_sending:
                 self._on_sent(handoff_id)
+
+    def _tell_change(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
 
 
 class LedgerRunner:
@@ -99,7 +106,7 @@ class LedgerRunner:
         self._ledger = ledger
 
     def run(self, plan: Plan) -> RunResult:
-        if plan.started:
+        if plan.started or plan.dropped:
             self._ledger.note_plan(plan)
         return self._runner.run(plan)
 

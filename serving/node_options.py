@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.errors import InvalidConfig
 from engine.runner.settings import RunnerConfig
 from engine.scheduler_config import SchedulerConfig
+from kv_transfer.config import KvWorkerConfig
 
 KV_TRANSPORTS = ("nixl", "ucxx")
+PUSH_GRAINS = ("layer", "chunk")  # each layer of a chunk as it ends, or all of it at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,5 +25,13 @@ class NodeOptions:
     kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
     kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
+    push: str = "chunk"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
+    kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
     enable_prefix_caching: bool = True
     cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system
+
+    def __post_init__(self) -> None:
+        if self.push not in PUSH_GRAINS:
+            raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
+        if self.push == "layer" and self.kv_transport == "ucxx":
+            raise InvalidConfig("--push layer needs --kv-transport nixl: ucxx sends whole blocks")

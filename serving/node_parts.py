@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from engine.assembly import EngineOptions
 from engine.errors import InvalidConfig
 from engine.loop import EngineLoop
 from engine.runner.runner import TorchRunner
 from engine.scheduler import Scheduler
-from kv_transfer.config import KvWorkerConfig
 from kv_transfer.link import Link
 from kv_transfer.messages import Fingerprint, Region
 from kv_transfer.nixl_transport import NixlConfig, NixlTransport
@@ -28,6 +29,8 @@ from serving.node_options import KV_TRANSPORTS, NodeOptions
 # The axes inside one block, outermost first.
 KV_LAYOUT = "layer,kv,head,token,dim"
 ID_BYTES = 4
+
+log = logging.getLogger(__name__)
 
 
 def pin(cpus: tuple[int, ...]) -> None:
@@ -70,6 +73,21 @@ def card_of(
     )
 
 
+def log_start(card: NodeCard, runner: TorchRunner) -> None:
+    memory = runner.kv_memory
+    log.info(
+        "%s serves %s (%s on %s); KV cache: %.1f MiB, %d blocks, %d tokens; KV over %s",
+        card.node_id,
+        card.model,
+        memory.dtype,
+        memory.device,
+        memory.num_bytes / 2**20,
+        memory.num_blocks,
+        memory.num_tokens,
+        card.kv_transport,
+    )
+
+
 def region_of(runner: TorchRunner) -> Region:
     memory = runner.kv_memory
     return Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
@@ -80,20 +98,20 @@ def make_kv_worker(
 ) -> KvTransferWorker:
     """Raises TransportMissing if the transport's library is not installed."""
     region = region_of(runner)
-    config = KvWorkerConfig(verify=options.kv_verify and region.device == "cpu")
+    config = replace(options.kv_worker, verify=options.kv_verify and region.device == "cpu")
     worker = KvTransferWorker(identity, region, _open_transport(options, region), link, config)
-    runner.hook = BetweenLayers(worker.progress)
+    runner.hook = BetweenLayers(worker.layer_done)
     return worker
 
 
 class BetweenLayers:
     """A pass hook that lets bytes move in steps that take long."""
 
-    def __init__(self, progress: Callable[[float], None]) -> None:
-        self._progress = progress
+    def __init__(self, layer_done: Callable[[int, float], None]) -> None:
+        self._layer_done = layer_done
 
     def layer_done(self, layer: int) -> None:
-        self._progress(time.monotonic())
+        self._layer_done(layer, time.monotonic())
 
     def pass_done(self) -> None:
         """The step polls when the pass is done."""
@@ -111,7 +129,8 @@ def _open_transport(options: NodeOptions, region: Region) -> Transport:
 
 
 def engine_options(options: NodeOptions) -> EngineOptions:
-    return EngineOptions(options.scheduling, options.enable_prefix_caching)
+    scheduling = replace(options.scheduling, push_layers=options.push == "layer")
+    return EngineOptions(scheduling, options.enable_prefix_caching)
 
 
 def load_reader(engine: EngineLoop, scheduler: Scheduler) -> Callable[[], Awaitable[NodeLoad]]:

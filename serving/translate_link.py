@@ -167,11 +167,13 @@ def _closed_to(value: Closed) -> kv_link_pb2.Closed:
 
 
 def _writing_from(message: kv_link_pb2.Writing) -> Writing:
-    return Writing(handoff_from(message.handoff_id))
+    return Writing(handoff_from(message.handoff_id), message.num_written)
 
 
 def _writing_to(value: Writing) -> kv_link_pb2.Writing:
-    return kv_link_pb2.Writing(handoff_id=handoff_to(value.handoff_id))
+    return kv_link_pb2.Writing(
+        handoff_id=handoff_to(value.handoff_id), num_written=value.num_written
+    )
 
 
 # A codec takes one kind of message only; which one, the key says and mypy cannot.

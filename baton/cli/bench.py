@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 
 bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
@@ -60,6 +61,88 @@ def engine(
         rates = [asdict(rate) for rate in run(what, on_rate)]
     _show(f"{model}, medians of {runs} runs", rates)
     _write(json_file, {"model": model, "rates": rates})
+
+
+@bench.command()
+def kv(
+    paths: Annotated[
+        str, typer.Option(help="Transport, or transport:what UCX may use; commas between.")
+    ] = "nixl,nixl:tcp,ucxx,ucxx:tcp",
+    blocks: Annotated[str, typer.Option(help="Block sizes.")] = (
+        "16KiB,32KiB,64KiB,256KiB,1MiB,1792KiB"
+    ),
+    sizes: Annotated[str, typer.Option(help="Hand-off sizes.")] = "1MiB,8MiB,32MiB,64MiB",
+    layers: Annotated[int, typer.Option(help="Layers in a block.")] = 28,
+    chunks: Annotated[int, typer.Option(help="Chunks of the prefill with the tail.")] = 4,
+    chunk_ms: Annotated[float, typer.Option(help="How long a chunk computes.")] = 50.0,
+    runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """What passing KV blocks costs, beside a contiguous NIXL write and memcpy."""
+    from baton.bench.kv import KvBench, run
+
+    what = KvBench(
+        paths=[_path(one) for one in paths.split(",")],
+        block_bytes=[parse_bytes(one) for one in blocks.split(",")],
+        handoff_bytes=[parse_bytes(one) for one in sizes.split(",")],
+        num_layers=layers,
+        num_chunks=chunks,
+        chunk_s=chunk_ms / 1e3,
+        num_runs=runs,
+    )
+    with Console(stderr=True).status("starting") as status:
+        figures, tails = run(what, lambda done: status.update(f"measured {done}"))
+    rows = [asdict(figure) for figure in figures]
+    _show(
+        f"GB/s (share of the contiguous write) and µs, medians of {runs} rounds",
+        [_with_shares(row) for row in rows],
+    )
+    tail_rows = [asdict(tail) for tail in tails]
+    _show("what is left when the last chunk has ended", tail_rows)
+    _write(json_file, {"transfers": rows, "tails": tail_rows})
+
+
+def _with_shares(row: dict[str, object]) -> dict[str, object]:
+    """Each rate that has a ratio shows it behind itself."""
+    return {
+        name: f"{value:.2f} ({row[f'{name}_ratio']:.2f})" if f"{name}_ratio" in row else value
+        for name, value in row.items()
+        if not name.endswith("_ratio")
+    }
+
+
+@bench.command()
+def policies(
+    nodes: Annotated[int, typer.Option(min=2, help="Half of them prefill nodes.")] = 1000,
+    requests: Annotated[int, typer.Option(min=100, help="The first third warms up.")] = 6000,
+    load: Annotated[
+        float, typer.Option(help="Share of what the prefill nodes could compute without hits.")
+    ] = 0.7,
+    skew: Annotated[float, typer.Option(help="Zipf's exponent of the system prompts.")] = 1.1,
+    seed: Annotated[int, typer.Option(help="Same seed, same figures.")] = 0,
+    json_file: JsonFile = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the figures into this PNG.")
+    ] = None,
+) -> None:
+    """The router's policies on a simulated cluster: hit rates and waits."""
+    from baton.bench.policies import PolicyBench, plot, run
+
+    what = PolicyBench(num_nodes=nodes, num_requests=requests, load=load, skew=skew, seed=seed)
+    with Console(stderr=True).status("simulating") as status:
+        figures = run(what, lambda done: status.update(f"simulated {done.policy}"))
+    rows = [asdict(figure) for figure in figures]
+    _show(f"{nodes} simulated nodes, {requests} requests, seed {seed}", rows)
+    _write(json_file, {"cluster": asdict(what), "policies": rows})
+    if plot_file is not None:
+        plot(figures, plot_file)
+
+
+def _path(written: str) -> tuple[str, str]:
+    transport, _, tls = written.strip().partition(":")
+    if transport not in ("nixl", "ucxx"):
+        raise InvalidConfig(f"{written!r}: the transport is nixl or ucxx")
+    return transport, tls
 
 
 def _numbers(written: str) -> tuple[int, ...]:

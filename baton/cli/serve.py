@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -43,10 +42,24 @@ KvNetDevice = Annotated[
     str, typer.Option(help="Network device for UCX, such as lo or eth0; left out, it chooses.")
 ]
 KvVerify = Annotated[bool, typer.Option(help="Digest KV that is sent and check what landed.")]
+Push = Annotated[str, typer.Option(help="What prefill nodes send: each chunk, or each layer.")]
 NodeName = Annotated[str, typer.Option(help="Name of the node; drawn when left out.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of prompts for later ones.")]
 Addresses = Annotated[str, typer.Option(help="host:port of each, with commas between.")]
 ParentPid = Annotated[int, typer.Option(hidden=True, help="End with this process.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        help="How nodes are chosen: prefix_aware, least_loaded, power_of_two or round_robin."
+    ),
+]
+LocalPrefill = Annotated[
+    int, typer.Option(help="Decode computes a prompt that lacks fewer tokens there; 0 is off.")
+]
+MaxInFlight = Annotated[int, typer.Option(help="Most requests that the nodes work on at once.")]
+MaxQueue = Annotated[
+    int, typer.Option(help="Most requests that wait for their turn; more are refused.")
+]
 ModelName = Annotated[str, typer.Option(help="Name that clients use for the model.")]
 
 
@@ -70,12 +83,12 @@ def _node_command(run: Callable[[NodeOptions], None]) -> Callable[..., None]:
         kv_tls: KvTls = "",
         kv_net_device: KvNetDevice = "",
         kv_verify: KvVerify = True,
+        push: Push = "chunk",
         node_id: NodeName = "",
         served_model_name: ModelName = "",
         prefix_caching: PrefixCaching = True,
         parent_pid: ParentPid = 0,
     ) -> None:
-        _wait_passively()
         from engine.runner.settings import RunnerConfig
         from engine.scheduler_config import SchedulerConfig
         from serving.node_options import NodeOptions
@@ -102,6 +115,7 @@ def _node_command(run: Callable[[NodeOptions], None]) -> Callable[..., None]:
             kv_tls=kv_tls,
             kv_net_device=kv_net_device,
             kv_verify=kv_verify,
+            push=push,
             enable_prefix_caching=prefix_caching,
             cpus=parse_cpus(cpus),
         )
@@ -140,11 +154,16 @@ def router(
     host: Host = "127.0.0.1",
     port: Port = 50051,
     model: Annotated[str, typer.Option(help="Model whose tokenizer to use.")] = "",
-    policy: Annotated[str, typer.Option(help="How nodes are chosen: round_robin.")] = "round_robin",
+    policy: Policy = "prefix_aware",
+    local_prefill_below: LocalPrefill = 0,
+    max_in_flight: MaxInFlight = 1024,
+    max_queue: MaxQueue = 1024,
     parent_pid: ParentPid = 0,
 ) -> None:
     """Run the router: the door for clients."""
     from router.__main__ import RouterOptions, main
+    from router.line import LineConfig
+    from router.policy import Routing, policy_named
 
     options = RouterOptions(
         decode_nodes=_addresses(decode_nodes),
@@ -152,7 +171,8 @@ def router(
         host=host,
         port=port,
         model=model,
-        policy=policy,
+        routing=Routing(policy_named(policy), local_prefill_below),
+        line=LineConfig(max_in_flight, max_queue),
     )
     _begin(parent_pid)
     main(options)
@@ -166,11 +186,6 @@ def _begin(parent_pid: int) -> None:
         level=logging.INFO,
         format=LOG_FORMAT,
     )
-
-
-def _wait_passively() -> None:
-    """Before torch is loaded: its threads, when idle, must not spin on a neighbour's core."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def parse_cpus(written: str) -> tuple[int, ...]:

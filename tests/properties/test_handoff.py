@@ -15,12 +15,13 @@ import pytest
 
 from kv_transfer.memory_transport import Wire
 from kv_transfer.types import HandoffId
-from tests.support.handoff_world import Node, World
+from tests.support.handoff_world import FINGERPRINT, Node, World
 
 NUM_HISTORIES = 1500  # for each kind of wire
 NUM_QUIET_HISTORIES = 300
 QUIET_END_S = 25.0  # a hold, for what decode gave up before it could say so
 NUM_STEPS = 120
+NUM_LAYERS = FINGERPRINT.num_layers
 
 Steps = dict[Callable[[], None], int]  # with how often each is taken
 
@@ -43,6 +44,9 @@ class History:
             self.prefill_computes: 5,
             self.prefill_sends: 5,
             self.prefill_completes: 4,
+            self.prefill_begins_a_pass: 4,
+            self.a_layer_ends: 8,
+            self.a_pass_ends: 2,
             self.letters_come: 8,
             self.blocks_land: 8,
             self.writes_are_acknowledged: 6,
@@ -114,6 +118,22 @@ class History:
         if self.world.sending:
             handoff_id = self.draw.choice(sorted(self.world.sending))
             self.world.send(handoff_id, self.draw.randint(1, 3))
+
+    def prefill_begins_a_pass(self) -> None:
+        """Blocks of one or two prompts, computed layer by layer."""
+        node = self.world.ps[self.draw.choice(sorted(self.world.ps))]
+        if node.num_layers_ended is None:
+            here = sorted(h for h, sending in self.world.sending.items() if sending.node is node)
+            taking_part = here[: self.draw.randint(1, 2)]
+            self.world.begin_pass(node, {h: self.draw.randint(1, 4) for h in taking_part})
+
+    def a_layer_ends(self) -> None:
+        node = self.world.ps[self.draw.choice(sorted(self.world.ps))]
+        if node.num_layers_ended is not None and node.num_layers_ended < NUM_LAYERS:
+            self.world.end_layer(node)
+
+    def a_pass_ends(self) -> None:
+        self.world.end_pass(self.world.ps[self.draw.choice(sorted(self.world.ps))])
 
     def prefill_completes(self) -> None:
         if self.world.sending:

@@ -28,6 +28,7 @@ from kv_transfer.types import (
     Receive,
     Revoke,
     Send,
+    SendLayers,
     Withdraw,
 )
 from kv_transfer.worker import KvTransferWorker
@@ -82,6 +83,7 @@ class Node:
         self.link.events = self.worker
         self.free = [BlockId(block) for block in range(num_blocks)]
         self.is_stopped = False  # SIGSTOP: it takes no turn
+        self.num_layers_ended: int | None = None  # of the pass under way
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class Sending:
     node: Node
     block_ids: list[BlockId]
     num_sent: int = 0
+    num_coming: int = 0  # after those sent, of the pass under way
     has_last_word: bool = False
 
 
@@ -164,8 +167,55 @@ class World:
         self.sending[handoff_id] = Sending(node, blocks)
         return True
 
+    def begin_pass(self, node: Node, num_blocks_by_handoff: dict[HandoffId, int]) -> None:
+        """The blocks after those sent hold nothing yet, and are computed layer by layer."""
+        orders = []
+        for handoff_id, num_blocks in num_blocks_by_handoff.items():
+            sending = self.sending[handoff_id]
+            start = sending.num_sent
+            blocks = tuple(sending.block_ids[start : start + num_blocks])
+            if sending.has_last_word or not blocks:
+                continue
+            sending.num_coming = len(blocks)
+            for block in blocks:
+                node.memory.put(block, b"not yet!")
+            orders.append(SendLayers(handoff_id, start, blocks))
+        node.num_layers_ended = 0
+        self._order(node, KvOrders(layer_sends=tuple(orders)))
+
+    def end_layer(self, node: Node) -> None:
+        if node.num_layers_ended is None:
+            return
+        layer, layer_bytes = node.num_layers_ended, BLOCK_BYTES // FINGERPRINT.num_layers
+        part = slice(layer * layer_bytes, (layer + 1) * layer_bytes)
+        for handoff_id, sending in self._in_pass(node).items():
+            for place in range(sending.num_sent, sending.num_sent + sending.num_coming):
+                held = bytearray(node.memory.get(sending.block_ids[place]))
+                held[part] = content_of(handoff_id, place)[part]
+                node.memory.put(sending.block_ids[place], bytes(held))
+        node.num_layers_ended += 1
+        node.worker.layer_done(layer, self.now)
+
+    def end_pass(self, node: Node) -> None:
+        """What was computed is sent, and with it what else there is."""
+        while node.num_layers_ended is not None and node.num_layers_ended < FINGERPRINT.num_layers:
+            self.end_layer(node)
+        node.num_layers_ended = None
+        for handoff_id, sending in self._in_pass(node).items():
+            num_blocks, sending.num_coming = sending.num_coming, 0
+            self.send(handoff_id, num_blocks)
+
+    def _in_pass(self, node: Node) -> dict[HandoffId, Sending]:
+        return {
+            handoff_id: sending
+            for handoff_id, sending in self.sending.items()
+            if sending.node is node and sending.num_coming and not sending.has_last_word
+        }
+
     def send(self, handoff_id: HandoffId, num_blocks: int) -> None:
         sending = self.sending[handoff_id]
+        if sending.num_coming:
+            self.end_pass(sending.node)
         start = sending.num_sent
         blocks = tuple(sending.block_ids[start : start + num_blocks])
         if not blocks or sending.has_last_word:
@@ -176,6 +226,7 @@ class World:
     def complete(self, handoff_id: HandoffId) -> None:
         sending = self.sending[handoff_id]
         if not sending.has_last_word:
+            self.end_pass(sending.node)
             self.send(handoff_id, len(sending.block_ids))
             sending.has_last_word = True
             order = Complete(handoff_id, len(sending.block_ids), FirstToken(7))

@@ -56,6 +56,7 @@ def draw_config(chance: random.Random) -> SchedulerConfig:
         num_lookahead_tokens=num_lookahead_tokens,
         kv_load_failure_policy=chance.choice(list(LoadFailurePolicy)),
         remote_headroom_blocks=chance.choice([0, 1, 2]),
+        push_layers=chance.random() < 0.5,
     )
 
 

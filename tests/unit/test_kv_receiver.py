@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_transfer.actions import Break, CancelExpected, CheckDigest, Expect, Say
+from kv_transfer.actions import Break, CancelExpected, CheckDigest, DigestEarly, Expect, Say
 from kv_transfer.config import ReceiverConfig
 from kv_transfer.link import LinkId
 from kv_transfer.messages import (
@@ -14,6 +14,7 @@ from kv_transfer.messages import (
     Renewed,
     Revoked,
     RevokeGrant,
+    Writing,
 )
 from kv_transfer.receiver import Receiver
 from kv_transfer.types import BlockId, FirstToken, HandoffId, Landed, Lost, NodeId, Peer, Receive
@@ -275,3 +276,27 @@ def test_everything_ends_once() -> None:
     assert first == (ID,)
     assert receiver.take_reports().released == ()
     assert list(receiver.incoming()) == []
+
+
+def test_what_has_landed_is_digested_while_the_rest_is_on_its_way_each_block_once() -> None:
+    receiver = granted()
+    receiver.take_actions()
+
+    for num_written in (0, 1, 1):
+        receiver.hear(LINK, Writing(ID, num_written), 0.0)
+    receiver.hear(LINK, done(digest=5), 0.0)
+    receiver.arrived(LINK, 1)
+
+    assert receiver.take_actions() == [
+        DigestEarly(ID, BLOCKS[:1]),
+        CheckDigest(ID, BLOCKS[1:], 5),
+    ]
+
+
+def test_where_p_only_sends_its_word_for_what_is_written_is_not_taken() -> None:
+    receiver = granted(is_one_sided=False)
+    receiver.take_actions()
+
+    receiver.hear(LINK, Writing(ID, 1), 0.0)
+
+    assert receiver.take_actions() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kv_transfer.actions import Announce, Break, Post, Say
@@ -15,10 +17,19 @@ from kv_transfer.messages import (
     Renewed,
     Revoked,
     RevokeGrant,
+    Writing,
 )
 from kv_transfer.sender import Sender
-from kv_transfer.transport import Write
-from kv_transfer.types import BlockId, Complete, FirstToken, HandoffId, Send, Withdraw
+from kv_transfer.transport import LayerRange, Write
+from kv_transfer.types import (
+    BlockId,
+    Complete,
+    FirstToken,
+    HandoffId,
+    Send,
+    SendLayers,
+    Withdraw,
+)
 
 LINK = LinkId(1)
 ID = HandoffId("r", 0)
@@ -149,7 +160,8 @@ def test_done_is_announced_after_every_write_and_the_source_is_free_then() -> No
     after_one = (sender.take_actions(), sender.take_finished())
     sender.written(LINK, 2, 0.3)
 
-    assert after_one == ([], ())
+    # Decode may go over the two blocks of the first write while the second is under way.
+    assert after_one == ([Say(LINK, Writing(ID, num_written=2))], ())
     assert sender.take_actions() == [Announce(LINK, 1, complete())]
     assert sender.take_finished() == (ID,)
 
@@ -306,3 +318,133 @@ def test_chunks_must_follow_each_other() -> None:
 
     with pytest.raises(ValueError, match="do not follow"):
         sender.send(Send(ID, 5, ids(3)), 0.1)
+
+
+# --- Layers of a pass under way ----------------------------------------------------------
+
+
+def in_pass(*targets: int, coming: tuple[int, ...], num_sent: int = 0) -> Sender:
+    """A granted send whose next blocks a pass of four layers is computing."""
+    sender = Sender(BLOCK_BYTES, CONFIG, num_layers=4)
+    sender.link_up(LINK)
+    if num_sent:
+        sender.send(Send(ID, 0, ids(*range(num_sent))), now=0.0)
+    sender.send_layers(SendLayers(ID, num_sent, ids(*coming)), now=0.0)
+    sender.hear(LINK, grant(*targets), now=0.0)
+    return sender
+
+
+def parts(sender: Sender) -> list[tuple[tuple[BlockId, ...], LayerRange | None]]:
+    return [(write.targets, write.layers) for write in posts(sender)]
+
+
+def test_a_layer_leaves_when_it_has_ended_and_not_before() -> None:
+    sender = in_pass(10, 11, coming=(5, 6))
+
+    before = parts(sender)
+    sender.layer_done(1, now=0.0)
+    sender.layer_done(3, now=0.0)
+
+    assert before == []
+    assert parts(sender) == [
+        (ids(10, 11), LayerRange(0, 1, 4)),
+        (ids(10, 11), LayerRange(1, 3, 4)),
+    ]
+
+
+def test_what_a_pass_left_unsent_follows_with_the_send_and_nothing_goes_twice() -> None:
+    sender = in_pass(10, 11, 12, coming=(5, 6))
+    sender.layer_done(3, now=0.0)
+    parts(sender)
+
+    sender.send(Send(ID, 0, ids(5, 6, 7)), now=0.0)
+
+    assert parts(sender) == [(ids(10, 11), LayerRange(3, 4, 4)), (ids(12), None)]
+
+
+def test_blocks_whose_layers_have_all_left_need_no_more_writes_to_be_announced() -> None:
+    sender = in_pass(10, 11, coming=(5, 6))
+    sender.layer_done(4, now=0.0)
+    written = posts(sender)[0]
+
+    sender.send(Send(ID, 0, ids(5, 6)), now=0.0)
+    sender.complete(complete(), now=0.0)
+    early = [action for action in sender.take_actions() if isinstance(action, Announce)]
+    sender.written(LINK, written.write_id, now=0.0)
+    actions = sender.take_actions()
+
+    assert early == []
+    assert [action for action in actions if isinstance(action, Post)] == []
+    assert any(isinstance(action, Announce) for action in actions)
+
+
+def test_layers_of_what_decode_has_already_stay_here() -> None:
+    sender = Sender(BLOCK_BYTES, CONFIG, num_layers=4)
+    sender.link_up(LINK)
+    sender.send_layers(SendLayers(ID, 0, ids(5, 6, 7)), now=0.0)
+    sender.hear(LINK, grant(11, 12, first=1), now=0.0)
+
+    sender.layer_done(1, now=0.0)
+
+    assert [(write.sources, write.targets) for write in posts(sender)] == [(ids(6, 7), ids(11, 12))]
+
+
+def test_no_layer_leaves_without_a_live_lease_or_after_a_revoke() -> None:
+    late, revoked = in_pass(10, coming=(5,)), in_pass(10, coming=(5,))
+
+    late.layer_done(1, now=3.0)
+    revoked.hear(LINK, RevokeGrant(ID, 1), now=0.0)
+    revoked.layer_done(1, now=0.0)
+
+    assert parts(late) == parts(revoked) == []
+
+
+def test_a_layer_in_flight_holds_its_source_when_the_pass_came_to_nothing() -> None:
+    sender = in_pass(10, coming=(5,))
+    sender.layer_done(1, now=0.0)
+    written = posts(sender)[0]
+
+    sender.withdraw(Withdraw(ID, "failed"), now=0.0)
+    held = sender.take_finished()
+    sender.written(LINK, written.write_id, now=0.0)
+
+    assert held == ()
+    assert sender.take_finished() == (ID,)
+
+
+def test_a_send_must_begin_with_the_blocks_that_were_to_come() -> None:
+    sender = in_pass(10, coming=(5,))
+
+    with pytest.raises(ValueError, match="were to come"):
+        sender.send(Send(ID, 0, ids(6)), now=0.0)
+
+
+def test_blocks_count_as_written_only_with_all_their_layers_and_all_before_them() -> None:
+    sender = in_pass(10, 11, coming=(5,))
+    sender.layer_done(2, now=0.0)
+    sender.layer_done(4, now=0.0)
+    early, late = (write.write_id for write in posts(sender))
+    sender.send(Send(ID, 0, ids(5, 6)), now=0.0)
+    second = posts(sender)[0].write_id
+
+    sender.written(LINK, late, now=0.0)
+    sender.written(LINK, early, now=0.0)
+
+    assert second not in (early, late)
+    assert said(sender) == [Writing(ID, num_written=0), Writing(ID, num_written=1)]
+
+
+def test_layers_wait_for_blocks_before_them_that_found_no_room_in_flight() -> None:
+    sender = Sender(BLOCK_BYTES, replace(CONFIG, max_in_flight_bytes=12), num_layers=4)
+    sender.link_up(LINK)
+    sender.send(Send(ID, 0, ids(1, 2)), now=0.0)
+    sender.send_layers(SendLayers(ID, 2, ids(3)), now=0.0)
+    sender.hear(LINK, grant(7, 8, 9), now=0.0)
+    first = posts(sender)[0]
+
+    sender.layer_done(1, now=0.0)
+    while_full = parts(sender)
+    sender.written(LINK, first.write_id, now=0.0)
+
+    assert while_full == []
+    assert parts(sender) == [(ids(8), None), (ids(9), LayerRange(0, 1, 4))]

@@ -238,11 +238,14 @@ def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
     half_sent(world)
 
     busy = [world.d.worker.next_poll_s(world.now), world.ps["p0"].worker.next_poll_s(world.now)]
+    world.now += CONFIG.burst_s
+    later = [world.d.worker.next_poll_s(world.now), world.ps["p0"].worker.next_poll_s(world.now)]
     world.settle()
     world.now += CONFIG.linger_s
 
     assert idle is None
-    assert busy == [CONFIG.poll_s, CONFIG.poll_s]
+    assert busy == [CONFIG.burst_poll_s, CONFIG.burst_poll_s]
+    assert later == [CONFIG.poll_s, CONFIG.poll_s]
     assert [node.worker.next_poll_s(world.now) for node in world.nodes] == [None, None, None]
 
 

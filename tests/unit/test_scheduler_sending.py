@@ -11,7 +11,7 @@ from engine.plan import Plan
 from engine.request import FinishReason, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
-from kv_transfer.types import BlockId, HandoffId, KvOrders, Send, Withdraw
+from kv_transfer.types import BlockId, HandoffId, KvOrders, Send, SendLayers, Withdraw
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import logprob_of
 from tests.support.requests import make_spec
@@ -33,6 +33,42 @@ def test_full_blocks_leave_after_their_chunk_and_the_last_one_with_the_first_tok
         (_send(name, 3, 3),),
     ]
     assert [len(order.completes) for order in orders] == [0, 0, 0, 1]
+    world.run_to_end()
+
+
+def test_layers_are_ordered_for_the_blocks_that_the_coming_pass_completes() -> None:
+    config = _config(max_num_batched_tokens=6, push_layers=True)
+    world = EngineWorld(config, block_size=4)
+    name = world.add(14, sends=True, max_tokens=9)
+
+    orders = [world.step().kv_orders for _ in range(4)]
+
+    # A block that a chunk leaves half full is completed, and sent, by the next one.
+    assert [order.layer_sends for order in orders] == [
+        (_layers(name, 0, 0),),
+        (_layers(name, 1, 1, 2),),
+        (_layers(name, 3, 3),),
+        (),
+    ]
+    assert [order.sends for order in orders] == [
+        (),
+        (_send(name, 0, 0),),
+        (_send(name, 1, 1, 2),),
+        (_send(name, 3, 3),),
+    ]
+    world.run_to_end()
+
+
+def test_blocks_whose_layers_may_be_leaving_are_held_though_the_pass_came_to_nothing() -> None:
+    world = EngineWorld(_config(push_layers=True), block_size=4)
+    name = world.add(14, sends=True, max_tokens=9)
+    world.fail_next_token(name)
+
+    world.step()
+    stats = world.scheduler.stats()
+
+    assert world.finish_reason(name) is FinishReason.ERROR
+    assert stats.num_blocks - stats.num_free_blocks == 4
     world.run_to_end()
 
 
@@ -253,3 +289,7 @@ def _handoff(name: RequestId) -> HandoffId:
 
 def _send(name: RequestId, first_block: int, *block_ids: int) -> Send:
     return Send(_handoff(name), first_block, tuple(BlockId(n) for n in block_ids))
+
+
+def _layers(name: RequestId, first_block: int, *block_ids: int) -> SendLayers:
+    return SendLayers(_handoff(name), first_block, tuple(BlockId(n) for n in block_ids))

@@ -1,0 +1,293 @@
+"""What a hand-off of KV costs between two processes of this machine, beside raw references.
+
+Each side is a process with a core of its own (where there are two). Within one run every size
+is measured in rounds: memcpy, one contiguous NIXL write, scattered blocks by the bare channel,
+and whole hand-offs through both worker halves without and with digests. Blocks are drawn anew
+from memory much larger than a hand-off, alike for all, so that none finds its bytes in a cache
+that another did not.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from baton.bench.kv_end import EndPlan, HandOffTimes, serve_end
+from baton.bench.kv_prefill import Prefill, PrefillTimes
+from kv_transfer.errors import KvTransferError
+from kv_transfer.transport import Write
+from kv_transfer.types import BlockId, HandoffId
+
+MIB = 1 << 20
+MEMORY_BYTES = 256 * MIB
+TAIL_BYTES = 64 * MIB
+LEAST_LAYER_BYTES = 8192
+ANSWER_S = 60.0
+END_S = 5.0
+
+OnFigure = Callable[[str], None]
+
+
+class BenchEndLost(KvTransferError):
+    """A process of the benchmark ended before its time, or says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvBench:
+    """What to measure."""
+
+    paths: Sequence[tuple[str, str]]  # transport and what UCX may use; empty lets it choose
+    block_bytes: Sequence[int]
+    handoff_bytes: Sequence[int]
+    num_layers: int
+    num_chunks: int
+    chunk_s: float
+    num_runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvFigure:
+    """Medians of one size over one path. Rates in GB/s; ratios are of the contiguous write's."""
+
+    path: str
+    block_kib: float
+    handoff_mib: float
+    memcpy: float
+    contiguous: float  # one NIXL write, both sides doing nothing but poll
+    scattered: float  # the blocks, by the bare channel
+    written: float  # the blocks, by the worker halves: first post to last block free again
+    verified: float  # the same with the digest of P in it
+    scattered_ratio: float
+    written_ratio: float
+    verified_ratio: float
+    handoff_us: float  # the order on D until landed, all of it computed before
+    handoff_verified_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class TailFigure:
+    """What is left of a hand-off when the last chunk of its prefill has ended; medians."""
+
+    path: str
+    block_kib: float
+    push: str
+    verify: bool
+    num_chunks: int
+    handoff_mib: float
+    whole_ms: float  # the same bytes handed over in one go
+    tail_ms: float
+    tail_share: float
+
+
+def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[KvFigure], list[TailFigure]]:
+    figures: list[KvFigure] = []
+    tails: list[TailFigure] = []
+    for transport, tls in bench.paths:
+        for block_bytes in bench.block_bytes:
+            with _pair(bench, transport, tls, block_bytes) as pair:
+                for size in bench.handoff_bytes:
+                    figures.append(pair.measure(size))
+                    on_figure(f"{pair.path}, {block_bytes >> 10} KiB blocks, {size / MIB:g} MiB")
+                tails += pair.measure_tails()
+                on_figure(f"{pair.path}, {block_bytes >> 10} KiB blocks, chunked")
+    return figures, tails
+
+
+@contextmanager
+def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterator[_Pair]:
+    cpus = sorted(os.sched_getaffinity(0))
+    each = [(cpus[0],), (cpus[1],)] if len(cpus) > 1 else [(), ()]
+    ends = []
+    try:
+        for name, its_cpus in zip("dp", each, strict=True):
+            plan = EndPlan(
+                name,
+                transport,
+                tls,
+                block_bytes,
+                num_layers=_num_layers(bench, block_bytes),
+                memory_bytes=MEMORY_BYTES,
+                cpus=its_cpus,
+                whole_bytes=tuple(bench.handoff_bytes),
+            )
+            ends.append(_End(plan))
+        yield _Pair(bench, f"{transport} {tls or 'shared memory'}", block_bytes, *ends)
+    finally:
+        for end in ends:
+            end.close()
+
+
+def _num_layers(bench: KvBench, block_bytes: int) -> int:
+    """Small blocks are those of small models."""
+    most = max(1, min(bench.num_layers, block_bytes // LEAST_LAYER_BYTES))
+    return next(number for number in range(most, 0, -1) if block_bytes % number == 0)
+
+
+class _End:
+    """The parent's handle on one side."""
+
+    def __init__(self, plan: EndPlan) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection: Connection
+        self._connection, theirs = context.Pipe()
+        self._process: SpawnProcess = context.Process(
+            target=serve_end, args=(theirs, plan), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def tell(self, command: str, *arguments: object) -> None:
+        self._connection.send((command, arguments))
+
+    def answer(self) -> Any:
+        try:
+            if self._connection.poll(ANSWER_S):
+                return self._connection.recv()
+        except EOFError:
+            raise BenchEndLost("a process of the benchmark ended before its time") from None
+        raise BenchEndLost(f"a process of the benchmark said nothing for {ANSWER_S:g} s")
+
+    def ask(self, command: str, *arguments: object) -> Any:
+        self.tell(command, *arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+class _Pair:
+    """A decode and a prefill side, and the sizes that are measured between them."""
+
+    def __init__(self, bench: KvBench, path: str, block_bytes: int, d: _End, p: _End) -> None:
+        self.path = path
+        self._bench = bench
+        self._block_bytes = block_bytes
+        self._num_blocks = MEMORY_BYTES // block_bytes
+        self._d, self._p = d, p
+        self._draw = random.Random(0)
+        self._num_tickets = 0
+        for end in (d, p):
+            end.answer()
+        self._peers = p.ask("peers")
+        for size in (None, *bench.handoff_bytes):
+            ours, theirs = d.ask("metadata", size), p.ask("metadata", size)
+            p.ask("connect", size, *ours)
+            d.ask("connect", size, *theirs)
+
+    def measure(self, size: int) -> KvFigure:
+        num_blocks = max(1, size // self._block_bytes)
+        self._round(size, num_blocks)  # connections are made, pages mapped
+        rounds = [self._round(size, num_blocks) for _ in range(self._bench.num_runs)]
+        s = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        moved = num_blocks * self._block_bytes
+        contiguous = size / s["contiguous"]
+        return KvFigure(
+            path=self.path,
+            block_kib=self._block_bytes / 1024,
+            handoff_mib=moved / MIB,
+            memcpy=size / s["memcpy"] / 1e9,
+            contiguous=contiguous / 1e9,
+            scattered=moved / s["scattered"] / 1e9,
+            written=moved / s["written"] / 1e9,
+            verified=moved / s["verified"] / 1e9,
+            scattered_ratio=moved / s["scattered"] / contiguous,
+            written_ratio=moved / s["written"] / contiguous,
+            verified_ratio=moved / s["verified"] / contiguous,
+            handoff_us=s["landed"] * 1e6,
+            handoff_verified_us=s["landed verified"] * 1e6,
+        )
+
+    def measure_tails(self) -> list[TailFigure]:
+        # UCXX sends whole blocks only.
+        pushes = ("chunk",) if self.path.startswith("ucxx") else ("chunk", "layer")
+        return [self._tail(push, verify) for push in pushes for verify in (False, True)]
+
+    # --- One of each -------------------------------------------------------------------------
+
+    def _round(self, size: int, num_blocks: int) -> dict[str, float]:
+        num_slots = MEMORY_BYTES // size
+        places = [self._draw.randrange(num_slots) for _ in range(4)]
+        seconds = {
+            "memcpy": self._p.ask("copy", places[0] * size, places[1] * size, size),
+            "contiguous": self._write(size, (BlockId(places[2]),), (BlockId(places[3]),)),
+            "scattered": self._write(None, self._blocks(num_blocks), self._blocks(num_blocks)),
+        }
+        for verify, name in ((False, ""), (True, " verified")):
+            sent, landed = self._hand_over(num_blocks, verify)
+            seconds["verified" if verify else "written"] = sent.ended_s - sent.began_s
+            seconds[f"landed{name}"] = landed.ended_s - landed.began_s
+        return seconds
+
+    def _hand_over(self, num_blocks: int, verify: bool) -> tuple[HandOffTimes, HandOffTimes]:
+        handoff_id = self._next_id()
+        self._p.ask("hold", verify, handoff_id, self._blocks(num_blocks))
+        blocks = self._blocks(num_blocks)
+        landed = self._d.ask("receive", verify, handoff_id, self._peers[verify], blocks)
+        return self._p.ask("sent", verify, handoff_id), landed
+
+    def _write(
+        self, size: int | None, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]
+    ) -> float:
+        ticket = self._next_ticket()
+        self._d.tell("take_write", size, ticket, targets)
+        self._p.tell("write", size, Write(ticket, ticket, 0, sources, targets))
+        self._d.answer()
+        self._p.tell("rest")
+        seconds: float = self._p.answer()
+        self._p.answer()
+        return seconds
+
+    def _tail(self, push: str, verify: bool) -> TailFigure:
+        num_blocks = max(self._bench.num_chunks, TAIL_BYTES // self._block_bytes)
+        wholes, tails = [], []
+        for _ in range(self._bench.num_runs + 1):
+            _, landed = self._hand_over(num_blocks, verify)
+            wholes.append(landed.ended_s - landed.began_s)
+            tails.append(self._prefill(num_blocks, push, verify))
+        whole_s, tail_s = statistics.median(wholes[1:]), statistics.median(tails[1:])
+        return TailFigure(
+            path=self.path,
+            block_kib=self._block_bytes / 1024,
+            push=push,
+            verify=verify,
+            num_chunks=self._bench.num_chunks,
+            handoff_mib=num_blocks * self._block_bytes / MIB,
+            whole_ms=whole_s * 1e3,
+            tail_ms=tail_s * 1e3,
+            tail_share=tail_s / whole_s,
+        )
+
+    def _prefill(self, num_blocks: int, push: str, verify: bool) -> float:
+        """How long after the last chunk it had landed."""
+        handoff_id, sources = self._next_id(), self._blocks(num_blocks)
+        cuts = [num_blocks * i // self._bench.num_chunks for i in range(self._bench.num_chunks + 1)]
+        chunks = [sources[a:b] for a, b in pairwise(cuts)]
+        value = self._draw.randrange(256)
+        prefill = Prefill(handoff_id, chunks, self._bench.chunk_s, value, push == "layer")
+        self._d.tell("receive", verify, handoff_id, self._peers[verify], self._blocks(num_blocks))
+        times: PrefillTimes = self._p.ask("prefill", verify, prefill)
+        landed: HandOffTimes = self._d.answer()
+        return landed.ended_s - times.last_chunk_s
+
+    def _blocks(self, num_blocks: int) -> tuple[BlockId, ...]:
+        return tuple(BlockId(one) for one in self._draw.sample(range(self._num_blocks), num_blocks))
+
+    def _next_id(self) -> HandoffId:
+        return HandoffId(f"bench-{self._next_ticket()}", 0)
+
+    def _next_ticket(self) -> int:
+        self._num_tickets += 1
+        return self._num_tickets

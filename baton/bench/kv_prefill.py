@@ -1,0 +1,69 @@
+"""A prefill for `baton bench kv`: real matrix products, real bytes, no model.
+
+It does what an engine's step does, in the same order: orders, layers, poll.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kv_transfer.types import BlockId, Complete, FirstToken, HandoffId, KvOrders, Send, SendLayers
+from kv_transfer.worker import KvTransferWorker
+
+MATRIX = 512
+NUM_TOKENS = 16
+
+# Blocks, layer, value: write that layer of these blocks.
+Fill = Callable[[tuple[BlockId, ...], int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    handoff_id: HandoffId
+    chunks: Sequence[tuple[BlockId, ...]]
+    chunk_s: float  # of computing, per chunk
+    value: int  # what fills the blocks
+    push_layers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Monotonic seconds."""
+
+    began_s: float
+    last_chunk_s: float  # the last chunk's last layer had ended
+    ended_s: float  # the source was free
+
+
+def compute(
+    prefill: Prefill, worker: KvTransferWorker, num_layers: int, fill: Fill
+) -> PrefillTimes:
+    began_s = time.monotonic()
+    place, orders = 0, tuple[Send, ...]()
+    for blocks in prefill.chunks:
+        coming = (SendLayers(prefill.handoff_id, place, blocks),) if prefill.push_layers else ()
+        worker.start(KvOrders(sends=orders, layer_sends=coming), time.monotonic())
+        for layer in range(num_layers):
+            _work(prefill.chunk_s / num_layers)
+            fill(blocks, layer, prefill.value)
+            worker.layer_done(layer, time.monotonic())
+        worker.poll(time.monotonic())
+        orders = (Send(prefill.handoff_id, place, blocks),)
+        place += len(blocks)
+    last_chunk_s = time.monotonic()
+    complete = Complete(prefill.handoff_id, NUM_TOKENS, FirstToken(0))
+    worker.start(KvOrders(sends=orders, completes=(complete,)), last_chunk_s)
+    while prefill.handoff_id not in worker.poll(time.monotonic()).finished_sending:
+        time.sleep(worker.next_poll_s(time.monotonic()) or 0)
+    return PrefillTimes(began_s, last_chunk_s, time.monotonic())
+
+
+def _work(seconds: float) -> None:
+    left, right = (np.ones((MATRIX, MATRIX), np.float32) for _ in range(2))
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        left @ right

@@ -1,0 +1,66 @@
+"""Two whole nodes, each layer's KV written as it ends: the same tokens, the same bytes, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_pair import KINDS, Answered, Pair, PairOptions, greedy
+from tests.support.models import prompt_of, reference_greedy
+
+BLOCK_SIZE, CHUNK, NUM_TOKENS = 16, 24, 8
+LAYERS = "nixl by layer"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Path) -> Iterator[Pair]:
+    KINDS.setdefault(LAYERS, {"kv_transport": "nixl", "push": "layer"})
+    with Pair(PairOptions(model_folder, LAYERS, chunk_tokens=CHUNK)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, CHUNK, 4 * BLOCK_SIZE, 400])
+def test_tokens_are_those_of_transformers_and_no_byte_moves_twice(
+    pair: Pair, model_folder: Path, length: int
+) -> None:
+    prompt = prompt_of(length, seed=700)
+
+    answer = pair.answer(prompt, greedy(NUM_TOKENS))
+
+    num_blocks = -(-length // BLOCK_SIZE)
+    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    assert answer.decode.summary.prompt_tokens_computed == 0
+    assert answer.decode.summary.kv_bytes == num_blocks * pair.d_card.block_bytes
+    pair.await_all_free()
+
+
+@pytest.mark.parametrize("known_to", ["decode", "prefill"])
+def test_what_one_side_has_already_is_no_obstacle(
+    pair: Pair, model_folder: Path, known_to: str
+) -> None:
+    prompt = prompt_of(200, seed=701 + len(known_to))
+    acquaint = pair.acquaint_decode if known_to == "decode" else pair.acquaint_prefill
+    acquaint(prompt[:100])
+
+    answer = pair.answer(prompt, greedy(NUM_TOKENS))
+
+    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    num_known = 6 if known_to == "decode" else 0
+    assert answer.decode.summary.kv_blocks == 13 - num_known
+    pair.await_all_free()
+
+
+def test_many_at_once_each_get_their_own_tokens(pair: Pair, model_folder: Path) -> None:
+    prompts = [prompt_of(40 + 9 * number, seed=720 + number) for number in range(12)]
+
+    asked = [pair.ask(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
+    answers = [Answered(p.to_its_end(), d.to_its_end()) for p, d in asked]
+
+    expected = [reference_greedy(model_folder, prompt, NUM_TOKENS) for prompt in prompts]
+    assert [answer.token_ids for answer in answers] == expected
+    assert all(answer.was_handed_over for answer in answers)
+    pair.await_all_free()

@@ -1,0 +1,265 @@
+"""Whole nodes in processes of their own, whose forward passes a test can hold up.
+
+The processes run `serve` of the prefill and the decode node as the command line does. All that
+a test adds is a gate in front of the runner: it makes moments that last microseconds last until
+the test has done what it wants to do in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from enum import Enum
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from typing import Any, cast
+
+import decode_node.__main__
+import kv_transfer.nixl_transport
+import prefill_node.__main__
+import serving.node_parts
+from baton.cluster import await_serving
+from engine.plan import Plan, RunResult
+from engine.runner.facts import KvMemory, ModelInfo, PassHook
+from engine.runner.load import load_runner
+from engine.runner.runner import TorchRunner
+from kv_transfer.nixl_transport import NixlChannel
+from kv_transfer.transport import Write
+from kv_transfer.types import HandoffId, KvOrders, KvReports
+from kv_transfer.worker import KvTransferWorker
+from serving.node import NodeRole
+from serving.node_options import NodeOptions
+
+WAIT_S = 30.0  # for what must come
+PROGRESS_S = 0.002
+PR_SET_PDEATHSIG = 1
+
+
+class Place(Enum):
+    PASS = "a forward pass"
+    POST = "a write given to the transport"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Stand still in front of something, counted from now on, until told to go."""
+
+    place: Place
+    count: int  # 1 is the next one
+    moves_bytes: bool = False  # whether the wire is looked after meanwhile, as in a long pass
+
+
+class Gate:
+    """Where the engine's thread stands still if the test wants it to."""
+
+    def __init__(self, orders: Connection) -> None:
+        self._orders = orders
+        self._hold: Hold | None = None
+
+    def come_to(self, place: Place, hook: PassHook | None = None) -> None:
+        if self._hold is None and self._orders.poll():
+            self._hold = self._orders.recv()
+        hold = self._hold
+        if hold is None or hold.place is not place:
+            return
+        self._hold = replace(hold, count=hold.count - 1) if hold.count > 1 else None
+        if self._hold is None:
+            self._stand_still(hook if hold.moves_bytes else None)
+
+    def _stand_still(self, hook: PassHook | None) -> None:
+        self._orders.send("held")
+        while not self._orders.poll(None if hook is None else PROGRESS_S):
+            if hook is not None:
+                hook.layer_done(0)
+        self._orders.recv()
+
+
+class GatedRunner:
+    """A TorchRunner behind a gate, that counts the tokens it ran."""
+
+    def __init__(self, runner: TorchRunner, gate: Gate, num_tokens: Any) -> None:
+        self._runner = runner
+        self._gate = gate
+        self._num_tokens = num_tokens
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._runner.info
+
+    @property
+    def kv_memory(self) -> KvMemory:
+        return self._runner.kv_memory
+
+    @property
+    def hook(self) -> PassHook | None:
+        return self._runner.hook
+
+    @hook.setter
+    def hook(self, hook: PassHook | None) -> None:
+        self._runner.hook = hook
+
+    def run(self, plan: Plan) -> RunResult:
+        if plan.num_scheduled_tokens:
+            self._gate.come_to(Place.PASS, self.hook)
+            self._num_tokens.value += sum(plan.num_scheduled_tokens.values())
+        return self._runner.run(plan)
+
+
+class UnfencedWorker(KvTransferWorker):
+    """What decode would be without its fence: revoked blocks come back at once."""
+
+    _revoked: tuple[HandoffId, ...] = ()
+    _given_back: frozenset[HandoffId] = frozenset()
+
+    def start(self, orders: KvOrders, now: float) -> None:
+        super().start(orders, now)
+        self._revoked += tuple(revoke.handoff_id for revoke in orders.revokes)
+
+    def poll(self, now: float) -> KvReports:
+        reports = super().poll(now)
+        late = tuple(one for one in reports.released if one not in self._given_back)
+        early = tuple(one for one in self._revoked if one not in late)
+        self._revoked = ()
+        self._given_back |= frozenset(early)
+        return replace(reports, released=early + late)
+
+
+class EngineNode:
+    """The test's handle on one node, which may be killed and started again on its address."""
+
+    def __init__(self, role: NodeRole, options: NodeOptions, *, has_fence: bool = True) -> None:
+        self._role = role
+        self._options = replace(options, port=options.port or _free_port())
+        self._has_fence = has_fence
+        self._context = _forkserver()
+        self.address = f"{self._options.host}:{self._options.port}"
+        self.start()
+
+    def start(self) -> None:
+        self._orders, theirs = self._context.Pipe()
+        self._num_tokens = self._context.RawValue(ctypes.c_longlong, 0)
+        self._process = self._context.Process(
+            target=_serve,
+            args=(self._role, self._options, theirs, self._num_tokens, self._has_fence),
+            daemon=True,
+        )
+        self._process.start()
+        theirs.close()
+        self._is_held = False
+
+    def await_ready(self) -> EngineNode:
+        await_serving(self.address, WAIT_S)
+        return self
+
+    @property
+    def node_id(self) -> str:
+        return self._options.node_id
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def num_tokens_run(self) -> int:
+        """Since its start."""
+        return int(self._num_tokens.value)
+
+    @property
+    def is_held(self) -> bool:
+        """It was told to hold, and not yet to go on."""
+        return self._is_held
+
+    def hold_before_pass(self, count: int) -> None:
+        self._hold(Hold(Place.PASS, count, moves_bytes=True))
+
+    def hold_before_post(self, count: int) -> None:
+        self._hold(Hold(Place.POST, count))
+
+    def await_held(self) -> None:
+        if not self._orders.poll(WAIT_S):
+            raise TimeoutError(f"{self.node_id} did not come to the gate")
+        self._orders.recv()
+
+    def let_go(self) -> None:
+        self._is_held = False
+        self._orders.send("go")
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def end(self) -> int | None:
+        """Its exit code, after a drain; it is gone in any case."""
+        if self.is_alive:
+            self.resume()
+            self._process.terminate()
+            self._process.join(WAIT_S)
+        self.kill()
+        return self._process.exitcode
+
+    def _hold(self, hold: Hold) -> None:
+        self._is_held = True
+        self._orders.send(hold)
+
+
+def _forkserver() -> ForkServerContext:
+    """Forks from a process that has imported torch already: a start takes a fraction."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["prefill_node.__main__", "decode_node.__main__"])
+    return context
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def _serve(
+    role: NodeRole, options: NodeOptions, orders: Connection, num_tokens: Any, has_fence: bool
+) -> None:
+    # A stopped or held process would not hear of a gentler signal.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    gate = Gate(orders)
+    _put_gate_before_posts(gate)
+    if not has_fence:
+        _leave_out_the_fence()
+    with load_runner(options.runner) as runner:
+        gated = cast("TorchRunner", GatedRunner(runner, gate, num_tokens))
+        asyncio.run(_node(role, options, gated))
+
+
+def _node(role: NodeRole, options: NodeOptions, runner: TorchRunner) -> Coroutine[Any, Any, None]:
+    if role is NodeRole.PREFILL:
+        return prefill_node.__main__.serve(options, runner)
+    return decode_node.__main__.serve(options, runner)
+
+
+def _put_gate_before_posts(gate: Gate) -> None:
+    """In this process, whose one purpose it is."""
+
+    class GatedChannel(NixlChannel):
+        def post(self, write: Write) -> None:
+            gate.come_to(Place.POST)
+            super().post(write)
+
+    setattr(kv_transfer.nixl_transport, "NixlChannel", GatedChannel)  # noqa: B010
+
+
+def _leave_out_the_fence() -> None:
+    setattr(serving.node_parts, "KvTransferWorker", UnfencedWorker)  # noqa: B010

@@ -1,0 +1,285 @@
+"""A prefill node and a decode node, asked directly, so that a test chooses what happens when."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from engine.request import FinishReason
+from engine.runner.settings import RunnerConfig
+from engine.sampling import SamplingParams
+from engine.scheduler_config import SchedulerConfig
+from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from kv_transfer.types import HandoffId, NodeId, Peer
+from serving.channel import CLIENT_OPTIONS
+from serving.node import NodeCard, NodeLoad, NodeRole
+from serving.node_options import NodeOptions
+from serving.translate import FINISH_FROM_MESSAGE
+from serving.translate_sequence import Sequence as TokenSequence
+from serving.translate_sequence import decode_request, prefill_request
+from tests.support.engine_nodes import EngineNode
+from tests.support.nodes import await_load, card_at, is_busy
+
+CALL_S = 60.0  # for a whole call
+LEASE_S = 1.0
+KINDS = {
+    "nixl": {"kv_transport": "nixl"},
+    "nixl tcp": {"kv_transport": "nixl", "kv_tls": "tcp", "kv_net_device": "lo"},
+    "ucxx": {"kv_transport": "ucxx"},
+}
+
+
+def greedy(max_tokens: int = 8, **settings: Any) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, **{"ignore_eos": True, **settings}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """What a test may want of a pair; the rest is the same for all."""
+
+    model: Path
+    kind: str = "nixl"
+    chunk_tokens: int = 24  # no multiple of a block
+    prefill_bytes: int = 8 << 20
+    decode_bytes: int = 8 << 20
+    max_num_seqs: int = 16
+    # Quick to give up, so that a test need not wait.
+    lease_s: float = LEASE_S
+    silence_s: float = 1.5
+    has_fence: bool = True
+
+    def of(self, role: NodeRole) -> NodeOptions:
+        is_prefill = role is NodeRole.PREFILL
+        return NodeOptions(
+            runner=RunnerConfig(
+                model=str(self.model),
+                kv_cache_bytes=self.prefill_bytes if is_prefill else self.decode_bytes,
+                max_num_seqs=self.max_num_seqs,
+                num_threads=1,
+            ),
+            scheduling=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.chunk_tokens
+            ),
+            node_id=role.value,
+            kv_worker=self._limits(),
+            **KINDS[self.kind],  # type: ignore[arg-type]
+        )
+
+    def _limits(self) -> KvWorkerConfig:
+        return KvWorkerConfig(
+            receiver=ReceiverConfig(self.lease_s, self.silence_s, fence_age_s=self.silence_s),
+            sender=SenderConfig(hold_s=60.0, write_timeout_s=2.0, max_write_bytes=4 << 20),
+            redial_s=0.2,
+        )
+
+
+@dataclass(slots=True)
+class Call:
+    """One leg, as the router would listen to it."""
+
+    responses: Any
+    token_ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: str = ""
+    summary: node_pb2.DecodeSummary = field(default_factory=node_pb2.DecodeSummary)
+    was_sent: bool = False
+
+    def until_tokens(self, count: int) -> Call:
+        while len(self.token_ids) < count:
+            self._take(next(self.responses))
+        return self
+
+    def to_its_end(self) -> Call:
+        for response in self.responses:
+            self._take(response)
+        return self
+
+    def however_it_ends(self) -> Call:
+        """The node may be gone."""
+        try:
+            return self.to_its_end()
+        except grpc.RpcError:
+            return self
+
+    def leave(self) -> None:
+        self.responses.cancel()
+
+    def _take(self, response: Any) -> None:
+        if isinstance(response, node_pb2.PrefillResponse) and response.HasField("sent"):
+            self.was_sent = True
+            return
+        if isinstance(response, node_pb2.DecodeResponse) and response.HasField("summary"):
+            self.summary = response.summary
+        output = response.output
+        assert output.first_index == len(self.token_ids)
+        self.token_ids += output.token_ids
+        self.reason = FINISH_FROM_MESSAGE[output.finish_reason] or self.reason
+        self.error = output.error or self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What both legs of one request said."""
+
+    prefill: Call
+    decode: Call
+
+    @property
+    def token_ids(self) -> list[int]:
+        assert self.prefill.token_ids == self.decode.token_ids[:1]
+        return self.decode.token_ids
+
+    @property
+    def was_handed_over(self) -> bool:
+        summary = self.decode.summary
+        return self.prefill.was_sent and summary.prompt_tokens_computed == 0
+
+
+class Pair:
+    """Both nodes, from `with` to the end of the block. No process is left behind."""
+
+    def __init__(self, options: PairOptions) -> None:
+        self._options = options
+        self._numbers = itertools.count()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._calls: list[Call] = []
+
+    def __enter__(self) -> Pair:
+        options = self._options
+        self.p = EngineNode(NodeRole.PREFILL, options.of(NodeRole.PREFILL))
+        decode = options.of(NodeRole.DECODE)
+        self.d = EngineNode(NodeRole.DECODE, decode, has_fence=options.has_fence)
+        try:
+            self.p.await_ready()
+            self.d.await_ready()
+            self.p_card, self.d_card = card_at(self.p.address), card_at(self.d.address)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        codes = self._end()
+        if error is None:
+            assert codes == [0, 0]
+
+    def _end(self) -> list[int | None]:
+        for channel in self._channels.values():
+            channel.close()
+        return [node.end() for node in (self.d, self.p)]
+
+    # --- What a router would ask ------------------------------------------------------------
+
+    def new_id(self) -> HandoffId:
+        return HandoffId(f"r{next(self._numbers)}", 1)
+
+    def prefill(
+        self, handoff_id: HandoffId, prompt: Sequence[int], sampling: SamplingParams
+    ) -> Call:
+        stub = node_pb2_grpc.PrefillServiceStub(self._channel(self.p))
+        request = prefill_request(handoff_id, _sequence(prompt, sampling))
+        return self._begun(stub.Prefill(request, timeout=CALL_S, wait_for_ready=True))
+
+    def decode(
+        self,
+        handoff_id: HandoffId,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        is_local: bool = False,
+    ) -> Call:
+        stub = node_pb2_grpc.DecodeServiceStub(self._channel(self.d))
+        peer = None if is_local else Peer(NodeId(self.p.node_id), self.p.address)
+        request = decode_request(handoff_id, _sequence(prompt, sampling), peer)
+        return self._begun(stub.Decode(request, timeout=CALL_S, wait_for_ready=True))
+
+    def ask(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Call, Call]:
+        """Both legs, begun."""
+        handoff_id = self.new_id()
+        prefill = self.prefill(handoff_id, prompt, sampling)
+        return prefill, self.decode(handoff_id, prompt, sampling)
+
+    def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Answered:
+        prefill, decode = self.ask(prompt, sampling)
+        return Answered(prefill.to_its_end(), decode.to_its_end())
+
+    def heal(self) -> None:
+        """Every call left, both nodes well, whatever was done to them."""
+        for call in self._calls:
+            call.leave()
+        self._calls.clear()
+        for node in (self.p, self.d):
+            if node.is_held:
+                node.kill()
+            if not node.is_alive:
+                node.start()
+            node.resume()
+            node.await_ready()
+
+    # --- What nodes know from before --------------------------------------------------------
+
+    def acquaint_decode(self, prompt: Sequence[int]) -> None:
+        """Its blocks are in decode's prefix cache, written by decode itself."""
+        if prompt:
+            self.decode(self.new_id(), prompt, greedy(1), is_local=True).to_its_end()
+
+    def acquaint_prefill(self, prompt: Sequence[int]) -> None:
+        """Its blocks are in prefill's prefix cache, for a decode node that never asked."""
+        if prompt:
+            call = self.prefill(self.new_id(), prompt, greedy(1)).until_tokens(1)
+            call.leave()
+            self.await_all_free()
+
+    # --- Events -------------------------------------------------------------------------------
+
+    def await_granted(self) -> None:
+        """Decode has lent blocks to prefill, and prefill has been told so."""
+        await_load(self.d.address, self._has_lent)
+        # The link keeps its order: what follows the grant on it comes after it.
+        assert self.answer((5, 6, 7), greedy(2)).was_handed_over
+
+    def _has_lent(self, load: NodeLoad) -> bool:
+        return is_busy(load) and load.num_free_blocks < self.d_card.num_blocks
+
+    def await_all_free(self, timeout_s: float = 30.0) -> None:
+        for node in (self.d, self.p):
+            self.await_free_on(node, timeout_s)
+
+    def await_free_on(self, node: EngineNode, timeout_s: float = 30.0) -> None:
+        card = self.d_card if node is self.d else self.p_card
+        await_load(node.address, all_free(card), timeout_s)
+
+    def _begun(self, responses: Any) -> Call:
+        call = Call(responses)
+        self._calls.append(call)
+        return call
+
+    def _channel(self, node: EngineNode) -> grpc.Channel:
+        if node.address not in self._channels:
+            self._channels[node.address] = grpc.insecure_channel(
+                node.address, options=CLIENT_OPTIONS
+            )
+        return self._channels[node.address]
+
+
+def all_free(card: NodeCard) -> Callable[[NodeLoad], bool]:
+    return lambda load: not is_busy(load) and load.num_free_blocks == card.num_blocks
+
+
+def _sequence(prompt: Sequence[int], sampling: SamplingParams) -> TokenSequence:
+    seed = 0 if sampling.seed is None else sampling.seed
+    return TokenSequence(tuple(prompt), replace(sampling, seed=seed), seed)
