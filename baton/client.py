@@ -24,11 +24,18 @@ Message = Mapping[str, str]  # role and content
 class BatonError(ServiceError):
     """The router refused or failed a call."""
 
-    def __init__(self, code: grpc.StatusCode, reason: str, message: str) -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(f"{message} ({code.name}, {reason})" if reason else message)
         self.code = code
         self.reason = reason  # for programs: INVALID_REQUEST, NO_NODES and the like
         self.message = message
+        self.retry_after_s = retry_after_s  # when the router told how long to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +219,9 @@ def _errors_named() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         remote = remote_error(error)
-        raise BatonError(remote.code, remote.reason or "", remote.message) from error
+        raise BatonError(
+            remote.code, remote.reason or "", remote.message, remote.retry_after_s
+        ) from error
 
 
 def _request(prompt: Prompt, generation: Generation) -> inference_pb2.GenerateRequest:

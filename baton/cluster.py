@@ -34,6 +34,7 @@ class ClusterOptions:
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0 takes any that is free
     node_arguments: tuple[str, ...] = ()  # given to each node as they are
+    router_arguments: tuple[str, ...] = ()
     start_timeout_s: float = 120.0
     drain_timeout_s: float = 30.0
     show_logs: bool = False  # else the last lines are kept, for when a process fails
@@ -166,7 +167,8 @@ class LocalCluster:
         options = self._options
         where = ["--host", options.host, "--port", str(options.port)]
         nodes = ["--prefill-nodes", ",".join(prefills), "--decode-nodes", ",".join(decodes)]
-        return self._spawn("router", ["router", "--model", options.model, *where, *nodes])
+        fixed = ["router", "--model", options.model, *where, *nodes]
+        return self._spawn("router", [*fixed, *options.router_arguments])
 
     def _node(self, role: str, number: int) -> Child:
         name = f"{role}-{number}"

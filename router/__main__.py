@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.text import Tokenizer
 from baton.v1 import inference_pb2_grpc
 from engine.errors import InvalidConfig
 from engine.model_folder import resolve_model_folder
+from router.line import LineConfig
 from router.node_calls import GrpcNodeCalls
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import POLICIES
+from router.policy import Routing
 from router.servicer import InferenceServicer
 from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.watching import watching
@@ -28,14 +29,12 @@ class RouterOptions:
     host: str = "127.0.0.1"
     port: int = 50051  # 0 takes any that is free
     model: str = ""  # whose tokenizer to use; empty takes token ids only
-    policy: str = "round_robin"
+    routing: Routing = field(default_factory=Routing)
+    line: LineConfig = field(default_factory=LineConfig)
 
     def __post_init__(self) -> None:
         if not self.decode_nodes:
             raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
-        if self.policy not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise InvalidConfig(f"no policy is called {self.policy!r}; choose one of: {known}")
 
     @property
     def addresses(self) -> tuple[tuple[NodeRole, str], ...]:
@@ -56,11 +55,10 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
     table, node_calls = NodeTable(), GrpcNodeCalls()
     pipeline = Pipeline(
         table=table,
-        policy=POLICIES[options.policy](),
         node_calls=node_calls,
         text=text,
         clock=time.monotonic,
-        config=PipelineConfig(),
+        config=PipelineConfig(routing=options.routing, line=options.line),
     )
     servicer = InferenceServicer(pipeline, table)
     services = (

@@ -32,6 +32,10 @@ from serving.errors import NodeFailed
 from serving.translate_sequence import Sequence
 
 
+def _nobody_listens() -> None:
+    """For those to whom the end of the prompt means nothing."""
+
+
 class Attempt:
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Attempt:
         answer: Answer,
         context: RequestContext,
         clock: Callable[[], float],
+        on_prefilled: Callable[[], None] = _nobody_listens,
     ) -> None:
         self._route = route
         self._handoff_id = handoff_id
@@ -49,6 +54,7 @@ class Attempt:
         self._answer = answer
         self._context = context
         self._clock = clock
+        self._on_prefilled = on_prefilled
         self._summary: DecodeSummary | None = None
         self._dispatched_s = 0.0
         self._first_token_s: float | None = None
@@ -90,6 +96,8 @@ class Attempt:
         return None
 
     def _take_output(self, event: LegOutput) -> Piece | None:
+        if event.leg is Leg.PREFILL or self._route.prefill is None:
+            self._on_prefilled()  # it has its first token
         piece = self._answer.take(event.output)
         if piece is not None and piece.token_ids:
             self._note_time(event.leg)

@@ -1,10 +1,18 @@
-"""The nodes the router knows, and which of them could serve. Pure."""
+"""The nodes the router knows, how burdened they are, and which of them could serve. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
+from engine.hashing import PrefixNaming
+from kv_transfer.messages import Fingerprint
+from router.prefixes import NodePrefixes
 from serving.node import NodeCard, NodeLoad, NodeRole
+from serving.prefixes import PrefixChanges
+
+KvKind = tuple[Fingerprint, int, str]  # with the bytes of a block and what carries it
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,34 +21,90 @@ class Node:
 
     address: str
     card: NodeCard
-    load: NodeLoad = NodeLoad()
 
     @property
-    def is_open(self) -> bool:
-        return not self.load.is_draining
+    def kv_kind(self) -> KvKind:
+        """Nodes may share KV when these are equal."""
+        return self.card.fingerprint, self.card.block_bytes, self.card.kv_transport
 
     def may_share_kv_with(self, other: Node) -> bool:
-        mine, its = self.card, other.card
-        same_shape = (mine.fingerprint, mine.block_bytes) == (its.fingerprint, its.block_bytes)
-        return same_shape and mine.kv_transport == its.kv_transport
+        return self.kv_kind == other.kv_kind
+
+
+@dataclass(slots=True)
+class Burden:
+    """What a node has to do, as it told and as this router knows."""
+
+    told: NodeLoad = NodeLoad()
+    num_sent: int = 0  # requests of this router that are under way there
+    num_sent_tokens: int = 0  # of their prompts, that it has to compute
+    num_ended: int = 0  # requests of this router that ended since it told
+
+    @property
+    def num_told(self) -> int:
+        return max(0, self.told.num_running + self.told.num_waiting - self.num_ended)
+
+    def hear(self, told: NodeLoad) -> None:
+        self.told = told
+        self.num_ended = 0
+
+    def end_one(self) -> None:
+        """A request is over there, though the node's own word of it is still on its way."""
+        self.num_sent -= 1
+        self.num_ended += 1
+
+    @property
+    def num_requests(self) -> int:
+        """What was sent is known at once; what others sent, when the node tells."""
+        return max(self.num_told, self.num_sent)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Open nodes whose KV means the same, in a steady order."""
+
+    prefills: tuple[Node, ...]
+    decodes: tuple[Node, ...]
 
 
 class NodeTable:
-    """Joined, loaded and lost nodes, by address."""
+    """Joined, burdened and lost nodes, by address."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
+        self._burdens: dict[str, Burden] = {}
+        self._groups: tuple[NodeGroup, ...] | None = ()  # None: to be made anew
+        self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
+        self.prefixes = NodePrefixes()
 
     def join(self, address: str, card: NodeCard) -> None:
         self._nodes[address] = Node(address, card)
+        self._burdens[address] = Burden()
+        self.prefixes.drop(address)
+        self._renew()
 
     def note_load(self, address: str, load: NodeLoad) -> None:
-        node = self._nodes.get(address)
-        if node is not None:
-            self._nodes[address] = replace(node, load=load)
+        burden = self._burdens.get(address)
+        if burden is None:
+            return
+        if load.is_draining != burden.told.is_draining:
+            self._groups = None
+        burden.hear(load)
+
+    def note_prefixes(self, address: str, changes: PrefixChanges) -> None:
+        """Raises PrefixGap."""
+        if address in self._nodes:
+            self.prefixes.take(address, changes)
 
     def lose(self, address: str) -> None:
         self._nodes.pop(address, None)
+        self._burdens.pop(address, None)
+        self.prefixes.drop(address)
+        self._renew()
+
+    def burden(self, node: Node) -> Burden:
+        """Of a node that is there; of one that was lost since, an empty one."""
+        return self._burdens.get(node.address) or Burden()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -50,14 +114,47 @@ class NodeTable:
     def models(self) -> frozenset[str]:
         return frozenset(node.card.model for node in self._nodes.values())
 
-    def open_nodes(self, role: NodeRole, without: frozenset[str] = frozenset()) -> list[Node]:
+    def is_open(self, node: Node) -> bool:
+        return not self.burden(node).told.is_draining
+
+    def open_nodes(self, role: NodeRole) -> list[Node]:
         """Those that take new requests, in a steady order."""
         found = [
-            node
-            for node in self._nodes.values()
-            if node.card.role is role and node.is_open and node.address not in without
+            node for node in self._nodes.values() if node.card.role is role and self.is_open(node)
         ]
         return sorted(found, key=_address)
+
+    def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
+        """The open nodes, but for these addresses, by the kind of their KV."""
+        if without:
+            return _grouped([node for node in self._all_open() if node.address not in without])
+        if self._groups is None:
+            self._groups = _grouped(self._all_open())
+        return self._groups
+
+    def _renew(self) -> None:
+        self._groups = None
+        namings = (node.card.prefix_naming for node in self._nodes.values())
+        self.namings = frozenset(naming for naming in namings if naming is not None)
+
+    def _all_open(self) -> list[Node]:
+        return [node for role in NodeRole for node in self.open_nodes(role)]
+
+
+def _grouped(nodes: list[Node]) -> tuple[NodeGroup, ...]:
+    by_kind = sorted(nodes, key=_kind)  # keeps the order of those of one kind
+    return tuple(_group(tuple(alike)) for _, alike in groupby(by_kind, _kind))
+
+
+def _group(nodes: tuple[Node, ...]) -> NodeGroup:
+    return NodeGroup(
+        prefills=tuple(node for node in nodes if node.card.role is NodeRole.PREFILL),
+        decodes=tuple(node for node in nodes if node.card.role is NodeRole.DECODE),
+    )
+
+
+def _kind(node: Node) -> str:
+    return repr(node.kv_kind)
 
 
 def _address(node: Node) -> str:

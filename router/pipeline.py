@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass, field
 
 from kv_transfer.types import HandoffId
+from router.admission import Admission
 from router.answer import Answer
+from router.assignment import Assignment
 from router.attempt import Attempt
 from router.legs import NodeCalls
+from router.line import LineConfig
 from router.nodes import NodeTable
-from router.policy import Ask, Policy, Route, choose
+from router.policy import Ask, Route, Routing, choose
 from router.text import TextBoundary
 from router.values import Call, Ending, Piece, RequestContext
 from serving.errors import Draining, EmptyPrompt, NodeFailed, NoNodes, RequestIdInUse, UnknownModel
@@ -25,6 +29,8 @@ SEED_BITS = 63
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     max_attempts: int = 3
+    routing: Routing = field(default_factory=Routing)
+    line: LineConfig = field(default_factory=LineConfig)
 
 
 class Pipeline:
@@ -32,18 +38,18 @@ class Pipeline:
         self,
         *,
         table: NodeTable,
-        policy: Policy,
         node_calls: NodeCalls,
         text: TextBoundary,
         clock: Callable[[], float],
         config: PipelineConfig,
     ) -> None:
         self._table = table
-        self._policy = policy
         self._node_calls = node_calls
         self.text = text
         self._clock = clock
         self._config = config
+        self._numbers = itertools.count()
+        self._admission = Admission(config.line, clock)
         self._ids_in_use: set[str] = set()
         self._became_idle = asyncio.Event()
         self._became_idle.set()
@@ -65,7 +71,10 @@ class Pipeline:
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         with self._id_held(call.request_id):
-            async with aclosing(self._tries(call, prompt, context)) as pieces:
+            async with (
+                self._admission.turn(call.priority),
+                aclosing(self._tries(call, prompt, context)) as pieces,
+            ):
                 async for piece in pieces:
                     yield piece
 
@@ -78,7 +87,8 @@ class Pipeline:
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
         failed: frozenset[str] = frozenset()
         for number in range(1, self._config.max_attempts + 1):
-            route = self._route(call, prompt, failed)
+            route = self._route(call, prompt, answer.token_ids, failed)
+            assignment = Assignment(self._table, route)
             attempt = Attempt(
                 route=route,
                 handoff_id=HandoffId(call.request_id, number),
@@ -86,24 +96,32 @@ class Pipeline:
                 answer=answer,
                 context=context,
                 clock=self._clock,
+                on_prefilled=assignment.prompt_done,
             )
             try:
-                async with aclosing(attempt.run(self._node_calls)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                with closing(assignment):
+                    async with aclosing(attempt.run(self._node_calls)) as pieces:
+                        async for piece in pieces:
+                            yield piece
                 return
             except NodeFailed:
                 failed |= attempt.failed_addresses
                 if number == self._config.max_attempts:
                     raise
 
-    def _route(self, call: Call, prompt: tuple[int, ...], failed: frozenset[str]) -> Route:
-        ask = Ask(prompt, call.model, call.cache_salt)
+    def _route(
+        self,
+        call: Call,
+        prompt: tuple[int, ...],
+        given: tuple[int, ...],
+        failed: frozenset[str],
+    ) -> Route:
+        ask = Ask(prompt, next(self._numbers), given, call.model, call.cache_salt)
         try:
-            return choose(self._table, self._policy, ask, without=failed)
+            return choose(self._table, self._config.routing, ask, without=failed)
         except NoNodes:
             # A node that failed once is better than none.
-            return choose(self._table, self._policy, ask)
+            return choose(self._table, self._config.routing, ask)
 
     def _check_model(self, model: str) -> None:
         served = self._table.models

@@ -12,7 +12,8 @@ from grpc import RpcError
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.node_calls import GrpcNodeCalls
 from router.nodes import NodeTable
-from serving.node import NodeRole, card_from, load_from
+from serving.node import NodeRole, card_from, changes_from, load_from
+from serving.prefixes import PrefixGap
 from serving.status import remote_error
 
 # How soon a node that answered with an error is asked again; one that cannot be reached is
@@ -57,6 +58,9 @@ async def _watch_for_ever(
             await _watch_once(role, address, table, stub, on_change)
         except RpcError as error:
             log.warning("lost %s node %s: %s", role.value, address, remote_error(error).message)
+        except PrefixGap as gap:
+            log.warning("the watch of %s node %s begins again: %s", role.value, address, gap)
+            continue  # it is there, and joins anew
         table.lose(address)
         await on_change()
         await asyncio.sleep(RETRY_S)
@@ -79,4 +83,7 @@ async def _watch_once(
     await on_change()
     async for message in stub.Watch(node_pb2.WatchRequest()):
         table.note_load(address, load_from(message))
+        changes = changes_from(message)
+        if changes is not None:
+            table.note_prefixes(address, changes)
         await on_change()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from typing import Any
 
 from engine.errors import EngineStopped
 from serving.heartbeat import HasHeartbeat, follow_heartbeat
@@ -18,13 +19,17 @@ async def until_drained(server: Running, state: NodeState, engine: HasHeartbeat)
     """
     async with stop_signal() as told:
         heartbeat = asyncio.ensure_future(follow_heartbeat(engine, server.health))
+        following = asyncio.ensure_future(state.follow())
         try:
             announce(state.card.role.value, server.address)
-            await _first(told.wait(), state.drain_wanted(), _wait(heartbeat))
+            await _first(told.wait(), state.drain_wanted(), _wait(heartbeat), _wait(following))
+            if following.done():
+                following.result()  # a bug: it never ends by itself
             if not heartbeat.done():
                 await _drain(server, state, heartbeat)
         finally:
             heartbeat.cancel()
+            following.cancel()
     if engine.failure is not None:
         raise EngineStopped(f"the engine failed: {engine.failure!r}")
 
@@ -38,7 +43,7 @@ async def _drain(
     await state.idle()
 
 
-async def _wait(future: asyncio.Future[BaseException]) -> None:
+async def _wait(future: asyncio.Future[Any]) -> None:
     await asyncio.wait([future])
 
 

@@ -23,8 +23,20 @@ class RequestIdInUse(ServiceError):
     """Another request of that id is under way."""
 
 
+class QueueFull(ServiceError):
+    """More requests wait already than may; there is no room for this one now."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class NoNodes(ServiceError):
     """No node that could serve the request is known and reachable."""
+
+
+class IncompatibleNodes(ServiceError):
+    """Prefill nodes are there, and none of them could hand its KV to any decode node."""
 
 
 class NodeFailed(ServiceError):

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.v1 import node_pb2
+from engine.hashing import PrefixNaming
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
-from serving.translate import fingerprint_from, fingerprint_to
+from serving.prefixes import PrefixChanges, pack_names, unpack_names
+from serving.translate import fingerprint_from, fingerprint_to, present
 
 
 class NodeRole(Enum):
@@ -37,6 +39,7 @@ class NodeCard:
     num_blocks: int
     block_bytes: int
     kv_transport: str
+    prefix_naming: PrefixNaming | None = None  # None: it keeps no prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
         num_blocks=message.num_blocks,
         block_bytes=message.block_bytes,
         kv_transport=message.kv_transport,
+        prefix_naming=_naming_from(message),
     )
 
 
@@ -74,6 +78,7 @@ def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
         num_blocks=card.num_blocks,
         block_bytes=card.block_bytes,
         kv_transport=card.kv_transport,
+        prefix_naming=_naming_to(card.prefix_naming),
     )
 
 
@@ -83,10 +88,50 @@ def load_from(message: node_pb2.WatchResponse) -> NodeLoad:
     )
 
 
-def load_to(load: NodeLoad) -> node_pb2.WatchResponse:
+def news_to(load: NodeLoad, changes: PrefixChanges | None = None) -> node_pb2.WatchResponse:
     return node_pb2.WatchResponse(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_free_blocks=load.num_free_blocks,
         is_draining=load.is_draining,
+        prefixes=_changes_to(changes),
+    )
+
+
+def changes_from(message: node_pb2.WatchResponse) -> PrefixChanges | None:
+    if not message.HasField("prefixes"):
+        return None
+    told = message.prefixes
+    return PrefixChanges(
+        told.sequence, told.is_snapshot, unpack_names(told.stored), unpack_names(told.removed)
+    )
+
+
+def _changes_to(changes: PrefixChanges | None) -> node_pb2.PrefixChanges | None:
+    if changes is None:
+        return None
+    return node_pb2.PrefixChanges(
+        sequence=changes.sequence,
+        is_snapshot=changes.is_snapshot,
+        stored=pack_names(changes.stored),
+        removed=pack_names(changes.removed),
+    )
+
+
+def _naming_from(message: node_pb2.GetNodeResponse) -> PrefixNaming | None:
+    if not message.HasField("prefix_naming"):
+        return None
+    told = message.prefix_naming
+    limit = present(told, "max_shareable_prompt_len", told.max_shareable_prompt_len)
+    return PrefixNaming(told.block_size, told.model_salt, told.hash_seed, limit)
+
+
+def _naming_to(naming: PrefixNaming | None) -> node_pb2.PrefixNaming | None:
+    if naming is None:
+        return None
+    return node_pb2.PrefixNaming(
+        block_size=naming.block_size,
+        model_salt=naming.model_salt,
+        hash_seed=naming.hash_seed,
+        max_shareable_prompt_len=naming.max_shareable_prompt_len,
     )

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from serving.engine_calls import EngineCalls
 from serving.errors import Draining
 from serving.node import NodeCard, NodeLoad
+from serving.node_news import ReadNews
+from serving.prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
+
+# Changes that come closer together than this are told as one.
+PACE_S = 0.01
 
 
 class NodeState:
-    def __init__(
-        self, card: NodeCard, calls: EngineCalls, read_load: Callable[[], Awaitable[NodeLoad]]
-    ) -> None:
+    def __init__(self, card: NodeCard, calls: EngineCalls, read_news: ReadNews) -> None:
         self.card = card
         self.calls = calls
-        self._read_load = read_load
+        self._read_news = read_news
+        self._load = NodeLoad()
+        self._prefixes = CachedPrefixes()
+        self._published = asyncio.Event()
         self._drain_wanted = asyncio.Event()
         self._num_calls = 0
         self._became_idle = asyncio.Event()
@@ -58,13 +64,28 @@ class NodeState:
         """Returns when no call is under way: those that wait for their last write count."""
         await self._became_idle.wait()
 
-    async def loads(self) -> AsyncGenerator[NodeLoad, None]:
-        """The load now, and again whenever it changed."""
-        told: NodeLoad | None = None
+    async def follow(self) -> None:
+        """Keeps what is told of this node true, whether or not anybody watches."""
         while True:
             changed = self.calls.next_change()
-            load = replace(await self._read_load(), is_draining=self.is_draining)
-            if load != told:
-                yield load
-                told = load
+            news = await self._read_news()
+            self._prefixes.take(news.kv_events)
+            self._load = replace(news.load, is_draining=self.is_draining)
+            self._published.set()
+            self._published = asyncio.Event()
+            await asyncio.sleep(PACE_S)
             await changed.wait()
+
+    async def news(self) -> AsyncGenerator[tuple[NodeLoad, PrefixChanges | None], None]:
+        """The load and the prefixes now, and again whenever they changed."""
+        told: NodeLoad | None = None
+        prefixes = PrefixWatcher(self._prefixes)
+        published = self._published
+        self.calls.touch()
+        while True:
+            await published.wait()
+            published = self._published
+            load, changes = self._load, prefixes.next()
+            if load != told or changes is not None:
+                yield load, changes
+                told = load

@@ -10,7 +10,7 @@ from grpc import aio
 
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 from serving.kv_link import GrpcLinks
-from serving.node import card_to, load_to
+from serving.node import card_to, news_to
 from serving.node_state import NodeState
 from serving.streamed import streamed
 
@@ -47,9 +47,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def Watch(
         self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
-        async with aclosing(self._state.loads()) as loads:
-            async for load in loads:
-                yield load_to(load)
+        async with aclosing(self._state.news()) as news:
+            async for load, changes in news:
+                yield news_to(load, changes)
 
     async def Drain(
         self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]

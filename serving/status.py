@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
 from grpc_status import rpc_status
@@ -18,8 +19,10 @@ from serving.errors import (
     Draining,
     EmptyPrompt,
     GenerationFailed,
+    IncompatibleNodes,
     NodeFailed,
     NoNodes,
+    QueueFull,
     RequestIdInUse,
     ServiceError,
     UnknownModel,
@@ -36,7 +39,9 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     UnsupportedInput: (StatusCode.INVALID_ARGUMENT, "UNSUPPORTED_INPUT"),
     UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     RequestIdInUse: (StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE"),
+    QueueFull: (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     NoNodes: (StatusCode.UNAVAILABLE, "NO_NODES"),
+    IncompatibleNodes: (StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_NODES"),
     NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),
     Draining: (StatusCode.UNAVAILABLE, "DRAINING"),
     EngineStopped: (StatusCode.UNAVAILABLE, "ENGINE_STOPPED"),
@@ -53,6 +58,7 @@ class RemoteError:
     message: str
     reason: str | None = None  # None: not one of ours, as when the connection broke
     metadata: dict[str, str] = field(default_factory=dict)
+    retry_after_s: float | None = None  # when it was told
 
 
 @asynccontextmanager
@@ -69,10 +75,19 @@ async def named_errors(
 def status_of(error: Exception, metadata: dict[str, str] | None = None) -> status_pb2.Status:
     code, reason = code_and_reason(error)
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata or {})
-    detail = any_pb2.Any()
-    detail.Pack(info)
+    details = [_packed(info)]
+    if isinstance(error, QueueFull):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(_packed(retry))
     number: int = code.value[0]
-    return status_pb2.Status(code=number, message=str(error), details=[detail])
+    return status_pb2.Status(code=number, message=str(error), details=details)
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    detail = any_pb2.Any()
+    detail.Pack(message)
+    return detail
 
 
 def code_and_reason(error: Exception) -> tuple[StatusCode, str]:
@@ -94,8 +109,10 @@ def remote_error(error: grpc.RpcError) -> RemoteError:
 
 
 def _rich(code: StatusCode, message: str, blob: bytes) -> RemoteError:
-    info = error_details_pb2.ErrorInfo()
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    retry_after_s = None
     for detail in status_pb2.Status.FromString(blob).details:
-        if detail.Unpack(info):
-            return RemoteError(code, message, info.reason, dict(info.metadata))
-    return RemoteError(code, message)
+        detail.Unpack(info)
+        if detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return RemoteError(code, message, info.reason or None, dict(info.metadata), retry_after_s)

@@ -34,9 +34,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
-    def make(*, num_prefill: int = 1, num_decode: int = 1) -> ClusterOptions:
+    def make(
+        *, num_prefill: int = 1, num_decode: int = 1, router_arguments: tuple[str, ...] = ()
+    ) -> ClusterOptions:
         return ClusterOptions(
-            str(model_folder), num_prefill, num_decode, node_arguments=NODE_ARGUMENTS
+            str(model_folder),
+            num_prefill,
+            num_decode,
+            node_arguments=NODE_ARGUMENTS,
+            router_arguments=router_arguments,
         )
 
     return make

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+from engine.hashing import PrefixNaming
 from engine.request import FinishReason, Output, RequestId
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import HandoffId, Incarnation, NodeId
@@ -17,6 +18,7 @@ from serving.node import NodeCard, NodeRole
 from serving.translate_sequence import Sequence
 
 FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)
+NAMING = PrefixNaming(16, "m")
 
 
 def a_card(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> NodeCard:
@@ -31,6 +33,7 @@ def a_card(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERP
         num_blocks=10,
         block_bytes=1024,
         kv_transport="nixl",
+        prefix_naming=NAMING,
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from serving.node import NodeCard, NodeLoad, card_from, load_from
+from engine.hashing import BlockHash
+from serving.node import NodeCard, NodeLoad, card_from, changes_from, load_from
 
 
 def card_at(address: str) -> NodeCard:
@@ -26,6 +27,16 @@ def load_at(address: str) -> NodeLoad:
         load = load_from(next(watch))
         watch.cancel()
     return load
+
+
+def prefixes_at(address: str) -> frozenset[BlockHash]:
+    with grpc.insecure_channel(address) as channel:
+        watch = node_pb2_grpc.NodeServiceStub(channel).Watch(node_pb2.WatchRequest())
+        changes = changes_from(next(watch))
+        watch.cancel()
+    assert changes is not None
+    assert changes.is_snapshot
+    return changes.stored
 
 
 def is_busy(load: NodeLoad) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.errors import InvalidRequest
+from engine.hashing import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from kv_transfer.messages import (
@@ -33,7 +36,7 @@ from kv_transfer.types import (
 )
 from router.translate import call_from
 from serving.errors import EmptyPrompt, UnsupportedInput
-from serving.node import NodeLoad, NodeRole, card_from, card_to, load_from, load_to
+from serving.node import NodeLoad, NodeRole, card_from, card_to, load_from, news_to
 from serving.translate import output_from, output_to, sampling_from, sampling_to
 from serving.translate_link import TO_MESSAGE, link_message_from, link_message_to
 from serving.translate_sequence import (
@@ -59,7 +62,7 @@ LINK_MESSAGES: list[LinkMessage] = [
     Grant(HANDOFF, 2**40, 3, (BlockId(5), BlockId(2)), 5.0),
     Renew((HANDOFF, HandoffId("s", 1)), 2.5),
     Renewed((HANDOFF,)),
-    Writing(HANDOFF),
+    Writing(HANDOFF, num_written=3),
     RevokeGrant(HANDOFF, 9),
     Revoked(HANDOFF),
     Done(HANDOFF, 77, FirstToken(7, LOGPROBS), 2**64 - 1),
@@ -163,7 +166,10 @@ def test_cards_and_loads_survive_the_wire() -> None:
     card, load = a_card(NodeRole.DECODE), NodeLoad(1, 2, 3, True)
 
     assert card_from(card_to(card)) == card
-    assert load_from(load_to(load)) == load
+    for naming in (None, PrefixNaming(16, "m", 7), PrefixNaming(16, "m", 0, 4096)):
+        named = replace(card, prefix_naming=naming)
+        assert card_from(card_to(named)) == named
+    assert load_from(news_to(load)) == load
 
 
 def test_a_call_without_a_prompt_is_refused_by_name() -> None:

@@ -13,7 +13,7 @@ from engine.sampling import SamplingParams
 from router.legs import Leg
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import RoundRobin
+from router.policy import Policy, Routing
 from router.text import TokenIdsOnly
 from router.values import (
     Call,
@@ -43,11 +43,10 @@ def a_pipeline(nodes: FakeNodeCalls, table: NodeTable | None = None) -> Pipeline
     ticks = itertools.count()
     return Pipeline(
         table=table or a_table(),
-        policy=RoundRobin(),
         node_calls=nodes,
         text=TokenIdsOnly(),
         clock=lambda: float(next(ticks)),
-        config=PipelineConfig(max_attempts=3),
+        config=PipelineConfig(max_attempts=3, routing=Routing(Policy.ROUND_ROBIN)),
     )
 
 

@@ -1,30 +1,216 @@
-"""Which nodes serve a request."""
+"""Which nodes a request is sent to."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from router.policy import Ask, RoundRobin, choose
-from serving.errors import NoNodes
+from engine.errors import InvalidConfig
+from engine.hashing import PrefixNaming
+from router.assignment import Assignment
+from router.nodes import Node, NodeTable
+from router.policy import Ask, Policy, Route, Routing, choose, policy_named
+from serving.errors import IncompatibleNodes, NoNodes
 from serving.node import NodeLoad, NodeRole
-from tests.support.node_calls import FINGERPRINT, a_node, a_table
+from serving.prefixes import PrefixChanges
+from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
-ASK = Ask((1, 2, 3))
+PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens
+ASK = Ask(PROMPT)
 
 
-def test_nodes_of_a_role_take_turns() -> None:
-    table = a_table(
-        *(a_node(NodeRole.PREFILL, f"p{n}") for n in range(2)),
-        *(a_node(NodeRole.DECODE, f"d{n}") for n in range(3)),
+def names_of(node: Node) -> str:
+    return str(node.card.node_id)
+
+
+def a_cluster(num_prefill: int = 2, num_decode: int = 2) -> NodeTable:
+    return a_table(
+        *(a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)),
+        *(a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)),
     )
-    policy = RoundRobin()
 
-    routes = [choose(table, policy, ASK) for _ in range(6)]
 
-    assert [route.decode.card.node_id for route in routes] == ["d0", "d1", "d2"] * 2
-    assert [route.prefill and route.prefill.card.node_id for route in routes] == ["p0", "p1"] * 3
+def pair_of(route: Route) -> tuple[str, str]:
+    return ("" if route.prefill is None else names_of(route.prefill)), names_of(route.decode)
+
+
+def tell_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: str = "") -> None:
+    stored = frozenset(NAMING.names(token_ids, len(token_ids), salt))
+    table.note_prefixes(f"{name}:1", PrefixChanges(1, True, stored))
+
+
+def test_in_round_robin_nodes_of_a_role_take_turns() -> None:
+    table = a_cluster(2, 3)
+    routing = Routing(Policy.ROUND_ROBIN)
+
+    pairs = [pair_of(choose(table, routing, replace(ASK, number=n))) for n in range(6)]
+
+    assert [decode for _, decode in pairs] == ["d0", "d1", "d2"] * 2
+    assert [prefill for prefill, _ in pairs] == ["p0", "p1"] * 3
+
+
+@pytest.mark.parametrize("policy", [Policy.LEAST_LOADED, Policy.POWER_OF_TWO, Policy.PREFIX_AWARE])
+def test_a_node_with_less_to_do_is_preferred(policy: Policy) -> None:
+    table = a_cluster()
+    table.note_load("d0:1", NodeLoad(num_running=3))
+    table.note_load("p1:1", NodeLoad(num_waiting=2))
+
+    pairs = {pair_of(choose(table, Routing(policy), replace(ASK, number=n))) for n in range(8)}
+
+    assert pairs == {("p0", "d1")}
+
+
+@pytest.mark.parametrize("policy", [Policy.LEAST_LOADED, Policy.PREFIX_AWARE])
+def test_equal_nodes_take_turns(policy: Policy) -> None:
+    table = a_cluster(1, 3)
+
+    chosen = [
+        names_of(choose(table, Routing(policy), replace(ASK, number=n)).decode) for n in range(6)
+    ]
+
+    assert chosen == ["d0", "d1", "d2"] * 2
+
+
+def test_what_was_sent_counts_before_a_node_tells_of_it_and_no_longer_than_it_lasts() -> None:
+    table = a_cluster(1, 2)
+    routing = Routing(Policy.LEAST_LOADED)
+    first = choose(table, routing, ASK)
+    assignment = Assignment(table, first)
+
+    second = choose(table, routing, ASK)
+    assignment.close()
+    third = choose(table, routing, ASK)
+
+    assert names_of(first.decode) == names_of(third.decode) == "d0"
+    assert names_of(second.decode) == "d1"
+
+
+def test_a_request_that_ended_weighs_no_more_though_the_node_has_not_told_of_it() -> None:
+    table = a_cluster(2, 1)
+    first = choose(table, Routing(), ASK)
+    assignment = Assignment(table, first)
+    table.note_load("p0:1", NodeLoad(num_running=1))
+    assignment.prompt_done()
+
+    next_turn = choose(table, Routing(), Ask(PROMPT, number=1))
+
+    assert next_turn.prefill == first.prefill
+
+
+def test_two_are_drawn_evenly_and_alike_for_one_seed() -> None:
+    table = a_cluster(1, 5)
+    asks = [replace(ASK, number=n) for n in range(2000)]
+
+    def drawn(seed: int) -> list[str]:
+        routing = Routing(Policy.POWER_OF_TWO, seed=seed)
+        return [names_of(choose(table, routing, ask).decode) for ask in asks]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert all(320 < count < 480 for count in Counter(drawn(1)).values())
+
+
+def test_a_prompt_goes_where_its_prefix_is_for_prefill_and_for_decode() -> None:
+    table = a_cluster()
+    tell_prefix(table, "p1", PROMPT[:64])
+    tell_prefix(table, "d0", PROMPT[:32])
+    tell_prefix(table, "d1", PROMPT[:48])
+
+    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
+
+    assert chosen == {("p1", "d1")}
+
+
+def test_a_prefix_of_another_salt_is_no_hit() -> None:
+    table = a_cluster(1, 2)
+    tell_prefix(table, "d1", PROMPT, salt="tenant")
+
+    mine = [choose(table, Routing(), replace(ASK, number=n)) for n in range(2)]
+    tenants = [
+        choose(table, Routing(), replace(ASK, number=n, cache_salt="tenant")) for n in range(2)
+    ]
+
+    assert [names_of(route.decode) for route in mine] == ["d0", "d1"]
+    assert [names_of(route.decode) for route in tenants] == ["d1", "d1"]
+
+
+def test_a_long_prompt_is_named_by_its_length_where_the_model_needs_that() -> None:
+    naming = PrefixNaming(16, "m", 0, max_shareable_prompt_len=50)
+    decodes = [
+        Node(f"d{n}:1", replace(a_node(NodeRole.DECODE, f"d{n}").card, prefix_naming=naming))
+        for n in range(2)
+    ]
+    table = a_table(*decodes)
+    same_length = frozenset(naming.names(PROMPT, len(PROMPT)))
+    table.note_prefixes("d1:1", PrefixChanges(1, True, same_length))
+
+    same = choose(table, Routing(), ASK)
+    longer = choose(table, Routing(), Ask((*PROMPT, 1)))
+
+    assert (names_of(same.decode), same.num_missing_tokens) == ("d1", 4)
+    assert longer.num_missing_tokens == 101
+
+
+def test_the_last_token_is_missing_even_where_every_block_is_cached() -> None:
+    table = a_cluster(1, 1)
+    tell_prefix(table, "p0", PROMPT[:96])
+
+    assert choose(table, Routing(), Ask(PROMPT[:96])).num_missing_tokens == 16
+
+
+def test_a_prefix_is_not_worth_any_queue() -> None:
+    table = a_cluster(2, 1)
+    tell_prefix(table, "p1", PROMPT)
+    table.note_load("p1:1", NodeLoad(num_waiting=4))
+
+    route = choose(table, Routing(), ASK)
+
+    assert route.prefill is not None
+    assert names_of(route.prefill) == "p0"
+
+
+def test_a_burst_of_one_prefix_stays_together_before_any_node_has_told_of_it() -> None:
+    table = a_cluster(1, 3)
+    first = choose(table, Routing(), Ask(PROMPT, 0))
+    assignment = Assignment(table, first)
+    assignment.prompt_done()
+
+    second = choose(table, Routing(), Ask((*PROMPT, 5, 6, 7), 1))
+
+    assert second.decode == first.decode
+    assert second.num_missing_tokens == 103 - 96
+
+
+def test_a_prompt_that_was_given_up_is_expected_nowhere() -> None:
+    table = a_cluster(1, 3)
+    Assignment(table, choose(table, Routing(), Ask(PROMPT, 0))).close()
+
+    second = choose(table, Routing(), Ask(PROMPT, 1))
+
+    assert names_of(second.decode) == "d1"
+
+
+def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_told() -> None:
+    table = a_cluster(1, 1)
+    tell_prefix(table, "d0", PROMPT)
+    routing = Routing(local_prefill_below=10)
+
+    few = choose(table, routing, ASK)
+    many = choose(table, routing, Ask((*PROMPT, *range(12))))
+
+    assert few.prefill is None
+    assert "4 tokens are missing" in few.local_reason
+    assert many.prefill is not None
+
+
+def test_only_what_a_node_has_for_sure_lets_it_compute_a_prompt_itself() -> None:
+    table = a_cluster(1, 1)
+    Assignment(table, choose(table, Routing(), ASK))
+
+    route = choose(table, Routing(local_prefill_below=10), ASK)
+
+    assert route.prefill is not None
 
 
 def test_only_nodes_whose_kv_means_the_same_are_paired() -> None:
@@ -32,35 +218,50 @@ def test_only_nodes_whose_kv_means_the_same_are_paired() -> None:
     table = a_table(
         a_node(NodeRole.PREFILL, "p-other", fingerprint=other),
         a_node(NodeRole.PREFILL, "p-same"),
-        a_node(NodeRole.DECODE),
+        a_node(NodeRole.DECODE, "d-alone", fingerprint=replace(FINGERPRINT, dtype="bfloat16")),
+        a_node(NodeRole.DECODE, "d"),
     )
-    policy = RoundRobin()
 
-    chosen = {choose(table, policy, ASK).prefill for _ in range(3)}
+    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
 
-    assert chosen == {a_node(NodeRole.PREFILL, "p-same")}
+    assert chosen == {("p-same", "d")}
 
 
-def test_without_a_fitting_prefill_node_decode_prefills_and_the_reason_is_told() -> None:
-    other = a_node(NodeRole.PREFILL, fingerprint=replace(FINGERPRINT, model="else"))
+def test_prefill_nodes_that_fit_no_decode_node_are_a_named_refusal_that_says_why() -> None:
+    other = a_node(NodeRole.PREFILL, fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
 
-    route = choose(a_table(other, a_node(NodeRole.DECODE)), RoundRobin(), ASK)
+    with pytest.raises(IncompatibleNodes, match="dtype bfloat16 and float32"):
+        choose(a_table(other, a_node(NodeRole.DECODE)), Routing(), ASK)
+
+
+def test_when_the_prefill_node_that_fits_just_failed_decode_does_it_alone() -> None:
+    other = a_node(NodeRole.PREFILL, "p-other", fingerprint=replace(FINGERPRINT, dtype="else"))
+    fitting = a_node(NodeRole.PREFILL, "p")
+    table = a_table(other, fitting, a_node(NodeRole.DECODE))
+
+    route = choose(table, Routing(), ASK, without=frozenset({fitting.address}))
 
     assert route.prefill is None
-    assert "fits" in route.local_reason
+    assert "failed" in route.local_reason
 
 
 def test_draining_failed_and_lost_nodes_are_passed_over() -> None:
     draining, failed, lost, left = (a_node(NodeRole.DECODE, f"d{n}") for n in range(4))
     table = a_table(draining, failed, lost, left)
+    choose(table, Routing(), ASK)
     table.note_load(draining.address, NodeLoad(is_draining=True))
     table.lose(lost.address)
 
-    route = choose(table, RoundRobin(), ASK, without=frozenset({failed.address}))
+    route = choose(table, Routing(), ASK, without=frozenset({failed.address}))
 
     assert route.decode == left
 
 
 def test_no_decode_node_is_a_named_refusal() -> None:
     with pytest.raises(NoNodes):
-        choose(a_table(a_node(NodeRole.PREFILL)), RoundRobin(), ASK)
+        choose(a_table(a_node(NodeRole.PREFILL)), Routing(), ASK)
+
+
+def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(InvalidConfig, match="prefix_aware"):
+        policy_named("best")

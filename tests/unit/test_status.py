@@ -49,3 +49,12 @@ def test_a_special_case_of_a_named_error_is_told_as_that_error() -> None:
         pass
 
     assert code_and_reason(TooLong("x")) == (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+
+
+def test_a_full_queue_tells_when_to_try_again() -> None:
+    status = status_of(service_errors.QueueFull("full", 1.5))
+
+    retry = error_details_pb2.RetryInfo()
+    assert status.code == StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert status.details[1].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 1500

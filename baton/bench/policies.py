@@ -1,0 +1,313 @@
+"""The router's policies compared on a simulated cluster: its own code chooses, time is a number.
+
+Prefill nodes are queues that compute one prompt after the other; decode nodes write all their
+answers at the same time. Both keep the prefixes they saw, the least recently used ones are
+evicted, and the router hears of it after a while, as from real nodes. What is not simulated:
+the wire (hand-offs take no time, their size is counted) and steps that slow each other down.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from engine.errors import InvalidConfig
+from engine.hashing import BlockHash, PrefixNaming
+from kv_transfer.messages import Fingerprint
+from kv_transfer.types import Incarnation, NodeId
+from router.assignment import Assignment
+from router.nodes import Node, NodeTable
+from router.policy import Ask, Policy, Routing, choose
+from serving.node import NodeCard, NodeLoad, NodeRole
+from serving.prefixes import PrefixChanges
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBench:
+    """The cluster and what is asked of it."""
+
+    num_nodes: int = 1000  # half of them prefill nodes
+    num_requests: int = 6_000
+    num_system_prompts: int = 50  # that sessions begin with
+    skew: float = 1.1  # Zipf's exponent: how much more often the first ones are used
+    load: float = 0.7  # of what the prefill nodes could compute without a single hit
+    seed: int = 0
+    block_size: int = 64
+    num_blocks: int = 256  # KV blocks of a node
+    system_tokens: int = 512
+    turn_tokens: int = 256  # that each turn adds to a session
+    max_turns: int = 12  # of a session; 1 to so many
+    least_pause_s: float = 2.0  # from one turn to the next
+    mean_pause_s: float = 4.0
+    answer_tokens: int = 32
+    prefill_tokens_per_s: float = 2_000.0
+    decode_s_per_token: float = 0.02
+    news_delay_s: float = 0.02  # until the router hears of a change
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFigures:
+    """Of the requests after the first third, which warms the caches."""
+
+    policy: str
+    prefill_hit_rate: float  # of prompt tokens, found on the prefill node
+    decode_hit_rate: float  # of prompt tokens, found on the decode node: they are not moved
+    p50_wait_s: float  # from the request to its first token
+    p99_wait_s: float
+    busiest_decode: int  # most answers that one node wrote at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    at_s: float
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SimNode:
+    """A node: its cache, and what it has to do."""
+
+    node: Node
+    num_blocks: int
+    cached: OrderedDict[BlockHash, None] = field(default_factory=OrderedDict)
+    waiting: deque[Visit] = field(default_factory=deque)  # the first one is being computed
+    num_requests: int = 0
+    most_requests: int = 0
+    sequence: int = 1
+
+    def hit(self, names: Sequence[BlockHash]) -> int:
+        return next((n for n, name in enumerate(names) if name not in self.cached), len(names))
+
+    def store(self, names: Sequence[BlockHash]) -> PrefixChanges:
+        """What the router will hear of it."""
+        stored = {name for name in names if name not in self.cached}
+        for name in reversed(names):  # the end of a sequence is evicted first
+            self.cached[name] = None
+            self.cached.move_to_end(name)
+        removed = set()
+        while len(self.cached) > self.num_blocks:
+            removed.add(self.cached.popitem(last=False)[0])
+        self.sequence += 1
+        return PrefixChanges(
+            self.sequence, False, frozenset(stored - removed), frozenset(removed - stored)
+        )
+
+    def begin(self) -> None:
+        self.num_requests += 1
+        self.most_requests = max(self.most_requests, self.num_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One request on its two nodes."""
+
+    request: Request
+    names: Sequence[BlockHash]
+    assignment: Assignment
+    prefill: SimNode
+    decode: SimNode
+    is_counted: bool
+
+
+def run(what: PolicyBench, on_done: Callable[[PolicyFigures], None]) -> list[PolicyFigures]:
+    requests = make_requests(what)
+    figures = []
+    for policy in Policy:
+        figures.append(Simulation(what, policy).run(requests))
+        on_done(figures[-1])
+    return figures
+
+
+def make_requests(what: PolicyBench) -> list[Request]:
+    """Sessions whose prompts grow turn by turn; a few system prompts begin most of them."""
+    draw = random.Random(what.seed)
+    systems = [_tokens(draw, what.system_tokens) for _ in range(what.num_system_prompts)]
+    weights = [1 / place**what.skew for place in range(1, len(systems) + 1)]
+    mean_turns = (1 + what.max_turns) / 2
+    # Late turns are rarer than early ones: not every session comes so far.
+    mean_tokens = what.system_tokens + what.turn_tokens * (what.max_turns + 2) / 3
+    per_s = what.load * (what.num_nodes // 2) * what.prefill_tokens_per_s / mean_tokens
+    # At the beginning, sessions of every age are under way.
+    now, end_s = -what.max_turns * what.mean_pause_s, what.num_requests / per_s
+    requests: list[Request] = []
+    while now < end_s:
+        now += draw.expovariate(per_s / mean_turns)
+        [system] = draw.choices(systems, weights)
+        requests += _session(what, draw, now, system)
+    timely = (request for request in requests if 0 <= request.at_s < end_s)
+    return sorted(timely, key=lambda request: request.at_s)
+
+
+def _session(
+    what: PolicyBench, draw: random.Random, at_s: float, said: tuple[int, ...]
+) -> list[Request]:
+    turns = []
+    for _ in range(draw.randint(1, what.max_turns)):
+        said += _tokens(draw, what.turn_tokens)
+        turns.append(Request(at_s, said))
+        at_s += what.least_pause_s
+        at_s += draw.expovariate(1 / (what.mean_pause_s - what.least_pause_s))
+    return turns
+
+
+def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.choices(range(50_000), k=count))
+
+
+class Simulation:
+    def __init__(self, what: PolicyBench, policy: Policy) -> None:
+        self._what = what
+        self._routing = Routing(policy, seed=what.seed)
+        self._table = NodeTable()
+        self._nodes: dict[str, SimNode] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._now = 0.0
+        self._waits: list[float] = []
+        self._num_tokens = 0
+        self._num_hit = {NodeRole.PREFILL: 0, NodeRole.DECODE: 0}
+        self._naming = PrefixNaming(what.block_size)
+        half = what.num_nodes // 2
+        for role, count in ((NodeRole.PREFILL, half), (NodeRole.DECODE, what.num_nodes - half)):
+            for number in range(count):
+                self._join(role, f"{role.value}-{number:04}")
+
+    def run(self, requests: Sequence[Request]) -> PolicyFigures:
+        first_counted = len(requests) // 3
+        for number, request in enumerate(requests):
+            self._go_on_until(request.at_s)
+            self._serve(number, request, is_counted=number >= first_counted)
+        self._go_on_until(math.inf)
+        waits = sorted(self._waits)
+        decodes = (n for n in self._nodes.values() if n.node.card.role is NodeRole.DECODE)
+        return PolicyFigures(
+            policy=self._routing.policy.value,
+            prefill_hit_rate=self._num_hit[NodeRole.PREFILL] / self._num_tokens,
+            decode_hit_rate=self._num_hit[NodeRole.DECODE] / self._num_tokens,
+            p50_wait_s=waits[len(waits) // 2],
+            p99_wait_s=waits[len(waits) * 99 // 100],
+            busiest_decode=max(node.most_requests for node in decodes),
+        )
+
+    def _serve(self, number: int, request: Request, *, is_counted: bool) -> None:
+        route = choose(self._table, self._routing, Ask(request.token_ids, number))
+        if route.prefill is None:
+            raise RuntimeError("every simulated pair fits")
+        names = _names(self._naming, request.token_ids[:-1])
+        visit = Visit(
+            request,
+            names,
+            Assignment(self._table, route),
+            self._nodes[route.prefill.address],
+            self._nodes[route.decode.address],
+            is_counted,
+        )
+        visit.decode.begin()
+        visit.prefill.begin()
+        if is_counted:
+            self._num_tokens += len(request.token_ids)
+            self._count_hit(visit.decode, visit.decode.hit(names))
+        visit.prefill.waiting.append(visit)
+        if len(visit.prefill.waiting) == 1:
+            self._compute(visit)
+
+    def _compute(self, visit: Visit) -> None:
+        """It is first in its prefill node's queue: what is cached now, it does not compute."""
+        num_hit = visit.prefill.hit(visit.names)
+        num_missing = len(visit.request.token_ids) - num_hit * self._what.block_size
+        computed_s = self._now + num_missing / self._what.prefill_tokens_per_s
+        if visit.is_counted:
+            self._count_hit(visit.prefill, num_hit)
+            self._waits.append(computed_s - visit.request.at_s)
+        self._at(computed_s, lambda: self._computed(visit))
+
+    def _computed(self, visit: Visit) -> None:
+        visit.prefill.num_requests -= 1
+        visit.assignment.prompt_done()
+        for node in (visit.prefill, visit.decode):
+            self._tell(node, node.store(visit.names))
+        visit.prefill.waiting.popleft()
+        if visit.prefill.waiting:
+            self._compute(visit.prefill.waiting[0])
+        answer_s = self._what.answer_tokens * self._what.decode_s_per_token
+        self._at(self._now + answer_s, lambda: self._ended(visit))
+
+    def _ended(self, visit: Visit) -> None:
+        visit.decode.num_requests -= 1
+        visit.assignment.close()
+        self._tell(visit.decode, None)
+
+    def _count_hit(self, node: SimNode, num_blocks: int) -> None:
+        self._num_hit[node.node.card.role] += num_blocks * self._what.block_size
+
+    def _tell(self, node: SimNode, changes: PrefixChanges | None) -> None:
+        load, address = NodeLoad(node.num_requests), node.node.address
+
+        def hear() -> None:
+            self._table.note_load(address, load)
+            if changes is not None:
+                self._table.note_prefixes(address, changes)
+
+        self._at(self._now + self._what.news_delay_s, hear)
+
+    def _at(self, at_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_s, next(self._numbers), event))
+
+    def _go_on_until(self, now: float) -> None:
+        while self._events and self._events[0][0] <= now:
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+        self._now = now
+
+    def _join(self, role: NodeRole, name: str) -> None:
+        card = NodeCard(
+            node_id=NodeId(name),
+            incarnation=Incarnation(""),
+            role=role,
+            fingerprint=Fingerprint("sim", "", "", self._what.block_size, 1, 1, 1),
+            model="sim",
+            max_model_len=2**20,
+            vocab_size=2**16,
+            num_blocks=self._what.num_blocks,
+            block_bytes=1,
+            kv_transport="sim",
+            prefix_naming=self._naming,
+        )
+        self._table.join(name, card)
+        self._table.note_prefixes(name, PrefixChanges(1, True, frozenset()))
+        self._nodes[name] = SimNode(Node(name, card), self._what.num_blocks)
+
+
+@lru_cache(maxsize=2**15)
+def _names(naming: PrefixNaming, token_ids: tuple[int, ...]) -> tuple[BlockHash, ...]:
+    """Of the same prompts for every policy."""
+    return tuple(naming.names(token_ids, len(token_ids) + 1))
+
+
+def plot(figures: Sequence[PolicyFigures], path: Path) -> None:
+    """Two bars a policy: tokens found, and how long the unluckiest hundredth waits."""
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError as missing:
+        raise InvalidConfig("plots need matplotlib: pip install 'baton[plots]'") from missing
+    plt.switch_backend("agg")  # a file needs no screen
+    names = [one.policy for one in figures]
+    picture, (rates, waits) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    places = range(len(figures))
+    rates.bar([at - 0.2 for at in places], [one.prefill_hit_rate for one in figures], 0.4)
+    rates.bar([at + 0.2 for at in places], [one.decode_hit_rate for one in figures], 0.4)
+    rates.legend(["prefill", "decode"])
+    rates.set(title="prompt tokens found in the cache", ylim=(0, 1))
+    waits.bar(places, [one.p99_wait_s * 1e3 for one in figures], 0.5, color="tab:gray")
+    waits.set(title="99th percentile of the wait for the first token, ms")
+    for axes in (rates, waits):
+        axes.set_xticks(places, names, rotation=15)
+    picture.savefig(path, dpi=120)
+    plt.close(picture)

@@ -1,0 +1,45 @@
+"""What one try lays on its nodes, from the choice to the end. Pure."""
+
+from __future__ import annotations
+
+from router.nodes import NodeTable
+from router.policy import Route
+
+
+class Assignment:
+    """Known at once to the next choice, which would else wait for the nodes to tell of it."""
+
+    def __init__(self, table: NodeTable, route: Route) -> None:
+        self._table = table
+        self._route = route
+        self._decode = table.burden(route.decode)
+        self._prompt = self._decode if route.prefill is None else table.burden(route.prefill)
+        self._is_prompt_done = False
+        self._decode.num_sent += 1
+        self._prompt.num_sent_tokens += route.num_missing_tokens
+        if route.prefill is not None:
+            self._prompt.num_sent += 1
+        for address in self._addresses:
+            table.prefixes.expect(address, route.block_names)
+
+    def prompt_done(self) -> None:
+        """Its KV is computed."""
+        if self._is_prompt_done:
+            return
+        self._is_prompt_done = True
+        self._prompt.num_sent_tokens -= self._route.num_missing_tokens
+        if self._route.prefill is not None:
+            self._prompt.end_one()
+
+    def close(self) -> None:
+        """Once. A prompt that was not computed is expected nowhere any more."""
+        if not self._is_prompt_done:
+            for address in self._addresses:
+                self._table.prefixes.expect_no_more(address, self._route.block_names)
+        self.prompt_done()
+        self._decode.end_one()
+
+    @property
+    def _addresses(self) -> list[str]:
+        nodes = (self._route.decode, self._route.prefill)
+        return [node.address for node in nodes if node is not None]

@@ -1,0 +1,100 @@
+"""Who may go ahead, who waits in line, and who is refused. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from engine.errors import InvalidConfig
+from serving.errors import QueueFull
+
+# How much of the estimate the newest interval between two ends makes up.
+NEWEST_SHARE = 0.1
+FIRST_GUESS_S = 1.0
+SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class LineConfig:
+    max_in_flight: int = 1024  # requests that the nodes work on
+    max_queue: int = 1024  # requests that wait for that; more are refused
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1:
+            raise InvalidConfig(f"max_in_flight is {self.max_in_flight}; it must be at least 1")
+        if self.max_queue < 0:
+            raise InvalidConfig(f"max_queue is {self.max_queue}; it must be at least 0")
+
+
+class Line(Generic[K]):
+    """Each key joins once and leaves once, from wherever it stands then."""
+
+    def __init__(self, config: LineConfig) -> None:
+        self._config = config
+        self._in_flight: set[K] = set()
+        self._place_by_waiting: dict[K, tuple[int, int]] = {}
+        # Those that left stay in the heap until they come up or outnumber the others.
+        self._heap: list[tuple[int, int, K]] = []
+        self._numbers = itertools.count()
+        self._last_end_s: float | None = None
+        self._interval_s = FIRST_GUESS_S
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._place_by_waiting)
+
+    def join(self, key: K, priority: int) -> bool:
+        """Whether it may go ahead at once. Raises QueueFull."""
+        if self.num_in_flight < self._config.max_in_flight:
+            self._in_flight.add(key)
+            return True
+        if self.num_waiting >= self._config.max_queue:
+            raise self._refusal()
+        place = (priority, next(self._numbers))
+        self._place_by_waiting[key] = place
+        heapq.heappush(self._heap, (*place, key))
+        return False
+
+    def leave(self, key: K, now: float) -> K | None:
+        """Whoever may go ahead now instead."""
+        if key in self._in_flight:
+            self._in_flight.remove(key)
+            self._note_end(now)
+            return self._admit_next()
+        del self._place_by_waiting[key]
+        if len(self._heap) > 2 * self.num_waiting + 16:
+            self._heap = [(*place, key) for key, place in self._place_by_waiting.items()]
+            heapq.heapify(self._heap)
+        return None
+
+    def retry_after_s(self) -> float:
+        """About when there will be room: the line moves up at every end."""
+        wait_s = self._interval_s * (self.num_waiting + 1)
+        return min(max(wait_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+
+    def _admit_next(self) -> K | None:
+        while self._heap:
+            *_, key = heapq.heappop(self._heap)
+            if self._place_by_waiting.pop(key, None) is not None:
+                self._in_flight.add(key)
+                return key
+        return None
+
+    def _note_end(self, now: float) -> None:
+        if self._last_end_s is not None:
+            self._interval_s += NEWEST_SHARE * (now - self._last_end_s - self._interval_s)
+        self._last_end_s = now
+
+    def _refusal(self) -> QueueFull:
+        wait_s = self.retry_after_s()
+        counts = f"{self.num_in_flight} requests are under way and {self.num_waiting} wait"
+        return QueueFull(f"the queue is full: {counts}; try again in {wait_s:.1f} s", wait_s)

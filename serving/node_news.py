@@ -1,0 +1,52 @@
+"""Follows the engine: how busy it is, and which prefixes it has. One reader, many watchers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from engine.events import KvEvent
+from engine.loop import EngineLoop
+from engine.scheduler import Scheduler
+from serving.node import NodeLoad
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNews:
+    """The load now, and what became of the cached prefixes since the last news."""
+
+    load: NodeLoad
+    kv_events: tuple[KvEvent, ...] = ()
+
+
+ReadNews = Callable[[], Awaitable[NodeNews]]
+
+
+def news_reader(engine: EngineLoop, scheduler: Scheduler) -> ReadNews:
+    """Asks the engine's thread between two of its steps. KV events are told to one reader once."""
+    loop = asyncio.get_running_loop()
+
+    async def read() -> NodeNews:
+        answer: asyncio.Future[NodeNews] = loop.create_future()
+        engine.post(lambda: _answer(loop, answer, _news_of(scheduler)))
+        return await answer
+
+    return read
+
+
+def _answer(
+    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[NodeNews], news: NodeNews
+) -> None:
+    def tell() -> None:
+        if not answer.cancelled():
+            answer.set_result(news)
+
+    loop.call_soon_threadsafe(tell)
+
+
+def _news_of(scheduler: Scheduler) -> NodeNews:
+    stats = scheduler.stats()
+    num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
+    load = NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks)
+    return NodeNews(load, scheduler.take_kv_events())

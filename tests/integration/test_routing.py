@@ -1,0 +1,163 @@
+"""Where a cluster of two prefill and two decode nodes sends its requests, and whom it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from baton.client import Answer, AsyncClient, BatonError, Client, Generation, Served
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+from tests.support.models import prompt_of
+from tests.support.nodes import card_at, prefixes_at
+
+BLOCK_SIZE = 16
+THRESHOLD = 24
+
+
+@pytest.fixture(scope="module")
+def wide_cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    options = cluster_options(
+        num_prefill=2,
+        num_decode=2,
+        router_arguments=("--local-prefill-below", str(THRESHOLD)),
+    )
+    with LocalCluster(options) as running:
+        yield running
+
+
+@pytest.fixture
+def client(wide_cluster: LocalCluster) -> Iterator[Client]:
+    with Client(wide_cluster.address, timeout_s=60) as connected:
+        yield connected
+
+
+def greedy(max_tokens: int) -> Generation:
+    return Generation(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+
+
+def served_of(answer: Answer) -> Served:
+    assert answer.finish is not None
+    return answer.finish.served
+
+
+def test_a_session_stays_on_its_nodes_and_moves_only_what_decode_lacks(client: Client) -> None:
+    others = [prompt_of(50, seed=20 + number) for number in range(3)]
+    said = prompt_of(70, seed=10)
+    turns: list[Served] = []
+    lengths: list[int] = []
+
+    for number in range(4):
+        answer = client.generate(said, greedy(20))
+        turns.append(served_of(answer))
+        lengths.append(len(said))
+        said = (*said, *answer.token_ids, *prompt_of(40, seed=number))
+        for other in (number, number + 1):  # so that taking turns would part the session
+            client.generate(others[other % 3], greedy(2))
+
+    assert len({(turn.prefill_node, turn.decode_node) for turn in turns}) == 1
+    for turn, length, before in zip(turns[1:], lengths[1:], lengths, strict=False):
+        # All of the last turn but for its last token, whose KV was never needed.
+        had = (before + 20 - 1) // BLOCK_SIZE
+        assert turn.prompt_tokens_cached_on_decode == had * BLOCK_SIZE
+        assert turn.kv_blocks == -(-length // BLOCK_SIZE) - had
+        assert turn.prompt_tokens_computed_on_decode == 0
+
+
+def test_sessions_spread_over_the_nodes(client: Client) -> None:
+    served = [served_of(client.generate(prompt_of(60, seed=n), greedy(2))) for n in range(30, 34)]
+
+    assert len({one.prefill_node for one in served}) == 2
+    assert len({one.decode_node for one in served}) == 2
+
+
+def test_a_prompt_of_which_little_is_missing_is_computed_on_decode_and_the_reason_told(
+    client: Client,
+) -> None:
+    short, long = prompt_of(THRESHOLD - 1, seed=40), prompt_of(THRESHOLD, seed=41)
+
+    at_decode, handed_over = client.generate(short, greedy(3)), client.generate(long, greedy(3))
+
+    local = served_of(at_decode)
+    assert (local.is_prefill_remote, local.kv_bytes) == (False, 0)
+    assert local.prompt_tokens_computed_on_decode == THRESHOLD - 1
+    assert f"{THRESHOLD - 1} tokens are missing" in local.prefill_reason
+    assert served_of(handed_over).is_prefill_remote
+    assert served_of(handed_over).prefill_reason == ""
+
+
+def test_a_node_tells_which_prefixes_it_has_so_that_a_repeated_prompt_is_computed_there(
+    client: Client, wide_cluster: LocalCluster
+) -> None:
+    prompt = prompt_of(70, seed=50)
+    first = served_of(client.generate(prompt, greedy(3)))
+    [decode] = [one for one in wide_cluster.decodes if one.name == first.decode_node]
+
+    repeated = until(
+        lambda served: not served.is_prefill_remote,
+        lambda: served_of(client.generate(prompt, greedy(3))),
+    )
+
+    naming = card_at(decode.address).prefix_naming
+    assert naming is not None
+    assert set(naming.names(prompt, len(prompt))) <= prefixes_at(decode.address)
+    assert first.is_prefill_remote
+    assert repeated.decode_node == first.decode_node
+    assert repeated.prompt_tokens_computed_on_decode == 70 - 4 * BLOCK_SIZE
+
+
+def until(is_wanted: Callable[[Served], bool], ask: Callable[[], Served]) -> Served:
+    """The router hears of a node's blocks a little later than the client of its answer."""
+    for _ in range(100):
+        served = ask()
+        if is_wanted(served):
+            return served
+    raise AssertionError(f"it did not come to that: {served}")
+
+
+def test_a_full_queue_refuses_by_name_with_a_time_to_try_again_and_keeps_priorities(
+    cluster_options: Callable[..., ClusterOptions],
+) -> None:
+    limits = ("--max-in-flight", "1", "--max-queue", "2")
+    options = cluster_options(router_arguments=limits)
+
+    with LocalCluster(options) as cluster:
+        order, late, refusals = asyncio.run(crowd(cluster.address))
+        are_alive = [child.process.poll() is None for child in cluster.children]
+
+    [refusal] = refusals
+    assert order == sorted(order)
+    assert len(order) == 2
+    assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert refusal.retry_after_s is not None
+    assert refusal.retry_after_s > 0
+    assert all(are_alive)
+
+
+async def crowd(address: str) -> tuple[list[int], BatonError, list[BatonError]]:
+    """One request in flight, two places in line, three that want them: who was served when."""
+    served: list[int] = []
+    refusals: list[BatonError] = []
+
+    async def ask(client: AsyncClient, priority: int) -> None:
+        try:
+            await client.generate(prompt_of(30), replace(greedy(4), priority=priority))
+            served.append(priority)
+        except BatonError as refusal:
+            refusals.append(refusal)
+
+    async with AsyncClient(address) as client, AsyncClient(address, timeout_s=0.1) as hasty:
+        first = client.stream(prompt_of(30), greedy(450))
+        await anext(first)
+        with pytest.raises(BatonError) as late:  # its time is over before its turn comes
+            await hasty.generate(prompt_of(30), greedy(4))
+        asked = [asyncio.ensure_future(ask(client, priority)) for priority in (5, 1, 3)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        await first.aclose()
+        await asyncio.gather(*asked)
+    return served, late.value, refusals

@@ -1,0 +1,48 @@
+"""The line against a list that is sorted anew each time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.line import Line, LineConfig
+from serving.errors import QueueFull
+
+joins = st.tuples(st.just("join"), st.integers(-2, 2))
+leaves = st.tuples(st.just("leave"), st.integers(0, 30))
+
+
+@given(st.integers(1, 3), st.integers(0, 4), st.lists(joins | leaves, max_size=80))
+def test_limits_hold_and_the_most_urgent_first_comer_is_always_next(
+    max_in_flight: int, max_queue: int, history: list[tuple[str, int]]
+) -> None:
+    line: Line[int] = Line(LineConfig(max_in_flight, max_queue))
+    in_flight: list[int] = []
+    waiting: list[tuple[int, int]] = []  # priority, key; keys rise
+
+    for key, (what, number) in enumerate(history):
+        if what == "join":
+            is_full = len(in_flight) == max_in_flight and len(waiting) == max_queue
+            try:
+                assert line.join(key, number) == (len(in_flight) < max_in_flight)
+                if len(in_flight) < max_in_flight:
+                    in_flight.append(key)
+                else:
+                    waiting.append((number, key))
+                assert not is_full
+            except QueueFull:
+                assert is_full
+        elif present := in_flight + [key for _, key in waiting]:
+            leaving = present[number % len(present)]
+            called = line.leave(leaving, float(key))
+            expected = None
+            if leaving in in_flight:
+                in_flight.remove(leaving)
+                if waiting:
+                    waiting.sort()
+                    expected = waiting.pop(0)[1]
+                    in_flight.append(expected)
+            else:
+                waiting = [one for one in waiting if one[1] != leaving]
+            assert called == expected
+        assert (line.num_in_flight, line.num_waiting) == (len(in_flight), len(waiting))

@@ -1,0 +1,80 @@
+"""A router that watches knows what the node has, whatever happens and whenever it looks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from engine.hashing import BlockHash
+from router.prefixes import NodePrefixes
+from serving.node import NodeLoad, changes_from, news_to
+from serving.prefixes import CachedPrefixes, PrefixWatcher
+
+NAMES = [BlockHash(number.to_bytes(16, "little")) for number in range(12)]
+
+some_names = st.lists(st.sampled_from(NAMES), max_size=4).map(tuple)
+kv_events = st.one_of(
+    some_names.map(lambda names: BlockStored(names, None, (), 16)),
+    some_names.map(BlockRemoved),
+    st.just(AllBlocksCleared()),
+)
+# Each step: what happened at the node, which of two routers look, and which one begins anew.
+steps = st.lists(
+    st.tuples(
+        st.lists(kv_events, max_size=3), st.sets(st.integers(0, 1)), st.none() | st.integers(0, 1)
+    ),
+    max_size=40,
+)
+
+
+def after(names: set[BlockHash], event: KvEvent) -> set[BlockHash]:
+    match event:
+        case BlockStored():
+            return names | set(event.block_hashes)
+        case BlockRemoved():
+            return names - set(event.block_hashes)
+        case AllBlocksCleared():
+            return set()
+
+
+@given(steps)
+def test_every_router_that_looks_knows_exactly_what_the_node_has(
+    history: list[tuple[list[KvEvent], set[int], int | None]],
+) -> None:
+    cached, expected = CachedPrefixes(), set[BlockHash]()
+    watchers = [PrefixWatcher(cached) for _ in range(2)]
+    routers = [NodePrefixes() for _ in range(2)]
+
+    for events, looking, renewed in history:
+        cached.take(events)
+        for event in events:
+            expected = after(expected, event)
+        if renewed is not None:
+            watchers[renewed] = PrefixWatcher(cached)
+        for number in looking:
+            changes = watchers[number].next()
+            if changes is not None:
+                told = changes_from(news_to(NodeLoad(), changes))
+                assert told is not None
+                routers[number].take("node", told)
+            known = {name for name in NAMES if routers[number].told([name])}
+            assert known == expected
+
+
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.sets(st.sampled_from(NAMES))),
+    st.lists(st.sampled_from(NAMES), unique=True),
+)
+def test_a_match_is_the_longest_gapless_beginning_that_each_node_has(
+    held: dict[str, set[BlockHash]], asked: list[BlockHash]
+) -> None:
+    prefixes = NodePrefixes()
+    for holder, names in held.items():
+        prefixes.expect(holder, names)
+
+    matched = prefixes.likely(asked)
+
+    for holder, names in held.items():
+        lengths = [n for n in range(len(asked) + 1) if names.issuperset(asked[:n])]
+        assert matched.get(holder, 0) == max(lengths)

@@ -1,0 +1,106 @@
+"""Whatever nodes there are: the chosen ones are open, fit each other, and no refusal is idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.assignment import Assignment
+from router.nodes import Node, NodeTable
+from router.policy import Ask, Policy, Routing, choose
+from serving.errors import IncompatibleNodes, NoNodes
+from serving.node import NodeLoad, NodeRole
+from serving.prefixes import PrefixChanges
+from tests.support.node_calls import FINGERPRINT, NAMING, a_node
+
+PROMPT = tuple(range(64))
+
+
+@dataclass(frozen=True)
+class Known:
+    """One node as the router knows it."""
+
+    role: NodeRole
+    kind: int
+    load: NodeLoad
+    num_cached_blocks: int
+    has_failed: bool
+
+
+knowns = st.builds(
+    Known,
+    st.sampled_from(NodeRole),
+    st.integers(0, 1),
+    st.builds(NodeLoad, st.integers(0, 3), st.integers(0, 3), st.just(9), st.booleans()),
+    st.integers(0, 4),
+    st.booleans(),
+)
+routings = st.builds(Routing, st.sampled_from(Policy), st.sampled_from([0, 20]), st.integers(0, 9))
+
+
+def table_of(nodes: list[tuple[Node, Known]]) -> NodeTable:
+    table = NodeTable()
+    for node, known in nodes:
+        table.join(node.address, node.card)
+        table.note_load(node.address, known.load)
+        names = NAMING.names(PROMPT[: known.num_cached_blocks * 16], len(PROMPT))
+        table.note_prefixes(node.address, PrefixChanges(1, True, frozenset(names)))
+    return table
+
+
+@given(st.lists(knowns, max_size=6), routings, st.integers(0, 1000))
+def test_a_choice_is_open_and_fits_and_a_refusal_has_its_reason(
+    known: list[Known], routing: Routing, number: int
+) -> None:
+    nodes = [
+        (a_node(one.role, f"n{n}", fingerprint=replace(FINGERPRINT, model=str(one.kind))), one)
+        for n, one in enumerate(known)
+    ]
+    table = table_of(nodes)
+    failed = frozenset(node.address for node, one in nodes if one.has_failed)
+    good = [node for node, one in nodes if not (one.has_failed or one.load.is_draining)]
+    decodes = [node for node in good if node.card.role is NodeRole.DECODE]
+    prefills = [node for node in good if node.card.role is NodeRole.PREFILL]
+    all_prefills = [node for node, one in nodes if one.role is NodeRole.PREFILL]
+
+    try:
+        route = choose(table, routing, Ask(PROMPT, number), without=failed)
+    except NoNodes:
+        assert not decodes
+        return
+    except IncompatibleNodes:
+        assert not any(p.may_share_kv_with(d) for p in all_prefills for d in decodes)
+        assert all_prefills
+        return
+
+    assert route.decode in decodes
+    if route.prefill is None:
+        assert route.local_reason
+    else:
+        assert route.prefill in prefills
+        assert route.prefill.may_share_kv_with(route.decode)
+    assert choose(table, routing, Ask(PROMPT, number), without=failed) == route
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30))
+def test_when_every_request_has_ended_nothing_is_left_of_their_weight(
+    ends: list[tuple[int, bool]],
+) -> None:
+    nodes = [a_node(NodeRole.PREFILL, "p"), a_node(NodeRole.DECODE, "d")]
+    table = NodeTable()
+    for node in nodes:
+        table.join(node.address, node.card)
+    assignments: list[Assignment] = []
+
+    for number, (place, is_computed) in enumerate(ends):
+        route = choose(table, Routing(), Ask((number, *PROMPT), number))
+        assignments.insert(place % (len(assignments) + 1), Assignment(table, route))
+        if is_computed:
+            assignments[0].prompt_done()
+    for assignment in assignments:
+        assignment.close()
+
+    burdens = [table.burden(node) for node in nodes]
+    assert [(one.num_sent, one.num_sent_tokens) for one in burdens] == [(0, 0), (0, 0)]

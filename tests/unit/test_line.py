@@ -1,0 +1,120 @@
+"""Who goes ahead, who waits, who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.errors import InvalidConfig
+from router.admission import Admission
+from router.line import LONGEST_RETRY_S, Line, LineConfig
+from serving.errors import QueueFull
+
+
+def a_line(max_in_flight: int = 1, max_queue: int = 2) -> Line[str]:
+    return Line(LineConfig(max_in_flight, max_queue))
+
+
+def test_requests_go_ahead_while_there_is_room_then_wait_then_are_refused() -> None:
+    line = a_line(max_in_flight=2, max_queue=1)
+
+    admitted = [line.join(key, 0) for key in "abc"]
+
+    assert admitted == [True, True, False]
+    with pytest.raises(QueueFull, match="2 requests are under way and 1 wait"):
+        line.join("d", 0)
+
+
+def test_the_line_keeps_the_order_of_arrival() -> None:
+    line = a_line()
+    for key in "abc":
+        line.join(key, 0)
+
+    assert [line.leave("a", 1.0), line.leave("b", 2.0), line.leave("c", 3.0)] == ["b", "c", None]
+
+
+def test_a_lower_number_goes_first_whenever_it_came() -> None:
+    line = a_line(max_queue=3)
+    line.join("a", 0)
+    for key, priority in (("low", 5), ("high", -1), ("middle", 0)):
+        line.join(key, priority)
+
+    order = [line.leave("a", 0.0), line.leave("high", 0.0), line.leave("middle", 0.0)]
+
+    assert order == ["high", "middle", "low"]
+
+
+def test_whoever_leaves_the_line_makes_room_at_once_and_is_never_called() -> None:
+    line = a_line()
+    for key in "abc":
+        line.join(key, 0)
+
+    nobody = line.leave("b", 0.0)
+    line.join("d", 0)
+
+    assert nobody is None
+    assert line.leave("a", 0.0) == "c"
+    assert line.leave("c", 0.0) == "d"
+
+
+def test_many_that_give_up_leave_no_trace() -> None:
+    line = a_line()
+    line.join("a", 0)
+    for number in range(1000):
+        line.join(f"x{number}", 0)
+        line.leave(f"x{number}", 0.0)
+
+    assert line.num_waiting == 0
+    assert line.leave("a", 1.0) is None
+
+
+def test_the_time_to_wait_follows_the_pace_of_ends_and_the_length_of_the_line() -> None:
+    line = a_line(max_queue=10)
+    for number in range(100):
+        line.join(f"x{number}", 0)
+        line.leave(f"x{number}", 0.2 * number)
+    short = line.retry_after_s()
+    for number in range(4):
+        line.join(f"y{number}", 0)
+
+    assert short == pytest.approx(0.2, rel=0.05)
+    assert line.retry_after_s() == pytest.approx(0.2 * 4, rel=0.05)
+
+
+def test_nobody_is_sent_away_for_hours() -> None:
+    line = a_line()
+    for number in range(100):
+        line.join(f"x{number}", 0)
+        line.leave(f"x{number}", 10_000.0 * number)
+
+    assert line.retry_after_s() == LONGEST_RETRY_S
+
+
+@pytest.mark.parametrize(("in_flight", "queue"), [(0, 1), (1, -1)])
+def test_limits_that_serve_nobody_are_refused(in_flight: int, queue: int) -> None:
+    with pytest.raises(InvalidConfig):
+        LineConfig(in_flight, queue)
+
+
+def test_a_request_that_is_cancelled_just_when_it_was_admitted_passes_its_turn_on() -> None:
+    async def three() -> None:
+        admission = Admission(LineConfig(1, 5), clock=lambda: 0.0)
+        done = asyncio.Event()
+
+        async def take_turn(until: asyncio.Event | None = None) -> None:
+            async with admission.turn(0):
+                if until is not None:
+                    await until.wait()
+
+        first = asyncio.ensure_future(take_turn(done))
+        second = asyncio.ensure_future(take_turn(done))
+        third = asyncio.ensure_future(take_turn())
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])  # second is admitted now, and has not run since
+        second.cancel()
+        await asyncio.wait_for(third, timeout=30)
+        assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
+
+    asyncio.run(three())

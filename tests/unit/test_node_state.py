@@ -1,0 +1,98 @@
+"""What a node tells of itself, to whoever watches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from engine.events import BlockStored, KvEvent
+from engine.hashing import BlockHash
+from engine.loop import EngineLoop
+from serving.engine_calls import EngineCalls
+from serving.node import NodeLoad, NodeRole
+from serving.node_news import NodeNews
+from serving.node_state import NodeState
+from serving.prefixes import PrefixChanges
+from tests.support.engines import an_engine
+from tests.support.node_calls import a_card
+
+PATIENCE_S = 30
+ONE, TWO = BlockHash(b"1" * 16), BlockHash(b"2" * 16)
+
+
+@dataclass(slots=True)
+class FakeNews:
+    """An engine's news, made by the test; each event is told once."""
+
+    num_running: int = 0
+    events: list[KvEvent] = field(default_factory=list)
+    num_reads: int = 0
+
+    async def read(self) -> NodeNews:
+        events, self.events = tuple(self.events), []
+        self.num_reads += 1
+        return NodeNews(NodeLoad(self.num_running), events)
+
+    def store(self, *names: BlockHash) -> None:
+        self.events.append(BlockStored(names, None, (), 16))
+
+
+@asynccontextmanager
+async def followed(news: FakeNews) -> AsyncIterator[NodeState]:
+    state = NodeState(a_card(NodeRole.DECODE), EngineCalls(EngineLoop(an_engine())), news.read)
+    following = asyncio.ensure_future(state.follow())
+    try:
+        yield state
+    finally:
+        following.cancel()
+
+
+def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> None:
+    async def late() -> tuple[NodeLoad, PrefixChanges | None]:
+        news = FakeNews(num_running=2)
+        async with followed(news) as state:
+            for name in (ONE, TWO):
+                news.store(name)
+                state.calls.touch()
+                while news.events:
+                    await asyncio.sleep(0)
+            async with aclosing(state.news()) as told:
+                return await anext(told)
+
+    load, changes = asyncio.run(asyncio.wait_for(late(), PATIENCE_S))
+
+    assert load == NodeLoad(2)
+    assert changes == PrefixChanges(1, True, frozenset({ONE, TWO}))
+
+
+def test_a_watcher_hears_of_changes_alone_and_of_those_that_come_together_at_once() -> None:
+    async def watched() -> list[tuple[NodeLoad, PrefixChanges | None]]:
+        news = FakeNews()
+        async with followed(news) as state, aclosing(state.news()) as told:
+            first = await anext(told)
+            for name in (ONE, TWO):  # the pace holds the second reading back
+                news.store(name)
+                state.calls.touch()
+            second = await anext(told)
+            news.num_running = 1
+            state.calls.touch()
+            return [first, second, await anext(told)]
+
+    first, second, third = asyncio.run(asyncio.wait_for(watched(), PATIENCE_S))
+
+    assert first == (NodeLoad(), PrefixChanges(1, True, frozenset()))
+    assert second == (NodeLoad(), PrefixChanges(2, False, frozenset({ONE, TWO})))
+    assert third == (NodeLoad(1), None)
+
+
+def test_a_drain_is_told_at_once() -> None:
+    async def drained() -> NodeLoad:
+        async with followed(FakeNews()) as state, aclosing(state.news()) as told:
+            await anext(told)
+            state.drain()
+            load, _ = await anext(told)
+            return load
+
+    assert asyncio.run(asyncio.wait_for(drained(), PATIENCE_S)).is_draining

@@ -1,0 +1,156 @@
+"""Prefixes as a node tells of them, and as a router knows them."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
+from engine.hashing import BlockHash, PrefixNaming
+from router.prefixes import MAX_EXPECTED, NodePrefixes
+from serving.node import NodeLoad, changes_from, news_to
+from serving.prefixes import (
+    LEAST_LOG_LEN,
+    CachedPrefixes,
+    PrefixChanges,
+    PrefixGap,
+    PrefixWatcher,
+)
+
+
+def name(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "little"))
+
+
+def names(*numbers: int) -> frozenset[BlockHash]:
+    return frozenset(name(number) for number in numbers)
+
+
+def stored(*numbers: int) -> BlockStored:
+    return BlockStored(tuple(name(number) for number in numbers), None, (), 16)
+
+
+def removed(*numbers: int) -> BlockRemoved:
+    return BlockRemoved(tuple(name(number) for number in numbers))
+
+
+def test_a_new_watcher_is_told_all_there_is_and_then_only_what_changed() -> None:
+    cached = CachedPrefixes()
+    cached.take([stored(1, 2, 3)])
+    watcher = PrefixWatcher(cached)
+
+    first = watcher.next()
+    cached.take([removed(2), stored(4)])
+    second, third = watcher.next(), watcher.next()
+
+    assert first == PrefixChanges(1, True, names(1, 2, 3))
+    assert second == PrefixChanges(2, False, names(4), names(2))
+    assert third is None
+
+
+def test_an_empty_cache_is_told_too_so_that_what_was_known_before_is_forgotten() -> None:
+    assert PrefixWatcher(CachedPrefixes()).next() == PrefixChanges(1, True, frozenset())
+
+
+def test_changes_that_undo_each_other_are_not_told() -> None:
+    cached = CachedPrefixes()
+    cached.take([stored(1)])
+    watcher = PrefixWatcher(cached)
+    watcher.next()
+
+    cached.take([stored(2), removed(2), removed(1), stored(1)])
+
+    assert watcher.next() is None
+
+
+def test_a_cleared_cache_is_told_as_a_whole() -> None:
+    cached = CachedPrefixes()
+    cached.take([stored(1, 2)])
+    watcher = PrefixWatcher(cached)
+    watcher.next()
+
+    cached.take([AllBlocksCleared(), stored(3)])
+
+    assert watcher.next() == PrefixChanges(2, True, names(3))
+
+
+def test_a_watcher_that_fell_far_behind_gets_the_whole_instead_of_a_long_log() -> None:
+    cached = CachedPrefixes()
+    watcher = PrefixWatcher(cached)
+    watcher.next()
+
+    for number in range(LEAST_LOG_LEN):
+        cached.take([stored(number), removed(number)])
+    cached.take([stored(7)])
+
+    assert watcher.next() == PrefixChanges(2, True, names(7))
+
+
+def test_changes_survive_the_wire() -> None:
+    changes = PrefixChanges(9, False, names(1, 2), names(3))
+
+    assert changes_from(news_to(NodeLoad(), changes)) == changes
+    assert changes_from(news_to(NodeLoad())) is None
+
+
+def test_a_router_matches_leading_blocks_without_a_gap() -> None:
+    prefixes = NodePrefixes()
+    prefixes.take("a", PrefixChanges(1, True, names(1, 2, 4)))
+    prefixes.take("b", PrefixChanges(1, True, names(1, 2, 3, 4)))
+    prefixes.take("c", PrefixChanges(1, True, names(2, 3)))
+
+    assert prefixes.told([name(n) for n in (1, 2, 3, 4, 5)]) == {"a": 2, "b": 4}
+    assert prefixes.told([]) == {}
+
+
+def test_a_change_out_of_turn_is_a_gap_until_a_snapshot_comes() -> None:
+    prefixes = NodePrefixes()
+    prefixes.take("a", PrefixChanges(1, True, names(1)))
+
+    with pytest.raises(PrefixGap):
+        prefixes.take("a", PrefixChanges(3, False, names(2)))
+    prefixes.take("a", PrefixChanges(1, True, names(5)))
+
+    assert prefixes.told([name(1)]) == {}
+    assert prefixes.told([name(5)]) == {"a": 1}
+
+
+def test_a_lost_node_has_nothing() -> None:
+    prefixes = NodePrefixes()
+    prefixes.take("a", PrefixChanges(1, True, names(1)))
+    prefixes.expect("a", [name(2)])
+
+    prefixes.drop("a")
+
+    assert prefixes.likely([name(1), name(2)]) == {}
+
+
+def test_what_is_expected_is_likely_until_the_node_says_what_became_of_it() -> None:
+    prefixes = NodePrefixes()
+    prefixes.take("a", PrefixChanges(1, True, names()))
+    prefixes.expect("a", [name(1), name(2)])
+    before = dict(prefixes.likely([name(1), name(2)]))
+
+    prefixes.take("a", PrefixChanges(2, False, names(1, 2)))
+    prefixes.take("a", PrefixChanges(3, False, names(), names(2)))
+
+    assert before == {"a": 2}
+    assert prefixes.told([name(1), name(2)]) == prefixes.likely([name(1), name(2)]) == {"a": 1}
+
+
+def test_expectations_do_not_pile_up() -> None:
+    prefixes = NodePrefixes()
+
+    prefixes.expect("a", [name(number) for number in range(MAX_EXPECTED + 1)])
+
+    assert prefixes.likely([name(0)]) == {}
+    assert prefixes.likely([name(1)]) == {"a": 1}
+
+
+def test_names_are_those_that_the_cache_gives() -> None:
+    naming = PrefixNaming(4, "salt", 3, max_shareable_prompt_len=6)
+
+    short, same = naming.names(range(6), 6, "s"), naming.names((*range(6), 9), 6, "s")
+    long_prompt = naming.names(range(8), 8, "s")
+
+    assert short == same
+    assert short[0] != long_prompt[0]
