@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from kv_transfer.errors import InvalidKvSetting
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
@@ -59,11 +61,11 @@ class KvWorkerConfig:
         )
         for name in times:
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+                raise InvalidKvSetting(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
 def _check_positive(config: ReceiverConfig | SenderConfig) -> None:
     for limit in fields(config):
         value = getattr(config, limit.name)
         if not value > 0:
-            raise ValueError(f"{limit.name} is {value}; it must be above 0")
+            raise InvalidKvSetting(f"{limit.name} is {value}; it must be above 0")

@@ -7,6 +7,10 @@ class KvTransferError(Exception):
     """The root of every error raised here on purpose."""
 
 
+class InvalidKvSetting(KvTransferError):
+    """A setting of the hand-off or of its transport cannot work; the process stops at start."""
+
+
 class TransportMissing(KvTransferError):
     """The library of the chosen transport is not installed."""
 

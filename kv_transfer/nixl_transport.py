@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.errors import PeerUnreachable, TransportMissing
+from kv_transfer.errors import InvalidKvSetting, PeerUnreachable, TransportMissing
 from kv_transfer.messages import Region
 from kv_transfer.process_mark import ProcessMark, own_mark
 from kv_transfer.transport import (
@@ -46,7 +46,9 @@ class NixlConfig:
     def __post_init__(self) -> None:
         for name, value in (("tls", self.tls), ("net_devices", self.net_devices)):
             if "," in value:
-                raise ValueError(f"{name}={value}: NIXL takes one item; set UCX_{name.upper()}")
+                raise InvalidKvSetting(
+                    f"{name}={value}: NIXL takes one item; set UCX_{name.upper()}"
+                )
 
 
 class NixlTransport:

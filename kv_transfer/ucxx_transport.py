@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from kv_transfer.errors import PeerUnreachable, TransportMissing
+from kv_transfer.errors import InvalidKvSetting, PeerUnreachable, TransportMissing
 from kv_transfer.messages import Region
 from kv_transfer.spans import Span, pair_spans, spans
 from kv_transfer.transport import (
@@ -61,7 +61,9 @@ class UcxxTransport:
 
     def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
         if region.device != "cpu":
-            raise ValueError(f"the ucxx transport moves CPU memory, not {region.device}: use nixl")
+            raise InvalidKvSetting(
+                f"the ucxx transport moves CPU memory, not {region.device}: use nixl"
+            )
         self._ucxx, self._array_type = _import_ucxx()
         self._region = region
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
 from engine.assembly import build_scheduler
@@ -44,7 +43,7 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     identity = identify(options, NodeRole.PREFILL, runner)
     links, ledger = GrpcLinks(), Ledger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links)
-    scheduler = build_scheduler(runner, replace(engine_options(options), collect_kv_events=True))
+    scheduler = build_scheduler(runner, engine_options(options))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
     engine = EngineLoop(core, name=identity.node_id)
     links.attach(worker, engine.post)
@@ -56,8 +55,7 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     ledger.tell_when_sent(sends.ended)
     calls = EngineCalls(engine)
     ledger.tell_of_changes(calls.touch_from_engine)
-    naming = scheduler.cache_config.naming if options.enable_prefix_caching else None
-    card = replace(card_of(options, NodeRole.PREFILL, identity, runner), prefix_naming=naming)
+    card = card_of(options, NodeRole.PREFILL, identity, runner, scheduler)
     log_start(card, runner)
     state = NodeState(card, calls, news_reader(engine, scheduler))
     prefill, node, link = PrefillServicer(state, sends), NodeServicer(state), KvLinkServicer(links)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine.assembly import EngineOptions
 from engine.errors import InvalidConfig
-from engine.loop import EngineLoop
 from engine.runner.runner import TorchRunner
 from engine.scheduler import Scheduler
 from kv_transfer.link import Link
@@ -23,7 +21,7 @@ from kv_transfer.transport import Transport
 from kv_transfer.types import Incarnation, NodeId
 from kv_transfer.ucxx_transport import UcxxConfig, UcxxTransport
 from kv_transfer.worker import KvTransferWorker
-from serving.node import NodeCard, NodeLoad, NodeRole
+from serving.node import NodeCard, NodeRole
 from serving.node_options import KV_TRANSPORTS, NodeOptions
 
 # The axes inside one block, outermost first.
@@ -57,7 +55,11 @@ def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Ident
 
 
 def card_of(
-    options: NodeOptions, role: NodeRole, identity: Identity, runner: TorchRunner
+    options: NodeOptions,
+    role: NodeRole,
+    identity: Identity,
+    runner: TorchRunner,
+    scheduler: Scheduler,
 ) -> NodeCard:
     return NodeCard(
         node_id=identity.node_id,
@@ -70,6 +72,7 @@ def card_of(
         num_blocks=runner.kv_memory.num_blocks,
         block_bytes=runner.kv_memory.block_bytes,
         kv_transport=options.kv_transport,
+        prefix_naming=scheduler.cache_config.naming if options.enable_prefix_caching else None,
     )
 
 
@@ -130,32 +133,4 @@ def _open_transport(options: NodeOptions, region: Region) -> Transport:
 
 def engine_options(options: NodeOptions) -> EngineOptions:
     scheduling = replace(options.scheduling, push_layers=options.push == "layer")
-    return EngineOptions(scheduling, options.enable_prefix_caching)
-
-
-def load_reader(engine: EngineLoop, scheduler: Scheduler) -> Callable[[], Awaitable[NodeLoad]]:
-    """Asks the engine's thread between two of its steps."""
-    loop = asyncio.get_running_loop()
-
-    async def read() -> NodeLoad:
-        answer: asyncio.Future[NodeLoad] = loop.create_future()
-        engine.post(lambda: _answer(loop, answer, _load_of(scheduler)))
-        return await answer
-
-    return read
-
-
-def _answer(
-    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[NodeLoad], load: NodeLoad
-) -> None:
-    def tell() -> None:
-        if not answer.cancelled():
-            answer.set_result(load)
-
-    loop.call_soon_threadsafe(tell)
-
-
-def _load_of(scheduler: Scheduler) -> NodeLoad:
-    stats = scheduler.stats()
-    num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
-    return NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks)
+    return EngineOptions(scheduling, options.enable_prefix_caching, collect_kv_events=True)

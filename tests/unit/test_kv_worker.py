@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.config import KvWorkerConfig
+from kv_transfer.errors import InvalidKvSetting
 from kv_transfer.memory_transport import MemoryTransport, Wire
 from kv_transfer.messages import Hello, why_refused
 from kv_transfer.pairs import Identity
@@ -263,7 +264,7 @@ def test_closing_a_node_tells_its_peers() -> None:
 
 
 def test_a_poll_interval_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="poll_s is 0"):
+    with pytest.raises(InvalidKvSetting, match="poll_s is 0"):
         KvWorkerConfig(poll_s=0)
 
 
