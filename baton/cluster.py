@@ -33,6 +33,7 @@ class ClusterOptions:
     num_decode: int = 1
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0 takes any that is free
+    program_arguments: tuple[str, ...] = ()  # of `baton` itself, in front of the command
     node_arguments: tuple[str, ...] = ()  # given to each node as they are
     router_arguments: tuple[str, ...] = ()
     start_timeout_s: float = 120.0
@@ -53,7 +54,7 @@ class Child:
         self._is_told = False
         self._drain_timeout_s = options.drain_timeout_s
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "serve", *arguments, "--parent-pid", str(os.getpid())],
+            [*_command(options), *arguments, "--parent-pid", str(os.getpid())],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -173,13 +174,18 @@ class LocalCluster:
     def _node(self, role: str, number: int) -> Child:
         name = f"{role}-{number}"
         options = self._options
-        fixed = [role, "--model", options.model, "--host", options.host, "--node-id", name]
+        where = ["--host", options.host, "--port", "0"]
+        fixed = [role, "--model", options.model, *where, "--node-id", name]
         return self._spawn(name, [*fixed, *options.node_arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
         child = Child(name, arguments, self._options)
         self._lifetime.callback(child.stop)
         return child
+
+
+def _command(options: ClusterOptions) -> list[str]:
+    return [sys.executable, "-m", "baton", *options.program_arguments, "serve"]
 
 
 def await_serving(address: str, timeout_s: float) -> None:

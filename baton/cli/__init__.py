@@ -4,42 +4,86 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
 from baton.cli.bench import bench
 from baton.cli.cluster import demo, up
+from baton.cli.command import (
+    ENVIRONMENT_PREFIX,
+    ConfigFile,
+    dress,
+    examples,
+    hide_variables,
+    unwrapped,
+)
+from baton.cli.errors import NAMED, tell_named, tell_usage
 from baton.cli.generate import generate
 from baton.cli.run import run
 from baton.cli.serve import serve
-from engine.errors import EngineError
-from kv_transfer.errors import KvTransferError
-from serving.errors import ServiceError
-
-NAMED = (EngineError, KvTransferError, ServiceError)
 
 app = typer.Typer(
     name="baton",
-    help="Prefill/decode-disaggregated LLM inference.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        print(f"baton {version('baton')}")
+        raise typer.Exit
+
+
+@app.callback(
+    help=unwrapped("""
+    Prefill/decode-disaggregated LLM inference.
+
+    Options are looked for in a file (--config), then in the environment (BATON_UP_PORT is
+    --port of `baton up`), then on the command line; the last one found holds.
+    """),
+    epilog=examples("baton up --model models/demo", 'baton generate "import os"'),
+)
+def _baton(
+    config: ConfigFile = None,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None: ...
+
+
 app.command()(up)
 app.command()(demo)
 app.command()(generate)
 app.command()(run)
 app.add_typer(serve, name="serve")
 app.add_typer(bench, name="bench")
+dress(app)
 
 
 def main() -> None:
-    """A named error is one line and exit code 2; a bug keeps its traceback."""
+    """A named error is one line; a bug keeps its traceback."""
     # Before torch is loaded: its idle threads must not spin on a core that another process
     # could use. With two processes on two cores, spinning costs a factor, not a percentage.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.exit(_run())
+
+
+def _run() -> int:
+    command = typer.main.get_command(app)
+    hide_variables(command)
     try:
-        app()
+        code = command.main(
+            prog_name="baton", standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX
+        )
     except NAMED as error:
-        print(f"baton: {error}", file=sys.stderr)
-        sys.exit(2)
+        return tell_named(error)
+    except typer.TyperException as error:
+        return tell_usage(error)
+    except typer.Abort:
+        return 130
+    return code if isinstance(code, int) else 0

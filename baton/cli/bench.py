@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from baton.cli.options import JsonFile
+from baton.cli.show import show_table
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 
 bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
-
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here, too.")]
 
 
 @bench.command()
@@ -32,7 +30,7 @@ def scheduler(
 
     figures = run(_numbers(running), waiting, _numbers(contexts))
     rows = [row for rows in figures.values() for row in rows]
-    _show("one schedule and one update, medians", rows)
+    show_table("one schedule and one update, medians", rows)
     _write(json_file, figures)
 
 
@@ -59,7 +57,7 @@ def engine(
             status.update(f"{rate.phase} {rate.size}: {rate.median_tokens_per_s:.1f} tokens/s")
 
         rates = [asdict(rate) for rate in run(what, on_rate)]
-    _show(f"{model}, medians of {runs} runs", rates)
+    show_table(f"{model}, medians of {runs} runs", rates)
     _write(json_file, {"model": model, "rates": rates})
 
 
@@ -93,12 +91,12 @@ def kv(
     with Console(stderr=True).status("starting") as status:
         figures, tails = run(what, lambda done: status.update(f"measured {done}"))
     rows = [asdict(figure) for figure in figures]
-    _show(
+    show_table(
         f"GB/s (share of the contiguous write) and µs, medians of {runs} rounds",
         [_with_shares(row) for row in rows],
     )
     tail_rows = [asdict(tail) for tail in tails]
-    _show("what is left when the last chunk has ended", tail_rows)
+    show_table("what is left when the last chunk has ended", tail_rows)
     _write(json_file, {"transfers": rows, "tails": tail_rows})
 
 
@@ -132,7 +130,7 @@ def policies(
     with Console(stderr=True).status("simulating") as status:
         figures = run(what, lambda done: status.update(f"simulated {done.policy}"))
     rows = [asdict(figure) for figure in figures]
-    _show(f"{nodes} simulated nodes, {requests} requests, seed {seed}", rows)
+    show_table(f"{nodes} simulated nodes, {requests} requests, seed {seed}", rows)
     _write(json_file, {"cluster": asdict(what), "policies": rows})
     if plot_file is not None:
         plot(figures, plot_file)
@@ -153,17 +151,6 @@ def _numbers(written: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise InvalidConfig(f"{written!r}: every number must be at least 1")
     return numbers
-
-
-def _show(title: str, rows: Sequence[Mapping[str, object]]) -> None:
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row.values())
-        )
-    Console().print(table)
 
 
 def _write(path: Path | None, figures: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -9,26 +10,48 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str, typer.Option(help="Model folder, or a name on the Hugging Face hub.")]
+from baton.cli.command import FILE, SETTINGS
+from baton.cli.options import Host, Model, Port
+from baton.cli.serve import node_options, router
+from baton.cli.signatures import is_chosen, passed_on, takes_options_of
+
+# What `baton up` decides itself, for each process.
+GIVEN = ("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid")
+CLUSTER_PANEL = "Cluster"
 
 
+@takes_options_of(node_options, router, without=GIVEN)
 def up(
+    context: typer.Context,
     model: Model,
-    prefill: Annotated[int, typer.Option(min=0, help="How many prefill nodes.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="How many decode nodes.")] = 1,
-    port: Annotated[int, typer.Option(help="The router's port; 0 takes any.")] = 50051,
-    kv_cache_memory: Annotated[str, typer.Option(help="Of each node.")] = "256MiB",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch in each node.")] = 1,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="How many prefill nodes.", rich_help_panel=CLUSTER_PANEL)
+    ] = 1,
+    decode: Annotated[
+        int, typer.Option(min=1, help="How many decode nodes.", rich_help_panel=CLUSTER_PANEL)
+    ] = 1,
+    host: Host = "127.0.0.1",
+    port: Port = 50051,
+    **_given: object,
 ) -> None:
-    """Start a local cluster; Ctrl-C drains it."""
+    """Start a local cluster; Ctrl-C drains it.
+
+    Options of nodes and router are passed on to them.
+    """
     from baton.cluster import ClusterOptions, LocalCluster
 
     options = ClusterOptions(
         model=model,
         num_prefill=prefill,
         num_decode=decode,
+        host=host,
         port=port,
-        node_arguments=("--kv-cache-memory", kv_cache_memory, "--threads", str(threads)),
+        program_arguments=_same_file(context),
+        node_arguments=(
+            *_shared_cores(context, prefill + decode),
+            *passed_on(context, node_options, without=GIVEN),
+        ),
+        router_arguments=passed_on(context, router, without=GIVEN),
         show_logs=True,
     )
     with LocalCluster(options) as cluster:
@@ -38,6 +61,22 @@ def up(
             signal.signal(number, lambda *_: told.set())
         told.wait()
         print("draining", file=sys.stderr)
+
+
+def _same_file(context: typer.Context) -> tuple[str, ...]:
+    """The processes look into their own tables of it."""
+    path = context.meta.get(FILE)
+    return () if path is None else (f"--config={path}",)
+
+
+def _shared_cores(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
+    """No node may take all the cores, which it would if nothing were said."""
+    nodes = context.meta.get(SETTINGS, {}).get("serve", {})
+    in_file = any("threads" in nodes.get(role, {}) for role in ("prefill", "decode"))
+    if in_file or is_chosen(context, "threads"):
+        return ()
+    num_cores = len(os.sched_getaffinity(0))
+    return (f"--threads={max(1, num_cores // num_nodes)}",)
 
 
 def demo(

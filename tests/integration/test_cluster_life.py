@@ -122,7 +122,7 @@ def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> Non
     assert len(children) == 3
 
 
-def test_a_busy_port_is_one_clear_line_and_exit_code_2(model_folder: Path) -> None:
+def test_a_busy_port_is_one_clear_line_and_exit_code_1(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         arguments = ["serve", "router", "--decode-nodes", "127.0.0.1:1", "--port", port]
@@ -135,8 +135,10 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_2(model_folder: Path) -> No
             check=False,
         )
 
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith(f"baton: cannot listen on 127.0.0.1:{port}")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(
+        f"baton: error: cannot listen on 127.0.0.1:{port}"
+    )
 
 
 def children_of(pid: int) -> list[int]:

@@ -118,7 +118,7 @@ def test_run_names_a_bad_setting_in_one_line(model_folder: Path) -> None:
     done = _baton("run", "--model", str(model_folder), "--temperature", "-1", "the fox")
 
     assert done.returncode == 2
-    assert done.stderr == "baton: temperature is -1.0; it must be from 0 to 100\n"
+    assert done.stderr == "baton: error: temperature is -1.0; it must be from 0 to 100\n"
 
 
 def _generate_until_interrupted(local: LLM) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import typer
 
-from baton.cli.serve import parse_cpus
+from baton.cli.cluster import GIVEN, up
+from baton.cli.serve import node_options, parse_cpus, router
+from baton.cli.signatures import options_of, passed_on, takes_options_of
 from engine.errors import InvalidConfig
+from kv_transfer.errors import InvalidKvSetting
 from serving.server import parse_announcement
 
 
@@ -23,3 +27,43 @@ def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
 def test_only_the_line_that_announces_an_address_is_taken_for_one() -> None:
     assert parse_announcement("baton ready: decode 127.0.0.1:5\n") == ("decode", "127.0.0.1:5")
     assert parse_announcement("INFO ready\n") is None
+
+
+def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() -> None:
+    offered = {one.name for one in options_of(up)}
+
+    of_nodes = {one.name for one in options_of(node_options)}
+    of_router = {one.name for one in options_of(router)}
+    assert offered > (of_nodes | of_router) - set(GIVEN)
+    assert not offered & {"node_id", "prefill_nodes", "decode_nodes"}
+
+
+def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it() -> None:
+    passed: list[tuple[str, ...]] = []
+
+    @takes_options_of(node_options, router, without=GIVEN)
+    def command(context: typer.Context, **_given: object) -> None:
+        passed.append(passed_on(context, node_options, without=GIVEN))
+        passed.append(passed_on(context, router, without=GIVEN))
+
+    app = typer.Typer()
+    app.command()(command)
+    run = typer.main.get_command(app).main
+    run(
+        ["--no-kv-verify", "--kv-tls", "^cma", "--policy", "round_robin", "--kv-lease-s", "2"],
+        standalone_mode=False,
+    )
+
+    assert passed == [
+        ("--kv-tls=^cma", "--no-kv-verify", "--kv-lease-s=2.0"),
+        ("--policy=round_robin",),
+    ]
+
+
+def test_leases_and_patience_reach_the_kv_worker() -> None:
+    options = node_options("m", kv_lease_s=2.0, kv_silence_s=3.0)
+
+    receiver = options.kv_worker.receiver
+    assert (receiver.lease_s, receiver.silence_s) == (2.0, 3.0)
+    with pytest.raises(InvalidKvSetting, match="lease_s"):
+        node_options("m", kv_lease_s=0.0)

@@ -1,0 +1,196 @@
+"""What each command has beside its own options: a settings file, the environment, examples."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
+from baton.cli.show import show_table
+
+SETTINGS_PANEL = "Settings"
+ENVIRONMENT_PREFIX = "BATON"
+SHOW = "baton.show_config"
+FILE = "baton.config"
+SETTINGS = "baton.settings"
+SECRET_ENDINGS = ("token", "password")
+
+
+def use_file(context: typer.Context, config: Path | None) -> Path | None:
+    """Before all other options of the command are looked at, so that they find their values."""
+    if config is not None and not context.resilient_parsing:
+        settings: Any = read_settings(config, _options_of(context.find_root().command))
+        context.meta[SETTINGS] = settings
+        for name in _path(context):
+            settings = settings[name]
+        context.default_map = settings
+        context.meta[FILE] = config
+    if not context.resilient_parsing:
+        _warn_of_unknown_variables(context)
+    return config
+
+
+def note_show(context: typer.Context, show_config: bool) -> bool:
+    context.meta[SHOW] = show_config
+    return show_config
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="TOML file with a table for each command.",
+        callback=use_file,
+        is_eager=True,
+        rich_help_panel=SETTINGS_PANEL,
+    ),
+]
+ShowConfig = Annotated[
+    bool,
+    typer.Option(
+        "--show-config",
+        help="Show each option, its value and where that came from; do nothing else.",
+        callback=note_show,
+        rich_help_panel=SETTINGS_PANEL,
+    ),
+]
+
+
+def _of_every_command(config: ConfigFile = None, show_config: ShowConfig = False) -> None:
+    """Only its options are used."""
+
+
+def _options_of_every_command() -> list[Any]:
+    app = typer.Typer(add_completion=False)
+    app.command()(_of_every_command)
+    options = list(typer.main.get_command(app).params)
+    for option in options:
+        option.expose_value = False
+    return options
+
+
+class Command(TyperCommand):
+    """A command that takes its options from a file and the environment, too."""
+
+    def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
+        super().__init__(*args, params=[*(params or ()), *_options_of_every_command()], **given)
+        self.help = unwrapped(self.help or "")
+        hide_variables(self)
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.meta.get(SHOW):
+            _show_settings(ctx)
+            return None
+        return super().invoke(ctx)
+
+
+def dress(app: typer.Typer) -> None:
+    """Makes every command of the app, and of the groups in it, a `Command`."""
+    for command in app.registered_commands:
+        command.cls = Command
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            dress(group.typer_instance)
+
+
+def examples(*lines: str) -> str:
+    """For the end of a command's `--help`."""
+    return "\n".join(["[bold]Examples[/]", *(f"  {line}" for line in lines)])
+
+
+def unwrapped(text: str) -> str:
+    """Paragraphs as one line each: the terminal's width is not the source's."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(" ".join(one.split()) for one in paragraphs)
+
+
+def hide_variables(command: Any) -> None:
+    """The rule by which they are named is told once, and not with each option."""
+    for param in command.params:
+        if hasattr(param, "show_envvar"):
+            param.show_envvar = False
+
+
+def _path(context: typer.Context) -> list[str]:
+    """The names of the groups and of the command, without the program's."""
+    names: list[str] = []
+    at: Any = context
+    while at.parent is not None:
+        names.insert(0, at.info_name)
+        at = at.parent
+    return names
+
+
+def _options_of(command: Any) -> Node:
+    if hasattr(command, "commands"):
+        return GroupOptions({name: _options_of(one) for name, one in command.commands.items()})
+    options = (_option(param) for param in command.params if _is_settable(param))
+    return CommandOptions({option.name: option for option in options})
+
+
+def _is_settable(param: Any) -> bool:
+    is_own = param.expose_value and not param.is_eager
+    return param.param_type_name == "option" and is_own and not param.hidden
+
+
+def _option(param: Any) -> Option:
+    annotation = param.type_descriptor.annotation
+    several = bool(param.multiple)
+    kind = annotation.__args__[0] if several else annotation
+    return Option(param.name, kind if kind in (bool, int, float) else str, several)
+
+
+def _variable(context: Any, name: str) -> str:
+    return f"{context.auto_envvar_prefix}_{name}".upper()
+
+
+def _warn_of_unknown_variables(context: Any) -> None:
+    """Only for the command that runs: its group's prefix may be the start of other names."""
+    if hasattr(context.command, "commands") or context.auto_envvar_prefix is None:
+        return
+    known = {_variable(context, param.name) for param in context.command.params}
+    for name in sorted(os.environ):
+        if name.startswith(f"{context.auto_envvar_prefix}_") and name not in known:
+            near = ", ".join(get_close_matches(name, known, n=2)) or "see --show-config"
+            print(f"baton: warning: {name} sets nothing; known: {near}", file=sys.stderr)
+
+
+def _show_settings(context: Any) -> None:
+    params = [param for param in context.command.params if param.expose_value and not param.hidden]
+    rows = [
+        {"option": param.name, "value": _shown(param, context), "from": _source(param, context)}
+        for param in params
+    ]
+    show_table(f"settings of {context.command_path}", rows)
+
+
+def _shown(param: Any, context: Any) -> str:
+    value = context.params.get(param.name)
+    if value and param.name.endswith(SECRET_ENDINGS):
+        return "(not shown)"
+    return "" if value is None else str(value)
+
+
+def _source(param: Any, context: Any) -> str:
+    """Where the value of an option came from, in words."""
+    source = context.get_parameter_source(param.name)
+    return {
+        "COMMANDLINE": "command line",
+        "ENVIRONMENT": _variable(context, param.name),
+        "DEFAULT_MAP": str(context.meta.get(FILE)),
+    }.get(source.name if source else "", "default")
+
+
+def origin(context: Any, param: Any) -> str | None:
+    """The file or the variable that a bad value came from; None for the command line."""
+    if context is None or param is None:
+        return None
+    told = _source(param, context)
+    return told if told not in ("command line", "default") else None

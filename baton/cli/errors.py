@@ -1,0 +1,40 @@
+"""What a command ends with when it cannot go on: one line, and a code that scripts can read."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from baton.cli.command import origin
+from engine.errors import EngineError, InvalidConfig, InvalidRequest
+from kv_transfer.errors import InvalidKvSetting, KvTransferError
+from serving.errors import ServiceError
+
+FAILED = 1
+WRONG_USAGE = 2
+NAMED = (EngineError, KvTransferError, ServiceError)
+USAGE = (InvalidConfig, InvalidKvSetting, InvalidRequest)
+
+
+def tell(message: str) -> None:
+    print(f"baton: error: {message}", file=sys.stderr)
+
+
+def tell_named(error: Exception) -> int:
+    """Tells of an error that was raised on purpose; the exit code."""
+    tell(str(error))
+    return WRONG_USAGE if isinstance(error, USAGE) else FAILED
+
+
+def tell_usage(error: typer.TyperException) -> int:
+    """Tells of what is wrong with the command line, the environment or the file."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.message, file=sys.stderr)
+        return WRONG_USAGE
+    context = getattr(error, "ctx", None)
+    where = origin(context, getattr(error, "param", None))
+    message = " ".join(error.format_message().split())
+    hint = f"; see {context.command_path} --help" if context is not None else ""
+    tell(f"{where}: {message}{hint}" if where else f"{message}{hint}")
+    return error.exit_code

@@ -1,0 +1,157 @@
+"""Options that several commands share, each in its panel of `--help`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MODEL_PANEL = "Model"
+KV_PANEL = "KV cache"
+BATCH_PANEL = "Batching"
+MACHINE_PANEL = "Machine"
+NETWORK_PANEL = "Network"
+ROUTING_PANEL = "Routing"
+SAMPLING_PANEL = "Sampling"
+OUTPUT_PANEL = "Output"
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+Address = Annotated[str, typer.Option(help="host:port of the router.", rich_help_panel="Network")]
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Model folder, or a name on the Hugging Face hub.", rich_help_panel=MODEL_PANEL
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL_PANEL),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(help="Most tokens of prompt and answer.", rich_help_panel=MODEL_PANEL),
+]
+ModelName = Annotated[
+    str, typer.Option(help="Name that clients use for the model.", rich_help_panel=MODEL_PANEL)
+]
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=MACHINE_PANEL)]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of torch.", rich_help_panel=MACHINE_PANEL)
+]
+Cpus = Annotated[
+    str,
+    typer.Option(help="CPU cores to stay on, such as 0-3,6.", rich_help_panel=MACHINE_PANEL),
+]
+
+KvMemory = Annotated[
+    str, typer.Option(help="Size of the KV cache, such as 512MiB.", rich_help_panel=KV_PANEL)
+]
+BlockSize = Annotated[
+    int, typer.Option(help="Tokens in a KV block; alike on all nodes.", rich_help_panel=KV_PANEL)
+]
+PrefixCaching = Annotated[
+    bool, typer.Option(help="Keep the KV of prompts for later ones.", rich_help_panel=KV_PANEL)
+]
+Transport = Annotated[
+    str, typer.Option(help="What carries KV: nixl or ucxx.", rich_help_panel=KV_PANEL)
+]
+KvTls = Annotated[
+    str,
+    typer.Option(
+        help="What UCX may use, such as tcp or ^cma; left out, it chooses.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvNetDevice = Annotated[
+    str,
+    typer.Option(
+        help="Network device for UCX, such as lo or eth0; left out, it chooses.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvVerify = Annotated[
+    bool,
+    typer.Option(help="Digest KV that is sent and check what landed.", rich_help_panel=KV_PANEL),
+]
+KvLease = Annotated[
+    float,
+    typer.Option(
+        help="How long a prefill node may write without hearing of the decode node.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+KvSilence = Annotated[
+    float,
+    typer.Option(
+        help="A peer that says nothing for so long while asked is given up.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+Push = Annotated[
+    str,
+    typer.Option(
+        help="What prefill nodes send: each chunk, or each layer.", rich_help_panel=KV_PANEL
+    ),
+]
+
+MaxNumSeqs = Annotated[
+    int, typer.Option(help="Most requests in one batch.", rich_help_panel=BATCH_PANEL)
+]
+MaxTokens = Annotated[
+    int, typer.Option(help="Most tokens in one step.", rich_help_panel=BATCH_PANEL)
+]
+
+Host = Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=NETWORK_PANEL)]
+Port = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port to listen on; 0 takes any that is free.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
+]
+NodeName = Annotated[
+    str, typer.Option(help="Name of the node; drawn when left out.", rich_help_panel=NETWORK_PANEL)
+]
+Addresses = Annotated[
+    str, typer.Option(help="host:port of each, with commas between.", rich_help_panel=NETWORK_PANEL)
+]
+ParentPid = Annotated[int, typer.Option(hidden=True, help="End with this process.")]
+
+Policy = Annotated[
+    str,
+    typer.Option(
+        help="How nodes are chosen: prefix_aware, least_loaded, power_of_two or round_robin.",
+        rich_help_panel=ROUTING_PANEL,
+    ),
+]
+LocalPrefill = Annotated[
+    int,
+    typer.Option(
+        help="Decode computes a prompt that lacks fewer tokens there; 0 is off.",
+        rich_help_panel=ROUTING_PANEL,
+    ),
+]
+MaxInFlight = Annotated[
+    int,
+    typer.Option(
+        help="Most requests that the nodes work on at once.", rich_help_panel=ROUTING_PANEL
+    ),
+]
+MaxQueue = Annotated[
+    int,
+    typer.Option(
+        help="Most requests that wait for their turn; more are refused.",
+        rich_help_panel=ROUTING_PANEL,
+    ),
+]
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the figures here, too.", rich_help_panel=OUTPUT_PANEL),
+]

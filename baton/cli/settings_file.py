@@ -1,0 +1,128 @@
+"""A settings file: TOML with a table for each command, checked against what the commands take."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from engine.errors import InvalidConfig
+
+Values = dict[str, object]
+DefaultMap = dict[str, object]  # values by option for a command; such maps by name for a group
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a file may set."""
+
+    name: str  # with underscores
+    kind: type  # bool, int, float, or str for all that is written as text
+    takes_several: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOptions:
+    options: Mapping[str, Option]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    commands: Mapping[str, Node]
+
+
+Node = CommandOptions | GroupOptions
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def read_settings(path: Path, commands: Node) -> DefaultMap:
+    """What the file sets for each command. Raises InvalidConfig with the file and the key."""
+    try:
+        parsed = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise InvalidConfig(f"{path} cannot be read: {reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidConfig(f"{path} is no TOML: {error}") from error
+    return _settings(parsed, commands, {}, _Place(path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in the file a reader is, for complaints."""
+
+    path: Path
+    tables: tuple[str, ...] = ()
+
+    def below(self, name: str) -> _Place:
+        return _Place(self.path, (*self.tables, name))
+
+    def wrong(self, complaint: str) -> InvalidConfig:
+        table = f" [{'.'.join(self.tables)}]" if self.tables else ""
+        return InvalidConfig(f"{self.path}{table}: {complaint}")
+
+    def unknown(self, what: str, name: str, known: Iterable[str]) -> InvalidConfig:
+        known = sorted(known)
+        near = get_close_matches(name, known, n=3, cutoff=0.5)
+        return self.wrong(f"unknown {what} {name!r}; known: {', '.join(near or known)}")
+
+
+def _settings(
+    table: Mapping[str, object], node: Node, above: Mapping[str, object], place: _Place
+) -> DefaultMap:
+    """A key stands for every command below its table that has such an option."""
+    values = {_name(key): value for key, value in table.items() if not isinstance(value, dict)}
+    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
+    options = _options_below(node)
+    for name in values:
+        if name not in options:
+            raise place.unknown("key", name, options)
+    here = {**above, **values}
+    commands = node.commands if isinstance(node, GroupOptions) else {}
+    for name in tables:
+        if name not in commands:
+            raise place.unknown("table", name, commands)
+    if isinstance(node, CommandOptions):
+        mine = {name: value for name, value in here.items() if name in node.options}
+        return {name: _checked(node.options[name], mine[name], place) for name in mine}
+    return {
+        name: _settings(tables.get(name, {}), below, here, place.below(name))
+        for name, below in node.commands.items()
+    }
+
+
+def _options_below(node: Node) -> set[str]:
+    if isinstance(node, CommandOptions):
+        return set(node.options)
+    return {name for below in node.commands.values() for name in _options_below(below)}
+
+
+def _checked(option: Option, value: object, place: _Place) -> object:
+    """Lists are for options that take several, or that take text with commas in it."""
+    if isinstance(value, list):
+        if not (option.takes_several or option.kind is str):
+            raise place.wrong(f"{option.name} is a list; it must be {KINDS[option.kind]}")
+        several = [_single(option, one, place) for one in value]
+        return several if option.takes_several else ",".join(map(str, several))
+    single = _single(option, value, place)
+    return [single] if option.takes_several else single
+
+
+def _single(option: Option, value: object, place: _Place) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = {
+        bool: isinstance(value, bool),
+        int: is_number and isinstance(value, int),
+        float: is_number,
+        str: is_number or isinstance(value, str),
+    }
+    if not fits[option.kind]:
+        raise place.wrong(f"{option.name} is {value!r}; it must be {KINDS[option.kind]}")
+    return str(value) if option.kind is str else value
+
+
+def _name(key: str) -> str:
+    return key.replace("-", "_")

@@ -1,0 +1,205 @@
+"""Options from a file, the environment and the command line; what is said of wrong ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
+from engine.errors import InvalidConfig
+
+PORT = Option("port", int)
+MEMORY = Option("kv_cache_memory", str)
+NODES = Option("decode_nodes", str)
+STOPS = Option("stop", str, takes_several=True)
+LEASE = Option("kv_lease_s", float)
+VERIFY = Option("kv_verify", bool)
+
+
+def command(*options: Option) -> CommandOptions:
+    return CommandOptions({option.name: option for option in options})
+
+
+COMMANDS: Node = GroupOptions(
+    {
+        "up": command(PORT, MEMORY),
+        "serve": GroupOptions(
+            {
+                "decode": command(PORT, MEMORY, LEASE, VERIFY),
+                "router": command(PORT, NODES, STOPS),
+            }
+        ),
+    }
+)
+
+
+def read(tmp_path: Path, text: str) -> dict[str, object]:
+    path = tmp_path / "baton.toml"
+    path.write_text(text, encoding="utf-8")
+    return read_settings(path, COMMANDS)
+
+
+def test_a_key_stands_for_every_command_below_its_table_and_the_nearest_table_holds(
+    tmp_path: Path,
+) -> None:
+    settings = read(
+        tmp_path,
+        """
+        kv-cache-memory = "1GiB"
+        [serve]
+        port = 1
+        [serve.decode]
+        port = 2
+        """,
+    )
+
+    assert settings == {
+        "up": {"kv_cache_memory": "1GiB"},
+        "serve": {
+            "decode": {"kv_cache_memory": "1GiB", "port": 2},
+            "router": {"port": 1},
+        },
+    }
+
+
+def test_lists_and_numbers_become_what_the_option_takes(tmp_path: Path) -> None:
+    settings = read(
+        tmp_path,
+        """
+        [serve.decode]
+        kv_cache_memory = 4096
+        kv_lease_s = 3
+        kv_verify = false
+        [serve.router]
+        decode_nodes = ["a:1", "b:2"]
+        stop = ["x", "y"]
+        """,
+    )
+
+    assert settings["serve"] == {
+        "decode": {"kv_cache_memory": "4096", "kv_lease_s": 3, "kv_verify": False},
+        "router": {"decode_nodes": "a:1,b:2", "stop": ["x", "y"]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[serve.decode]\nprot = 1", r"\[serve.decode\]: unknown key 'prot'; known: port"),
+        ("[serve.decoder]\nport = 1", r"\[serve\]: unknown table 'decoder'; known: decode"),
+        ("[up.more]\nport = 1", r"\[up\]: unknown table 'more'"),
+        ("[up]\nkv_lease_s = 1.0", r"\[up\]: unknown key 'kv_lease_s'"),
+        ("[up]\nport = '1'", r"\[up\]: port is '1'; it must be a whole number"),
+        ("[up]\nport = true", r"port is True; it must be a whole number"),
+        ("[up]\nport = 1.5", r"port is 1.5; it must be a whole number"),
+        ("[up]\nport = [1]", r"port is a list; it must be a whole number"),
+        ("[up]\nkv_cache_memory = false", r"kv_cache_memory is False; it must be text"),
+        ("[serve.decode]\nkv_verify = 1", r"kv_verify is 1; it must be true or false"),
+        ("[serve.decode]\nkv_lease_s = 'x'", r"kv_lease_s is 'x'; it must be a number"),
+        ("[up\nport = 1", r"is no TOML: .*line 1"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_name_and_its_key(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=complaint) as refusal:
+        read(tmp_path, text)
+
+    assert str(refusal.value).startswith(str(tmp_path / "baton.toml"))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"no-such\.toml cannot be read: No such file"):
+        read_settings(tmp_path / "no-such.toml", COMMANDS)
+
+
+def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "baton", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def shown(output: str) -> dict[str, tuple[str, str]]:
+    """What --show-config told: the value and its origin, by option."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
+    return {row[0]: (row[1], row[2]) for row in rows if row}
+
+
+def test_the_command_line_holds_over_the_environment_and_that_over_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[up]\nprefill = 2\ndecode = 2\nport = 2\npush = 'layer'\n", encoding="utf-8")
+
+    done = baton(
+        *("--config", str(path), "up", "--model", "m", "--port", "4", "--show-config"),
+        BATON_UP_DECODE="3",
+        BATON_UP_PORT="3",
+    )
+
+    assert done.returncode == 0, done.stderr
+    settings = shown(done.stdout)
+    assert settings["prefill"] == ("2", str(path))
+    assert settings["decode"] == ("3", "BATON_UP_DECODE")
+    assert settings["port"] == ("4", "command line")
+    assert settings["push"] == ("layer", str(path))
+    assert settings["dtype"] == ("auto", "default")
+
+
+def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.toml", tmp_path / "2.toml"
+    first.write_text("[serve.decode]\nport = 1\npush = 'layer'\n", encoding="utf-8")
+    second.write_text("[serve.decode]\nport = 2\nmodel = 'm'\n", encoding="utf-8")
+
+    done = baton(
+        *("serve", "decode", "--config", str(second), "--show-config"), BATON_CONFIG=str(first)
+    )
+
+    settings = shown(done.stdout)
+    assert settings["port"] == ("2", str(second))
+    assert settings["push"] == ("chunk", "default")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "complaint"),
+    [
+        (["up", "--model", "m", "--prot", "1"], {}, "No such option: --prot"),
+        (["up", "--model", "m", "--port", "70000"], {}, "'--port'"),
+        (["up"], {}, "Missing option '--model'"),
+        (["upp"], {}, "No such command 'upp'. Did you mean 'up'?"),
+        (["up", "--model", "m"], {"BATON_UP_PORT": "x"}, "BATON_UP_PORT: Invalid value"),
+        (["serve", "decode", "--model", "m", "--dtype", "int3"], {}, "dtype 'int3'"),
+        (["up", "--model", "m", "--config", "/no-such"], {}, "/no-such cannot be read"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    arguments: list[str], environment: dict[str, str], complaint: str
+) -> None:
+    done = baton(*arguments, **environment)
+
+    [line] = done.stderr.splitlines()
+    assert line.startswith("baton: error: ")
+    assert complaint in line
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_variable_that_sets_nothing_is_told_with_the_names_it_could_mean() -> None:
+    done = baton("up", "--model", "m", "--show-config", BATON_UP_THREDS="1")
+
+    assert "BATON_UP_THREDS sets nothing; known: BATON_UP_THREADS" in done.stderr
+
+
+def test_help_needs_neither_torch_nor_grpc() -> None:
+    told = "import sys, baton.cli; print(sorted({'torch', 'grpc', 'numpy'} & set(sys.modules)))"
+
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[]\n"
