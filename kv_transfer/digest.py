@@ -9,7 +9,7 @@ import xxhash
 
 from kv_transfer.messages import Region
 from kv_transfer.spans import Span, spans
-from kv_transfer.types import BlockId
+from kv_transfer.types import BlockId, HandoffId
 
 
 class BlockDigest:
@@ -31,3 +31,51 @@ class BlockDigest:
 
 def _view(span: Span) -> memoryview:
     return memoryview((ctypes.c_char * span.num_bytes).from_address(span.address))
+
+
+class Digests:
+    """Of the hand-offs under way: of what is sent, and of what has landed so far."""
+
+    def __init__(self, region: Region, *, is_on: bool) -> None:
+        self._region = region
+        self._is_on = is_on
+        self._sent: dict[HandoffId, BlockDigest] = {}
+        self._landed: dict[HandoffId, BlockDigest] = {}
+        self.num_mismatches = 0
+
+    def add_sent(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
+        self._add(self._sent, handoff_id, block_ids)
+
+    def add_landed(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
+        self._add(self._landed, handoff_id, block_ids)
+
+    def of_sent(self, handoff_id: HandoffId) -> int | None:
+        """For Done; None where nothing is digested."""
+        digest = self._sent.pop(handoff_id, None)
+        return digest.value() if digest is not None else None
+
+    def is_good(self, handoff_id: HandoffId, rest: Sequence[BlockId], expected: int) -> bool:
+        """Whether what landed before and these last blocks are what P says it sent."""
+        if not self._is_on:
+            return True
+        digest = self._landed.pop(handoff_id, None) or BlockDigest(self._region)
+        digest.add(rest)
+        is_good = digest.value() == expected
+        self.num_mismatches += not is_good
+        return is_good
+
+    def forget(self, handoff_id: HandoffId) -> None:
+        self._sent.pop(handoff_id, None)
+        self._landed.pop(handoff_id, None)
+
+    def _add(
+        self,
+        digests: dict[HandoffId, BlockDigest],
+        handoff_id: HandoffId,
+        block_ids: Sequence[BlockId],
+    ) -> None:
+        if not self._is_on:
+            return
+        if handoff_id not in digests:
+            digests[handoff_id] = BlockDigest(self._region)
+        digests[handoff_id].add(block_ids)

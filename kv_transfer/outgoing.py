@@ -45,6 +45,7 @@ class Outgoing:
     num_layers_ended: int = 0  # of `coming`
     sliced: Sliced | None = None
     in_flight: dict[int, Flight] = field(default_factory=dict)  # by write id
+    num_told: int | None = None  # the `num_written` that D was told of last
     must_answer_revoke: bool = False
     why_ended: str = ""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -48,31 +50,34 @@ class TransferRecord:
 class Ledger:
     """Writes the records of one worker half."""
 
-    def __init__(self, transport: str, block_bytes: int) -> None:
+    def __init__(self, transport: str, block_bytes: int, clock: Callable[[], float]) -> None:
         self._transport = transport
+        self._clock = clock
         self._block_bytes = block_bytes
         self._open: dict[HandoffId, TransferRecord] = {}
         self._write_by_id: dict[int, tuple[HandoffId, int]] = {}
         self._closed: deque[TransferRecord] = deque(maxlen=MAX_UNTAKEN)
 
-    def begin(self, handoff_id: HandoffId, role: Role, now: float, num_blocks: int = 0) -> None:
+    def begin(self, handoff_id: HandoffId, role: Role, num_blocks: int = 0) -> None:
         if handoff_id not in self._open:
             self._open[handoff_id] = TransferRecord(
-                handoff_id, role, self._transport, now, num_blocks=num_blocks
+                handoff_id, role, self._transport, self._clock(), num_blocks=num_blocks
             )
 
-    def computed(self, handoff_id: HandoffId, now: float) -> None:
+    def computed(self, handoff_id: HandoffId) -> None:
         record = self._open.get(handoff_id)
         if record is not None:
-            self._open[handoff_id] = replace(record, computed_s=now)
+            self._open[handoff_id] = replace(record, computed_s=self._clock())
 
-    def posted(
-        self,
-        handoff_id: HandoffId,
-        write: Write,
-        peer: NodeId | None,
-        post_s: float,
-        now: float,
+    @contextmanager
+    def posting(self, handoff_id: HandoffId, write: Write, peer: NodeId | None) -> Iterator[None]:
+        """Around the transport's post, which may do the whole write at once."""
+        began_s = self._clock()
+        yield
+        self._posted(handoff_id, write, peer, began_s)
+
+    def _posted(
+        self, handoff_id: HandoffId, write: Write, peer: NodeId | None, began_s: float
     ) -> None:
         record = self._open.get(handoff_id)
         if record is None:
@@ -88,11 +93,11 @@ class Ledger:
             num_bytes=record.num_bytes + num_bytes,
             num_writes=record.num_writes + 1,
             num_descriptors=record.num_descriptors + _num_runs(write),
-            first_post_s=now if record.first_post_s is None else record.first_post_s,
-            post_s=record.post_s + post_s,
+            first_post_s=began_s if record.first_post_s is None else record.first_post_s,
+            post_s=record.post_s + self._clock() - began_s,
         )
 
-    def written(self, write_id: int, now: float) -> None:
+    def written(self, write_id: int) -> None:
         handoff_id, num_bytes = self._write_by_id.pop(write_id, (None, 0))
         record = self._open.get(handoff_id) if handoff_id is not None else None
         if record is None:
@@ -100,20 +105,20 @@ class Ledger:
         early = num_bytes if record.computed_s is None else 0
         num_early = record.num_bytes_written_early + early
         self._open[record.handoff_id] = replace(
-            record, last_written_s=now, num_bytes_written_early=num_early
+            record, last_written_s=self._clock(), num_bytes_written_early=num_early
         )
 
-    def landed(self, handoff_id: HandoffId, now: float) -> None:
+    def landed(self, handoff_id: HandoffId) -> None:
         record = self._open.get(handoff_id)
         if record is not None:
             num_bytes = record.num_blocks * self._block_bytes
             self._open[handoff_id] = replace(record, num_bytes=num_bytes)
-            self.end(handoff_id, "done", now)
+            self.end(handoff_id, "done")
 
-    def end(self, handoff_id: HandoffId, outcome: str, now: float) -> None:
+    def end(self, handoff_id: HandoffId, outcome: str) -> None:
         record = self._open.pop(handoff_id, None)
         if record is not None:
-            self._closed.append(replace(record, outcome=outcome, ended_s=now))
+            self._closed.append(replace(record, outcome=outcome, ended_s=self._clock()))
 
     def take(self) -> tuple[TransferRecord, ...]:
         taken = tuple(self._closed)

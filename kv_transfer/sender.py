@@ -30,9 +30,9 @@ from kv_transfer.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.outgoing import Flight, Outgoing, OutgoingState, Sliced
-from kv_transfer.spans import part_of
-from kv_transfer.transport import LayerRange, Write
+from kv_transfer.outgoing import Flight, Outgoing, OutgoingState
+from kv_transfer.pieces import Piece, Pieces
+from kv_transfer.transport import Write
 from kv_transfer.types import Complete, HandoffId, Send, SendLayers, Withdraw
 
 
@@ -48,10 +48,8 @@ class _Pair:
 class Sender:
     def __init__(self, block_bytes: int, config: SenderConfig, num_layers: int = 1) -> None:
         self._config = config
-        self._block_bytes = block_bytes
-        self._num_layers = num_layers
         self._max_in_flight = max(block_bytes, config.max_in_flight_bytes)
-        self._max_write = max(block_bytes, config.max_write_bytes)
+        self._pieces = Pieces(block_bytes, num_layers, config.max_write_bytes)
         self._outgoing: dict[HandoffId, Outgoing] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._pairs: dict[LinkId, _Pair] = {}
@@ -139,9 +137,6 @@ class Sender:
         if outgoing is None:
             self.num_dropped += 1
             return
-        if outgoing.state is OutgoingState.PUSHING and outgoing.in_flight:
-            # D can go over these while the others are on their way.
-            self._say(link_id, Writing(outgoing.handoff_id, outgoing.num_written))
         self._end_if_over(outgoing)
         for other in list(self._outgoing.values()):
             self._push(other, now)  # there is room in flight again
@@ -156,6 +151,19 @@ class Sender:
         self._pairs[link_id].is_broken = True
         self._fail(outgoing, reason)
         self._actions.append(Break(link_id, f"a write failed: {reason}"))
+
+    def tell_of_flights(self) -> None:
+        """What does not land at once D has to help along, and it may go over what has landed.
+
+        To be called when the data path has been looked at: most writes have landed by then.
+        """
+        for outgoing in self._outgoing.values():
+            is_begun = bool(outgoing.in_flight or outgoing.num_posted)
+            if not is_begun or outgoing.state is not OutgoingState.PUSHING:
+                continue
+            if outgoing.num_told != outgoing.num_written:
+                outgoing.num_told = outgoing.num_written
+                self._say_to(outgoing, Writing(outgoing.handoff_id, outgoing.num_written))
 
     # --- Time ----------------------------------------------------------------------------
 
@@ -265,83 +273,28 @@ class Sender:
         pair = self._pairs[link_id]
         if now >= outgoing.lease_until_s or pair.is_broken:
             return
-        while self._push_blocks(outgoing, grant, pair, now):
-            continue
-        self._push_layers(outgoing, grant, pair, now)
-
-    def _push_blocks(self, outgoing: Outgoing, grant: Grant, pair: _Pair, now: float) -> bool:
-        """Post computed blocks, or what is missing of them. False if that is all for now."""
-        first, end = outgoing.num_posted, self._num_ready(outgoing, grant)
-        layers, part_bytes, sliced = None, self._block_bytes, outgoing.sliced
-        if sliced is not None:
-            end = min(end, sliced.end)
-            layers = LayerRange(sliced.num_layers, self._num_layers, self._num_layers)
-            part_bytes = len(part_of(self._block_bytes, layers))
-        if first >= end:
-            return False
-        if part_bytes:
-            room = self._max_in_flight - pair.num_bytes_in_flight
-            end = min(end, first + min(room, self._max_write) // part_bytes)
-            if first >= end:
-                return False
-            self._post(outgoing, grant, range(first, end), layers, now)
-        outgoing.num_posted = end
-        if sliced is not None and end >= sliced.end:
-            outgoing.sliced = None
-        start = grant.first_block - outgoing.first_block
-        blocks = tuple(outgoing.blocks[start + first : start + end])
-        self._actions.append(AddToDigest(self._link_of(outgoing), outgoing.handoff_id, blocks))
-        return True
-
-    def _push_layers(self, outgoing: Outgoing, grant: Grant, pair: _Pair, now: float) -> None:
-        """Post the layers that have ended of the blocks that are coming, after all the others."""
-        start = outgoing.first_block + len(outgoing.blocks) - grant.first_block
-        first = max(start, 0)
-        end = min(start + len(outgoing.coming), len(grant.block_ids))
-        if first >= end or outgoing.num_posted < first:
-            return
-        posted = outgoing.sliced.num_layers if outgoing.sliced is not None else 0
-        layer_bytes = (end - first) * (self._block_bytes // self._num_layers)
-        room = min(self._max_in_flight - pair.num_bytes_in_flight, self._max_write)
-        ended = min(outgoing.num_layers_ended, posted + room // layer_bytes)
-        if ended <= posted:
-            return
-        layers = LayerRange(posted, ended, self._num_layers)
-        self._post(outgoing, grant, range(first, end), layers, now)
-        outgoing.sliced = Sliced(first, end, ended)
-
-    def _num_ready(self, outgoing: Outgoing, grant: Grant) -> int:
-        computed = outgoing.first_block + len(outgoing.blocks) - grant.first_block
-        return min(computed, len(grant.block_ids)) if outgoing.blocks else 0
+        while True:
+            room_bytes = self._max_in_flight - pair.num_bytes_in_flight
+            piece = self._pieces.take_next(outgoing, grant, room_bytes)
+            if piece is None:
+                return
+            self._post(outgoing, grant, pair, piece, now)
 
     def _post(
-        self,
-        outgoing: Outgoing,
-        grant: Grant,
-        places: range,
-        layers: LayerRange | None,
-        now: float,
+        self, outgoing: Outgoing, grant: Grant, pair: _Pair, piece: Piece, now: float
     ) -> None:
-        """Begin a write of these places of the grant."""
         link_id = self._link_of(outgoing)
-        start = grant.first_block - outgoing.first_block
-        known = [*outgoing.blocks, *outgoing.coming]
-        if not outgoing.in_flight:
-            self._say(link_id, Writing(outgoing.handoff_id, outgoing.num_written))
-        self._num_writes += 1
-        write = Write(
-            write_id=self._num_writes,
-            ticket=grant.ticket,
-            first=places.start,
-            sources=tuple(known[start + places.start : start + places.stop]),
-            targets=grant.block_ids[places.start : places.stop],
-            layers=layers,
-        )
-        num_bytes = len(places) * len(part_of(self._block_bytes, layers))
-        outgoing.in_flight[write.write_id] = Flight(now, num_bytes, places.start)
-        self._handoff_by_write[write.write_id] = outgoing.handoff_id
-        self._pairs[link_id].num_bytes_in_flight += num_bytes
-        self._actions.append(Post(link_id, outgoing.handoff_id, write))
+        if piece.num_bytes:
+            self._num_writes += 1
+            write_id, first = self._num_writes, piece.places.start
+            outgoing.in_flight[write_id] = Flight(now, piece.num_bytes, first)
+            self._handoff_by_write[write_id] = outgoing.handoff_id
+            pair.num_bytes_in_flight += piece.num_bytes
+            write = _write_of(write_id, outgoing, grant, piece)
+            self._actions.append(Post(link_id, outgoing.handoff_id, write))
+        if piece.completed:
+            add = AddToDigest(link_id, outgoing.handoff_id, piece.completed)
+            self._actions.append(add)
 
     def _landing(self, link_id: LinkId, write_id: int) -> Outgoing | None:
         handoff_id = self._handoff_by_write.pop(write_id, None)
@@ -379,7 +332,7 @@ class Sender:
         if grant is None or complete is None or link_id is None:
             return
         if outgoing.num_posted < len(grant.block_ids):
-            if self._num_ready(outgoing, grant) < len(grant.block_ids):
+            if self._pieces.num_ready(outgoing, grant) < len(grant.block_ids):
                 self._fail(outgoing, "fewer blocks were computed than granted")
                 self._end_if_over(outgoing)
             return
@@ -433,3 +386,17 @@ class Sender:
 
     def _say(self, link_id: LinkId, message: LinkMessage) -> None:
         self._actions.append(Say(link_id, message))
+
+
+def _write_of(write_id: int, outgoing: Outgoing, grant: Grant, piece: Piece) -> Write:
+    start = grant.first_block - outgoing.first_block
+    places = slice(piece.places.start, piece.places.stop)
+    known = [*outgoing.blocks, *outgoing.coming]
+    return Write(
+        write_id=write_id,
+        ticket=grant.ticket,
+        first=places.start,
+        sources=tuple(known[start + places.start : start + places.stop]),
+        targets=grant.block_ids[places],
+        layers=piece.layers,
+    )

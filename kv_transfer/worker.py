@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -27,10 +28,11 @@ from kv_transfer.actions import (
     SenderAction,
 )
 from kv_transfer.config import KvWorkerConfig
-from kv_transfer.digest import BlockDigest
+from kv_transfer.digest import Digests
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
+from kv_transfer.meetings import Meetings
 from kv_transfer.messages import Closed, Done, Hello, LinkMessage, Region, Writing
 from kv_transfer.pairs import Identity, Pair, Pairs
 from kv_transfer.receiver import Receiver
@@ -45,7 +47,7 @@ from kv_transfer.transport import (
     WriteFailed,
     Written,
 )
-from kv_transfer.types import BlockId, HandoffId, KvOrders, KvReports, Lost, NodeId, Receive
+from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class KvTransferWorker:
         transport: Transport,
         link: Link,
         config: KvWorkerConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,  # of the records; writes take place in a step
     ) -> None:
         self._config = config = config or KvWorkerConfig()
         self._region = region
@@ -78,14 +81,14 @@ class KvTransferWorker:
         num_layers = identity.fingerprint.num_layers
         self._sender = Sender(region.block_bytes, config.sender, num_layers)
         self._writes_layers = transport.writes_layers and region.block_bytes % num_layers == 0
-        self._ledger = Ledger(transport.name, region.block_bytes)
+        self._meetings = Meetings(self._pairs, self._receiver, self._sender, config.redial_s)
+        self._ledger = Ledger(transport.name, region.block_bytes, clock)
         self._inbox: deque[tuple[LinkId, LinkMessage | str]] = deque()
-        self._digests: dict[HandoffId, BlockDigest] = {}  # of what is sent
-        self._landing: dict[HandoffId, BlockDigest] = {}
+        self._digests = Digests(region, is_on=config.verify)
         self._failed_at_once: list[Lost] = []
-        self._ticked_s = self._redialled_s = self._lingers_until_s = float("-inf")
+        self._ticked_s = self._lingers_until_s = float("-inf")
         self._bursts_until_s = float("-inf")
-        self._num_dropped = self._num_digest_mismatches = 0
+        self._num_dropped = 0
 
     def __enter__(self) -> KvTransferWorker:
         return self
@@ -117,18 +120,18 @@ class KvTransferWorker:
         for revoke in orders.revokes:
             self._receiver.revoke(revoke.handoff_id, now)
         for send in orders.sends:
-            self._ledger.begin(send.handoff_id, Role.SENT, now)
+            self._ledger.begin(send.handoff_id, Role.SENT)
             self._sender.send(send, now)
         for complete in orders.completes:
-            self._ledger.begin(complete.handoff_id, Role.SENT, now)
-            self._ledger.computed(complete.handoff_id, now)
+            self._ledger.begin(complete.handoff_id, Role.SENT)
+            self._ledger.computed(complete.handoff_id)
             self._sender.complete(complete, now)
         # Where only whole blocks can be written they wait for the Send after the pass.
         for layer_send in orders.layer_sends if self._writes_layers else ():
-            self._ledger.begin(layer_send.handoff_id, Role.SENT, now)
+            self._ledger.begin(layer_send.handoff_id, Role.SENT)
             self._sender.send_layers(layer_send, now)
         for withdraw in orders.withdraws:
-            self._ledger.begin(withdraw.handoff_id, Role.SENT, now)
+            self._ledger.begin(withdraw.handoff_id, Role.SENT)
             self._sender.withdraw(withdraw, now)
         self._act(now)
 
@@ -145,6 +148,8 @@ class KvTransferWorker:
             for event in pair.channel.poll():
                 self._take_event(pair, event, now)
                 self._act(now)
+        self._sender.tell_of_flights()
+        self._act(now)
         if now >= self._ticked_s + self._config.tick_s:
             self._ticked_s = now
             self._tick(now)
@@ -154,7 +159,7 @@ class KvTransferWorker:
         self.progress(now)
         reports, finished = self._receiver.take_reports(), self._sender.take_finished()
         failed_at_once, self._failed_at_once = tuple(self._failed_at_once), []
-        self._close_records(reports, finished, now)
+        self._close_records(reports, finished)
         return KvReports(
             finished_recving=reports.finished_recving,
             failed_recving=reports.failed_recving + failed_at_once,
@@ -192,9 +197,12 @@ class KvTransferWorker:
     def counters(self) -> KvCounters:
         fenced = (i for i in self._receiver.incoming() if i.state is IncomingState.FENCED)
         return KvCounters(
-            num_dropped=self._num_dropped + self._receiver.num_dropped + self._sender.num_dropped,
+            num_dropped=self._num_dropped
+            + self._meetings.num_dropped
+            + self._receiver.num_dropped
+            + self._sender.num_dropped,
             num_cut_pairs=self._pairs.num_cut,
-            num_digest_mismatches=self._num_digest_mismatches,
+            num_digest_mismatches=self._digests.num_mismatches,
             num_fenced_blocks=sum(len(incoming.order.block_ids) for incoming in fenced),
         )
 
@@ -209,12 +217,12 @@ class KvTransferWorker:
     # --- Orders that need the link -----------------------------------------------------------
 
     def _receive(self, receive: Receive, now: float) -> None:
-        self._ledger.begin(receive.handoff_id, Role.RECEIVED, now, len(receive.block_ids))
+        self._ledger.begin(receive.handoff_id, Role.RECEIVED, len(receive.block_ids))
         try:
             link_id = self._pairs.dialled(receive.source.address, now)
         except PeerUnreachable as error:
             self._failed_at_once.append(Lost(receive.handoff_id, str(error)))
-            self._ledger.end(receive.handoff_id, str(error), now)
+            self._ledger.end(receive.handoff_id, str(error))
             return
         self._receiver.receive(receive, link_id, now)
 
@@ -224,50 +232,14 @@ class KvTransferWorker:
         while self._inbox:
             link_id, letter = self._inbox.popleft()
             if isinstance(letter, str):
-                self._cut(link_id, f"link lost: {letter}", now)
+                self._meetings.cut(link_id, f"link lost: {letter}", now)
             elif isinstance(letter, Hello):
-                self._hear_hello(link_id, letter, now)
+                self._meetings.hear_hello(link_id, letter, now)
             elif isinstance(letter, Closed):
-                self._hear_closed(link_id, letter, now)
+                self._meetings.hear_closed(link_id, letter, now)
             else:
                 self._hear(link_id, letter, now)
             self._act(now)
-
-    def _hear_hello(self, link_id: LinkId, hello: Hello, now: float) -> None:
-        pair = self._pairs.get(link_id)
-        try:
-            if pair is None:
-                self._accept(link_id, hello, now)
-            elif pair.peer is None:
-                self._welcome(link_id, hello, now)
-            else:
-                self._num_dropped += 1
-        except PeerUnreachable as error:
-            if pair is None:
-                self._pairs.refuse(link_id, str(error))
-            self._cut(link_id, str(error), now)
-
-    def _accept(self, link_id: LinkId, hello: Hello, now: float) -> None:
-        for older in self._pairs.accepted_from(hello.node_id):
-            self._cut(older.link_id, f"{hello.node_id} has dialled anew", now)
-        self._pairs.accept(link_id, hello, now)
-        self._sender.link_up(link_id)
-
-    def _welcome(self, link_id: LinkId, hello: Hello, now: float) -> None:
-        # P has cut its older ends before it answered, or is another process by now.
-        for older in self._pairs.cut_from(hello.node_id):
-            self._end_fences_of(older.link_id)
-        self._pairs.welcome(link_id, hello)
-        self._receiver.link_up(link_id, now)
-
-    def _hear_closed(self, link_id: LinkId, closed: Closed, now: float) -> None:
-        self._cut(link_id, f"closed by the peer: {closed.reason}", now)
-        self._end_fences_of(link_id)
-
-    def _end_fences_of(self, link_id: LinkId) -> None:
-        """Both ends of this pair are destroyed."""
-        self._receiver.peer_cut(link_id)
-        self._pairs.forget_cut(link_id)
 
     def _hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         pair = self._pairs.get(link_id)
@@ -280,24 +252,12 @@ class KvTransferWorker:
         else:
             self._sender.hear(link_id, message, now)
 
-    def _cut(self, link_id: LinkId, reason: str, now: float) -> None:
-        """The order matters: blocks are released only once our end is destroyed."""
-        pair = self._pairs.cut(link_id, reason)
-        if pair is None:
-            return
-        # Without a Hello there was no grant, hence no write.
-        writes_stopped = pair.peer is None or pair.channel.close_stops_writes
-        self._receiver.link_cut(link_id, reason, now, writes_stopped=writes_stopped)
-        self._sender.link_cut(link_id, reason)
-        if not self._receiver.has_fenced(link_id):
-            self._pairs.forget_cut(link_id)
-
     # --- Events of the data path -----------------------------------------------------------
 
     def _take_event(self, pair: Pair, event: ChannelEvent, now: float) -> None:
         match event:
             case Written(write_id):
-                self._ledger.written(write_id, now)
+                self._ledger.written(write_id)
                 self._sender.written(pair.link_id, write_id, now)
             case WriteFailed(write_id, reason):
                 self._sender.write_failed(pair.link_id, write_id, reason)
@@ -306,27 +266,12 @@ class KvTransferWorker:
             case Quieted(ticket):
                 self._receiver.quieted(pair.link_id, ticket)
             case Severed(reason):
-                self._cut(pair.link_id, reason, now)
+                self._meetings.cut(pair.link_id, reason, now)
 
     def _tick(self, now: float) -> None:
         self._receiver.tick(now)
         self._sender.tick(now)
-        for pair in self._pairs.unanswered_since(now - self._config.receiver.silence_s):
-            self._cut(pair.link_id, "the prefill node did not answer our Hello", now)
-        for cut in self._pairs.all_cut():
-            if cut.channel.is_peer_gone():
-                self._end_fences_of(cut.link_id)
-        if self._pairs.has_cut and now >= self._redialled_s + self._config.redial_s:
-            self._redialled_s = now
-            self._redial(now)
-
-    def _redial(self, now: float) -> None:
-        """Blocks stay fenced until the peer is heard of again, so ask for it."""
-        for cut in self._pairs.all_cut():
-            try:
-                self._pairs.dialled(cut.address, now)
-            except PeerUnreachable:
-                return  # our own transport cannot open a channel now; the next tick asks again
+        self._meetings.tick(now, self._config.receiver.silence_s)
 
     # --- Actions -----------------------------------------------------------------------------
 
@@ -341,11 +286,12 @@ class KvTransferWorker:
 
     def _carry_out(self, action: ReceiverAction | SenderAction, now: float) -> None:
         if isinstance(action, CheckDigest):
-            self._check(action)
+            is_good = self._digests.is_good(action.handoff_id, action.block_ids, action.digest)
+            self._receiver.checked(action.handoff_id, is_good=is_good)
         elif isinstance(action, DigestEarly):
-            self._add_to_digest(self._landing, action.handoff_id, action.block_ids)
+            self._digests.add_landed(action.handoff_id, action.block_ids)
         elif isinstance(action, Break):
-            self._cut(action.link_id, action.reason, now)
+            self._meetings.cut(action.link_id, action.reason, now)
         else:
             self._carry_out_on_pair(action, now)
 
@@ -365,43 +311,19 @@ class KvTransferWorker:
             case Post():
                 self._post(pair, action, now)
             case AddToDigest(_, handoff_id, block_ids):
-                self._add_to_digest(self._digests, handoff_id, block_ids)
+                self._digests.add_sent(handoff_id, block_ids)
             case Announce():
                 self._announce(pair, action, now)
-
-    def _check(self, action: CheckDigest) -> None:
-        is_good = True
-        if self._config.verify:
-            digest = self._landing.pop(action.handoff_id, None) or BlockDigest(self._region)
-            digest.add(action.block_ids)
-            is_good = digest.value() == action.digest
-        self._num_digest_mismatches += not is_good
-        self._receiver.checked(action.handoff_id, is_good=is_good)
 
     def _post(self, pair: Pair, post: Post, now: float) -> None:
         write = post.write
         self._bursts_until_s = now + self._config.burst_s
-        began_s = time.perf_counter()
-        pair.channel.post(write)
         peer = pair.peer.node_id if pair.peer is not None else None
-        post_s = time.perf_counter() - began_s
-        self._ledger.posted(post.handoff_id, write, peer, post_s, now)
-
-    def _add_to_digest(
-        self,
-        digests: dict[HandoffId, BlockDigest],
-        handoff_id: HandoffId,
-        block_ids: tuple[BlockId, ...],
-    ) -> None:
-        if not self._config.verify:
-            return
-        if handoff_id not in digests:
-            digests[handoff_id] = BlockDigest(self._region)
-        digests[handoff_id].add(block_ids)
+        with self._ledger.posting(post.handoff_id, write, peer):
+            pair.channel.post(write)
 
     def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
         complete = announce.complete
-        digest = self._digests.pop(complete.handoff_id, None)
         pair.channel.notify(announce.ticket)
         self._lingers_until_s = now + self._config.linger_s
         self._link.send(
@@ -410,21 +332,19 @@ class KvTransferWorker:
                 complete.handoff_id,
                 complete.num_tokens,
                 complete.first_token,
-                digest.value() if digest is not None else None,
+                self._digests.of_sent(complete.handoff_id),
             ),
         )
 
-    def _close_records(
-        self, reports: KvReports, finished: tuple[HandoffId, ...], now: float
-    ) -> None:
+    def _close_records(self, reports: KvReports, finished: tuple[HandoffId, ...]) -> None:
         for landed in reports.finished_recving:
-            self._landing.pop(landed.handoff_id, None)
-            self._ledger.landed(landed.handoff_id, now)
+            self._digests.forget(landed.handoff_id)
+            self._ledger.landed(landed.handoff_id)
         for lost in reports.failed_recving:
-            self._ledger.end(lost.handoff_id, lost.reason, now)
+            self._ledger.end(lost.handoff_id, lost.reason)
         for handoff_id in reports.released:
-            self._landing.pop(handoff_id, None)
-            self._ledger.end(handoff_id, "revoked", now)
+            self._digests.forget(handoff_id)
+            self._ledger.end(handoff_id, "revoked")
         for handoff_id in finished:
-            self._digests.pop(handoff_id, None)
-            self._ledger.end(handoff_id, self._sender.why_ended(handoff_id), now)
+            self._digests.forget(handoff_id)
+            self._ledger.end(handoff_id, self._sender.why_ended(handoff_id))

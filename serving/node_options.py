@@ -25,7 +25,7 @@ class NodeOptions:
     kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
     kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
-    push: str = "chunk"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
+    push: str = "layer"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
     enable_prefix_caching: bool = True
     cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system

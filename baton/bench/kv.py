@@ -64,7 +64,7 @@ class KvFigure:
     memcpy: float
     contiguous: float  # one NIXL write, both sides doing nothing but poll
     scattered: float  # the blocks, by the bare channel
-    written: float  # the blocks, by the worker halves: first post to last block free again
+    written: float  # the blocks, by the worker halves: first post to last write landed
     verified: float  # the same with the digest of P in it
     scattered_ratio: float
     written_ratio: float
@@ -86,6 +86,7 @@ class TailFigure:
     whole_ms: float  # the same bytes handed over in one go
     tail_ms: float
     tail_share: float
+    cost_ms: float  # by which pushing made the prefill itself longer
 
 
 def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[KvFigure], list[TailFigure]]:
@@ -236,7 +237,7 @@ class _Pair:
         self._p.ask("hold", verify, handoff_id, self._blocks(num_blocks))
         blocks = self._blocks(num_blocks)
         landed = self._d.ask("receive", verify, handoff_id, self._peers[verify], blocks)
-        return self._p.ask("sent", verify, handoff_id), landed
+        return self._p.ask("sent", handoff_id), landed
 
     def _write(
         self, size: int | None, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]
@@ -252,12 +253,9 @@ class _Pair:
 
     def _tail(self, push: str, verify: bool) -> TailFigure:
         num_blocks = max(self._bench.num_chunks, TAIL_BYTES // self._block_bytes)
-        wholes, tails = [], []
-        for _ in range(self._bench.num_runs + 1):
-            _, landed = self._hand_over(num_blocks, verify)
-            wholes.append(landed.ended_s - landed.began_s)
-            tails.append(self._prefill(num_blocks, push, verify))
-        whole_s, tail_s = statistics.median(wholes[1:]), statistics.median(tails[1:])
+        self._hand_over(num_blocks, verify)
+        rounds = [self._tail_round(num_blocks, push, verify) for _ in range(self._bench.num_runs)]
+        whole_s, tail_s, cost_s = (statistics.median(one) for one in zip(*rounds, strict=True))
         return TailFigure(
             path=self.path,
             block_kib=self._block_bytes / 1024,
@@ -268,19 +266,27 @@ class _Pair:
             whole_ms=whole_s * 1e3,
             tail_ms=tail_s * 1e3,
             tail_share=tail_s / whole_s,
+            cost_ms=cost_s * 1e3,
         )
 
-    def _prefill(self, num_blocks: int, push: str, verify: bool) -> float:
-        """How long after the last chunk it had landed."""
-        handoff_id, sources = self._next_id(), self._blocks(num_blocks)
+    def _tail_round(self, num_blocks: int, push: str, verify: bool) -> tuple[float, float, float]:
+        """All in one go; from the last chunk until it had landed; what the pushing cost."""
+        _, whole = self._hand_over(num_blocks, verify)
+        alone: PrefillTimes = self._p.ask("prefill", verify, self._prefill(num_blocks, "none"))
+        prefill = self._prefill(num_blocks, push)
+        blocks = self._blocks(num_blocks)
+        self._d.tell("receive", verify, prefill.handoff_id, self._peers[verify], blocks)
+        times: PrefillTimes = self._p.ask("prefill", verify, prefill)
+        landed: HandOffTimes = self._d.answer()
+        cost_s = (times.last_chunk_s - times.began_s) - (alone.last_chunk_s - alone.began_s)
+        return whole.ended_s - whole.began_s, landed.ended_s - times.last_chunk_s, cost_s
+
+    def _prefill(self, num_blocks: int, push: str) -> Prefill:
+        sources = self._blocks(num_blocks)
         cuts = [num_blocks * i // self._bench.num_chunks for i in range(self._bench.num_chunks + 1)]
         chunks = [sources[a:b] for a, b in pairwise(cuts)]
         value = self._draw.randrange(256)
-        prefill = Prefill(handoff_id, chunks, self._bench.chunk_s, value, push == "layer")
-        self._d.tell("receive", verify, handoff_id, self._peers[verify], self._blocks(num_blocks))
-        times: PrefillTimes = self._p.ask("prefill", verify, prefill)
-        landed: HandOffTimes = self._d.answer()
-        return landed.ended_s - times.last_chunk_s
+        return Prefill(self._next_id(), chunks, self._bench.chunk_s, value, push)
 
     def _blocks(self, num_blocks: int) -> tuple[BlockId, ...]:
         return tuple(BlockId(one) for one in self._draw.sample(range(self._num_blocks), num_blocks))

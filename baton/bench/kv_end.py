@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import mmap
 import os
 import queue
@@ -30,6 +31,7 @@ from kv_transfer.config import KvWorkerConfig
 from kv_transfer.messages import Fingerprint, Region
 from kv_transfer.nixl_transport import NixlConfig, NixlTransport
 from kv_transfer.pairs import Identity
+from kv_transfer.records import Role, TransferRecord
 from kv_transfer.transport import Arrived, Channel, Transport, Write, WriteFailed, Written
 from kv_transfer.types import (
     BlockId,
@@ -72,7 +74,7 @@ class HandOffTimes:
     """Monotonic seconds, which all processes of a machine count alike."""
 
     began_s: float  # D: the scheduler's order; P: the first post
-    ended_s: float  # D: landed; P: the source is free
+    ended_s: float  # D: landed; P: the last write was seen to have landed
 
 
 @dataclass(slots=True)
@@ -193,8 +195,7 @@ class _End:
         self._scattered = open_transport(plan.transport, plan.tls, memory.region).open()
         self._is_stopping = False
         self._awaited: HandoffId | None = None
-        self._began_s = 0.0
-        self._ended_s: dict[HandoffId, float] = {}
+        self._times: dict[HandoffId, HandOffTimes] = {}
         connection.send("ready")
 
     def listen(self) -> None:
@@ -229,15 +230,13 @@ class _End:
 
     def _poll(self, station: _Station) -> None:
         reports = station.worker.poll(time.monotonic())
-        ended = [landed.handoff_id for landed in reports.finished_recving]
-        for handoff_id in (*ended, *reports.finished_sending):
-            self._ended_s[handoff_id] = time.monotonic()
         if reports.failed_recving:
             raise BenchFailed(f"{self._plan.name}: {reports.failed_recving}")
-        if self._awaited in self._ended_s:
-            times = HandOffTimes(self._began_s, self._ended_s.pop(self._awaited))
+        for record in station.worker.take_records():
+            self._times[record.handoff_id] = _times_of(record)
+        if self._awaited in self._times:
+            self._connection.send(self._times.pop(self._awaited))
             self._awaited = None
-            self._connection.send(times)
 
     def _stop(self) -> None:
         self._is_stopping = True
@@ -256,9 +255,9 @@ class _End:
         self, verify: bool, handoff_id: HandoffId, peer: Peer, blocks: tuple[BlockId, ...]
     ) -> None:
         """Answered when it has landed."""
-        self._awaited, self._began_s = handoff_id, time.monotonic()
+        self._awaited = handoff_id
         order = Receive(handoff_id, peer, 0, blocks, NUM_TOKENS)
-        self._stations[verify].worker.start(KvOrders(receives=(order,)), self._began_s)
+        self._stations[verify].worker.start(KvOrders(receives=(order,)), time.monotonic())
 
     def hold(self, verify: bool, handoff_id: HandoffId, blocks: tuple[BlockId, ...]) -> bool:
         """All of it is computed and waits for D's grant."""
@@ -269,12 +268,9 @@ class _End:
         self._stations[verify].worker.start(orders, time.monotonic())
         return True
 
-    def sent(self, verify: bool, handoff_id: HandoffId) -> None:
+    def sent(self, handoff_id: HandoffId) -> None:
         """Answered when nothing of it is in flight."""
         self._awaited = handoff_id
-        for record in self._stations[verify].worker.take_records():
-            if record.handoff_id == handoff_id and record.first_post_s is not None:
-                self._began_s = record.first_post_s
 
     def prefill(self, verify: bool, prefill: Prefill) -> PrefillTimes:
         """Compute in chunks, and push as an engine does."""
@@ -334,3 +330,9 @@ class _End:
 
     def _raw(self, size: int | None) -> Channel:
         return self._scattered if size is None else self._raw_by_bytes[size]
+
+
+def _times_of(record: TransferRecord) -> HandOffTimes:
+    if record.role is Role.RECEIVED:
+        return HandOffTimes(record.began_s, record.ended_s or math.nan)
+    return HandOffTimes(record.first_post_s or math.nan, record.last_written_s or math.nan)

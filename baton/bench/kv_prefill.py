@@ -27,7 +27,7 @@ class Prefill:
     chunks: Sequence[tuple[BlockId, ...]]
     chunk_s: float  # of computing, per chunk
     value: int  # what fills the blocks
-    push_layers: bool
+    push: str  # chunk, layer, or none: compute only
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,19 @@ def compute(
     began_s = time.monotonic()
     place, orders = 0, tuple[Send, ...]()
     for blocks in prefill.chunks:
-        coming = (SendLayers(prefill.handoff_id, place, blocks),) if prefill.push_layers else ()
+        layers = SendLayers(prefill.handoff_id, place, blocks)
+        coming = (layers,) if prefill.push == "layer" else ()
         worker.start(KvOrders(sends=orders, layer_sends=coming), time.monotonic())
         for layer in range(num_layers):
             _work(prefill.chunk_s / num_layers)
             fill(blocks, layer, prefill.value)
             worker.layer_done(layer, time.monotonic())
         worker.poll(time.monotonic())
-        orders = (Send(prefill.handoff_id, place, blocks),)
+        orders = (Send(prefill.handoff_id, place, blocks),) if prefill.push != "none" else ()
         place += len(blocks)
     last_chunk_s = time.monotonic()
+    if prefill.push == "none":
+        return PrefillTimes(began_s, last_chunk_s, last_chunk_s)
     complete = Complete(prefill.handoff_id, NUM_TOKENS, FirstToken(0))
     worker.start(KvOrders(sends=orders, completes=(complete,)), last_chunk_s)
     while prefill.handoff_id not in worker.poll(time.monotonic()).finished_sending:
