@@ -137,7 +137,7 @@ def test_the_command_line_holds_over_the_environment_and_that_over_the_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "c.toml"
-    path.write_text("[up]\nprefill = 2\ndecode = 2\nport = 2\npush = 'layer'\n", encoding="utf-8")
+    path.write_text("[up]\nprefill = 2\ndecode = 2\nport = 2\npush = 'chunk'\n", encoding="utf-8")
 
     done = baton(
         *("--config", str(path), "up", "--model", "m", "--port", "4", "--show-config"),
@@ -150,13 +150,13 @@ def test_the_command_line_holds_over_the_environment_and_that_over_the_file(
     assert settings["prefill"] == ("2", str(path))
     assert settings["decode"] == ("3", "BATON_UP_DECODE")
     assert settings["port"] == ("4", "command line")
-    assert settings["push"] == ("layer", str(path))
+    assert settings["push"] == ("chunk", str(path))
     assert settings["dtype"] == ("auto", "default")
 
 
 def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) -> None:
     first, second = tmp_path / "1.toml", tmp_path / "2.toml"
-    first.write_text("[serve.decode]\nport = 1\npush = 'layer'\n", encoding="utf-8")
+    first.write_text("[serve.decode]\nport = 1\npush = 'chunk'\n", encoding="utf-8")
     second.write_text("[serve.decode]\nport = 2\nmodel = 'm'\n", encoding="utf-8")
 
     done = baton(
@@ -165,7 +165,7 @@ def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) ->
 
     settings = shown(done.stdout)
     assert settings["port"] == ("2", str(second))
-    assert settings["push"] == ("chunk", "default")
+    assert settings["push"] == ("layer", "default")
 
 
 @pytest.mark.parametrize(
