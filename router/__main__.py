@@ -12,20 +12,22 @@ from engine.errors import InvalidConfig
 from engine.model_folder import resolve_model_folder
 from router.line import LineConfig
 from router.node_calls import GrpcNodeCalls
+from router.node_sources import NodeSource, refuse_two_roles
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Routing
 from router.servicer import InferenceServicer
 from router.text import ModelText, TextBoundary, TokenIdsOnly
-from router.watching import watching
+from router.watching import Discovery, watching
 from serving.node import NodeRole
 from serving.server import Running, Service, announce, serving, stop_signal
 
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    decode_nodes: tuple[str, ...]  # host:port
-    prefill_nodes: tuple[str, ...] = ()
+    decode_nodes: tuple[NodeSource, ...]
+    prefill_nodes: tuple[NodeSource, ...] = ()
+    find_every_s: float = 5.0  # how often names are resolved and lists are read again
     host: str = "127.0.0.1"
     port: int = 50051  # 0 takes any that is free
     model: str = ""  # whose tokenizer to use; empty takes token ids only
@@ -35,12 +37,15 @@ class RouterOptions:
     def __post_init__(self) -> None:
         if not self.decode_nodes:
             raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
+        if not self.find_every_s > 0:
+            raise InvalidConfig(f"--find-every-s {self.find_every_s}: it must be above 0 seconds")
+        refuse_two_roles(self.prefill_nodes, self.decode_nodes)
 
     @property
-    def addresses(self) -> tuple[tuple[NodeRole, str], ...]:
-        prefills = ((NodeRole.PREFILL, address) for address in self.prefill_nodes)
-        decodes = ((NodeRole.DECODE, address) for address in self.decode_nodes)
-        return (*prefills, *decodes)
+    def discovery(self) -> Discovery:
+        prefills = dict.fromkeys(self.prefill_nodes, NodeRole.PREFILL)
+        decodes = dict.fromkeys(self.decode_nodes, NodeRole.DECODE)
+        return Discovery(prefills | decodes, self.find_every_s)
 
 
 def main(options: RouterOptions) -> None:
@@ -75,7 +80,7 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
             is_ready = _can_serve(table, options, server.health.is_ready)
             await server.health.set_ready(is_ready and not pipeline.is_draining)
 
-        async with watching(options.addresses, table, node_calls, note_readiness):
+        async with watching(options.discovery, table, node_calls, note_readiness):
             await _until_drained(server, pipeline)
 
 

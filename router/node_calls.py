@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -22,14 +23,17 @@ from serving.status import remote_error
 from serving.translate import output_from
 from serving.translate_sequence import Sequence, decode_request, engine_id, prefill_request
 
+# How long calls to an address that is forgotten may go on.
+LONGEST_CALL_S = 3600.0
 CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
 
 
 class GrpcNodeCalls:
-    """One channel per address, kept for as long as the router lives."""
+    """One channel per address, from its first use until it is forgotten."""
 
     def __init__(self) -> None:
         self._channel_by_address: dict[str, aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> GrpcNodeCalls:
         return self
@@ -40,6 +44,8 @@ class GrpcNodeCalls:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for closing in self._closing:
+            closing.cancel()
         for channel in self._channel_by_address.values():
             await channel.close()
 
@@ -47,6 +53,18 @@ class GrpcNodeCalls:
         if address not in self._channel_by_address:
             self._channel_by_address[address] = open_channel(address)
         return self._channel_by_address[address]
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        return frozenset(self._channel_by_address)
+
+    def forget(self, address: str) -> None:
+        """Nobody new asks there. Calls that are under way come to their end."""
+        channel = self._channel_by_address.pop(address, None)
+        if channel is not None:
+            closing = asyncio.ensure_future(channel.close(grace=LONGEST_CALL_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def prefill(self, node: Node, handoff_id: HandoffId, sequence: Sequence) -> LegStream:
         stub = node_pb2_grpc.PrefillServiceStub(self.channel(node.address))

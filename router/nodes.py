@@ -8,6 +8,7 @@ from itertools import groupby
 
 from engine.hashing import PrefixNaming
 from kv_transfer.messages import Fingerprint
+from kv_transfer.types import NodeId
 from router.prefixes import NodePrefixes
 from serving.node import NodeCard, NodeLoad, NodeRole
 from serving.prefixes import PrefixChanges
@@ -73,12 +74,17 @@ class NodeTable:
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
         self._burdens: dict[str, Burden] = {}
+        self._unready: set[str] = set()
+        self._unlisted: frozenset[str] = frozenset()
+        self._last_of_name: dict[NodeId, str] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: to be made anew
         self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
         self.prefixes = NodePrefixes()
 
     def join(self, address: str, card: NodeCard) -> None:
+        self._nodes.pop(address, None)  # who joins anew is the last to have joined
         self._nodes[address] = Node(address, card)
+        self._unready.discard(address)
         self._burdens[address] = Burden()
         self.prefixes.drop(address)
         self._renew()
@@ -91,6 +97,17 @@ class NodeTable:
             self._groups = None
         burden.hear(load)
 
+    def note_ready(self, address: str, *, is_ready: bool) -> None:
+        """As the node's own health has it."""
+        if is_ready is (address in self._unready):
+            self._groups = None
+        (self._unready.discard if is_ready else self._unready.add)(address)
+
+    def note_unlisted(self, addresses: frozenset[str]) -> None:
+        """No source of nodes names these any more: they get nothing new."""
+        if addresses != self._unlisted:
+            self._unlisted, self._groups = addresses, None
+
     def note_prefixes(self, address: str, changes: PrefixChanges) -> None:
         """Raises PrefixGap."""
         if address in self._nodes:
@@ -99,6 +116,7 @@ class NodeTable:
     def lose(self, address: str) -> None:
         self._nodes.pop(address, None)
         self._burdens.pop(address, None)
+        self._unready.discard(address)
         self.prefixes.drop(address)
         self._renew()
 
@@ -115,7 +133,14 @@ class NodeTable:
         return frozenset(node.card.model for node in self._nodes.values())
 
     def is_open(self, node: Node) -> bool:
-        return not self.burden(node).told.is_draining
+        """Whether it takes new requests. Of one name, the node that joined last does."""
+        address = node.address
+        is_closed = (
+            self.burden(node).told.is_draining
+            or address in self._unready
+            or address in self._unlisted
+        )
+        return not is_closed and self._last_of_name.get(node.card.node_id) == address
 
     def open_nodes(self, role: NodeRole) -> list[Node]:
         """Those that take new requests, in a steady order."""
@@ -134,6 +159,7 @@ class NodeTable:
 
     def _renew(self) -> None:
         self._groups = None
+        self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
         namings = (node.card.prefix_naming for node in self._nodes.values())
         self.namings = frozenset(naming for naming in namings if naming is not None)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from grpc import RpcError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
+from router.finding import Find, find_addresses, follow
+from router.membership import Membership
 from router.node_calls import GrpcNodeCalls
+from router.node_sources import Member, NodeSource
 from router.nodes import NodeTable
-from serving.node import NodeRole, card_from, changes_from, load_from
+from serving.node import NodeCard, NodeRole, card_from, changes_from, load_from
 from serving.prefixes import PrefixGap
 from serving.status import remote_error
 
@@ -25,65 +30,150 @@ OnChange = Callable[[], Awaitable[None]]
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """Where nodes are looked for, and how often."""
+
+    role_by_source: Mapping[NodeSource, NodeRole]
+    every_s: float = 5.0
+    find: Find = find_addresses
+
+
 @asynccontextmanager
 async def watching(
-    addresses: Sequence[tuple[NodeRole, str]],
-    table: NodeTable,
-    node_calls: GrpcNodeCalls,
-    on_change: OnChange,
+    discovery: Discovery, table: NodeTable, node_calls: GrpcNodeCalls, on_change: OnChange
 ) -> AsyncIterator[None]:
-    """Watches every address from here to the end of the block."""
-    watches = [
-        asyncio.ensure_future(_watch_for_ever(role, address, table, node_calls, on_change))
-        for role, address in addresses
+    """Finds and watches nodes from here to the end of the block."""
+    watches = Watches(discovery, table, node_calls, on_change)
+    finding = [
+        asyncio.ensure_future(follow(source, discovery.find, discovery.every_s, watches.found))
+        for source in discovery.role_by_source
     ]
+    for task in finding:
+        task.add_done_callback(_tell_of_a_bug)
     try:
         yield
     finally:
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        for task in finding:
+            task.cancel()
+        await asyncio.gather(*finding, return_exceptions=True)
+        await watches.close()
 
 
-async def _watch_for_ever(
-    role: NodeRole,
-    address: str,
-    table: NodeTable,
-    node_calls: GrpcNodeCalls,
-    on_change: OnChange,
-) -> None:
-    stub = node_pb2_grpc.NodeServiceStub(node_calls.channel(address))
-    while True:
-        try:
-            await _watch_once(role, address, table, stub, on_change)
-        except RpcError as error:
-            log.warning("lost %s node %s: %s", role.value, address, remote_error(error).message)
-        except PrefixGap as gap:
-            log.warning("the watch of %s node %s begins again: %s", role.value, address, gap)
-            continue  # it is there, and joins anew
-        table.lose(address)
-        await on_change()
-        await asyncio.sleep(RETRY_S)
+class Watches:
+    """One task for each address that is listed or reachable."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        table: NodeTable,
+        node_calls: GrpcNodeCalls,
+        on_change: OnChange,
+    ) -> None:
+        self._discovery = discovery
+        self._table = table
+        self._node_calls = node_calls
+        self._on_change = on_change
+        self._membership = Membership()
+        self._task_by_member: dict[Member, asyncio.Task[None]] = {}
+
+    async def found(self, source: NodeSource, addresses: frozenset[str]) -> None:
+        role = self._discovery.role_by_source[source]
+        members = frozenset(Member(role, address) for address in addresses)
+        self._membership.tell(source, members)
+        await self._changed()
+
+    async def close(self) -> None:
+        tasks = list(self._task_by_member.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _changed(self) -> None:
+        """Watch whom to watch, and tell the table who gets nothing new."""
+        watched = self._membership.watched
+        for member in watched - self._task_by_member.keys():
+            task = asyncio.ensure_future(self._watch(member))
+            task.add_done_callback(_tell_of_a_bug)
+            self._task_by_member[member] = task
+        for member in self._task_by_member.keys() - watched:
+            self._end(self._task_by_member.pop(member))
+            if all(other.address != member.address for other in watched):
+                self._node_calls.forget(member.address)
+        self._table.note_unlisted(frozenset(one.address for one in self._membership.unlisted))
+        await self._on_change()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if task is not asyncio.current_task():  # which sees for itself that it is not wanted
+            task.cancel()
+
+    async def _watch(self, member: Member) -> None:
+        """For as long as the node is listed or there."""
+        while self._task_by_member.get(member) is asyncio.current_task():
+            try:
+                await self._watch_once(member)
+            except RpcError as error:
+                reason = remote_error(error).message
+                log.warning("lost %s node %s: %s", member.role.value, member.address, reason)
+            except PrefixGap as gap:
+                log.warning("the watch of %s begins again: %s", member.address, gap)
+                continue  # it is there, and joins anew
+            if self._membership.is_there(member):
+                self._table.lose(member.address)
+                self._membership.lost(member)
+                await self._changed()
+            await asyncio.sleep(RETRY_S)
+
+    async def _watch_once(self, member: Member) -> None:
+        """One life of one node's process."""
+        channel = self._node_calls.channel(member.address)
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        card = card_from(await stub.GetNode(node_pb2.GetNodeRequest(), wait_for_ready=True))
+        if card.role is not member.role:
+            names = card.role.value, member.role.value
+            log.error("%s is a %s node, not a %s node", member.address, *names)
+            return
+        self._join(member, card)
+        await _until_one_ends(
+            self._follow_load(member, stub),
+            self._follow_health(member, health_pb2_grpc.HealthStub(channel)),
+        )
+
+    def _join(self, member: Member, card: NodeCard) -> None:
+        """It is not asked for anything before it has said that it is well."""
+        self._table.join(member.address, card)
+        self._table.note_ready(member.address, is_ready=False)
+        self._membership.joined(member)
+        log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
+
+    async def _follow_load(self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub) -> None:
+        async for message in stub.Watch(node_pb2.WatchRequest()):
+            self._table.note_load(member.address, load_from(message))
+            changes = changes_from(message)
+            if changes is not None:
+                self._table.note_prefixes(member.address, changes)
+            await self._on_change()
+
+    async def _follow_health(self, member: Member, stub: health_pb2_grpc.HealthStub) -> None:
+        async for message in stub.Watch(health_pb2.HealthCheckRequest()):
+            is_ready = message.status == health_pb2.HealthCheckResponse.SERVING
+            self._table.note_ready(member.address, is_ready=is_ready)
+            await self._on_change()
 
 
-async def _watch_once(
-    role: NodeRole,
-    address: str,
-    table: NodeTable,
-    stub: node_pb2_grpc.NodeServiceAsyncStub,
-    on_change: OnChange,
-) -> None:
-    """One life of one node's process."""
-    card = card_from(await stub.GetNode(node_pb2.GetNodeRequest(), wait_for_ready=True))
-    if card.role is not role:
-        log.error("%s is a %s node, not a %s node", address, card.role.value, role.value)
-        return
-    table.join(address, card)
-    log.info("%s node %s joined from %s", role.value, card.node_id, address)
-    await on_change()
-    async for message in stub.Watch(node_pb2.WatchRequest()):
-        table.note_load(address, load_from(message))
-        changes = changes_from(message)
-        if changes is not None:
-            table.note_prefixes(address, changes)
-        await on_change()
+async def _until_one_ends(*jobs: Coroutine[None, None, None]) -> None:
+    """Side by side; the others are cancelled then."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in ended:
+        task.result()
+
+
+def _tell_of_a_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the watch of a node stopped on a bug", exc_info=task.exception())

@@ -119,8 +119,20 @@ Port = Annotated[
 NodeName = Annotated[
     str, typer.Option(help="Name of the node; drawn when left out.", rich_help_panel=NETWORK_PANEL)
 ]
-Addresses = Annotated[
-    str, typer.Option(help="host:port of each, with commas between.", rich_help_panel=NETWORK_PANEL)
+Nodes = Annotated[
+    str,
+    typer.Option(
+        help="host:port, dns:///name:port (each address behind the name is a node) or "
+        "file:///path (a list of host:port lines), with commas between.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
+]
+FindEvery = Annotated[
+    float,
+    typer.Option(
+        help="Seconds until names are resolved and lists are read again.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
 ]
 ParentPid = Annotated[int, typer.Option(hidden=True, help="End with this process.")]
 

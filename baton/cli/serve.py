@@ -11,11 +11,11 @@ import typer
 
 from baton.cli.command import examples
 from baton.cli.options import (
-    Addresses,
     BlockSize,
     Cpus,
     Device,
     Dtype,
+    FindEvery,
     Host,
     KvLease,
     KvMemory,
@@ -32,6 +32,7 @@ from baton.cli.options import (
     Model,
     ModelName,
     NodeName,
+    Nodes,
     ParentPid,
     Policy,
     Port,
@@ -156,8 +157,9 @@ serve.command(
     )
 )
 def router(
-    decode_nodes: Addresses,
-    prefill_nodes: Addresses = "",
+    decode_nodes: Nodes,
+    prefill_nodes: Nodes = "",
+    find_every_s: FindEvery = 5.0,
     model: Model = "",
     host: Host = "127.0.0.1",
     port: Port = 50051,
@@ -170,11 +172,13 @@ def router(
     """Run the router: the door for clients. Without --model it takes token ids alone."""
     from router.__main__ import RouterOptions, main
     from router.line import LineConfig
+    from router.node_sources import parse_sources
     from router.policy import Routing, policy_named
 
     options = RouterOptions(
-        decode_nodes=_addresses(decode_nodes),
-        prefill_nodes=_addresses(prefill_nodes),
+        decode_nodes=parse_sources(decode_nodes),
+        prefill_nodes=parse_sources(prefill_nodes),
+        find_every_s=find_every_s,
         host=host,
         port=port,
         model=model,
@@ -204,7 +208,3 @@ def parse_cpus(written: str) -> tuple[int, ...]:
             raise InvalidConfig(f"--cpus {written!r}: write it like 0-3,6")
         cpus.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(cpus)
-
-
-def _addresses(written: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in written.split(",") if part.strip())

@@ -1,0 +1,96 @@
+"""Asks the sources of nodes for addresses, again and again, without holding up anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from engine.errors import InvalidConfig
+from router.node_sources import DnsName, FixedNode, ListFile, NodeSource, join_address, parse_list
+from serving.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+# The addresses of a source now. Raises SourceFailed.
+Find = Callable[[NodeSource], Awaitable[frozenset[str]]]
+OnFound = Callable[[NodeSource, frozenset[str]], Awaitable[None]]
+
+
+class SourceFailed(ServiceError):
+    """A source of nodes could not be asked; the nodes known from it are kept."""
+
+
+async def follow(source: NodeSource, find: Find, every_s: float, on_found: OnFound) -> None:
+    """Tells of what a source has whenever that has changed; a source that fails, of nothing."""
+    told: frozenset[str] | None = None
+    trouble = ""
+    while True:
+        try:
+            found = await find(source)
+        except SourceFailed as failure:
+            if str(failure) != trouble:
+                trouble = str(failure)
+                log.warning("%s; the nodes known from it are kept", trouble)
+        else:
+            trouble = ""
+            if found != told:
+                log.info("%s names %s", source, ", ".join(sorted(found)) or "no node")
+                told = found
+                await on_found(source, found)
+        if isinstance(source, FixedNode):
+            return
+        await asyncio.sleep(every_s)
+
+
+async def find_addresses(source: NodeSource) -> frozenset[str]:
+    """Raises SourceFailed."""
+    match source:
+        case FixedNode(address):
+            return frozenset({address})
+        case DnsName(host, port):
+            return await _in_thread(lambda: _resolve(host, port))
+        case ListFile(path):
+            return await _in_thread(lambda: _read(path))
+
+
+def _resolve(host: str, port: int) -> frozenset[str]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SourceFailed(f"the name {host} could not be resolved: {error}") from error
+    return frozenset(join_address(str(address[0]), port) for *_, address in found)
+
+
+def _read(path: str) -> frozenset[str]:
+    try:
+        return parse_list(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise SourceFailed(f"the node list {path} could not be read: {error}") from error
+    except InvalidConfig as error:
+        raise SourceFailed(f"the node list {path}: {error}") from error
+
+
+async def _in_thread(call: Callable[[], frozenset[str]]) -> frozenset[str]:
+    """In a thread of its own that the end of the process does not wait for.
+
+    The system's resolver cannot be cancelled, and with a dead name server it takes half a minute.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[frozenset[str]] = loop.create_future()
+
+    def run() -> None:
+        try:
+            tell = partial(answer.set_result, call())
+        except Exception as error:  # noqa: BLE001 - whoever waits for the answer raises it again
+            tell = partial(answer.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed: the process ends
+            loop.call_soon_threadsafe(lambda: None if answer.done() else tell())
+
+    threading.Thread(target=run, name="find nodes", daemon=True).start()
+    return await answer

@@ -1,0 +1,168 @@
+"""The router's view of nodes, over real gRPC: named by a resolver, watched, lost, back again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from router.finding import SourceFailed
+from router.node_calls import GrpcNodeCalls
+from router.node_sources import DnsName, NodeSource
+from router.nodes import NodeTable
+from router.watching import Discovery, watching
+from serving.node import NodeRole
+from tests.support.node_servers import a_node_server
+
+PATIENCE_S = 60
+DECODES, PREFILLS = DnsName("decode", 5), DnsName("prefill", 5)
+
+
+@dataclass(slots=True)
+class View:
+    """A table that is kept true, and the names it is kept true by."""
+
+    named: dict[NodeSource, frozenset[str]] = field(default_factory=dict)
+    table: NodeTable = field(default_factory=NodeTable)
+    node_calls: GrpcNodeCalls = field(default_factory=GrpcNodeCalls)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def find(self, source: NodeSource) -> frozenset[str]:
+        if source not in self.named:
+            raise SourceFailed("no such name")
+        return self.named[source]
+
+    async def note_change(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    def open_names(self, role: NodeRole = NodeRole.DECODE) -> list[str]:
+        return [str(node.card.node_id) for node in self.table.open_nodes(role)]
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(is_so)
+
+    async def until_open(self, *names: str, role: NodeRole = NodeRole.DECODE) -> None:
+        await self.until(lambda: sorted(self.open_names(role)) == sorted(names))
+
+
+@asynccontextmanager
+async def a_view(**named: str) -> AsyncIterator[View]:
+    view = View()
+    for source in (DECODES, PREFILLS):
+        if source.host in named:
+            view.named[source] = frozenset({named[source.host]})
+    roles: dict[NodeSource, NodeRole] = {PREFILLS: NodeRole.PREFILL, DECODES: NodeRole.DECODE}
+    discovery = Discovery(roles, 0.01, view.find)
+    async with (
+        view.node_calls,
+        watching(discovery, view.table, view.node_calls, view.note_change),
+    ):
+        yield view
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scene(), PATIENCE_S)
+
+    asyncio.run(bounded())
+
+
+def test_nodes_come_when_they_are_named_and_go_when_they_are_named_no_more() -> None:
+    async def scene() -> None:
+        async with a_node_server(name="d1") as one, a_view() as view:
+            async with a_node_server(name="d2") as two:
+                view.named[DECODES] = frozenset({one.address})
+                await view.until_open("d1")
+                view.named[DECODES] = frozenset({one.address, two.address})
+                await view.until_open("d1", "d2")
+
+                view.named[DECODES] = frozenset({one.address})
+                await view.until_open("d1")
+                # It may have work to finish, so it is watched to its end.
+                assert {node.address for node in view.table.nodes} == {one.address, two.address}
+
+                view.named[DECODES] = frozenset({one.address, two.address})
+                await view.until_open("d1", "d2")
+                view.named[DECODES] = frozenset({one.address})
+                await view.until_open("d1")
+            await view.until(lambda: view.node_calls.addresses == {one.address})
+
+    run(scene)
+
+
+def test_a_node_that_restarts_where_it_was_is_taken_for_a_new_one() -> None:
+    async def scene() -> None:
+        async with a_view() as view:
+            async with a_node_server(name="d1") as node:
+                view.named[DECODES] = frozenset({node.address})
+                await view.until_open("d1")
+            await view.until_open()
+            port = int(node.address.rpartition(":")[2])
+
+            async with a_node_server(name="d1", port=port, incarnation="2"):
+                await view.until_open("d1")
+                assert [known.card.incarnation for known in view.table.nodes] == ["2"]
+
+    run(scene)
+
+
+def test_a_name_that_moves_to_another_address_is_followed() -> None:
+    async def scene() -> None:
+        async with a_node_server(name="d1") as old, a_view(decode=old.address) as view:
+            await view.until_open("d1")
+
+            async with a_node_server(name="d1", incarnation="2") as new:
+                view.named[DECODES] = frozenset({new.address})
+                await view.until(
+                    lambda: (
+                        [n.address for n in view.table.open_nodes(NodeRole.DECODE)] == [new.address]
+                    )
+                )
+
+    run(scene)
+
+
+def test_a_resolver_that_fails_takes_nobody_away() -> None:
+    async def scene() -> None:
+        async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
+            await view.until_open("d1")
+            del view.named[DECODES]  # from now on it fails
+            node.state.drain()
+            await view.until_open()  # and the node is still heard
+
+            assert [known.address for known in view.table.nodes] == [node.address]
+
+    run(scene)
+
+
+def test_a_node_that_is_not_well_gets_nothing_new_until_it_is() -> None:
+    async def scene() -> None:
+        async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
+            await view.until_open("d1")
+
+            await node.health.set_ready(False)
+            await view.until_open()
+            await node.health.set_ready(True)
+
+            await view.until_open("d1")
+
+    run(scene)
+
+
+def test_a_node_of_the_other_role_is_not_taken_and_does_no_harm_where_it_is_right() -> None:
+    async def scene() -> None:
+        async with (
+            a_node_server(NodeRole.PREFILL, "p1") as node,
+            a_view(prefill=node.address, decode=node.address) as view,
+        ):
+            await view.until_open("p1", role=NodeRole.PREFILL)
+            async with a_node_server(name="d1") as decode:
+                view.named[DECODES] = frozenset({node.address, decode.address})
+                await view.until_open("d1")
+
+            assert view.open_names(NodeRole.PREFILL) == ["p1"]
+
+    run(scene)

@@ -1,0 +1,95 @@
+"""Nodes that are named, found, lost, told to be unwell and named no more, in any order."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.membership import Membership
+from router.node_sources import DnsName, ListFile, Member, NodeSource
+from router.nodes import NodeTable
+from serving.node import NodeLoad, NodeRole
+from tests.support.node_calls import a_card
+
+ADDRESSES = [f"10.0.0.{number}:5" for number in range(4)]
+SOURCES: list[NodeSource] = [DnsName("nodes", 5), ListFile("/nodes")]
+addresses = st.sampled_from(ADDRESSES)
+
+
+def member(address: str) -> Member:
+    return Member(NodeRole.DECODE, address)
+
+
+class Nodes(RuleBasedStateMachine):
+    """Drives membership and table as the watches do; the model keeps the plain facts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.membership, self.table = Membership(), NodeTable()
+        self.last_answer: dict[NodeSource, frozenset[str]] = {}
+        self.joined: dict[str, str] = {}  # name by address, in the order they joined
+        self.unready: set[str] = set()
+        self.draining: set[str] = set()
+
+    @rule(source=st.sampled_from(SOURCES), found=st.frozensets(addresses))
+    def answer(self, source: NodeSource, found: frozenset[str]) -> None:
+        self.membership.tell(source, frozenset(map(member, found)))
+        self.last_answer[source] = found
+        self.settle()
+
+    @rule(address=addresses, name=st.sampled_from(["d1", "d2", "d3"]))
+    def join(self, address: str, name: str) -> None:
+        if member(address) not in self.membership.watched:
+            return  # nobody looks there
+        self.table.join(address, a_card(NodeRole.DECODE, name))
+        self.membership.joined(member(address))
+        self.joined.pop(address, None)
+        self.joined[address] = name
+        self.unready.discard(address)
+        self.draining.discard(address)
+
+    @rule(address=addresses, is_ready=st.booleans(), is_draining=st.booleans())
+    def hear(self, address: str, is_ready: bool, is_draining: bool) -> None:
+        if address not in self.joined:
+            return
+        self.table.note_ready(address, is_ready=is_ready)
+        self.table.note_load(address, NodeLoad(is_draining=is_draining))
+        (self.unready.discard if is_ready else self.unready.add)(address)
+        (self.draining.add if is_draining else self.draining.discard)(address)
+
+    @rule(address=addresses)
+    def lose(self, address: str) -> None:
+        if self.joined.pop(address, None) is None:
+            return
+        self.table.lose(address)
+        self.membership.lost(member(address))
+        self.unready.discard(address)
+        self.draining.discard(address)
+        self.settle()
+
+    def settle(self) -> None:
+        self.table.note_unlisted(frozenset(one.address for one in self.membership.unlisted))
+
+    @property
+    def named(self) -> frozenset[str]:
+        return frozenset().union(*self.last_answer.values())
+
+    @invariant()
+    def everyone_named_or_there_is_watched_and_nobody_else(self) -> None:
+        watched = {one.address for one in self.membership.watched}
+        assert watched == self.named | self.joined.keys()
+
+    @invariant()
+    def whoever_is_there_is_known(self) -> None:
+        assert {node.address for node in self.table.nodes} == self.joined.keys()
+
+    @invariant()
+    def new_requests_go_to_those_that_are_named_well_staying_and_last_of_their_name(self) -> None:
+        newest = {name: address for address, name in self.joined.items()}
+        expected = (self.named & set(newest.values())) - self.unready - self.draining
+        groups = self.table.groups()
+        assert {node.address for group in groups for node in group.decodes} == expected
+        assert [one.address for one in self.table.open_nodes(NodeRole.DECODE)] == sorted(expected)
+
+
+TestNodes = Nodes.TestCase

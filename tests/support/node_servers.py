@@ -1,0 +1,53 @@
+"""Nodes with real servers and no engine, in this process: they tell of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from baton.v1 import node_pb2_grpc
+from engine.loop import EngineLoop
+from kv_transfer.types import Incarnation
+from serving.engine_calls import EngineCalls
+from serving.health import Health
+from serving.node import NodeLoad, NodeRole
+from serving.node_news import NodeNews
+from serving.node_state import NodeState
+from serving.server import Service, serving
+from serving.servicer import NodeServicer
+from tests.support.engines import an_engine
+from tests.support.node_calls import a_card
+
+
+@dataclass(frozen=True, slots=True)
+class NodeServer:
+    address: str
+    state: NodeState
+    health: Health
+
+
+@asynccontextmanager
+async def a_node_server(
+    role: NodeRole = NodeRole.DECODE, name: str = "", *, port: int = 0, incarnation: str = "1"
+) -> AsyncIterator[NodeServer]:
+    """Well and idle, until the test says otherwise."""
+    card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
+    state = NodeState(card, EngineCalls(EngineLoop(an_engine())), _no_news)
+    servicer = NodeServicer(state)
+    service = Service(
+        "baton.v1.NodeService",
+        lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server),
+    )
+    following = asyncio.ensure_future(state.follow())
+    try:
+        async with serving("127.0.0.1", port, [service]) as server:
+            await server.health.set_ready(True)
+            yield NodeServer(server.address, state, server.health)
+    finally:
+        following.cancel()
+
+
+async def _no_news() -> NodeNews:
+    return NodeNews(NodeLoad())
