@@ -1,4 +1,4 @@
-"""A child process that must not outlive the one that started it."""
+"""How a process ends by the will of the one that started it."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def end_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:  # gone before we could ask
         sys.exit("the parent process is gone")
+
+
+def end_when_told() -> None:
+    """Until `stop_signal` takes over, SIGTERM ends the process with the code that shells give.
+
+    Without this the first process of a container, which has no handlers of the system's, would
+    sit through it: while a model is loaded, until SIGKILL.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -20,6 +20,7 @@ from baton.cli.command import (
 )
 from baton.cli.errors import NAMED, tell_named, tell_usage
 from baton.cli.generate import generate
+from baton.cli.health import health
 from baton.cli.run import run
 from baton.cli.serve import serve
 
@@ -59,6 +60,7 @@ def _baton(
 app.command()(up)
 app.command()(demo)
 app.command()(generate)
+app.command()(health)
 app.command()(run)
 app.add_typer(serve, name="serve")
 app.add_typer(bench, name="bench")

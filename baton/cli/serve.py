@@ -48,7 +48,7 @@ from engine.runner.settings import RunnerConfig
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig
 from serving.node_options import NodeOptions
-from serving.parent import end_with_parent
+from serving.parent import end_when_told, end_with_parent
 
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -190,6 +190,7 @@ def router(
 
 
 def _begin(parent_pid: int) -> None:
+    end_when_told()
     if parent_pid:
         end_with_parent(parent_pid)
     logging.basicConfig(

@@ -1,0 +1,71 @@
+"""`baton health`, asked by a real process of a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from serving.server import Running, serving
+
+PATIENCE_S = 60
+UNUSED_ADDRESS = "127.0.0.1:1"  # a port that nobody who is not root can take
+
+
+async def health_of(address: str, *python_options: str) -> tuple[int, str]:
+    """The exit code, and all that was printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *python_options, "-m", "baton", "health", address, "--timeout", "30"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    code = process.returncode
+    assert code is not None
+    return code, output.decode()
+
+
+@asynccontextmanager
+async def a_server(*, is_ready: bool) -> AsyncIterator[Running]:
+    async with serving("127.0.0.1", 0, ()) as server:
+        await server.health.set_ready(is_ready)
+        yield server
+
+
+def test_a_server_that_is_ready_makes_exit_code_0() -> None:
+    async def scene() -> None:
+        async with a_server(is_ready=True) as server:
+            code, output = await health_of(server.address)
+        assert (code, output) == (0, f"{server.address} is serving\n")
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+def test_a_server_that_is_not_ready_makes_exit_code_1() -> None:
+    async def scene() -> None:
+        async with a_server(is_ready=False) as server:
+            code, output = await health_of(server.address)
+        assert code == 1  # 2 is not for probes to use, says Docker
+        assert "is not ready: NOT_SERVING" in output
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+def test_an_address_where_nobody_listens_makes_exit_code_1() -> None:
+    code, output = asyncio.run(asyncio.wait_for(health_of(UNUSED_ADDRESS), PATIENCE_S))
+
+    assert code == 1
+    assert f"{UNUSED_ADDRESS} did not answer: UNAVAILABLE" in output
+
+
+def test_a_probe_loads_no_torch() -> None:
+    async def scene() -> None:
+        async with a_server(is_ready=True) as server:
+            _, output = await health_of(server.address, "-X", "importtime")
+        loaded = {line.rpartition("|")[2].strip() for line in output.splitlines()}
+        assert "baton.health" in loaded
+        assert not loaded & {"torch", "numpy", "tokenizers", "nixl_cu13"}
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

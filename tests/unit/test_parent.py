@@ -1,0 +1,22 @@
+"""How a process ends before it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TOLD_WHILE_IT_LOADS = """
+import os, signal
+from serving.parent import end_when_told
+end_when_told()
+os.kill(os.getpid(), signal.SIGTERM)
+print("went on")
+"""
+
+
+def test_sigterm_before_it_serves_ends_a_process_by_a_handler_of_its_own() -> None:
+    # The kernel drops signals without a handler for the first process of a container; anywhere
+    # else only the exit code tells that the handler was there.
+    ended = subprocess.run([sys.executable, "-c", TOLD_WHILE_IT_LOADS], capture_output=True)
+
+    assert (ended.returncode, ended.stdout) == (143, b"")
