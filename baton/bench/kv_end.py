@@ -100,12 +100,17 @@ def serve_end(connection: Connection, plan: EndPlan) -> None:
 async def _serve(connection: Connection, plan: EndPlan) -> None:
     memory = _Memory(plan)
     mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    # NIXL first: once ucxx is loaded, NIXL's own UCX finds no transport but TCP.
+    raw_by_bytes = {
+        size: open_transport("nixl", plan.tls, memory.divided_into(size)).open()
+        for size in plan.whole_bytes
+    }
     async with AsyncExitStack() as stack:
         stations = {
             verify: await stack.enter_async_context(_station(plan, memory.region, verify, mail))
             for verify in (False, True)
         }
-        end = _End(plan, memory, stations, connection, mail)
+        end = _End(plan, memory, raw_by_bytes, stations, connection, mail)
         threading.Thread(target=end.listen, daemon=True).start()
         await asyncio.to_thread(end.run)
         for station in stations.values():
@@ -179,6 +184,7 @@ class _End:
         self,
         plan: EndPlan,
         memory: _Memory,
+        raw_by_bytes: dict[int, Channel],
         stations: dict[bool, _Station],
         connection: Connection,
         mail: queue.SimpleQueue[Callable[[], None]],
@@ -188,10 +194,7 @@ class _End:
         self._stations = stations
         self._connection = connection
         self._mail = mail
-        self._raw_by_bytes = {
-            size: open_transport("nixl", plan.tls, memory.divided_into(size)).open()
-            for size in plan.whole_bytes
-        }
+        self._raw_by_bytes = raw_by_bytes
         self._scattered = open_transport(plan.transport, plan.tls, memory.region).open()
         self._is_stopping = False
         self._awaited: HandoffId | None = None
