@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from baton.client import AsyncClient, Client, Generation
-    from baton.llm import LLM, Completion
+    from baton.completion import Completion
+    from baton.llm import LLM
     from engine.sampling import SamplingParams
 
 __all__ = ["LLM", "AsyncClient", "Client", "Completion", "Generation", "SamplingParams"]
 
 _HOMES = {
     "LLM": "baton.llm",
-    "Completion": "baton.llm",
+    "Completion": "baton.completion",
     "AsyncClient": "baton.client",
     "Client": "baton.client",
     "Generation": "baton.client",

@@ -8,36 +8,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import TracebackType
 
+from baton.completion import Completion, Writer
 from baton.interrupts import interrupts_wait
 from baton.progress import generation_bar, loading_bar
+from baton.stops import StopRule
 from baton.text import Tokenizer
 from baton.units import parse_bytes
 from engine.assembly import EngineOptions, build_engine
 from engine.errors import InvalidRequest
-from engine.request import FinishReason, Output, RequestId, RequestSpec
+from engine.request import Output, RequestId, RequestSpec
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
-from kv_transfer.types import TokenLogprobs
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(slots=True)
-class Completion:
-    """What one prompt got."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # by token, when asked for
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    error: str | None = None  # with FinishReason.ERROR
 
 
 class LLM:
@@ -106,15 +93,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        include_stop_in_output: bool = False,
     ) -> list[Completion]:
         """Answers in the order of the prompts, which share a batch as far as there is room.
+
+        An answer ends where one of the texts in `stop` is complete in it.
 
         Raises InvalidRequest, before anything runs, if one of the prompts can never be served.
         """
         specs = self._specs(_as_list(prompts), sampling)
         for place, spec in enumerate(specs):
             self._check(place, spec)
-        return self._run(specs)
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        return self._run(specs, StopRule(tuple(filter(None, strings)), include_stop_in_output))
 
     def _specs(
         self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
@@ -144,8 +137,8 @@ class LLM:
         except InvalidRequest as refusal:
             raise InvalidRequest(f"prompt {place}: {refusal}") from None
 
-    def _run(self, specs: list[RequestSpec]) -> list[Completion]:
-        answers = {spec.request_id: Completion(list(spec.prompt_token_ids)) for spec in specs}
+    def _run(self, specs: list[RequestSpec], stop: StopRule) -> list[Completion]:
+        answers = {spec.request_id: self._writer(spec, stop) for spec in specs}
         for spec in specs:
             self.engine.scheduler.add(spec)
         with interrupts_wait() as stop_here:
@@ -153,21 +146,32 @@ class LLM:
                 self._answer(answers, stop_here)
             finally:
                 self._leave_nothing(answers)
-        for answer in answers.values():
-            answer.text = self.tokenizer.decode(answer.token_ids)
-        return list(answers.values())
+        return [answer.completion for answer in answers.values()]
 
-    def _answer(self, answers: dict[RequestId, Completion], stop_here: Callable[[], None]) -> None:
+    def _writer(self, spec: RequestSpec, stop: StopRule) -> Writer:
+        rule = replace(stop, min_tokens=spec.sampling.min_tokens)
+        return Writer(spec.prompt_token_ids, self.tokenizer.detokenizer(), rule)
+
+    def _answer(self, answers: dict[RequestId, Writer], stop_here: Callable[[], None]) -> None:
         num_unfinished = len(answers)
         with generation_bar(num_unfinished, self._shows_progress) as advance:
             while num_unfinished:
                 stop_here()
                 outputs = self._step()
-                for output in outputs:
-                    _take(output, answers[output.request_id])
-                num_ended = sum(one.finish_reason is not None for one in outputs)
+                num_ended = sum(self._take(one, answers[one.request_id]) for one in outputs)
                 num_unfinished -= num_ended
                 advance(num_ended, sum(len(one.token_ids) for one in outputs))
+
+    def _take(self, output: Output, answer: Writer) -> bool:
+        """Whether the answer ended with this."""
+        if answer.has_ended:
+            return False
+        answer.take(output)
+        if (
+            answer.has_ended and output.finish_reason is None
+        ):  # a stop string the engine is blind to
+            self.engine.scheduler.abort(output.request_id)
+        return answer.has_ended
 
     def _step(self) -> list[Output]:
         by_client = self.engine.step().by_client
@@ -179,15 +183,6 @@ class LLM:
             self.engine.scheduler.abort(request_id)
         while self.engine.scheduler.has_work:
             self._step()
-
-
-def _take(output: Output, answer: Completion) -> None:
-    answer.token_ids.extend(output.token_ids)
-    answer.logprobs.extend(output.logprobs)
-    answer.prompt_logprobs.extend(output.prompt_logprobs)
-    answer.finish_reason = output.finish_reason
-    answer.stop_token_id = output.stop_token_id
-    answer.error = output.error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.stops import StopRule
 from baton.v1 import inference_pb2
 from router.values import (
     Call,
@@ -12,7 +13,6 @@ from router.values import (
     PrefillPlace,
     Prompt,
     Served,
-    StopRule,
     TextPrompt,
     Timings,
     TokenPrompt,

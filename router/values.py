@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.stops import StopRule
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
@@ -32,15 +33,6 @@ class TokenPrompt:
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class StopRule:
-    """Texts that end an answer."""
-
-    strings: tuple[str, ...] = ()
-    is_included: bool = False  # whether the text that ended it is part of the answer
-    min_tokens: int = 0  # none of them counts before so many tokens
 
 
 @dataclass(frozen=True, slots=True)

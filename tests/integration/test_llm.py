@@ -38,6 +38,34 @@ def test_text_goes_in_and_comes_out(local: LLM) -> None:
     assert answer.text == local.tokenizer.decode(answer.token_ids)
 
 
+def test_an_answer_ends_at_a_stop_string_and_others_go_on(local: LLM) -> None:
+    prompts = ["the quick brown fox", "über"]
+    whole = local.generate(prompts, GREEDY)
+    stop = whole[0].text[5:8]
+    assert stop not in whole[1].text
+
+    cut, other = local.generate(prompts, GREEDY, stop=[stop, "no such text"])
+    [with_stop] = local.generate(prompts[0], GREEDY, stop=stop, include_stop_in_output=True)
+
+    end = whole[0].text.index(stop)
+    assert (cut.text, cut.stop_string) == (whole[0].text[:end], stop)
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.token_ids == whole[0].token_ids[: len(cut.token_ids)] != whole[0].token_ids
+    assert with_stop.text == whole[0].text[:end] + stop
+    assert (other.text, other.finish_reason) == (whole[1].text, FinishReason.LENGTH)
+    assert not local.engine.scheduler.has_work
+    local.engine.scheduler.check()
+
+
+def test_no_stop_string_counts_before_min_tokens(local: LLM) -> None:
+    [whole] = local.generate("the quick brown fox", GREEDY)
+    patient = SamplingParams(max_tokens=24, min_tokens=24, temperature=0.0, ignore_eos=True)
+
+    [answer] = local.generate("the quick brown fox", patient, stop=whole.text[5:8])
+
+    assert (answer.text, answer.token_ids) == (whole.text, whole.token_ids)
+
+
 def test_a_list_of_numbers_is_one_prompt(local: LLM) -> None:
     answers = local.generate([5, 6, 7], GREEDY)
 

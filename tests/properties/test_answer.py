@@ -7,10 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.stops import StopRule, StopWatcher
 from engine.request import FinishReason, Output, RequestId
 from router.answer import Answer
-from router.stops import StopWatcher
-from router.values import StopRule
 
 TOKENS = tuple(range(100, 120))
 LETTERS = "ab"

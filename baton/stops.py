@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from router.values import StopRule
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Texts that end an answer."""
+
+    strings: tuple[str, ...] = ()
+    is_included: bool = False  # whether the text that ended it is part of the answer
+    min_tokens: int = 0  # none of them counts before so many tokens
 
 
 class StopWatcher:
