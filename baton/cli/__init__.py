@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.bench import bench
+from baton.cli.chat import chat
 from baton.cli.cluster import demo, up
 from baton.cli.command import (
     ENVIRONMENT_PREFIX,
@@ -19,6 +20,7 @@ from baton.cli.command import (
     unwrapped,
 )
 from baton.cli.errors import NAMED, tell_named, tell_usage
+from baton.cli.examples import examples, examples_of
 from baton.cli.generate import generate
 from baton.cli.health import health
 from baton.cli.run import run
@@ -57,11 +59,8 @@ def _baton(
 ) -> None: ...
 
 
-app.command()(up)
-app.command()(demo)
-app.command()(generate)
-app.command()(health)
-app.command()(run)
+for command in (up, demo, generate, chat, run, health):
+    app.command(epilog=examples_of(command))(command)
 app.add_typer(serve, name="serve")
 app.add_typer(bench, name="bench")
 dress(app)

@@ -100,11 +100,6 @@ def dress(app: typer.Typer) -> None:
             dress(group.typer_instance)
 
 
-def examples(*lines: str) -> str:
-    """For the end of a command's `--help`."""
-    return "\n".join(["[bold]Examples[/]", *(f"  {line}" for line in lines)])
-
-
 def unwrapped(text: str) -> str:
     """Paragraphs as one line each: the terminal's width is not the source's."""
     paragraphs = inspect.cleandoc(text).split("\n\n")

@@ -2,25 +2,156 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.cli.connection import connect
+from baton.cli.options import MODEL_PANEL, OUTPUT_PANEL
+from baton.cli.sampling import IncludeStop, StopStrings, sampling_params
+from baton.cli.show import console, table_of
+from baton.cli.signatures import split, takes_options_of
+from baton.units import format_bytes
+from engine.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from baton.client import Answer, Client, Finish
+
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Tell each token's logprob and those of so many likeliest.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+
+
+@takes_options_of(sampling_params, connect)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue.")],
-    address: Annotated[str, typer.Option(help="host:port of the router.")] = "127.0.0.1:50051",
-    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to continue; left out or -, standard input.")
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="One JSON object instead of text.", rich_help_panel=OUTPUT_PANEL
+        ),
+    ] = False,
+    logprobs: Logprobs = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="The same for the prompt, with --json.", rich_help_panel=OUTPUT_PANEL
+        ),
+    ] = None,
+    timings: Annotated[
+        bool,
+        typer.Option(
+            "--timings",
+            help="Tell on standard error how long it took and who served it.",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
+    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(help="Refuse unless this model is served.", rich_help_panel=MODEL_PANEL),
+    ] = "",
+    stop: StopStrings = None,
+    include_stop_in_output: IncludeStop = False,
+    request_id: Annotated[str, typer.Option(help="Its name in logs and traces.")] = "",
+    priority: Annotated[int, typer.Option(help="Lower runs earlier.")] = 0,
+    cache_salt: Annotated[
+        str, typer.Option(help="Prompts of different salts never share cached KV.")
+    ] = "",
+    **given: Any,
 ) -> None:
     """Ask a running cluster to continue a prompt."""
-    from baton.client import Client, Generation
-    from engine.sampling import SamplingParams
+    from baton.client import Answer, Generation
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with Client(address) as client:
-        for chunk in client.stream(prompt, Generation(sampling, stop=tuple(stop or ()))):
-            print(chunk.text, end="", flush=True)
-    print()
+    for_sampling, for_connection = split(given, sampling_params, connect)
+    sampling = replace(
+        sampling_params(**for_sampling), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
+    generation = Generation(
+        sampling,
+        stop=tuple(stop or ()),
+        include_stop_in_output=include_stop_in_output,
+        request_id=request_id,
+        model=model,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+    asked = _prompt(prompt)
+    answer = Answer()
+    with connect(**for_connection) as client:
+        for chunk in client.stream(asked, generation):
+            answer.take(chunk)
+            if not as_json:
+                print(chunk.text, end="", flush=True)
+        print(json.dumps(as_values(answer)) if as_json else "")
+        if logprobs is not None and not as_json:
+            _show_logprobs(client, answer)
+    if timings and answer.finish is not None:
+        print(timing_line(answer.finish), file=sys.stderr)
+
+
+def as_values(answer: Answer) -> dict[str, Any]:
+    """What --json prints, under the names of the contract."""
+    values = asdict(answer)
+    finish = values.pop("finish") or {}
+    usage = ("num_prompt_tokens", "num_completion_tokens")
+    timings = ("dispatched_s", "first_token_s", "first_decoded_token_s", "finished_s")
+    return {
+        **values,
+        "finish_reason": finish.get("reason"),
+        "stop_token_id": finish.get("stop_token_id"),
+        "stop_string": finish.get("stop_string"),
+        "usage": {name.removeprefix("num_"): finish.get(name) for name in usage},
+        "timings": {name: finish.get(name) for name in timings},
+        "served": finish.get("served"),
+    }
+
+
+def timing_line(finish: Finish) -> str:
+    served = finish.served
+    seconds = finish.finished_s - finish.first_token_s
+    rate = f" ({(finish.num_completion_tokens - 1) / seconds:.1f}/s)" if seconds > 0 else ""
+    kv = f", {format_bytes(served.kv_bytes)} of KV over {served.kv_transport}"
+    nodes = f"{served.prefill_node} → {served.decode_node}{kv}"
+    here = f"{served.decode_node or served.prefill_node} alone ({served.prefill_reason})"
+    return (
+        f"{finish.num_prompt_tokens} prompt tokens, the first new one after "
+        f"{finish.first_token_s * 1000:.1f} ms, {finish.num_completion_tokens} in all{rate}, "
+        f"ended by {finish.reason}; {nodes if served.is_prefill_remote else here}"
+    )
+
+
+def _prompt(written: str | None) -> str:
+    if written is not None and written != "-":
+        return written
+    if written is None and sys.stdin.isatty():
+        raise InvalidRequest("no prompt: give one as an argument, or pipe it in")
+    return sys.stdin.read()
+
+
+def _show_logprobs(client: Client, answer: Answer) -> None:
+    def text(token_id: int) -> str:
+        return repr(client.detokenize([token_id]))
+
+    rows = [
+        {
+            "token": text(token.token_id),
+            "id": token.token_id,
+            "logprob": round(token.logprob, 4),
+            "rank": token.rank,
+            "likeliest": "  ".join(
+                f"{text(token_id)} {logprob:.2f}" for token_id, logprob in token.top
+            ),
+        }
+        for token in answer.logprobs
+    ]
+    console(stderr=True).print(table_of("logprobs", rows))

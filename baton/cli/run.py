@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from baton.cli.errors import FAILED, tell
+from baton.cli.options import KV_PANEL, Device, Dtype, Model, Threads
+from baton.cli.sampling import IncludeStop, StopStrings, sampling_params
+from baton.cli.signatures import takes_options_of
 from baton.units import format_bytes
 
 
+@takes_options_of(sampling_params)
 def run(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="What to continue; without any, standard input.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="Model folder, or a name on the Hugging Face hub.")
-    ] = "models/demo",
-    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    model: Model = "models/demo",
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = None,
     kv_cache_memory: Annotated[
-        str | None, typer.Option(help="Size of the KV cache, such as 512MiB; half of what is free.")
+        str | None,
+        typer.Option(
+            help="Size of the KV cache, such as 512MiB; half of what is free.",
+            rich_help_panel=KV_PANEL,
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    stop: StopStrings = None,
+    include_stop_in_output: IncludeStop = False,
+    **given: Any,
 ) -> None:
     """Continue prompts with a model loaded here."""
     from baton.llm import LLM
-    from engine.sampling import SamplingParams
 
+    sampling = sampling_params(**given)
     asked = prompts or [sys.stdin.read()]
-    sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-    )
     with LLM(
         model, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory, num_threads=threads
     ) as llm:
         size = f"{llm.kv_memory.num_blocks} blocks, {llm.kv_memory.num_tokens} tokens"
         print(f"KV cache: {format_bytes(llm.kv_memory.num_bytes)}, {size}", file=sys.stderr)
-        for prompt, answer in zip(asked, llm.generate(asked, sampling), strict=True):
-            print(prompt + answer.text)
-            if answer.error is not None:
-                print(f"baton: the answer broke off: {answer.error}", file=sys.stderr)
+        answers = llm.generate(
+            asked, sampling, stop=stop or (), include_stop_in_output=include_stop_in_output
+        )
+    for prompt, answer in zip(asked, answers, strict=True):
+        print(prompt + answer.text)
+        if answer.error is not None:
+            tell(f"the answer broke off: {answer.error}")
+    if any(answer.error is not None for answer in answers):
+        raise typer.Exit(FAILED)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from baton.cli.command import examples
+from baton.cli.examples import examples
 from baton.cli.options import (
     BlockSize,
     Cpus,

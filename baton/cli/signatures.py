@@ -12,8 +12,17 @@ Command = Callable[..., Any]
 
 
 def options_of(function: Command) -> list[inspect.Parameter]:
-    """Its parameters with their types looked up, so that another function can have them."""
-    return list(inspect.signature(function, eval_str=True).parameters.values())
+    """Its parameters with their types looked up, so that another function can have them.
+
+    Its return type is left alone: it may be a name that only type checkers import.
+    """
+    names = function.__globals__
+    return [
+        one.replace(annotation=eval(one.annotation, names))
+        if isinstance(one.annotation, str)
+        else one
+        for one in inspect.signature(function).parameters.values()
+    ]
 
 
 def takes_options_of(
@@ -60,3 +69,9 @@ def _spelled(option: Any, value: object) -> Iterator[str]:
         return
     for one in value if isinstance(value, list | tuple) else [value]:
         yield f"{option.opts[0]}={one}"
+
+
+def split(given: dict[str, Any], *takers: Command) -> list[dict[str, Any]]:
+    """To each what it takes."""
+    wanted = [{one.name for one in options_of(taker)} for taker in takers]
+    return [{name: value for name, value in given.items() if name in names} for names in wanted]

@@ -1,0 +1,172 @@
+"""`baton generate` and `baton chat` as people use them: a terminal, pipes, a real cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from baton.client import Client
+from baton.cluster import LocalCluster
+from tests.support.terminal import CTRL_C, CTRL_D, Terminal
+from tests.support.told_router import WAIT_S, told_router
+
+BATON = (sys.executable, "-m", "baton")
+
+
+def run_baton(*arguments: str, piped: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BATON, *arguments], input=piped, capture_output=True, text=True, check=False
+    )
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
+    with told_router() as router, Terminal([*BATON, "chat", "--address", router.address]) as screen:
+        screen.await_text("> ")
+        screen.type("first\n")
+        first = router.next_asked()
+        first.say("a long ")
+        screen.await_text("a long")
+
+        screen.type(CTRL_C)
+        screen.await_text("(stopped)")
+        screen.await_text("> ")
+
+        assert first.was_cancelled.wait(WAIT_S)
+        screen.type("second\n")
+        second = router.next_asked()
+        second.say("well")
+        second.end()
+        screen.await_text("well")
+        assert second.turns == [("user", "first"), ("assistant", "a long "), ("user", "second")]
+        screen.await_text("> ")
+        screen.type(CTRL_C)
+        screen.await_text("Ctrl-D or /exit leaves")
+        screen.await_text("> ")
+        screen.type(CTRL_D)
+        screen.await_end()
+        assert screen.process.returncode == 0
+
+
+def test_commands_of_the_chat_change_what_is_asked() -> None:
+    with (
+        told_router("1", "2") as router,
+        Terminal([*BATON, "chat", "--address", router.address]) as screen,
+    ):
+        screen.await_text("> ")
+        screen.type("/nonsense\n")
+        screen.await_text("no command /nonsense")
+        for line in ("/system Be brief.", "one"):
+            screen.await_text("> ")
+            screen.type(f"{line}\n")
+        assert router.next_asked().turns == [("system", "Be brief."), ("user", "one")]
+
+        screen.await_text("1\r\n")
+        for line in ("/reset", "//two"):
+            screen.await_text("> ")
+            screen.type(f"{line}\n")
+        assert router.next_asked().turns == [("system", "Be brief."), ("user", "/two")]
+
+        screen.await_text("2\r\n")
+        screen.await_text("> ")
+        screen.type("/exit\n")
+        screen.await_end()
+        assert screen.process.returncode == 0
+
+
+def test_a_chat_goes_on_after_an_answer_that_failed(cluster: LocalCluster) -> None:
+    with Terminal([*BATON, "chat", "--address", cluster.address, "--max-tokens", "2"]) as screen:
+        screen.await_text("> ")
+        screen.type("fox " * 700 + "\n")  # more than the model's context
+        screen.await_text("baton: error: ")
+        screen.await_text("> ")
+        screen.type("the fox\n")
+        screen.await_text("> ")
+        screen.type(CTRL_D)
+        assert "error" not in screen.await_end()
+
+
+def test_through_a_pipe_each_line_is_a_turn_and_only_answers_are_written(
+    cluster: LocalCluster, client: Client
+) -> None:
+    arguments = ("chat", "--address", cluster.address, "--max-tokens", "5", "--temperature", "0")
+    piped = run_baton(*arguments, "--ignore-eos", piped="the quick\n\nbrown fox\n")
+
+    assert (piped.returncode, piped.stderr) == (0, "")
+    alone = run_baton(*arguments, "--ignore-eos", piped="the quick\n")
+    assert piped.stdout.startswith(alone.stdout)
+    assert len(piped.stdout) > len(alone.stdout)
+
+
+def test_without_a_chat_template_the_chat_can_be_a_plain_dialogue() -> None:
+    with told_router(" hello", " again") as router:
+        piped = run_baton(
+            *("chat", "--address", router.address, "--plain", "--system", "S"), piped="hi\nho\n"
+        )
+
+        assert piped.stdout == " hello\n again\n"
+        first, second = (router.next_asked().request for _ in range(2))
+    assert first.text == "S\n\nUser: hi\nAssistant:"
+    assert second.text == "S\n\nUser: hi\nAssistant: hello\nUser: ho\nAssistant:"
+    assert list(first.sampling.stop) == ["\nUser:"]
+
+
+def test_a_piped_chat_ends_with_the_first_answer_that_failed() -> None:
+    done = run_baton("chat", "--address", "127.0.0.1:1", piped="hi\nho\n")
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("baton: error: ")
+
+
+def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
+    cluster: LocalCluster, client: Client
+) -> None:
+    done = run_baton(
+        *("generate", "--address", cluster.address, "--json", "--max-tokens", "4", "--ignore-eos"),
+        *("--logprobs", "2", "--prompt-logprobs", "0", "--timings"),
+        piped="the quick brown fox",
+    )
+
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["text"] == client.detokenize(told["token_ids"])
+    assert told["usage"] == {
+        "prompt_tokens": len(client.tokenize("the quick brown fox")),
+        "completion_tokens": 4,
+    }
+    assert [len(one["top"]) for one in told["logprobs"]] == [2] * 4
+    assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]
+    assert told["finish_reason"] == "length"
+    assert told["served"]["prefill_node"] == "prefill-0"
+    assert "prefill-0 → decode-0" in done.stderr
+
+
+def test_generate_shows_each_token_with_its_likeliest_rivals(cluster: LocalCluster) -> None:
+    done = run_baton(
+        *("generate", "the fox", "--address", cluster.address, "--max-tokens", "3"),
+        *("--ignore-eos", "--logprobs", "1"),
+    )
+
+    lines = [line for line in done.stderr.splitlines() if line.startswith("│")]
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "code"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0", 2),
+        (["--model", "other"], "model 'other' is not served here", 1),
+    ],
+)
+def test_generate_names_what_is_refused(
+    cluster: LocalCluster, arguments: list[str], complaint: str, code: int
+) -> None:
+    done = run_baton("generate", "hi", "--address", cluster.address, *arguments)
+
+    assert (done.returncode, done.stdout) == (code, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"baton: error: {complaint}")

@@ -1,0 +1,83 @@
+"""A program in a terminal of its own: what a person types, and what is on the screen."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+# Makes the terminal the one whose Ctrl-C the program gets.
+IN_TERMINAL = (
+    "import fcntl, os, sys, termios;"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+GIVE_UP_S = 60.0
+
+
+class Terminal:
+    """Ends the program at the end of the block, if it has not ended by itself."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
+        self._screen, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", **environment},
+        )
+        os.close(theirs)
+        self._shown = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        os.close(self._screen)
+
+    def type(self, text: str) -> None:
+        os.write(self._screen, text.encode())
+
+    def await_text(self, wanted: str) -> str:
+        """What was shown up to and with it, since the last text that was waited for."""
+        give_up_s = time.monotonic() + GIVE_UP_S
+        while wanted not in self._shown:
+            if not self._read(give_up_s - time.monotonic()):
+                raise AssertionError(f"{wanted!r} was not shown, but: {self._shown!r}")
+        end = self._shown.index(wanted) + len(wanted)
+        shown, self._shown = self._shown[:end], self._shown[end:]
+        return shown
+
+    def await_end(self) -> str:
+        """What was shown until the program ended, since the last text that was waited for."""
+        while self._read(GIVE_UP_S):
+            pass
+        self.process.wait(GIVE_UP_S)
+        return self._shown
+
+    def _read(self, timeout_s: float) -> bool:
+        """False at the end, or when nothing came in time."""
+        ready, _, _ = select.select([self._screen], [], [], max(0.0, timeout_s))
+        try:
+            read = os.read(self._screen, 4096) if ready else b""
+        except OSError:  # the program closed its end
+            return False
+        self._shown += read.decode(errors="replace")
+        return bool(read)

@@ -1,0 +1,85 @@
+"""A router whose answers the test writes: real gRPC, no model behind it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from serving.channel import SERVER_OPTIONS
+
+WAIT_S = 60.0
+
+
+class Told:
+    """One request, whose answer is what the test says."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
+        self.request = request
+        self.was_cancelled = threading.Event()
+        self._pieces: queue.Queue[str | None] = queue.Queue()
+
+    @property
+    def turns(self) -> list[tuple[str, str]]:
+        return [(turn.role, turn.content) for turn in self.request.chat.messages]
+
+    def say(self, piece: str) -> None:
+        self._pieces.put(piece)
+
+    def end(self) -> None:
+        self._pieces.put(None)
+
+    def pieces(self) -> Iterator[str]:
+        return iter(self._pieces.get, None)
+
+
+class ToldRouter(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self, answers: Sequence[str]) -> None:
+        self.address = ""
+        self._answers = list(answers)  # given at once; when they are used up, the test speaks
+        self._asked: queue.Queue[Told] = queue.Queue()
+
+    def next_asked(self) -> Told:
+        return self._asked.get(timeout=WAIT_S)
+
+    def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        told = Told(request)
+        has_ended = False
+
+        def note_end() -> None:
+            if not has_ended:
+                told.was_cancelled.set()
+                told.end()
+
+        context.add_callback(note_end)
+        if self._answers:
+            told.say(self._answers.pop(0))
+            told.end()
+        self._asked.put(told)
+        for piece in told.pieces():
+            yield inference_pb2.GenerateResponse(request_id="1", text=piece)
+        has_ended = True
+        finish = inference_pb2.Finish(reason=sampling_pb2.FINISH_REASON_STOP)
+        yield inference_pb2.GenerateResponse(request_id="1", finish=finish)
+
+
+@contextmanager
+def told_router(*answers: str) -> Iterator[ToldRouter]:
+    router = ToldRouter(answers)
+    with ThreadPoolExecutor() as threads:
+        server = grpc.server(threads, options=SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
+        router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        try:
+            yield router
+        finally:
+            server.stop(grace=None).wait()
