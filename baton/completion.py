@@ -40,8 +40,8 @@ class Writer:
     def has_ended(self) -> bool:
         return self.completion.finish_reason is not None
 
-    def take(self, output: Output) -> None:
-        """Nothing more may come after the end."""
+    def take(self, output: Output) -> bool:
+        """Whether the answer ended with this. Nothing more may come after the end."""
         completion = self.completion
         completion.prompt_logprobs.extend(output.prompt_logprobs)
         num_taken = self._take_tokens(output.token_ids)
@@ -53,6 +53,7 @@ class Writer:
             completion.stop_string = self._stops.found
         elif output.finish_reason is not None:
             self._end(output)
+        return self.has_ended
 
     def _take_tokens(self, token_ids: Sequence[int]) -> int:
         for place, token_id in enumerate(token_ids):

@@ -166,12 +166,10 @@ class LLM:
         """Whether the answer ended with this."""
         if answer.has_ended:
             return False
-        answer.take(output)
-        if (
-            answer.has_ended and output.finish_reason is None
-        ):  # a stop string the engine is blind to
+        has_ended = answer.take(output)
+        if has_ended and output.finish_reason is None:  # by a stop string: the engine knows none
             self.engine.scheduler.abort(output.request_id)
-        return answer.has_ended
+        return has_ended
 
     def _step(self) -> list[Output]:
         by_client = self.engine.step().by_client

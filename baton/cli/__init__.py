@@ -15,7 +15,6 @@ from baton.cli.command import (
     ENVIRONMENT_PREFIX,
     ConfigFile,
     dress,
-    examples,
     hide_variables,
     unwrapped,
 )

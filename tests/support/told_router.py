@@ -1,5 +1,7 @@
 """A router whose answers the test writes: real gRPC, no model behind it."""
 
+# ruff: noqa: N802  # gRPC names the methods
+
 from __future__ import annotations
 
 import queue
@@ -48,7 +50,7 @@ class ToldRouter(inference_pb2_grpc.InferenceServiceServicer):
     def next_asked(self) -> Told:
         return self._asked.get(timeout=WAIT_S)
 
-    def Generate(  # noqa: N802
+    def Generate(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> Iterator[inference_pb2.GenerateResponse]:
         told = Told(request)
@@ -69,6 +71,15 @@ class ToldRouter(inference_pb2_grpc.InferenceServiceServicer):
         has_ended = True
         finish = inference_pb2.Finish(reason=sampling_pb2.FINISH_REASON_STOP)
         yield inference_pb2.GenerateResponse(request_id="1", finish=finish)
+
+    def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        return inference_pb2.TokenizeResponse(token_ids=request.text.encode())
+
+    def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
+    def GetModel(self, request: Any, context: Any) -> inference_pb2.GetModelResponse:
+        return inference_pb2.GetModelResponse(model="told")
 
 
 @contextmanager
