@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 
 import grpc
@@ -31,6 +34,9 @@ class ClusterOptions:
     model: str
     num_prefill: int = 1
     num_decode: int = 1
+    # No prefill nodes: as many nodes in all, and each does both.
+    is_colocated: bool = False
+    can_change: bool = False  # whether nodes may be added and removed while it runs
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0 takes any that is free
     program_arguments: tuple[str, ...] = ()  # of `baton` itself, in front of the command
@@ -115,12 +121,30 @@ class Child:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
 
 
+class NodeLists:
+    """A list file for each role, read by the router again and again."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def source(self, role: str) -> str:
+        return f"file://{self._folder / role}"
+
+    def write(self, role: str, addresses: Sequence[str]) -> None:
+        """As a whole: nobody reads half a list."""
+        new = self._folder / f"{role}.new"
+        new.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
+        new.replace(self._folder / role)
+
+
 class LocalCluster:
     """Up from `with` to the end of the block; then drained, router first."""
 
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
         self._lifetime = ExitStack()
+        self._lists: NodeLists | None = None
+        self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
 
@@ -149,34 +173,82 @@ class LocalCluster:
     def children(self) -> list[Child]:
         return [self.router, *self.prefills, *self.decodes]
 
+    def start_node(
+        self, role: str, *, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
+    ) -> Child:
+        """A node that the router does not know yet. Raises ClusterFailed."""
+        child = self._node(role, name, port, arguments)
+        child.await_address(self._options.start_timeout_s)
+        return child
+
+    def add_node(self, role: str, child: Child) -> None:
+        """From now on the router may find it."""
+        self._nodes(role).append(child)
+        self._write_list(role)
+
+    def remove_node(self, child: Child) -> int:
+        """Lists it no more and drains it. Its exit code."""
+        role = "prefill" if child in self.prefills else "decode"
+        self._nodes(role).remove(child)
+        self._write_list(role)
+        return child.stop()
+
     def _start(self) -> None:
         options = self._options
-        self.prefills = [self._node("prefill", n) for n in range(options.num_prefill)]
-        self.decodes = [self._node("decode", n) for n in range(options.num_decode)]
+        num_prefill, num_decode = options.num_prefill, options.num_decode
+        if options.is_colocated:
+            num_prefill, num_decode = 0, num_prefill + num_decode
+        self.prefills = [self._node("prefill") for _ in range(num_prefill)]
+        self.decodes = [self._node("decode") for _ in range(num_decode)]
         self._lifetime.callback(self._ask_nodes_to_stop)
-        prefills = [child.await_address(options.start_timeout_s) for child in self.prefills]
-        decodes = [child.await_address(options.start_timeout_s) for child in self.decodes]
-        self.router = self._router(prefills, decodes)
+        for child in (*self.prefills, *self.decodes):
+            child.await_address(options.start_timeout_s)
+        if options.can_change:
+            self._lists = NodeLists(self._lifetime.enter_context(TemporaryDirectory()))
+            for role in self._numbers:
+                self._write_list(role)
+        self.router = self._router()
         await_serving(self.router.await_address(options.start_timeout_s), options.start_timeout_s)
+
+    def _nodes(self, role: str) -> list[Child]:
+        return self.prefills if role == "prefill" else self.decodes
+
+    def _write_list(self, role: str) -> None:
+        """Without lists, the router knows the nodes it began with and no others."""
+        if self._lists is not None:
+            self._lists.write(role, [child.address for child in self._nodes(role)])
 
     def _ask_nodes_to_stop(self) -> None:
         """All at once, when the router has ended; each is then waited for."""
         for node in (*self.prefills, *self.decodes):
             node.ask_to_stop()
 
-    def _router(self, prefills: list[str], decodes: list[str]) -> Child:
+    def _router(self) -> Child:
         options = self._options
         where = ["--host", options.host, "--port", str(options.port)]
-        nodes = ["--prefill-nodes", ",".join(prefills), "--decode-nodes", ",".join(decodes)]
+        nodes = [
+            argument
+            for role in self._numbers
+            if self._nodes(role)
+            for argument in (f"--{role}-nodes", self._named(role))
+        ]
         fixed = ["router", "--model", options.model, *where, *nodes]
         return self._spawn("router", [*fixed, *options.router_arguments])
 
-    def _node(self, role: str, number: int) -> Child:
-        name = f"{role}-{number}"
+    def _named(self, role: str) -> str:
+        """Where the router finds the nodes of this role."""
+        if self._lists is not None:
+            return self._lists.source(role)
+        return ",".join(child.address for child in self._nodes(role))
+
+    def _node(
+        self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
+    ) -> Child:
+        name = name or f"{role}-{next(self._numbers[role])}"
         options = self._options
-        where = ["--host", options.host, "--port", "0"]
+        where = ["--host", options.host, "--port", str(port)]
         fixed = [role, "--model", options.model, *where, "--node-id", name]
-        return self._spawn(name, [*fixed, *options.node_arguments])
+        return self._spawn(name, [*fixed, *options.node_arguments, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
         child = Child(name, arguments, self._options)

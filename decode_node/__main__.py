@@ -19,6 +19,7 @@ from serving.node import NodeRole
 from serving.node_news import news_reader
 from serving.node_options import NodeOptions
 from serving.node_parts import (
+    BetweenLayers,
     card_of,
     engine_options,
     identify,
@@ -45,6 +46,7 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     scheduler = build_scheduler(runner, engine_options(options))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
     engine = EngineLoop(core, name=identity.node_id)
+    runner.hook = BetweenLayers(worker.layer_done, engine.beat)
     links.attach(worker, engine.post)
     calls = EngineCalls(engine)
     ledger.tell_of_changes(calls.touch_from_engine)
@@ -65,4 +67,4 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     # From the inside out at the end: the last words on the links need links and server still.
     async with serving(options.host, options.port, services) as server, links:
         with worker, engine, calls:
-            await until_drained(server, state, engine)
+            await until_drained(server, state, engine, options.stuck_after_s)

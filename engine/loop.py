@@ -80,8 +80,12 @@ class EngineLoop:
         """What ended the engine, if something did."""
         return self._failure
 
+    def beat(self) -> None:
+        """A long step calls this when it moves on; on the engine's thread."""
+        self._last_beat_s = self._clock()
+
     def since_last_beat_s(self) -> float:
-        """How long ago the loop last came round: what readiness is judged by."""
+        """How long ago the engine last moved on: what readiness is judged by."""
         return self._clock() - self._last_beat_s
 
     def _run(self) -> None:
@@ -95,7 +99,7 @@ class EngineLoop:
 
     def _turn(self) -> None:
         self._read_mail()
-        self._last_beat_s = self._clock()
+        self.beat()
         outputs = self._core.step()
         for client_id, its_outputs in outputs.by_client.items():
             self._hand_out(client_id, its_outputs)

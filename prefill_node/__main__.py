@@ -20,6 +20,7 @@ from serving.node import NodeRole
 from serving.node_news import news_reader
 from serving.node_options import NodeOptions
 from serving.node_parts import (
+    BetweenLayers,
     card_of,
     engine_options,
     identify,
@@ -46,6 +47,7 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     scheduler = build_scheduler(runner, engine_options(options))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
     engine = EngineLoop(core, name=identity.node_id)
+    runner.hook = BetweenLayers(worker.layer_done, engine.beat)
     links.attach(worker, engine.post)
     sends = Sends(
         lambda handoff_id: engine.post(
@@ -76,4 +78,4 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     # From the inside out at the end: the last words on the links need links and server still.
     async with serving(options.host, options.port, services) as server, links:
         with worker, engine, calls:
-            await until_drained(server, state, engine)
+            await until_drained(server, state, engine, options.stuck_after_s)

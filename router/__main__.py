@@ -28,6 +28,7 @@ class RouterOptions:
     decode_nodes: tuple[NodeSource, ...]
     prefill_nodes: tuple[NodeSource, ...] = ()
     find_every_s: float = 5.0  # how often names are resolved and lists are read again
+    node_patience_s: float = 5.0  # how long a request waits for a decode node to be there
     host: str = "127.0.0.1"
     port: int = 50051  # 0 takes any that is free
     model: str = ""  # whose tokenizer to use; empty takes token ids only
@@ -39,6 +40,8 @@ class RouterOptions:
             raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
         if not self.find_every_s > 0:
             raise InvalidConfig(f"--find-every-s {self.find_every_s}: it must be above 0 seconds")
+        if self.node_patience_s < 0:
+            raise InvalidConfig(f"--node-patience-s {self.node_patience_s} is below 0; 0 is off")
         refuse_two_roles(self.prefill_nodes, self.decode_nodes)
 
     @property
@@ -63,7 +66,9 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
         node_calls=node_calls,
         text=text,
         clock=time.monotonic,
-        config=PipelineConfig(routing=options.routing, line=options.line),
+        config=PipelineConfig(
+            node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
+        ),
     )
     servicer = InferenceServicer(pipeline, table)
     services = (
@@ -76,11 +81,12 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
     )
     async with serving(options.host, options.port, services) as server, node_calls:
 
-        async def note_readiness() -> None:
+        async def note_change() -> None:
+            pipeline.nodes_changed()
             is_ready = _can_serve(table, options, server.health.is_ready)
             await server.health.set_ready(is_ready and not pipeline.is_draining)
 
-        async with watching(options.discovery, table, node_calls, note_readiness):
+        async with watching(options.discovery, table, node_calls, note_change):
             await _until_drained(server, pipeline)
 
 

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from kv_transfer.types import HandoffId
 from router.admission import Admission
@@ -29,6 +30,8 @@ SEED_BITS = 63
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     max_attempts: int = 3
+    node_patience_s: float = 0.0  # how long a request waits for a decode node to be there
+    retry_pause_s: float = 0.2  # before a node that has just failed is asked again
     routing: Routing = field(default_factory=Routing)
     line: LineConfig = field(default_factory=LineConfig)
 
@@ -53,7 +56,13 @@ class Pipeline:
         self._ids_in_use: set[str] = set()
         self._became_idle = asyncio.Event()
         self._became_idle.set()
+        self._nodes_changed = asyncio.Event()
         self.is_draining = False
+
+    def nodes_changed(self) -> None:
+        """The table has news for those that wait for a node."""
+        self._nodes_changed.set()
+        self._nodes_changed = asyncio.Event()
 
     async def drain(self) -> None:
         """Take nothing new; returns when every request under way has ended."""
@@ -87,7 +96,7 @@ class Pipeline:
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
         failed: frozenset[str] = frozenset()
         for number in range(1, self._config.max_attempts + 1):
-            route = self._route(call, prompt, answer.token_ids, failed)
+            route = await self._route(call, prompt, answer.token_ids, failed)
             assignment = Assignment(self._table, route)
             attempt = Attempt(
                 route=route,
@@ -109,19 +118,32 @@ class Pipeline:
                 if number == self._config.max_attempts:
                     raise
 
-    def _route(
+    async def _route(
         self,
         call: Call,
         prompt: tuple[int, ...],
         given: tuple[int, ...],
         failed: frozenset[str],
     ) -> Route:
+        """Raises NoNodes when none has come for a while, and IncompatibleNodes."""
         ask = Ask(prompt, next(self._numbers), given, call.model, call.cache_salt)
-        try:
-            return choose(self._table, self._config.routing, ask, without=failed)
-        except NoNodes:
-            # A node that failed once is better than none.
-            return choose(self._table, self._config.routing, ask)
+        if failed:
+            with suppress(NoNodes):
+                return choose(self._table, self._config.routing, ask, without=failed)
+            # A node that failed once is better than none, unless it is found to be gone.
+            await asyncio.sleep(self._config.retry_pause_s)
+        return await self._patiently(partial(choose, self._table, self._config.routing, ask))
+
+    async def _patiently(self, choose_one: Callable[[], Route]) -> Route:
+        """A node that restarts is back in a moment. Raises NoNodes when it is not."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.node_patience_s):
+                while True:
+                    changed = self._nodes_changed
+                    with suppress(NoNodes):
+                        return choose_one()
+                    await changed.wait()
+        return choose_one()
 
     def _check_model(self, model: str) -> None:
         served = self._table.models

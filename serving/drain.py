@@ -12,13 +12,15 @@ from serving.node_state import NodeState
 from serving.server import Running, announce, stop_signal
 
 
-async def until_drained(server: Running, state: NodeState, engine: HasHeartbeat) -> None:
+async def until_drained(
+    server: Running, state: NodeState, engine: HasHeartbeat, stuck_after_s: float
+) -> None:
     """Serves until told to stop, then takes nothing new and finishes what there is.
 
     Raises EngineStopped if the engine fails.
     """
     async with stop_signal() as told:
-        heartbeat = asyncio.ensure_future(follow_heartbeat(engine, server.health))
+        heartbeat = asyncio.ensure_future(follow_heartbeat(engine, server.health, stuck_after_s))
         following = asyncio.ensure_future(state.follow())
         try:
             announce(state.card.role.value, server.address)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
 
 from serving.health import Health
 
 CHECK_S = 0.5
-# A step of this length is taken for a stuck engine; long prompts on slow machines stay below.
-LONGEST_STEP_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class HasHeartbeat(Protocol):
@@ -19,10 +20,16 @@ class HasHeartbeat(Protocol):
     def since_last_beat_s(self) -> float: ...
 
 
-async def follow_heartbeat(engine: HasHeartbeat, health: Health) -> BaseException:
+async def follow_heartbeat(
+    engine: HasHeartbeat, health: Health, stuck_after_s: float
+) -> BaseException:
     """Keeps health true until the engine fails, and returns why it did."""
     while engine.failure is None:
-        await health.set_ready(engine.since_last_beat_s() < LONGEST_STEP_S)
+        silence_s = engine.since_last_beat_s()
+        is_ready = silence_s < stuck_after_s
+        if health.is_ready and not is_ready:
+            log.warning("the engine has not moved for %.1f s: not ready until it does", silence_s)
+        await health.set_ready(is_ready)
         await asyncio.sleep(CHECK_S)
     await health.set_ready(False)
     return engine.failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidConfig
+from engine.loop import HEARTBEAT_S
 from engine.runner.settings import RunnerConfig
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig
@@ -27,10 +28,17 @@ class NodeOptions:
     kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
     push: str = "layer"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
+    # The engine's heart beats with each step and each layer: a step may take longer than this.
+    stuck_after_s: float = 60.0
     enable_prefix_caching: bool = True
     cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system
 
     def __post_init__(self) -> None:
+        if not self.stuck_after_s > HEARTBEAT_S:
+            raise InvalidConfig(
+                f"--stuck-after-s {self.stuck_after_s}: it must be above {HEARTBEAT_S}, "
+                "which is how often an idle engine's heart beats"
+            )
         if self.push not in PUSH_GRAINS:
             raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
         if self.push == "layer" and self.kv_transport == "ucxx":

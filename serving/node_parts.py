@@ -102,18 +102,18 @@ def make_kv_worker(
     """Raises TransportMissing if the transport's library is not installed."""
     region = region_of(runner)
     config = replace(options.kv_worker, verify=options.kv_verify and region.device == "cpu")
-    worker = KvTransferWorker(identity, region, _open_transport(options, region), link, config)
-    runner.hook = BetweenLayers(worker.layer_done)
-    return worker
+    return KvTransferWorker(identity, region, _open_transport(options, region), link, config)
 
 
 class BetweenLayers:
-    """A pass hook that lets bytes move in steps that take long."""
+    """A pass hook that lets bytes move, and the heart beat, in steps that take long."""
 
-    def __init__(self, layer_done: Callable[[int, float], None]) -> None:
+    def __init__(self, layer_done: Callable[[int, float], None], beat: Callable[[], None]) -> None:
         self._layer_done = layer_done
+        self._beat = beat
 
     def layer_done(self, layer: int) -> None:
+        self._beat()
         self._layer_done(layer, time.monotonic())
 
     def pass_done(self) -> None:

@@ -30,6 +30,14 @@ def up(
     decode: Annotated[
         int, typer.Option(min=1, help="How many decode nodes.", rich_help_panel=CLUSTER_PANEL)
     ] = 1,
+    colocated: Annotated[
+        bool,
+        typer.Option(
+            "--colocated",
+            help="No prefill nodes: as many nodes in all, and each prefills and decodes.",
+            rich_help_panel=CLUSTER_PANEL,
+        ),
+    ] = False,
     host: Host = "127.0.0.1",
     port: Port = 50051,
     **_given: object,
@@ -44,6 +52,7 @@ def up(
         model=model,
         num_prefill=prefill,
         num_decode=decode,
+        is_colocated=colocated,
         host=host,
         port=port,
         program_arguments=_same_file(context),

@@ -116,6 +116,20 @@ Port = Annotated[
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
+NodePatience = Annotated[
+    float,
+    typer.Option(
+        help="How long a request waits for a decode node when none is there; 0 is off.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
+]
+StuckAfter = Annotated[
+    float,
+    typer.Option(
+        help="Not ready when the engine has finished no step and no layer for so long.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
+]
 NodeName = Annotated[
     str, typer.Option(help="Name of the node; drawn when left out.", rich_help_panel=NETWORK_PANEL)
 ]

@@ -32,12 +32,14 @@ from baton.cli.options import (
     Model,
     ModelName,
     NodeName,
+    NodePatience,
     Nodes,
     ParentPid,
     Policy,
     Port,
     PrefixCaching,
     Push,
+    StuckAfter,
     Threads,
     Transport,
 )
@@ -79,6 +81,7 @@ def node_options(
     host: Host = "127.0.0.1",
     port: Port = 0,
     node_id: NodeName = "",
+    stuck_after_s: StuckAfter = 60.0,
 ) -> NodeOptions:
     """Both kinds of node take these."""
     return NodeOptions(
@@ -98,6 +101,7 @@ def node_options(
         host=host,
         port=port,
         node_id=node_id,
+        stuck_after_s=stuck_after_s,
         model_name=served_model_name,
         kv_transport=kv_transport,
         kv_tls=kv_tls,
@@ -160,6 +164,7 @@ def router(
     decode_nodes: Nodes,
     prefill_nodes: Nodes = "",
     find_every_s: FindEvery = 5.0,
+    node_patience_s: NodePatience = 5.0,
     model: Model = "",
     host: Host = "127.0.0.1",
     port: Port = 50051,
@@ -179,6 +184,7 @@ def router(
         decode_nodes=parse_sources(decode_nodes),
         prefill_nodes=parse_sources(prefill_nodes),
         find_every_s=find_every_s,
+        node_patience_s=node_patience_s,
         host=host,
         port=port,
         model=model,

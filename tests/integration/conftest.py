@@ -35,12 +35,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
     def make(
-        *, num_prefill: int = 1, num_decode: int = 1, router_arguments: tuple[str, ...] = ()
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        router_arguments: tuple[str, ...] = (),
+        is_colocated: bool = False,
+        can_change: bool = False,
     ) -> ClusterOptions:
         return ClusterOptions(
             str(model_folder),
             num_prefill,
             num_decode,
+            is_colocated,
+            can_change,
             node_arguments=NODE_ARGUMENTS,
             router_arguments=router_arguments,
         )

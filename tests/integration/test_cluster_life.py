@@ -85,10 +85,34 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
     assert finish.served.decode_node != serving.name
 
 
+@pytest.mark.slow
+def test_a_stream_waits_for_its_only_decode_node_to_restart_and_goes_on(
+    cluster_options: MakeOptions, model_folder: Path
+) -> None:
+    prompt = prompt_of(40)
+    options = cluster_options(num_prefill=0, router_arguments=("--node-patience-s", "60"))
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        stream = client.stream(prompt, greedy(200))
+        chunks = [next(stream), next(stream)]
+        [decode] = cluster.decodes
+
+        decode.process.kill()
+        decode.process.wait()
+        port = int(decode.address.rpartition(":")[2])
+        cluster.start_node("decode", name=decode.name, port=port)
+
+        chunks += stream
+
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == reference_greedy(
+        model_folder, prompt, 200
+    )
+
+
 def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
     cluster_options: MakeOptions,
 ) -> None:
-    with LocalCluster(cluster_options(num_prefill=0)) as cluster, Client(cluster.address) as client:
+    options = cluster_options(num_prefill=0, router_arguments=("--node-patience-s", "0"))
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
         [decode] = cluster.decodes
         alone = client.generate(prompt_of(5), greedy(2))
         drain(decode.address)

@@ -10,6 +10,9 @@ from baton.cli.serve import node_options, parse_cpus, router
 from baton.cli.signatures import options_of, passed_on, takes_options_of
 from engine.errors import InvalidConfig
 from kv_transfer.errors import InvalidKvSetting
+from router.__main__ import RouterOptions
+from router.node_sources import DnsName, FixedNode, parse_sources
+from serving.node import NodeRole
 from serving.server import parse_announcement
 
 
@@ -67,3 +70,23 @@ def test_leases_and_patience_reach_the_kv_worker() -> None:
     assert (receiver.lease_s, receiver.silence_s) == (2.0, 3.0)
     with pytest.raises(InvalidKvSetting, match="lease_s"):
         node_options("m", kv_lease_s=0.0)
+
+
+def test_a_heart_may_not_be_called_stuck_between_two_beats() -> None:
+    assert node_options("m", stuck_after_s=7.0).stuck_after_s == 7.0
+    with pytest.raises(InvalidConfig, match="--stuck-after-s"):
+        node_options("m", stuck_after_s=1.0)
+
+
+def test_nodes_are_looked_for_where_and_as_often_as_was_said() -> None:
+    options = RouterOptions(parse_sources("dns:///d:1"), parse_sources("a:1"), find_every_s=2.0)
+
+    assert options.discovery.role_by_source == {
+        DnsName("d", 1): NodeRole.DECODE,
+        FixedNode("a:1"): NodeRole.PREFILL,
+    }
+    assert options.discovery.every_s == 2.0
+    with pytest.raises(InvalidConfig, match="--decode-nodes"):
+        RouterOptions(())
+    with pytest.raises(InvalidConfig, match="--find-every-s"):
+        RouterOptions(parse_sources("d:1"), find_every_s=0.0)

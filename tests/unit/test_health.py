@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from engine.loop import EngineLoop
+from engine.plan import Plan, RunResult
+from engine.request import RequestId
 from serving.health import Health
-from serving.heartbeat import LONGEST_STEP_S, follow_heartbeat
+from serving.heartbeat import follow_heartbeat
+from tests.support.engines import a_spec, an_engine
 
 PATIENCE_S = 30
+STUCK_AFTER_S = 60.0
 
 
 def test_every_watcher_hears_of_every_change_also_after_another_one_left() -> None:
@@ -25,30 +34,61 @@ def test_every_watcher_hears_of_every_change_also_after_another_one_left() -> No
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-class Heart:
-    def __init__(self, *, since_last_beat_s: float = 0.0) -> None:
-        self.failure: BaseException | None = None
-        self._since_last_beat_s = since_last_beat_s
+class LayeredRunner:
+    """Its passes go on only as the test lets them, layer by layer."""
 
-    def since_last_beat_s(self) -> float:
-        return self._since_last_beat_s
+    def __init__(self) -> None:
+        self.layers: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether there is another
+        self.is_inside = threading.Event()
+        self.on_layer: Callable[[], None] = lambda: None
+
+    def run(self, plan: Plan) -> RunResult:
+        self.is_inside.set()
+        while self.layers.get():
+            self.on_layer()
+        return RunResult()
 
 
-def test_a_stuck_engine_is_not_ready() -> None:
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_long_step_is_ready_as_long_as_it_moves_and_a_stuck_one_is_not() -> None:
+    runner, clock, health = LayeredRunner(), Clock(), Health(())
+
     async def scene() -> None:
-        health = Health(())
-        await health.set_ready(True)
         changes = health.changes()
-        assert await anext(changes) is True
-        following = asyncio.ensure_future(
-            follow_heartbeat(Heart(since_last_beat_s=LONGEST_STEP_S + 1), health)
-        )
+        following = asyncio.ensure_future(follow_heartbeat(engine, health, STUCK_AFTER_S))
+        assert [await anext(changes), await anext(changes)] == [False, True]
 
+        clock.now_s += STUCK_AFTER_S + 1
         assert await anext(changes) is False
+        runner.layers.put(True)  # it moves on, in the same step
+        assert await anext(changes) is True
 
         following.cancel()
 
-    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    with EngineLoop(an_engine(runner=runner), clock=clock) as engine:
+        runner.on_layer = engine.beat
+        engine.submit(a_spec())
+        assert runner.is_inside.wait(PATIENCE_S)
+        try:
+            asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+        finally:
+            engine.abort(RequestId("a"))
+            runner.layers.put(False)
+
+
+@dataclass(slots=True)
+class Heart:
+    failure: BaseException | None = None
+
+    def since_last_beat_s(self) -> float:
+        return 0.0
 
 
 def test_the_end_of_the_engine_is_told_and_nothing_is_ready_any_more() -> None:
@@ -57,7 +97,7 @@ def test_the_end_of_the_engine_is_told_and_nothing_is_ready_any_more() -> None:
         await health.set_ready(True)
         heart.failure = ZeroDivisionError("a bug")
 
-        assert await follow_heartbeat(heart, health) is heart.failure
+        assert await follow_heartbeat(heart, health, STUCK_AFTER_S) is heart.failure
         assert not health.is_ready
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

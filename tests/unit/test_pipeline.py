@@ -37,16 +37,24 @@ from serving.node import NodeRole
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table, token_at
 
 PROMPT = (3, 4, 5)
+PATIENCE_S = 30
 
 
-def a_pipeline(nodes: FakeNodeCalls, table: NodeTable | None = None) -> Pipeline:
+def a_pipeline(
+    nodes: FakeNodeCalls, table: NodeTable | None = None, *, node_patience_s: float = 0.0
+) -> Pipeline:
     ticks = itertools.count()
     return Pipeline(
         table=table or a_table(),
         node_calls=nodes,
         text=TokenIdsOnly(),
         clock=lambda: float(next(ticks)),
-        config=PipelineConfig(max_attempts=3, routing=Routing(Policy.ROUND_ROBIN)),
+        config=PipelineConfig(
+            max_attempts=3,
+            node_patience_s=node_patience_s,
+            retry_pause_s=0.0,
+            routing=Routing(Policy.ROUND_ROBIN),
+        ),
     )
 
 
@@ -200,6 +208,41 @@ def test_what_cannot_be_served_is_refused_before_any_node_is_asked() -> None:
         asyncio.run(run(a_pipeline(nodes, a_table(a_node(NodeRole.PREFILL))), a_call()))
 
     assert nodes.asked == []
+
+
+def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[3])
+    table = a_table()
+    decode = a_node(NodeRole.DECODE)
+    pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
+
+    async def restart_under_way() -> list[int]:
+        token_ids: list[int] = []
+        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+            async for part in parts:
+                if isinstance(part, Piece):
+                    token_ids += part.token_ids
+                if len(token_ids) == 3:
+                    table.lose(decode.address)
+                    asyncio.get_running_loop().call_soon(come_back)
+        return token_ids
+
+    def come_back() -> None:
+        pipeline.nodes_changed()  # of which it is not yet
+        table.join(decode.address, decode.card)
+        pipeline.nodes_changed()
+
+    token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
+
+    assert token_ids == expected_tokens(nodes)
+    assert [asked.leg for asked in nodes.asked].count(Leg.DECODE) == 2
+
+
+def test_the_wait_for_a_node_ends() -> None:
+    table = a_table(a_node(NodeRole.PREFILL))
+
+    with pytest.raises(NoNodes):
+        asyncio.run(run(a_pipeline(FakeNodeCalls(), table, node_patience_s=0.01), a_call()))
 
 
 def test_a_draining_router_takes_nothing_new() -> None:

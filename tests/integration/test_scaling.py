@@ -1,0 +1,109 @@
+"""Two prefill and two decode nodes that come, go and come back while clients never pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from baton.client import Generation
+from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.llm import LLM
+from engine.sampling import SamplingParams
+from tests.support.load import Ask, Load, Told, tell_all
+from tests.support.models import prompt_of, reference_greedy
+
+NUM_TOKENS = 24
+ROLES = ("prefill", "decode")
+
+
+def greedy(max_tokens: int = NUM_TOKENS) -> Generation:
+    return Generation(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    options = cluster_options(
+        num_prefill=2,
+        num_decode=2,
+        can_change=True,
+        router_arguments=("--find-every-s", "0.1"),
+    )
+    with LocalCluster(options) as running:
+        yield running
+
+
+@pytest.mark.parametrize("num_prompts", [16, 128])
+def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
+    cluster: LocalCluster, local: LLM, num_prompts: int
+) -> None:
+    asks = [
+        Ask((3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), greedy(12))
+        for number in range(num_prompts)
+    ]
+
+    told = tell_all(cluster.address, asks)
+
+    alone = [local.generate(ask.prompt, ask.generation.sampling)[0].token_ids for ask in asks]
+    assert [list(one.token_ids) for one in told] == alone
+    assert all(one.finish.served.is_prefill_remote for one in told)
+    assert all(one.finish.served.prompt_tokens_computed_on_decode == 0 for one in told)
+
+
+@pytest.mark.slow
+def test_nodes_come_go_and_come_back_under_load_and_every_answer_is_whole_and_right(
+    cluster: LocalCluster, model_folder: Path
+) -> None:
+    asks = [Ask(prompt_of(30 + 7 * number, seed=3), greedy()) for number in range(12)]
+    with ThreadPoolExecutor(2) as both:
+        moved = list(both.map(partial(start_moved, cluster), ROLES))
+        with Load(cluster.address, asks, num_clients=4) as load:
+            codes = list(both.map(partial(come_and_go, cluster, load), ROLES, moved))
+
+    assert load.errors == []
+    assert codes == [0, 0]
+    for told in load.told:
+        assert list(told.token_ids) == reference_greedy(model_folder, told.ask.prompt, NUM_TOKENS)
+
+
+def start_moved(cluster: LocalCluster, role: str) -> Child:
+    """The second node's next life, at another address."""
+    _, second = nodes_of(cluster, role)
+    return cluster.start_node(role, name=second.name)
+
+
+def come_and_go(cluster: LocalCluster, load: Load, role: str, moved: Child) -> int:
+    """The first is killed and comes back where it was; the second drains and moves."""
+    first, second = nodes_of(cluster, role)
+    load.until(served_by(second))
+    first.process.kill()
+    first.process.wait()
+    cluster.remove_node(first)
+    back = cluster.start_node(role, name=first.name, port=port_of(first))
+    cluster.add_node(role, back)
+    load.until(served_by(back))
+    code = cluster.remove_node(second)
+    cluster.add_node(role, moved)
+    load.until(served_by(moved))
+    return code
+
+
+def nodes_of(cluster: LocalCluster, role: str) -> list[Child]:
+    return cluster.prefills if role == "prefill" else cluster.decodes
+
+
+def served_by(child: Child) -> Callable[[Told], bool]:
+    return lambda told: (
+        child.name
+        in (
+            told.finish.served.prefill_node,
+            told.finish.served.decode_node,
+        )
+    )
+
+
+def port_of(child: Child) -> int:
+    return int(child.address.rpartition(":")[2])

@@ -1,0 +1,109 @@
+"""Clients that never pause: they ask while a test changes the cluster, and keep what they got."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from baton.client import AsyncClient, BatonError, Finish, Generation
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    prompt: tuple[int, ...]
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One answer, as its pieces came."""
+
+    ask: Ask
+    token_ids: tuple[int, ...]
+    finish: Finish
+
+
+async def tell(client: AsyncClient, ask: Ask) -> Told:
+    """Every token once and in its place, or an AssertionError. Raises BatonError."""
+    token_ids: list[int] = []
+    finish: Finish | None = None
+    async for chunk in client.stream(ask.prompt, ask.generation):
+        assert finish is None, "a piece came after the last one"
+        assert chunk.first_index == len(token_ids), "a token came twice, or was left out"
+        token_ids += chunk.token_ids
+        finish = chunk.finish
+    assert finish is not None, "the stream ended without its end"
+    return Told(ask, tuple(token_ids), finish)
+
+
+def tell_all(address: str, asks: Sequence[Ask]) -> list[Told]:
+    """All at the same time."""
+
+    async def ask_all() -> list[Told]:
+        async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
+            return list(await asyncio.gather(*(tell(client, ask) for ask in asks)))
+
+    return asyncio.run(ask_all())
+
+
+class Load:
+    """So many clients, each asking the next thing as soon as it was told the last one."""
+
+    def __init__(self, address: str, asks: Sequence[Ask], num_clients: int) -> None:
+        self._address = address
+        self._asks = itertools.cycle(asks)
+        self._num_clients = num_clients
+        self._is_over = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
+        self.told: list[Told] = []
+        self.errors: list[Exception] = []
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over = True
+        self._thread.join()
+
+    def until(self, is_so: Callable[[Told], bool]) -> None:
+        """Returns when an answer is told, from now on, of which this is so; or one failed."""
+        with self._changed:
+            first = len(self.told)
+
+            def is_done() -> bool:
+                return bool(self.errors) or any(is_so(told) for told in self.told[first:])
+
+            assert self._changed.wait_for(is_done, PATIENCE_S), "no such answer came"
+
+    async def _run(self) -> None:
+        async with AsyncClient(self._address, timeout_s=PATIENCE_S) as client:
+            await asyncio.gather(*(self._ask_on(client) for _ in range(self._num_clients)))
+
+    async def _ask_on(self, client: AsyncClient) -> None:
+        while not self._is_over:
+            try:
+                self._note(await tell(client, next(self._asks)))
+            except (BatonError, AssertionError) as error:
+                self._note(error)
+                return
+
+    def _note(self, result: Told | Exception) -> None:
+        with self._changed:
+            if isinstance(result, Told):
+                self.told.append(result)
+            else:
+                self.errors.append(result)
+            self._changed.notify_all()
