@@ -10,20 +10,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.client import AsyncClient, Client, Generation
+    from baton.client import AsyncClient, BatonError, Client, Generation, Retries, TlsConfig
     from baton.completion import Completion
     from baton.llm import LLM
     from engine.sampling import SamplingParams
 
-__all__ = ["LLM", "AsyncClient", "Client", "Completion", "Generation", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "BatonError",
+    "Client",
+    "Completion",
+    "Generation",
+    "Retries",
+    "SamplingParams",
+    "TlsConfig",
+]
 
 _HOMES = {
     "LLM": "baton.llm",
     "Completion": "baton.completion",
     "AsyncClient": "baton.client",
+    "BatonError": "baton.client",
     "Client": "baton.client",
     "Generation": "baton.client",
+    "Retries": "baton.client",
     "SamplingParams": "engine.sampling",
+    "TlsConfig": "serving.tls",
 }
 
 

@@ -2,134 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar
 
 import grpc
 from grpc import aio
 
-from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from engine.sampling import SamplingParams
-from kv_transfer.types import TokenLogprobs
-from serving.channel import CLIENT_OPTIONS
-from serving.errors import ServiceError
-from serving.status import remote_error
-from serving.translate import logprobs_from, prompt_logprobs_from, sampling_to
+from baton.generation import (
+    AS_THE_MODEL_LIKES,
+    Answer,
+    Chunk,
+    Finish,
+    Generation,
+    Message,
+    Model,
+    Prompt,
+    Served,
+    chunk_from,
+    model_from,
+    request_from,
+    tokenize_request_from,
+)
+from baton.retries import FEW, BatonError, Retries, Tries
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from engine.errors import InvalidConfig
+from serving.channel import open_blocking_channel, open_channel
+from serving.tls import PLAIN, TlsConfig
+from serving.token import authorization, check_token
 
-Message = Mapping[str, str]  # role and content
+__all__ = [
+    "Access",
+    "Answer",
+    "AsyncClient",
+    "BatonError",
+    "Chunk",
+    "Client",
+    "Finish",
+    "Generation",
+    "Message",
+    "Model",
+    "Prompt",
+    "Retries",
+    "Served",
+    "TlsConfig",
+]
 
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
-class BatonError(ServiceError):
-    """The router refused or failed a call."""
-
-    def __init__(
-        self,
-        code: grpc.StatusCode,
-        reason: str,
-        message: str,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(f"{message} ({code.name}, {reason})" if reason else message)
-        self.code = code
-        self.reason = reason  # for programs: INVALID_REQUEST, NO_NODES and the like
-        self.message = message
-        self.retry_after_s = retry_after_s  # when the router told how long to wait
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What to generate, beside the prompt."""
-
-    sampling: SamplingParams = SamplingParams()
-    stop: tuple[str, ...] = ()
-    include_stop_in_output: bool = False
-    request_id: str = ""
-    model: str = ""
-    priority: int = 0
-    cache_salt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Who did the work, and what passed between them."""
-
-    prefill_node: str
-    decode_node: str
-    is_prefill_remote: bool
-    prefill_reason: str
-    kv_bytes: int
-    kv_blocks: int
-    kv_transport: str
-    prompt_tokens_computed_on_decode: int
-    prompt_tokens_cached_on_decode: int
-    attempts: int
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    reason: str  # stop or length
-    stop_token_id: int | None
-    stop_string: str | None
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    dispatched_s: float
-    first_token_s: float
-    first_decoded_token_s: float
-    finished_s: float
-    served: Served
+class Access:
+    """How a client reaches its router."""
 
+    address: str
+    timeout_s: float | None
+    tls: TlsConfig
+    token: str | None = field(repr=False)
+    retries: Retries
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of an answer, in order."""
+    def __post_init__(self) -> None:
+        if self.tls.cert is not None and not self.tls.dials:
+            raise InvalidConfig("a client with tls.cert needs tls.ca too, to know whom to trust")
+        if self.token is not None:
+            check_token(self.token, "the token")
+            if not self.tls.dials:
+                log.warning("the token goes to %s in plain text; give tls.ca", self.address)
 
-    request_id: str
-    first_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...]
-    finish: Finish | None  # on the last
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self.token is None else (authorization(self.token),)
 
-
-@dataclass(slots=True)
-class Answer:
-    """A whole answer."""
-
-    request_id: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    finish: Finish | None = None
-
-    def take(self, chunk: Chunk) -> None:
-        self.request_id = chunk.request_id
-        self.token_ids.extend(chunk.token_ids)
-        self.text += chunk.text
-        self.logprobs.extend(chunk.logprobs)
-        self.prompt_logprobs.extend(chunk.prompt_logprobs)
-        self.finish = chunk.finish or self.finish
-
-
-# Text, a chat, or token ids.
-Prompt = str | Sequence[int] | Sequence[Message]
+    def tries(self, timeout_s: float | None = None) -> Tries:
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return Tries(self.address, self.tls, self.retries, limit_s)
 
 
 class Client:
     """A blocking client. Raises BatonError.
+
+    `timeout_s` is for each call, from its beginning to its end, its retries included.
 
     >>> with Client("127.0.0.1:50051") as client:
     ...     for chunk in client.stream("import os\\n"):
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        tls: TlsConfig = PLAIN,
+        token: str | None = None,
+        retries: Retries = FEW,
+    ) -> None:
+        self._access = Access(address, timeout_s, tls, token, retries)
+        self._channel = open_blocking_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._timeout_s = timeout_s
 
     def __enter__(self) -> Client:
         return self
@@ -143,45 +120,81 @@ class Client:
         self._channel.close()
 
     def stream(
-        self, prompt: Prompt, generation: Generation = Generation()
+        self,
+        prompt: Prompt,
+        generation: Generation = AS_THE_MODEL_LIKES,
+        *,
+        timeout_s: float | None = None,
     ) -> Generator[Chunk, None, None]:
-        """The answer as it comes. Closing the generator cancels the request."""
-        call = self._stub.Generate(_request(prompt, generation), timeout=self._timeout_s)
-        try:
-            with _errors_named():
+        """The answer as it comes. Leaving its loop, or closing it, cancels the request."""
+        request = request_from(prompt, generation)
+        tries = self._access.tries(timeout_s)
+        while True:
+            call = self._stub.Generate(
+                request, timeout=tries.remaining_s, metadata=self._access.metadata
+            )
+            try:
                 for response in call:
-                    yield _chunk(response)
-        finally:
-            call.cancel()
+                    tries.is_begun = True
+                    yield chunk_from(response)
+                return
+            except grpc.RpcError as error:
+                pause_s = tries.failed(error)
+            finally:
+                call.cancel()
+            time.sleep(pause_s)
 
-    def generate(self, prompt: Prompt, generation: Generation = Generation()) -> Answer:
+    def generate(
+        self,
+        prompt: Prompt,
+        generation: Generation = AS_THE_MODEL_LIKES,
+        *,
+        timeout_s: float | None = None,
+    ) -> Answer:
         answer = Answer()
-        for chunk in self.stream(prompt, generation):
+        for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
             answer.take(chunk)
         return answer
 
-    def tokenize(self, text: str) -> list[int]:
-        with _errors_named():
-            response = self._stub.Tokenize(inference_pb2.TokenizeRequest(text=text))
-        return list(response.token_ids)
+    def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+        """The ids that Generate would use for a text or a chat."""
+        request = tokenize_request_from(prompt)
+        return list(self._unary(self._stub.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Iterable[int]) -> str:
-        with _errors_named():
-            request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
-            return self._stub.Detokenize(request).text
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
+        return self._unary(self._stub.Detokenize, request).text
 
-    def model(self) -> str:
-        with _errors_named():
-            return self._stub.GetModel(inference_pb2.GetModelRequest()).model
+    def model(self) -> Model:
+        return model_from(self._unary(self._stub.GetModel, inference_pb2.GetModelRequest()))
+
+    def _unary(
+        self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        tries = self._access.tries()
+        while True:
+            try:
+                return method(request, timeout=tries.remaining_s, metadata=self._access.metadata)
+            except grpc.RpcError as error:
+                pause_s = tries.failed(error)
+            time.sleep(pause_s)
 
 
 class AsyncClient:
     """The same for asyncio."""
 
-    def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
-        self._channel = aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        tls: TlsConfig = PLAIN,
+        token: str | None = None,
+        retries: Retries = FEW,
+    ) -> None:
+        self._access = Access(address, timeout_s, tls, token, retries)
+        self._channel = open_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._timeout_s = timeout_s
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -195,102 +208,68 @@ class AsyncClient:
         await self._channel.close()
 
     async def stream(
-        self, prompt: Prompt, generation: Generation = Generation()
+        self,
+        prompt: Prompt,
+        generation: Generation = AS_THE_MODEL_LIKES,
+        *,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """The answer as it comes. Closing the generator cancels the request."""
-        call = self._stub.Generate(_request(prompt, generation), timeout=self._timeout_s)
-        try:
-            with _errors_named():
-                async for response in call:
-                    yield _chunk(response)
-        finally:
-            call.cancel()
+        """The answer as it comes. Leaving its loop, or closing it, cancels the request.
 
-    async def generate(self, prompt: Prompt, generation: Generation = Generation()) -> Answer:
+        A generator that is still held by a name when its loop is left goes on until its
+        `aclose`: use `contextlib.aclosing` then.
+        """
+        request = request_from(prompt, generation)
+        tries = self._access.tries(timeout_s)
+        while True:
+            call = self._stub.Generate(
+                request, timeout=tries.remaining_s, metadata=self._access.metadata
+            )
+            try:
+                async for response in call:
+                    tries.is_begun = True
+                    yield chunk_from(response)
+                return
+            except grpc.RpcError as error:
+                pause_s = await asyncio.to_thread(tries.failed, error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause_s)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        generation: Generation = AS_THE_MODEL_LIKES,
+        *,
+        timeout_s: float | None = None,
+    ) -> Answer:
         answer = Answer()
-        async for chunk in self.stream(prompt, generation):
+        async for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
             answer.take(chunk)
         return answer
 
+    async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+        """The ids that Generate would use for a text or a chat."""
+        request = tokenize_request_from(prompt)
+        return list((await self._unary(self._stub.Tokenize, request)).token_ids)
 
-@contextmanager
-def _errors_named() -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        remote = remote_error(error)
-        raise BatonError(
-            remote.code, remote.reason or "", remote.message, remote.retry_after_s
-        ) from error
+    async def detokenize(self, token_ids: Iterable[int]) -> str:
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
+        return (await self._unary(self._stub.Detokenize, request)).text
 
+    async def model(self) -> Model:
+        request = inference_pb2.GetModelRequest()
+        return model_from(await self._unary(self._stub.GetModel, request))
 
-def _request(prompt: Prompt, generation: Generation) -> inference_pb2.GenerateRequest:
-    sampling = sampling_to(generation.sampling)
-    sampling.stop.extend(generation.stop)
-    sampling.include_stop_in_output = generation.include_stop_in_output
-    request = inference_pb2.GenerateRequest(
-        request_id=generation.request_id,
-        model=generation.model,
-        sampling=sampling,
-        priority=generation.priority,
-        cache_salt=generation.cache_salt,
-    )
-    _set_prompt(request, prompt)
-    return request
-
-
-def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-        return
-    messages = [one for one in prompt if isinstance(one, Mapping)]
-    if messages:
-        turns = [inference_pb2.ChatMessage(**message) for message in messages]
-        request.chat.CopyFrom(inference_pb2.Chat(messages=turns))
-        return
-    token_ids = [one for one in prompt if isinstance(one, int)]
-    request.token_ids.CopyFrom(sampling_pb2.TokenIds(ids=token_ids))
-
-
-def _chunk(response: inference_pb2.GenerateResponse) -> Chunk:
-    return Chunk(
-        request_id=response.request_id,
-        first_index=response.first_index,
-        token_ids=tuple(response.token_ids),
-        text=response.text,
-        logprobs=tuple(logprobs_from(one) for one in response.logprobs),
-        prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),
-        finish=_finish(response.finish) if response.HasField("finish") else None,
-    )
-
-
-def _finish(message: inference_pb2.Finish) -> Finish:
-    reason = sampling_pb2.FinishReason.Name(message.reason)
-    timings = message.timings
-    return Finish(
-        reason=reason.removeprefix("FINISH_REASON_").lower(),
-        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-        stop_string=message.stop_string if message.HasField("stop_string") else None,
-        num_prompt_tokens=message.usage.prompt_tokens,
-        num_completion_tokens=message.usage.completion_tokens,
-        dispatched_s=timings.dispatched_s,
-        first_token_s=timings.first_token_s,
-        first_decoded_token_s=timings.first_decoded_token_s,
-        finished_s=timings.finished_s,
-        served=_served(message.served),
-    )
-
-
-def _served(message: inference_pb2.Served) -> Served:
-    return Served(
-        prefill_node=message.prefill_node,
-        decode_node=message.decode_node,
-        is_prefill_remote=message.prefill == inference_pb2.PREFILL_PLACE_REMOTE,
-        prefill_reason=message.prefill_reason,
-        kv_bytes=message.kv_bytes,
-        kv_blocks=message.kv_blocks,
-        kv_transport=message.kv_transport,
-        prompt_tokens_computed_on_decode=message.prompt_tokens_computed_on_decode,
-        prompt_tokens_cached_on_decode=message.prompt_tokens_cached_on_decode,
-        attempts=message.attempts,
-    )
+    async def _unary(
+        self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        tries = self._access.tries()
+        while True:
+            try:
+                return await method(
+                    request, timeout=tries.remaining_s, metadata=self._access.metadata
+                )
+            except grpc.RpcError as error:
+                pause_s = await asyncio.to_thread(tries.failed, error)
+            await asyncio.sleep(pause_s)

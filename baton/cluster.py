@@ -19,8 +19,12 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from serving.channel import open_blocking_channel
 from serving.errors import ServiceError
 from serving.server import parse_announcement
+from serving.status import remote_error
+from serving.tls import PLAIN, TlsConfig
+from serving.tls_trouble import tls_trouble
 
 LINES_KEPT = 40
 
@@ -42,6 +46,7 @@ class ClusterOptions:
     program_arguments: tuple[str, ...] = ()  # of `baton` itself, in front of the command
     node_arguments: tuple[str, ...] = ()  # given to each node as they are
     router_arguments: tuple[str, ...] = ()
+    tls: TlsConfig = PLAIN  # of every process
     start_timeout_s: float = 120.0
     drain_timeout_s: float = 30.0
     show_logs: bool = False  # else the last lines are kept, for when a process fails
@@ -208,7 +213,8 @@ class LocalCluster:
             for role in self._numbers:
                 self._write_list(role)
         self.router = self._router()
-        await_serving(self.router.await_address(options.start_timeout_s), options.start_timeout_s)
+        address = self.router.await_address(options.start_timeout_s)
+        await_serving(address, options.start_timeout_s, options.tls)
 
     def _nodes(self, role: str) -> list[Child]:
         return self.prefills if role == "prefill" else self.decodes
@@ -251,7 +257,7 @@ class LocalCluster:
         return self._spawn(name, [*fixed, *options.node_arguments, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
-        child = Child(name, arguments, self._options)
+        child = Child(name, [*arguments, *_tls_arguments(self._options.tls)], self._options)
         self._lifetime.callback(child.stop)
         return child
 
@@ -260,18 +266,30 @@ def _command(options: ClusterOptions) -> list[str]:
     return [sys.executable, "-m", "baton", *options.program_arguments, "serve"]
 
 
-def await_serving(address: str, timeout_s: float) -> None:
-    """Returns when the server says that it can serve. Raises ClusterFailed."""
-    with grpc.insecure_channel(address) as channel:
+def _tls_arguments(tls: TlsConfig) -> list[str]:
+    given = {
+        "--tls-cert": tls.cert,
+        "--tls-key": tls.key,
+        "--tls-ca": tls.ca,
+        "--tls-client-ca": tls.client_ca,
+        "--tls-server-name": tls.server_name or None,
+    }
+    return [f"{flag}={value}" for flag, value in given.items() if value is not None]
+
+
+def await_serving(address: str, timeout_s: float, tls: TlsConfig = PLAIN) -> None:
+    """Returns when the server, which listens already, can serve. Raises ClusterFailed."""
+    with open_blocking_channel(address, tls) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        watch = health.Watch(
-            health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True
-        )
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         try:
             for answer in watch:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
         except grpc.RpcError as error:
-            raise ClusterFailed(f"{address} was not ready within {timeout_s:.0f} s") from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ClusterFailed(f"{address} was not ready within {timeout_s:.0f} s") from error
+            reason = tls_trouble(address, tls) or remote_error(error).message
+            raise ClusterFailed(f"{address} cannot be asked for its health: {reason}") from error
         finally:
             watch.cancel()

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from serving.channel import open_blocking_channel
+from serving.tls import TlsConfig
+from serving.tls_trouble import tls_trouble
+
 Status = health_pb2.HealthCheckResponse
 
 
@@ -16,13 +20,15 @@ class Verdict:
     words: str  # for whoever reads the probe's output
 
 
-def ask(channel: grpc.Channel, address: str, timeout_s: float) -> Verdict:
+def ask(address: str, timeout_s: float, tls: TlsConfig) -> Verdict:
     """One `grpc.health.v1` check of the whole process."""
-    stub = health_pb2_grpc.HealthStub(channel)
-    try:
-        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-    except grpc.RpcError as error:
-        return Verdict(False, f"{address} did not answer: {error.code().name}: {error.details()}")
+    with open_blocking_channel(address, tls) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            told = tls_trouble(address, tls, timeout_s) or error.details()
+            return Verdict(False, f"{address} did not answer: {error.code().name}: {told}")
     if answer.status != Status.SERVING:
         told = Status.ServingStatus.Name(answer.status)
         return Verdict(False, f"{address} is not ready: {told}")

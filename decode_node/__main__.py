@@ -41,7 +41,7 @@ def main(options: NodeOptions) -> None:
 
 async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     identity = identify(options, NodeRole.DECODE, runner)
-    links, ledger = GrpcLinks(), Ledger(runner.kv_memory.block_size)
+    links, ledger = GrpcLinks(options.tls), Ledger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links)
     scheduler = build_scheduler(runner, engine_options(options))
     core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
@@ -65,6 +65,6 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
         ),
     )
     # From the inside out at the end: the last words on the links need links and server still.
-    async with serving(options.host, options.port, services) as server, links:
+    async with serving(options.host, options.port, services, tls=options.tls) as server, links:
         with worker, engine, calls:
             await until_drained(server, state, engine, options.stuck_after_s)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from grpc import aio
 
 from baton.text import Tokenizer
 from baton.v1 import inference_pb2_grpc
@@ -21,6 +25,11 @@ from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.watching import Discovery, watching
 from serving.node import NodeRole
 from serving.server import Running, Service, announce, serving, stop_signal
+from serving.tls import PLAIN, TlsConfig
+from serving.token import AcceptedTokens
+from serving.token_gate import TokenGate
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,8 @@ class RouterOptions:
     model: str = ""  # whose tokenizer to use; empty takes token ids only
     routing: Routing = field(default_factory=Routing)
     line: LineConfig = field(default_factory=LineConfig)
+    tls: TlsConfig = PLAIN
+    tokens: AcceptedTokens | None = None  # None: whoever can connect is a client
 
     def __post_init__(self) -> None:
         if not self.decode_nodes:
@@ -60,7 +71,7 @@ def main(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, text: TextBoundary) -> None:
-    table, node_calls = NodeTable(), GrpcNodeCalls()
+    table, node_calls = NodeTable(), GrpcNodeCalls(options.tls)
     pipeline = Pipeline(
         table=table,
         node_calls=node_calls,
@@ -79,7 +90,12 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
             ),
         ),
     )
-    async with serving(options.host, options.port, services) as server, node_calls:
+    async with (
+        serving(
+            options.host, options.port, services, tls=options.tls, interceptors=_gates(options)
+        ) as server,
+        node_calls,
+    ):
 
         async def note_change() -> None:
             pipeline.nodes_changed()
@@ -88,6 +104,14 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
 
         async with watching(options.discovery, table, node_calls, note_change):
             await _until_drained(server, pipeline)
+
+
+def _gates(options: RouterOptions) -> Sequence[aio.ServerInterceptor]:
+    if options.tokens is None:
+        return ()
+    if not options.tls.listens:
+        log.warning("clients send their tokens in plain text; give --tls-cert and --tls-key")
+    return (TokenGate(options.tokens),)
 
 
 def _can_serve(table: NodeTable, options: RouterOptions, was_ready: bool) -> bool:

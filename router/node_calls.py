@@ -20,6 +20,8 @@ from router.values import DecodeSummary
 from serving.channel import open_channel
 from serving.errors import GenerationFailed, NodeFailed
 from serving.status import remote_error
+from serving.tls import PLAIN, TlsConfig
+from serving.tls_trouble import tls_trouble
 from serving.translate import output_from
 from serving.translate_sequence import Sequence, decode_request, engine_id, prefill_request
 
@@ -31,7 +33,8 @@ CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT
 class GrpcNodeCalls:
     """One channel per address, from its first use until it is forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsConfig = PLAIN) -> None:
+        self._tls = tls
         self._channel_by_address: dict[str, aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -51,12 +54,16 @@ class GrpcNodeCalls:
 
     def channel(self, address: str) -> aio.Channel:
         if address not in self._channel_by_address:
-            self._channel_by_address[address] = open_channel(address)
+            self._channel_by_address[address] = open_channel(address, self._tls)
         return self._channel_by_address[address]
 
     @property
     def addresses(self) -> frozenset[str]:
         return frozenset(self._channel_by_address)
+
+    async def trouble(self, address: str) -> str | None:
+        """What TLS has to do with it that nobody can be reached there."""
+        return await asyncio.to_thread(tls_trouble, address, self._tls)
 
     def forget(self, address: str) -> None:
         """Nobody new asks there. Calls that are under way come to their end."""

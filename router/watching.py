@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from grpc import RpcError
+from grpc import RpcError, StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -128,7 +128,7 @@ class Watches:
         """One life of one node's process."""
         channel = self._node_calls.channel(member.address)
         stub = node_pb2_grpc.NodeServiceStub(channel)
-        card = card_from(await stub.GetNode(node_pb2.GetNodeRequest(), wait_for_ready=True))
+        card = await self._ask_for_card(member, stub)
         if card.role is not member.role:
             names = card.role.value, member.role.value
             log.error("%s is a %s node, not a %s node", member.address, *names)
@@ -138,6 +138,21 @@ class Watches:
             self._follow_load(member, stub),
             self._follow_health(member, health_pb2_grpc.HealthStub(channel)),
         )
+
+    async def _ask_for_card(
+        self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub
+    ) -> NodeCard:
+        """Once it can be reached. What keeps it from that by TLS would be waited out in silence."""
+        request = node_pb2.GetNodeRequest()
+        try:
+            return card_from(await stub.GetNode(request))
+        except RpcError as error:
+            if remote_error(error).code is not StatusCode.UNAVAILABLE:
+                raise
+        trouble = await self._node_calls.trouble(member.address)
+        if trouble is not None:
+            log.error("%s node: %s", member.role.value, trouble)
+        return card_from(await stub.GetNode(request, wait_for_ready=True))
 
     def _join(self, member: Member, card: NodeCard) -> None:
         """It is not asked for anything before it has said that it is well."""

@@ -23,6 +23,18 @@ class RequestIdInUse(ServiceError):
     """Another request of that id is under way."""
 
 
+class Unauthenticated(ServiceError):
+    """The caller has shown no token, or none that is taken here."""
+
+
+class MessageTooLarge(ServiceError):
+    """A message is larger than one may be; another try would be as large."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The time that the client gave was over before the answer was whole."""
+
+
 class QueueFull(ServiceError):
     """More requests wait already than may; there is no room for this one now."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+HEALTH = "grpc.health.v1.Health"
+
 
 class Health:
     """The readiness of the whole process, told alike for each of its services."""

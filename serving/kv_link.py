@@ -14,13 +14,15 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from types import TracebackType
 from typing import Any
 
-from grpc import RpcError
+from grpc import RpcError, StatusCode
 
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from kv_transfer.link import LinkEvents, LinkId
 from kv_transfer.messages import LinkMessage
 from serving.channel import open_channel
 from serving.status import remote_error
+from serving.tls import PLAIN, TlsConfig
+from serving.tls_trouble import tls_trouble
 from serving.translate_link import link_message_from, link_message_to
 
 # How long a silent peer may hold up the end of a link.
@@ -42,7 +44,8 @@ class GrpcLinks:
     Made before the worker that uses it; `attach` closes the circle before the first use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsConfig = PLAIN) -> None:
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._outbox_by_link: dict[LinkId, Outbox] = {}
@@ -109,11 +112,13 @@ class GrpcLinks:
         self._keep(asyncio.ensure_future(self._dialled(link_id, address, outbox)))
 
     async def _dialled(self, link_id: LinkId, address: str, outbox: Outbox) -> None:
-        async with open_channel(address) as channel:
+        async with open_channel(address, self._tls) as channel:
             call = kv_link_pb2_grpc.KvLinkServiceStub(channel).Link(_requests(outbox))
-            await self._read(link_id, call)
+            await self._read(link_id, call, address)
 
-    async def _read(self, link_id: LinkId, incoming: AsyncIterable[Any]) -> None:
+    async def _read(
+        self, link_id: LinkId, incoming: AsyncIterable[Any], dialled: str | None = None
+    ) -> None:
         reason = "the peer closed the link"
         try:
             async for envelope in incoming:
@@ -123,6 +128,9 @@ class GrpcLinks:
                     self._post(_wake)
         except RpcError as error:
             reason = remote_error(error).message
+            if dialled is not None and error.code() is StatusCode.UNAVAILABLE:
+                trouble = await asyncio.to_thread(tls_trouble, dialled, self._tls)
+                reason = trouble or reason
         finally:
             self._lose(link_id, reason)
 

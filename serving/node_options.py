@@ -9,6 +9,7 @@ from engine.loop import HEARTBEAT_S
 from engine.runner.settings import RunnerConfig
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig
+from serving.tls import PLAIN, TlsConfig
 
 KV_TRANSPORTS = ("nixl", "ucxx")
 PUSH_GRAINS = ("layer", "chunk")  # each layer of a chunk as it ends, or all of it at its end
@@ -20,6 +21,7 @@ class NodeOptions:
     scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes any that is free
+    tls: TlsConfig = PLAIN
     node_id: str = ""  # empty draws one
     model_name: str = ""  # empty takes the model folder's name
     kv_transport: str = "nixl"

@@ -12,12 +12,12 @@ from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from serving.channel import SERVER_OPTIONS
+from serving.channel import SERVER_OPTIONS, server_credentials
 from serving.errors import AddressInUse
-from serving.health import Health
+from serving.health import HEALTH, Health
 from serving.health_servicer import HealthServicer
+from serving.tls import PLAIN, TlsConfig
 
-HEALTH = "grpc.health.v1.Health"
 READY_PREFIX = "baton ready:"
 # How long calls that outlived the drain may go on, such as watches: they are cut off anyway.
 CLOSE_GRACE_S = 0.2
@@ -38,16 +38,23 @@ class Running:
 
 
 @asynccontextmanager
-async def serving(host: str, port: int, services: Sequence[Service]) -> AsyncIterator[Running]:
+async def serving(
+    host: str,
+    port: int,
+    services: Sequence[Service],
+    *,
+    tls: TlsConfig = PLAIN,
+    interceptors: Sequence[aio.ServerInterceptor] = (),
+) -> AsyncIterator[Running]:
     """Serves from here to the end of the block, not ready until told so."""
     names = tuple(service.name for service in services)
     health = Health(names)
-    server = aio.server(options=SERVER_OPTIONS)
+    server = aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     for service in services:
         service.add_to(server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)
     reflection.enable_server_reflection((*names, HEALTH, reflection.SERVICE_NAME), server)
-    taken = _bind(server, host, port)
+    taken = _bind(server, host, port, tls)
     await server.start()
     try:
         yield Running(f"{host}:{taken}", health)
@@ -85,9 +92,12 @@ async def stop_signal() -> AsyncIterator[asyncio.Event]:
     yield told
 
 
-def _bind(server: aio.Server, host: str, port: int) -> int:
+def _bind(server: aio.Server, host: str, port: int, tls: TlsConfig) -> int:
+    credentials = server_credentials(tls)
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        if credentials is None:
+            return server.add_insecure_port(f"{host}:{port}")
+        return server.add_secure_port(f"{host}:{port}", credentials)
     except RuntimeError as error:
         raise AddressInUse(
             f"cannot listen on {host}:{port}; choose another --port, or 0 for any"

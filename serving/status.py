@@ -16,20 +16,25 @@ from grpc_status import rpc_status
 
 from engine.errors import EngineError, EngineStopped, InvalidRequest
 from serving.errors import (
+    DeadlineExceeded,
     Draining,
     EmptyPrompt,
     GenerationFailed,
     IncompatibleNodes,
+    MessageTooLarge,
     NodeFailed,
     NoNodes,
     QueueFull,
     RequestIdInUse,
     ServiceError,
+    Unauthenticated,
     UnknownModel,
     UnsupportedInput,
 )
 
 DOMAIN = "baton"
+# How gRPC tells of a message over the limit, which is the same on all sides.
+TOO_LARGE = "message larger than max"
 DETAILS_KEY = "grpc-status-details-bin"
 
 # The reason is for programs, and never changes; the message is for people, and may.
@@ -39,6 +44,9 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     UnsupportedInput: (StatusCode.INVALID_ARGUMENT, "UNSUPPORTED_INPUT"),
     UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     RequestIdInUse: (StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE"),
+    Unauthenticated: (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    MessageTooLarge: (StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
+    DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     QueueFull: (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     NoNodes: (StatusCode.UNAVAILABLE, "NO_NODES"),
     IncompatibleNodes: (StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_NODES"),
@@ -105,6 +113,10 @@ def remote_error(error: grpc.RpcError) -> RemoteError:
     for key, blob in error.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(blob, bytes):
             return _rich(error.code(), message, blob)
+    if error.code() is StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE in message:
+        _, reason = CODE_AND_REASON[MessageTooLarge]
+        advice = "ask for less at once: a shorter prompt, or fewer logprobs"
+        return RemoteError(error.code(), f"{message}; {advice}", reason)
     return RemoteError(error.code(), message)
 
 

@@ -70,6 +70,8 @@ def main() -> None:
     # Before torch is loaded: its idle threads must not spin on a core that another process
     # could use. With two processes on two cores, spinning costs a factor, not a percentage.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # gRPC's library would write of each failed handshake on standard error; Baton tells of them.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     sys.exit(_run())
 
 

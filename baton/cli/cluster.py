@@ -6,21 +6,26 @@ import os
 import signal
 import sys
 import threading
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from baton.cli.command import FILE, SETTINGS
 from baton.cli.options import Host, Model, Port
+from baton.cli.security import tls_config
 from baton.cli.serve import node_options, router
-from baton.cli.signatures import is_chosen, passed_on, takes_options_of
+from baton.cli.signatures import is_chosen, options_of, passed_on, split, takes_options_of
 
+FOR_TLS = tuple(one.name for one in options_of(tls_config))
 # What `baton up` decides itself, for each process.
-GIVEN = ("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid")
+GIVEN = (
+    *("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid"),
+    *FOR_TLS,
+)
 CLUSTER_PANEL = "Cluster"
 
 
-@takes_options_of(node_options, router, without=GIVEN)
+@takes_options_of(node_options, router, tls_config, without=set(GIVEN) - set(FOR_TLS))
 def up(
     context: typer.Context,
     model: Model,
@@ -40,7 +45,7 @@ def up(
     ] = False,
     host: Host = "127.0.0.1",
     port: Port = 50051,
-    **_given: object,
+    **given: Any,
 ) -> None:
     """Start a local cluster; Ctrl-C drains it.
 
@@ -48,6 +53,7 @@ def up(
     """
     from baton.cluster import ClusterOptions, LocalCluster
 
+    [for_tls] = split(given, tls_config)
     options = ClusterOptions(
         model=model,
         num_prefill=prefill,
@@ -61,6 +67,7 @@ def up(
             *passed_on(context, node_options, without=GIVEN),
         ),
         router_arguments=passed_on(context, router, without=GIVEN),
+        tls=tls_config(**for_tls),
         show_logs=True,
     )
     with LocalCluster(options) as cluster:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from baton.cli.options import NETWORK_PANEL
+from baton.cli.security import ClientTokenFile, client_tls
+from baton.cli.signatures import takes_options_of
 
 if TYPE_CHECKING:
     from baton.client import Client
@@ -25,7 +27,15 @@ Timeout = Annotated[
 ]
 
 
-def connect(address: Address = "127.0.0.1:50051", timeout_s: Timeout = None) -> Client:
+@takes_options_of(client_tls)
+def connect(
+    address: Address = "127.0.0.1:50051",
+    timeout_s: Timeout = None,
+    token_file: ClientTokenFile = None,
+    **given: Any,
+) -> Client:
     from baton.client import Client
+    from serving.token import read_tokens
 
-    return Client(address, timeout_s=timeout_s)
+    token = None if token_file is None else read_tokens(token_file)[0]
+    return Client(address, timeout_s=timeout_s, tls=client_tls(**given), token=token)

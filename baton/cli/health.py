@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from baton.cli.security import client_tls
+from baton.cli.signatures import takes_options_of
 
+
+@takes_options_of(client_tls)
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a router or a node.")],
     timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait.")] = 3.0,
+    **for_tls: Any,
 ) -> None:
     """Ask a server whether it can serve: exit code 0 if so, 1 if not or nobody answers."""
-    import grpc
-
     from baton.health import ask
 
-    with grpc.insecure_channel(address) as channel:
-        verdict = ask(channel, address, timeout)
+    verdict = ask(address, timeout, client_tls(**for_tls))
     print(verdict.words, file=sys.stdout if verdict.is_serving else sys.stderr)
     if not verdict.is_serving:
         raise typer.Exit(1)

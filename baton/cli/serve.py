@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -43,6 +44,7 @@ from baton.cli.options import (
     Threads,
     Transport,
 )
+from baton.cli.security import RouterTokenFile, tls_config
 from baton.cli.signatures import takes_options_of
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
@@ -58,6 +60,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
 
 
+@takes_options_of(tls_config)
 def node_options(
     model: Model,
     served_model_name: ModelName = "",
@@ -82,6 +85,7 @@ def node_options(
     port: Port = 0,
     node_id: NodeName = "",
     stuck_after_s: StuckAfter = 60.0,
+    **for_tls: Any,
 ) -> NodeOptions:
     """Both kinds of node take these."""
     return NodeOptions(
@@ -100,6 +104,7 @@ def node_options(
         ),
         host=host,
         port=port,
+        tls=tls_config(**for_tls),
         node_id=node_id,
         stuck_after_s=stuck_after_s,
         model_name=served_model_name,
@@ -116,8 +121,8 @@ def node_options(
 
 def _node_command(run: Callable[[NodeOptions], None]) -> Callable[..., None]:
     @takes_options_of(node_options)
-    def command(parent_pid: ParentPid = 0, **given: object) -> None:
-        options = node_options(**given)  # type: ignore[arg-type]
+    def command(parent_pid: ParentPid = 0, **given: Any) -> None:
+        options = node_options(**given)
         _begin(parent_pid)
         run(options)
 
@@ -160,6 +165,7 @@ serve.command(
         "--decode-nodes 127.0.0.1:50071"
     )
 )
+@takes_options_of(tls_config)
 def router(
     decode_nodes: Nodes,
     prefill_nodes: Nodes = "",
@@ -172,13 +178,16 @@ def router(
     local_prefill_below: LocalPrefill = 0,
     max_in_flight: MaxInFlight = 1024,
     max_queue: MaxQueue = 1024,
+    token_file: RouterTokenFile = None,
     parent_pid: ParentPid = 0,
+    **for_tls: Any,
 ) -> None:
     """Run the router: the door for clients. Without --model it takes token ids alone."""
     from router.__main__ import RouterOptions, main
     from router.line import LineConfig
     from router.node_sources import parse_sources
     from router.policy import Routing, policy_named
+    from serving.token import AcceptedTokens, read_tokens
 
     options = RouterOptions(
         decode_nodes=parse_sources(decode_nodes),
@@ -190,6 +199,8 @@ def router(
         model=model,
         routing=Routing(policy_named(policy), local_prefill_below),
         line=LineConfig(max_in_flight, max_queue),
+        tls=tls_config(**for_tls),
+        tokens=None if token_file is None else AcceptedTokens(read_tokens(token_file)),
     )
     _begin(parent_pid)
     main(options)

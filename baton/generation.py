@@ -1,0 +1,190 @@
+"""What a client asks and gets, as values, and the messages that carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.v1 import inference_pb2, sampling_pb2
+from engine.sampling import SamplingParams
+from kv_transfer.types import TokenLogprobs
+from serving.translate import logprobs_from, prompt_logprobs_from, sampling_to
+
+Message = Mapping[str, str]  # role and content
+# Text, a chat, or token ids.
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What to generate, beside the prompt."""
+
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    include_stop_in_output: bool = False
+    request_id: str = ""
+    model: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+AS_THE_MODEL_LIKES = Generation()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Who did the work, and what passed between them."""
+
+    prefill_node: str
+    decode_node: str
+    is_prefill_remote: bool
+    prefill_reason: str
+    kv_bytes: int
+    kv_blocks: int
+    kv_transport: str
+    prompt_tokens_computed_on_decode: int
+    prompt_tokens_cached_on_decode: int
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: str  # stop or length
+    stop_token_id: int | None
+    stop_string: str | None
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    dispatched_s: float
+    first_token_s: float
+    first_decoded_token_s: float
+    finished_s: float
+    served: Served
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer, in order."""
+
+    request_id: str
+    first_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...]
+    finish: Finish | None  # on the last
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served, and its limits."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer."""
+
+    request_id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        self.request_id = chunk.request_id
+        self.token_ids.extend(chunk.token_ids)
+        self.text += chunk.text
+        self.logprobs.extend(chunk.logprobs)
+        self.prompt_logprobs.extend(chunk.prompt_logprobs)
+        self.finish = chunk.finish or self.finish
+
+
+def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.GenerateRequest:
+    sampling = sampling_to(generation.sampling)
+    sampling.stop.extend(generation.stop)
+    sampling.include_stop_in_output = generation.include_stop_in_output
+    request = inference_pb2.GenerateRequest(
+        request_id=generation.request_id,
+        model=generation.model,
+        sampling=sampling,
+        priority=generation.priority,
+        cache_salt=generation.cache_salt,
+    )
+    _set_prompt(request, prompt)
+    return request
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+        return
+    messages = [one for one in prompt if isinstance(one, Mapping)]
+    if messages:
+        request.chat.CopyFrom(_chat(messages))
+        return
+    token_ids = [one for one in prompt if isinstance(one, int)]
+    request.token_ids.CopyFrom(sampling_pb2.TokenIds(ids=token_ids))
+
+
+def tokenize_request_from(prompt: str | Sequence[Message]) -> inference_pb2.TokenizeRequest:
+    if isinstance(prompt, str):
+        return inference_pb2.TokenizeRequest(text=prompt)
+    return inference_pb2.TokenizeRequest(chat=_chat(prompt))
+
+
+def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
+    return inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(**message) for message in messages]
+    )
+
+
+def model_from(response: inference_pb2.GetModelResponse) -> Model:
+    return Model(response.model, response.max_model_len, response.vocab_size)
+
+
+def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
+    return Chunk(
+        request_id=response.request_id,
+        first_index=response.first_index,
+        token_ids=tuple(response.token_ids),
+        text=response.text,
+        logprobs=tuple(logprobs_from(one) for one in response.logprobs),
+        prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),
+        finish=_finish(response.finish) if response.HasField("finish") else None,
+    )
+
+
+def _finish(message: inference_pb2.Finish) -> Finish:
+    reason = sampling_pb2.FinishReason.Name(message.reason)
+    timings = message.timings
+    return Finish(
+        reason=reason.removeprefix("FINISH_REASON_").lower(),
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        num_prompt_tokens=message.usage.prompt_tokens,
+        num_completion_tokens=message.usage.completion_tokens,
+        dispatched_s=timings.dispatched_s,
+        first_token_s=timings.first_token_s,
+        first_decoded_token_s=timings.first_decoded_token_s,
+        finished_s=timings.finished_s,
+        served=_served(message.served),
+    )
+
+
+def _served(message: inference_pb2.Served) -> Served:
+    return Served(
+        prefill_node=message.prefill_node,
+        decode_node=message.decode_node,
+        is_prefill_remote=message.prefill == inference_pb2.PREFILL_PLACE_REMOTE,
+        prefill_reason=message.prefill_reason,
+        kv_bytes=message.kv_bytes,
+        kv_blocks=message.kv_blocks,
+        kv_transport=message.kv_transport,
+        prompt_tokens_computed_on_decode=message.prompt_tokens_computed_on_decode,
+        prompt_tokens_cached_on_decode=message.prompt_tokens_cached_on_decode,
+        attempts=message.attempts,
+    )

@@ -1,0 +1,104 @@
+"""TLS of one process: what it shows to others, and whom it trusts.
+
+One meaning for every process and client. With `cert` and `key` it listens by TLS, and shows the
+certificate to those whom it dials too. With `ca` it dials by TLS and trusts what these
+authorities signed. With `client_ca` it serves only those who show a certificate that those
+signed. KV bytes go over UCX, not over these channels: TLS does not encrypt them.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import InvalidConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files, read and checked when this is made. Raises InvalidConfig."""
+
+    cert: Path | None = None  # this process's certificate, those between it and its CA below it
+    key: Path | None = None  # of the certificate; not encrypted
+    ca: Path | None = None  # None: dials in plain text
+    client_ca: Path | None = None  # None: serves whoever comes
+    # What the certificates of those it dials must carry; else it is the host that was dialled.
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        self._check_what_belongs_together()
+        if self.cert is not None and self.key is not None:
+            _check_readable("cert", self.cert)
+            _check_readable("key", self.key)
+            _check_pair(self.cert, self.key)
+        for name, path in (("ca", self.ca), ("client-ca", self.client_ca)):
+            if path is not None:
+                _check_readable(name, path)
+                _check_authorities(name, path)
+
+    @property
+    def listens(self) -> bool:
+        return self.cert is not None
+
+    @property
+    def dials(self) -> bool:
+        return self.ca is not None
+
+    def _check_what_belongs_together(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            given, lacking = ("cert", "key") if self.key is None else ("key", "cert")
+            raise InvalidConfig(f"--tls-{given} is given without --tls-{lacking}; give both")
+        if self.client_ca is not None and self.cert is None:
+            raise InvalidConfig(
+                "--tls-client-ca needs --tls-cert and --tls-key: without a certificate of its own "
+                "a server cannot ask others for theirs"
+            )
+        if self.server_name and self.ca is None:
+            raise InvalidConfig(
+                "--tls-server-name needs --tls-ca: nobody's certificate is looked at without it"
+            )
+
+
+PLAIN = TlsConfig()
+
+
+def _check_readable(name: str, path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise InvalidConfig(
+            f"--tls-{name} {path} cannot be read: {error.strerror}; name a PEM file that this "
+            "user may read"
+        ) from error
+
+
+def _check_pair(cert: Path, key: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise InvalidConfig(
+                f"--tls-key {key} is not the key of --tls-cert {cert}; name the two that were "
+                "made together"
+            ) from error
+        raise InvalidConfig(
+            f"--tls-cert {cert} and --tls-key {key} hold no certificate with its key: "
+            f"{error.reason or error}; both must be PEM, and the key not encrypted"
+        ) from error
+
+
+def _no_password() -> str:
+    """Without this, an encrypted key would ask on the terminal and the start would hang."""
+    return ""
+
+
+def _check_authorities(name: str, path: Path) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise InvalidConfig(
+            f"--tls-{name} {path} holds no certificate of an authority: "
+            f"{error.reason or error}; name a PEM file with at least one"
+        ) from error

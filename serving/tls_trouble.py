@@ -1,0 +1,100 @@
+"""Why two processes cannot talk when TLS is the reason: found out by trying, and said plainly.
+
+gRPC tells of a refused connection in the words of its libraries, or as "Socket closed". Asked
+after a call has failed, this shakes hands once more with Python's own TLS, whose errors have names.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+
+from serving.tls import TlsConfig
+
+PROBE_TIMEOUT_S = 3.0
+HTTPS_PORT = 443
+TARGET = re.compile(r"(?:dns:(?://[^/]*/)?|ipv4:|ipv6:)?\[?([^/]*?)\]?(?::(\d+))?")
+# OpenSSL's numbers for why a certificate does not do.
+EXPIRED = 10
+NAME_MISMATCHES = (62, 64)  # of a host name, of an address
+# The first bytes of any HTTP/2 server, if the handshake was the end of the matter.
+SETTINGS_FRAME_BYTES = 9
+
+
+def tls_trouble(target: str, tls: TlsConfig, patience_s: float = PROBE_TIMEOUT_S) -> str | None:
+    """What to do about it; None when TLS is not the reason. Waits for the server."""
+    parsed = TARGET.fullmatch(target)
+    if parsed is None or not parsed[1]:
+        return None
+    host, port = parsed[1], int(parsed[2] or HTTPS_PORT)
+    try:
+        with socket.create_connection((host, port), timeout=patience_s) as connection:
+            return _trouble_on(connection, host, target, tls)
+    except OSError:
+        return None  # nobody is there, which is what gRPC said
+
+
+def _trouble_on(connection: socket.socket, host: str, target: str, tls: TlsConfig) -> str | None:
+    try:
+        with _context(tls).wrap_socket(
+            connection, server_hostname=tls.server_name or host
+        ) as secured:
+            if not tls.dials:
+                return f"{target} speaks TLS only; give --tls-ca (`tls=TlsConfig(ca=…)` in Python)"
+            if _is_sent_away(secured):
+                return _wants_certificate(target, tls)
+    except ssl.SSLCertVerificationError as error:
+        return _bad_certificate(target, tls.server_name or host, tls, error)
+    except ssl.SSLError:
+        if tls.dials:
+            return f"{target} does not speak TLS; leave --tls-ca out, or start it with --tls-cert"
+    return None
+
+
+def _context(tls: TlsConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    if tls.ca is None:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    context.load_verify_locations(tls.ca)
+    if tls.cert is not None:
+        context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+def _is_sent_away(secured: ssl.SSLSocket) -> bool:
+    """A server tells by a closed door, after the handshake, that a certificate does not do."""
+    try:
+        return not secured.recv(SETTINGS_FRAME_BYTES)
+    except TimeoutError:
+        return False
+    except OSError:  # an alert, or a connection that was reset
+        return True
+
+
+def _wants_certificate(target: str, tls: TlsConfig) -> str:
+    if tls.cert is None:
+        return f"{target} wants a client certificate; give --tls-cert and --tls-key"
+    return (
+        f"{target} does not take the certificate {tls.cert}; it must be signed by an authority of "
+        "its --tls-client-ca"
+    )
+
+
+def _bad_certificate(
+    target: str, name: str, tls: TlsConfig, error: ssl.SSLCertVerificationError
+) -> str:
+    if error.verify_code in NAME_MISMATCHES:
+        return (
+            f"the certificate of {target} is not for {name}; dial it by a name that its "
+            "subjectAltName carries, or give that name by --tls-server-name"
+        )
+    if error.verify_code == EXPIRED:
+        return f"the certificate of {target} has expired; renew it"
+    return (
+        f"the certificate of {target} is not signed by an authority in --tls-ca {tls.ca}: "
+        f"{error.verify_message}"
+    )

@@ -1,0 +1,60 @@
+"""Bearer tokens: how a client shows one, and which of them a server takes. Never logged."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import InvalidConfig
+from serving.errors import Unauthenticated
+
+HEADER = "authorization"
+SCHEME = "bearer"
+
+
+def authorization(token: str) -> tuple[str, str]:
+    """The metadata that shows it."""
+    return HEADER, f"Bearer {token}"
+
+
+def check_token(token: str, where: str) -> None:
+    """Raises InvalidConfig, which does not quote it."""
+    if not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise InvalidConfig(f"{where} must be of visible ASCII characters, without spaces")
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """One in each line; empty lines do not count. Raises InvalidConfig."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(
+            f"--token-file {path} cannot be read: {error}; give one token in a line"
+        ) from error
+    tokens = tuple(line.strip() for line in lines if line.strip())
+    if not tokens:
+        raise InvalidConfig(f"--token-file {path} is empty; write one token in a line")
+    for token in tokens:
+        check_token(token, f"every token of --token-file {path}")
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedTokens:
+    """Any of these opens the door."""
+
+    tokens: tuple[str, ...] = field(repr=False)
+
+    def check(self, shown: str | None) -> None:
+        """Raises Unauthenticated. Takes equally long wherever a wrong token differs."""
+        if shown is None:
+            raise Unauthenticated(
+                "no token was sent; send one as the metadata `authorization: Bearer TOKEN` "
+                "(--token-file, or token=… in Python)"
+            )
+        scheme, _, token = shown.partition(" ")
+        given = token.strip().encode()
+        matches = [hmac.compare_digest(given, one.encode()) for one in self.tokens]
+        if scheme.lower() != SCHEME or not any(matches):
+            raise Unauthenticated("the token is not one that this server takes; ask for another")

@@ -1,0 +1,297 @@
+"""What Python clients do when calls fail, are left early, or must show a token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
+from engine.errors import InvalidConfig
+from engine.sampling import SamplingParams
+from router.legs import Leg
+from serving.channel import MAX_MESSAGE_BYTES, open_channel
+from serving.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
+from serving.tls import PLAIN
+from serving.token import AcceptedTokens
+from serving.token_gate import TokenGate
+from tests.support.node_calls import FakeNodeCalls
+from tests.support.routers import a_router
+
+PATIENCE_S = 30
+PROMPT = (1, 2, 3)
+SIX = Generation(SamplingParams(max_tokens=6))
+SOON = Retries(max_attempts=3, first_pause_s=0.0)
+GONE = NoNodes("no node yet")
+
+Ask = Callable[[str, Retries], Awaitable[Answer]]
+
+
+async def by_async_client(address: str, retries: Retries) -> Answer:
+    async with AsyncClient(address, retries=retries, timeout_s=PATIENCE_S) as client:
+        return await client.generate(PROMPT, SIX)
+
+
+async def by_blocking_client(address: str, retries: Retries) -> Answer:
+    def ask() -> Answer:
+        with Client(address, retries=retries, timeout_s=PATIENCE_S) as client:
+            return client.generate(PROMPT, SIX)
+
+    return await asyncio.to_thread(ask)
+
+
+both_clients = pytest.mark.parametrize("ask", [by_async_client, by_blocking_client])
+
+
+def run(scene: Awaitable[None]) -> None:
+    async def play() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await scene
+
+    asyncio.run(play())
+
+
+@both_clients
+def test_a_router_that_is_unavailable_at_first_is_asked_again(ask: Ask) -> None:
+    async def scene() -> None:
+        async with a_router(GONE, GONE) as (router, address):
+            answer = await ask(address, SOON)
+
+            assert len(answer.token_ids) == 6
+            assert router.num_asked == 3
+
+    run(scene())
+
+
+@both_clients
+def test_the_last_refusal_is_told_when_no_try_is_left(ask: Ask) -> None:
+    async def scene() -> None:
+        async with a_router(GONE, GONE, GONE) as (router, address):
+            with pytest.raises(BatonError, match="no node yet") as refusal:
+                await ask(address, SOON)
+
+            assert (refusal.value.reason, router.num_asked) == ("NO_NODES", 3)
+
+    run(scene())
+
+
+@both_clients
+@pytest.mark.parametrize("fault", [UnknownModel("no"), QueueFull("full", 0.0), RequestIdInUse("x")])
+def test_other_refusals_are_told_at_once(ask: Ask, fault: Exception) -> None:
+    async def scene() -> None:
+        async with a_router(fault) as (router, address):
+            with pytest.raises(BatonError):
+                await ask(address, SOON)
+
+            assert router.num_asked == 1
+
+    run(scene())
+
+
+@both_clients
+def test_a_full_router_is_asked_again_when_it_says_if_told_to(ask: Ask) -> None:
+    patient = Retries(max_attempts=3, waits_when_full=True)
+
+    async def scene() -> None:
+        async with a_router(QueueFull("full", 0.01), GONE) as (router, address):
+            answer = await ask(address, patient)
+
+            assert len(answer.token_ids) == 6
+            assert router.num_asked == 3
+
+    run(scene())
+
+
+@both_clients
+def test_the_id_of_ones_own_broken_try_may_still_be_in_use(ask: Ask) -> None:
+    async def scene() -> None:
+        async with a_router(GONE, RequestIdInUse("in use")) as (router, address):
+            answer = await ask(address, SOON)
+
+            assert len(answer.token_ids) == 6
+            assert router.num_asked == 3
+
+    run(scene())
+
+
+@both_clients
+def test_an_answer_that_has_begun_is_never_asked_for_again(ask: Ask) -> None:
+    async def scene() -> None:
+        breaks = FakeNodeCalls(decode_breaks_after=[2, 0, 0])
+        async with a_router(node_calls=breaks) as (router, address):
+            with pytest.raises(BatonError) as failure:
+                await ask(address, SOON)
+
+            assert (failure.value.reason, router.num_asked) == ("NODE_FAILED", 1)
+
+    run(scene())
+
+
+@both_clients
+def test_a_pause_that_would_outlast_the_time_limit_is_not_begun(ask: Ask) -> None:
+    slow = Retries(first_pause_s=10 * PATIENCE_S, longest_pause_s=10 * PATIENCE_S)
+
+    async def scene() -> None:
+        async with a_router(GONE) as (router, address):
+            with pytest.raises(BatonError) as refusal:
+                await ask(address, slow)
+
+            assert (refusal.value.reason, router.num_asked) == ("NO_NODES", 1)
+
+    run(scene())
+
+
+async def leave_async(client: AsyncClient) -> None:
+    async for _ in client.stream(PROMPT, SIX):
+        break
+
+
+async def close_async(client: AsyncClient) -> None:
+    async with aclosing(client.stream(PROMPT, SIX)) as stream:
+        await anext(stream)
+
+
+@pytest.mark.parametrize("leave", [leave_async, close_async])
+def test_leaving_the_loop_of_a_stream_cancels_its_request(
+    leave: Callable[[AsyncClient], Awaitable[None]],
+) -> None:
+    async def scene() -> None:
+        calls = FakeNodeCalls(is_endless=True)
+        async with a_router(node_calls=calls) as (router, address):
+            async with AsyncClient(address) as client:
+                await leave(client)
+                await router.pipeline.drain()  # returns when no request is under way
+
+            assert calls.left == [Leg.DECODE]
+
+    run(scene())
+
+
+def test_leaving_the_loop_of_a_blocking_stream_cancels_its_request() -> None:
+    def leave(client: Client) -> None:
+        for _ in client.stream(PROMPT, SIX):
+            break
+
+    async def scene() -> None:
+        calls = FakeNodeCalls(is_endless=True)
+        async with a_router(node_calls=calls) as (router, address):
+            with Client(address) as client:
+                await asyncio.to_thread(leave, client)
+                await router.pipeline.drain()
+
+            assert calls.left == [Leg.DECODE]
+
+    run(scene())
+
+
+def test_a_time_limit_is_told_as_such_and_ends_the_request() -> None:
+    async def scene() -> None:
+        calls = FakeNodeCalls(is_endless=True)
+        async with (
+            a_router(node_calls=calls) as (router, address),
+            AsyncClient(address, timeout_s=PATIENCE_S) as client,
+        ):
+            with pytest.raises(BatonError, match=r"within 0\.1 s") as failure:
+                await client.generate(PROMPT, SIX, timeout_s=0.1)
+            await router.pipeline.drain()
+
+        assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert failure.value.reason == "DEADLINE_EXCEEDED"
+
+    run(scene())
+
+
+@both_clients
+def test_a_prompt_that_is_larger_than_a_message_may_be_is_refused_by_name(ask: Ask) -> None:
+    async def scene() -> None:
+        async with a_router() as (router, address), AsyncClient(address) as client:
+            with pytest.raises(BatonError, match="ask for less") as refusal:
+                await client.generate("x" * (MAX_MESSAGE_BYTES + 1), SIX)
+
+            assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (refusal.value.reason, router.num_asked) == ("MESSAGE_TOO_LARGE", 0)
+            assert len((await ask(address, SOON)).token_ids) == 6
+
+    run(scene())
+
+
+GATE = TokenGate(AcceptedTokens(("right", "also-right")))
+
+
+@pytest.mark.parametrize("token", ["right", "also-right"])
+def test_a_token_that_the_router_takes_opens_every_call(token: str) -> None:
+    async def scene() -> None:
+        async with (
+            a_router(interceptors=[GATE]) as (_, address),
+            AsyncClient(address, token=token) as client,
+        ):
+            assert (await client.model()).name == "tiny"
+            assert len((await client.generate(PROMPT, SIX)).token_ids) == 6
+
+    run(scene())
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_without_it_nothing_is_asked_of_the_router(token: str | None) -> None:
+    async def scene() -> None:
+        async with a_router(interceptors=[GATE]) as (router, address):
+            async with AsyncClient(address, token=token) as client:
+                for call in (client.generate(PROMPT), client.model(), client.detokenize([1])):
+                    with pytest.raises(BatonError) as refusal:
+                        await call
+                    assert refusal.value.code is grpc.StatusCode.UNAUTHENTICATED
+                    assert refusal.value.reason == "UNAUTHENTICATED"
+                    assert "wrong" not in str(refusal.value)
+            assert router.num_asked == 0
+
+    run(scene())
+
+
+def test_health_needs_no_token_and_reflection_does() -> None:
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+
+    async def scene() -> None:
+        async with (
+            a_router(interceptors=[GATE]) as (_, address),
+            open_channel(address) as channel,
+        ):
+            health = health_pb2_grpc.HealthStub(channel)
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+            answer = await health.Check(health_pb2.HealthCheckRequest())
+            with pytest.raises(grpc.RpcError) as refusal:
+                [_ async for _ in reflection.ServerReflectionInfo(iter([listing]))]
+            shown = (("authorization", "Bearer right"),)
+            listed = [
+                one
+                async for one in reflection.ServerReflectionInfo(iter([listing]), metadata=shown)
+            ]
+
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert listed
+
+    run(scene())
+
+
+def test_a_token_in_plain_text_is_warned_of_and_never_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        access = Access("127.0.0.1:1", None, PLAIN, "hush-hush", SOON)
+
+    assert "in plain text" in caplog.text
+    assert "hush" not in caplog.text + repr(access)
+
+
+def test_a_token_that_cannot_be_sent_is_refused_and_not_quoted() -> None:
+    with pytest.raises(InvalidConfig) as refusal:
+        Client("127.0.0.1:1", token="two words")
+
+    assert "words" not in str(refusal.value)

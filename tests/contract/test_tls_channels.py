@@ -1,0 +1,175 @@
+"""Every pair of a secured or plain server and client: who may talk, and what the others read."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, BatonError, Client
+from baton.cluster import ClusterFailed, await_serving
+from engine.errors import InvalidConfig
+from serving.tls import PLAIN, TlsConfig
+from tests.support.certificates import Authority, make_authority
+from tests.support.routers import a_router
+
+PATIENCE_S = 30
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return make_authority(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return make_authority(tmp_path_factory.mktemp("theirs"), "stranger")
+
+
+@pytest.fixture(scope="module")
+def mutual(authority: Authority) -> TlsConfig:
+    return authority.mutual("both", "127.0.0.1", "localhost")
+
+
+def model_at(address: str, tls: TlsConfig) -> str:
+    with Client(address, tls=tls, timeout_s=PATIENCE_S) as client:
+        return client.model().name
+
+
+async def ask(server: TlsConfig, client: TlsConfig, host: str = "") -> str:
+    """The model's name, asked by both kinds of client."""
+    async with a_router(tls=server) as (_, address):
+        address = address.replace("127.0.0.1", host) if host else address
+        await asyncio.to_thread(await_serving, address, PATIENCE_S, client)
+        async with AsyncClient(address, tls=client, timeout_s=PATIENCE_S) as other:
+            name = (await other.model()).name
+        assert await asyncio.to_thread(model_at, address, client) == name
+    return name
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "dns:///localhost"])
+def test_both_sides_show_their_certificates(mutual: TlsConfig, host: str) -> None:
+    assert asyncio.run(ask(mutual, mutual, host)) == "tiny"
+
+
+def test_a_server_that_asks_for_no_certificates_needs_only_an_authority(
+    mutual: TlsConfig, authority: Authority
+) -> None:
+    server = replace(mutual, client_ca=None)
+
+    assert asyncio.run(ask(server, TlsConfig(ca=authority.ca))) == "tiny"
+
+
+def test_a_certificate_for_another_name_does_when_that_name_is_given(
+    authority: Authority,
+) -> None:
+    cert, key = authority.issue("elsewhere", "router.example")
+    named = TlsConfig(ca=authority.ca, server_name="router.example")
+
+    assert asyncio.run(ask(TlsConfig(cert, key), named)) == "tiny"
+
+
+def refusals(server: TlsConfig, client: TlsConfig) -> set[tuple[grpc.StatusCode, str, str]]:
+    """What both kinds of client say, and what whoever waits for health says."""
+
+    def blocking(address: str) -> BatonError:
+        with pytest.raises(BatonError) as refusal:
+            model_at(address, client)
+        with pytest.raises(ClusterFailed) as unhealthy:
+            await_serving(address, PATIENCE_S, client)
+        assert refusal.value.message in str(unhealthy.value)
+        return refusal.value
+
+    async def scene() -> list[BatonError]:
+        async with a_router(tls=server) as (router, address):
+            async with AsyncClient(address, tls=client, timeout_s=PATIENCE_S) as other:
+                with pytest.raises(BatonError) as refusal:
+                    await other.generate((1, 2))
+            told = await asyncio.to_thread(blocking, address)
+            assert router.num_asked == 0
+        return [refusal.value, told]
+
+    errors = asyncio.run(scene())
+    return {(one.code, one.reason, one.message.partition(" ")[2]) for one in errors}
+
+
+def the_refusal(server: TlsConfig, client: TlsConfig) -> str:
+    [(code, reason, message)] = {
+        (code, reason, message) for code, reason, message in refusals(server, client)
+    }
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "TLS_FAILED")
+    return message
+
+
+def test_a_plain_client_of_a_secured_server_is_told_to_use_tls(mutual: TlsConfig) -> None:
+    assert "speaks TLS only; give --tls-ca" in the_refusal(replace(mutual, client_ca=None), PLAIN)
+    assert "speaks TLS only; give --tls-ca" in the_refusal(mutual, PLAIN)
+
+
+def test_a_secured_client_of_a_plain_server_is_told_to_use_none(authority: Authority) -> None:
+    told = the_refusal(PLAIN, TlsConfig(ca=authority.ca))
+
+    assert "does not speak TLS; leave --tls-ca out" in told
+
+
+def test_a_client_that_trusts_others_is_told_which_authority_is_missing(
+    mutual: TlsConfig, stranger: Authority
+) -> None:
+    told = the_refusal(mutual, replace(mutual, ca=stranger.ca))
+
+    assert f"is not signed by an authority in --tls-ca {stranger.ca}" in told
+
+
+def test_a_client_without_a_certificate_is_told_to_show_one(
+    mutual: TlsConfig, authority: Authority
+) -> None:
+    told = the_refusal(mutual, TlsConfig(ca=authority.ca))
+
+    assert "wants a client certificate; give --tls-cert and --tls-key" in told
+
+
+def test_a_client_with_a_strangers_certificate_is_told_so(
+    mutual: TlsConfig, authority: Authority, stranger: Authority
+) -> None:
+    cert, key = stranger.issue("client", "client.example")
+
+    told = the_refusal(mutual, TlsConfig(cert, key, authority.ca))
+
+    assert f"does not take the certificate {cert}" in told
+
+
+def test_a_certificate_for_another_host_is_told_with_the_way_round_it(
+    authority: Authority,
+) -> None:
+    cert, key = authority.issue("elsewhere", "router.example")
+
+    told = the_refusal(TlsConfig(cert, key), TlsConfig(ca=authority.ca))
+
+    assert "is not for 127.0.0.1" in told
+    assert "--tls-server-name" in told
+
+
+def test_where_nobody_listens_tls_is_not_blamed(mutual: TlsConfig) -> None:
+    async def scene() -> BatonError:
+        async with a_router() as (_, address):
+            pass  # the port is free again
+        async with AsyncClient(address, tls=mutual, timeout_s=PATIENCE_S) as client:
+            with pytest.raises(BatonError) as refusal:
+                await client.model()
+        return refusal.value
+
+    refusal = asyncio.run(scene())
+
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "UNREACHABLE")
+
+
+def test_a_client_certificate_without_an_authority_is_refused(
+    authority: Authority, tmp_path: Path
+) -> None:
+    cert, key = authority.issue("client", "client.example")
+
+    with pytest.raises(InvalidConfig, match=r"tls\.ca"):
+        Client("127.0.0.1:1", tls=TlsConfig(cert, key))

@@ -1,0 +1,112 @@
+"""A cluster whose every channel shows certificates both ways, and whose clients show tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.client import BatonError, Client, Generation
+from baton.cluster import ClusterFailed, ClusterOptions, LocalCluster, await_serving
+from engine.sampling import SamplingParams
+from serving.tls import PLAIN, TlsConfig
+from tests.support.certificates import Authority, make_authority
+from tests.support.models import prompt_of, reference_greedy
+
+TOKEN = "open-sesame"
+SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Secured:
+    cluster: LocalCluster
+    authority: Authority
+    client_tls: TlsConfig
+    token_file: Path
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+
+@pytest.fixture(scope="module")
+def secured(
+    cluster_options: Callable[..., ClusterOptions], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Secured]:
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = make_authority(folder)
+    token_file = folder / "tokens"
+    token_file.write_text(f"{TOKEN}\n", encoding="utf-8")
+    options = replace(
+        cluster_options(router_arguments=("--token-file", str(token_file))),
+        tls=authority.mutual("process", "127.0.0.1"),
+    )
+    cert, key = authority.issue("client", "client.example")
+    with LocalCluster(options) as cluster:
+        yield Secured(cluster, authority, TlsConfig(cert, key, authority.ca), token_file)
+    codes = {child.name: child.process.returncode for child in cluster.children}
+    assert set(codes.values()) == {0}, codes
+
+
+def test_kv_is_handed_over_between_nodes_that_show_each_other_certificates(
+    secured: Secured, model_folder: Path
+) -> None:
+    prompt = prompt_of(40, seed=60)
+
+    with Client(secured.address, tls=secured.client_tls, token=TOKEN, timeout_s=60) as client:
+        answer = client.generate(prompt, Generation(SAMPLING))
+
+    assert answer.token_ids == reference_greedy(model_folder, prompt, 12)
+    assert answer.finish is not None
+    assert answer.finish.served.is_prefill_remote
+    assert answer.finish.served.kv_bytes > 0
+    assert answer.finish.served.prompt_tokens_computed_on_decode == 0
+
+
+def test_no_process_talks_to_those_without_a_certificate(secured: Secured) -> None:
+    for child in secured.cluster.children:
+        for tls in (PLAIN, TlsConfig(ca=secured.authority.ca)):
+            with pytest.raises(ClusterFailed, match="--tls-"):
+                await_serving(child.address, 60, tls)
+        await_serving(child.address, 60, secured.client_tls)
+
+
+def test_a_certificate_does_not_stand_for_a_token(secured: Secured) -> None:
+    with (
+        Client(secured.address, tls=secured.client_tls, timeout_s=60) as client,
+        pytest.raises(BatonError, match="no token was sent") as refusal,
+    ):
+        client.model()
+
+    assert refusal.value.code is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_command_line_takes_the_same_files_and_says_in_one_line_what_is_missing(
+    secured: Secured,
+) -> None:
+    tls = secured.client_tls
+    plain = ["generate", "the quick", "--address", secured.address, "--max-tokens", "4"]
+    files = [f"--tls-ca={tls.ca}", f"--tls-cert={tls.cert}", f"--tls-key={tls.key}"]
+
+    refused = baton(*plain)
+    served = baton(*plain, *files, f"--token-file={secured.token_file}")
+
+    assert refused.returncode != 0
+    assert refused.stderr.startswith(f"baton: error: {secured.address} speaks TLS only")
+    assert len(refused.stderr.splitlines()) == 1
+    assert (served.returncode, served.stderr) == (0, "")
+
+
+def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "baton", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

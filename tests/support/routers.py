@@ -1,0 +1,75 @@
+"""A router in this process, over nodes that behave, for what clients and channels meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.line import LineConfig
+from router.pipeline import Pipeline, PipelineConfig
+from router.policy import Policy, Routing
+from router.servicer import InferenceServicer
+from router.text import TokenIdsOnly
+from serving.server import Service, serving
+from serving.status import named_errors
+from serving.tls import PLAIN, TlsConfig
+from tests.support.node_calls import FakeNodeCalls, a_table
+
+
+class MoodyRouter(InferenceServicer):
+    """The real one, but for faults that it has first, one for each call."""
+
+    def __init__(self, node_calls: FakeNodeCalls, faults: Sequence[Exception]) -> None:
+        table = a_table()
+        self.pipeline = Pipeline(
+            table=table,
+            node_calls=node_calls,
+            text=TokenIdsOnly(),
+            clock=time.monotonic,
+            config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=LineConfig()),
+        )
+        super().__init__(self.pipeline, table)
+        self.faults = list(faults)
+        self.num_asked = 0
+
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> None:
+        await self._fail_first(context)
+        await super().Generate(request, context)  # type: ignore[misc]
+
+    async def GetModel(  # noqa: N802
+        self, request: inference_pb2.GetModelRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.GetModelResponse:
+        await self._fail_first(context)
+        return await super().GetModel(request, context)
+
+    async def _fail_first(self, context: aio.ServicerContext[Any, Any]) -> None:
+        self.num_asked += 1
+        async with named_errors(context):
+            if self.faults:
+                raise self.faults.pop(0)
+
+
+@asynccontextmanager
+async def a_router(
+    *faults: Exception,
+    node_calls: FakeNodeCalls | None = None,
+    tls: TlsConfig = PLAIN,
+    interceptors: Sequence[aio.ServerInterceptor] = (),
+    port: int = 0,
+) -> AsyncIterator[tuple[MoodyRouter, str]]:
+    """The router and its address."""
+    router = MoodyRouter(node_calls or FakeNodeCalls(), faults)
+    service = Service(
+        "baton.v1.InferenceService",
+        lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),
+    )
+    async with serving("127.0.0.1", port, [service], tls=tls, interceptors=interceptors) as server:
+        await server.health.set_ready(True)
+        yield router, server.address

@@ -1,0 +1,61 @@
+"""When a client tries again, and how long it waits first."""
+
+from __future__ import annotations
+
+import pytest
+from grpc import StatusCode
+
+from baton.retries import Retries
+from engine.errors import InvalidConfig
+from serving.status import RemoteError
+
+UNAVAILABLE = RemoteError(StatusCode.UNAVAILABLE, "gone", "NO_NODES")
+FULL = RemoteError(StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=7.5)
+ID_IN_USE = RemoteError(StatusCode.ALREADY_EXISTS, "in use", "REQUEST_ID_IN_USE")
+
+
+def test_pauses_double_up_to_the_longest_and_a_random_half_is_left_out() -> None:
+    retries = Retries(max_attempts=9, first_pause_s=1.0, longest_pause_s=5.0)
+
+    longest = [retries.pause_s(UNAVAILABLE, number, 1.0) for number in range(1, 6)]
+    shortest = [retries.pause_s(UNAVAILABLE, number, 0.0) for number in range(1, 6)]
+
+    assert longest == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert shortest == [0.5, 1.0, 2.0, 2.5, 2.5]
+
+
+def test_the_last_attempt_is_the_last() -> None:
+    assert Retries(max_attempts=2).pause_s(UNAVAILABLE, 1, 0.5) is not None
+    assert Retries(max_attempts=2).pause_s(UNAVAILABLE, 2, 0.5) is None
+    assert Retries(max_attempts=1).pause_s(UNAVAILABLE, 1, 0.5) is None
+
+
+@pytest.mark.parametrize(
+    "code", [code for code in StatusCode if code is not StatusCode.UNAVAILABLE]
+)
+def test_only_what_is_unavailable_is_tried_again(code: StatusCode) -> None:
+    assert Retries().pause_s(RemoteError(code, "no", retry_after_s=1.0), 1, 0.5) is None
+
+
+def test_a_full_router_is_waited_for_as_long_as_it_asks_if_told_to() -> None:
+    assert Retries(waits_when_full=True).pause_s(FULL, 1, 0.0) == 7.5
+    assert Retries().pause_s(FULL, 1, 0.0) is None
+
+
+def test_what_is_too_large_stays_so() -> None:
+    too_large = RemoteError(StatusCode.RESOURCE_EXHAUSTED, "too large", "MESSAGE_TOO_LARGE")
+
+    assert Retries(waits_when_full=True).pause_s(too_large, 1, 0.0) is None
+
+
+def test_an_id_in_use_may_be_ones_own_broken_try_but_not_at_first() -> None:
+    assert Retries().pause_s(ID_IN_USE, 1, 0.5) is None
+    assert Retries().pause_s(ID_IN_USE, 2, 0.5) is not None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_attempts": 0}, {"first_pause_s": -1.0}, {"longest_pause_s": 0.01}]
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(InvalidConfig):
+        Retries(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+"""Which files TLS takes, and what it says of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.errors import InvalidConfig
+from serving.channel import channel_credentials, server_credentials
+from serving.tls import TlsConfig
+from tests.support.certificates import Authority, lock_key, make_authority
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return make_authority(tmp_path)
+
+
+def test_files_that_belong_together_are_taken(authority: Authority) -> None:
+    tls = authority.mutual("node", "localhost")
+
+    assert (tls.listens, tls.dials) == (True, True)
+    assert server_credentials(tls) is not None
+    assert channel_credentials(tls) is not None
+
+
+def test_without_any_file_everything_is_plain_text() -> None:
+    tls = TlsConfig()
+
+    assert (tls.listens, tls.dials) == (False, False)
+    assert server_credentials(tls) is None
+    assert channel_credentials(tls) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda cert, key, ca: TlsConfig(cert=cert), "--tls-cert is given without --tls-key"),
+        (lambda cert, key, ca: TlsConfig(key=key), "--tls-key is given without --tls-cert"),
+        (lambda cert, key, ca: TlsConfig(client_ca=ca), "--tls-client-ca needs --tls-cert"),
+        (lambda cert, key, ca: TlsConfig(server_name="n"), "--tls-server-name needs --tls-ca"),
+        (lambda cert, key, ca: TlsConfig(ca=ca / "no"), "--tls-ca .*/no cannot be read"),
+        (lambda cert, key, ca: TlsConfig(cert, key.parent), "--tls-key .* cannot be read"),
+        (lambda cert, key, ca: TlsConfig(cert=ca, key=key), "is not the key of --tls-cert"),
+        (lambda cert, key, ca: TlsConfig(cert=key, key=key), "hold no certificate with its key"),
+        (lambda cert, key, ca: TlsConfig(ca=key), "--tls-ca .* holds no certificate"),
+        (lambda cert, key, ca: TlsConfig(cert, key, ca, key), "--tls-client-ca .* holds no"),
+    ],
+)
+def test_files_that_cannot_work_are_refused_by_the_option_that_names_them(
+    authority: Authority, make: Callable[[Path, Path, Path], TlsConfig], told: str
+) -> None:
+    cert, key = authority.issue("node", "localhost")
+
+    with pytest.raises(InvalidConfig, match=told):
+        make(cert, key, authority.ca)
+
+
+def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(
+    authority: Authority, tmp_path: Path
+) -> None:
+    cert, key = authority.issue("node", "localhost")
+    locked = tmp_path / "locked.key"
+    lock_key(key, locked, "secret")
+
+    with pytest.raises(InvalidConfig, match="the key not encrypted"):
+        TlsConfig(cert, locked)
