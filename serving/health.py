@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 HEALTH = "grpc.health.v1.Health"
+# What a probe asks for when it would restart the process: not whether it is ready, which it is
+# not while it drains or while a router has no nodes.
+LIVENESS = "live"
 
 
 class Health:
@@ -13,6 +16,7 @@ class Health:
 
     def __init__(self, services: tuple[str, ...]) -> None:
         self.services = frozenset({"", *services})
+        self.is_alive = True  # False: only a restart can help
         self._is_ready = False
         self._changed = asyncio.Condition()
 

@@ -10,7 +10,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving.health import Health
+from serving.health import LIVENESS, Health
 from serving.streamed import streamed
 
 
@@ -21,6 +21,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
+        if request.service == LIVENESS:
+            return _response(self._health.is_alive)
         if request.service not in self._health.services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return _response(self._health.is_ready)
@@ -37,6 +39,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             yield _response(is_ready)
 
 
-def _response(is_ready: bool) -> health_pb2.HealthCheckResponse:
+def _response(is_well: bool) -> health_pb2.HealthCheckResponse:
     kinds = health_pb2.HealthCheckResponse
-    return kinds(status=kinds.SERVING if is_ready else kinds.NOT_SERVING)
+    return kinds(status=kinds.SERVING if is_well else kinds.NOT_SERVING)

@@ -9,6 +9,8 @@ from typing import Protocol
 from serving.health import Health
 
 CHECK_S = 0.5
+# An engine that is stuck for so many times as long as makes it unready will not come back.
+DEAD_FACTOR = 5
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ async def follow_heartbeat(
     """Keeps health true until the engine fails, and returns why it did."""
     while engine.failure is None:
         silence_s = engine.since_last_beat_s()
+        health.is_alive = silence_s < DEAD_FACTOR * stuck_after_s
         is_ready = silence_s < stuck_after_s
         if health.is_ready and not is_ready:
             log.warning("the engine has not moved for %.1f s: not ready until it does", silence_s)

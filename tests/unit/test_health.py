@@ -8,11 +8,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from engine.loop import EngineLoop
 from engine.plan import Plan, RunResult
 from engine.request import RequestId
-from serving.health import Health
-from serving.heartbeat import follow_heartbeat
+from serving.channel import open_channel
+from serving.health import LIVENESS, Health
+from serving.heartbeat import DEAD_FACTOR, follow_heartbeat
+from serving.server import serving
 from tests.support.engines import a_spec, an_engine
 
 PATIENCE_S = 30
@@ -86,9 +91,10 @@ def test_a_long_step_is_ready_as_long_as_it_moves_and_a_stuck_one_is_not() -> No
 @dataclass(slots=True)
 class Heart:
     failure: BaseException | None = None
+    silence_s: float = 0.0
 
     def since_last_beat_s(self) -> float:
-        return 0.0
+        return self.silence_s
 
 
 def test_the_end_of_the_engine_is_told_and_nothing_is_ready_any_more() -> None:
@@ -101,3 +107,35 @@ def test_the_end_of_the_engine_is_told_and_nothing_is_ready_any_more() -> None:
         assert not health.is_ready
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+@pytest.mark.parametrize(("factor", "is_alive"), [(1, True), (DEAD_FACTOR, False)])
+def test_an_engine_that_stays_stuck_is_dead_in_the_end(factor: int, is_alive: bool) -> None:
+    async def scene() -> None:
+        health = Health(())
+        await health.set_ready(True)
+        changes = health.changes()
+        assert await anext(changes) is True
+        heart = Heart(silence_s=factor * STUCK_AFTER_S + 1)
+        following = asyncio.ensure_future(follow_heartbeat(heart, health, STUCK_AFTER_S))
+
+        assert await anext(changes) is False
+        assert health.is_alive is is_alive
+
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+def test_a_server_that_is_not_ready_is_alive_all_the_same() -> None:
+    async def scene() -> tuple[int, int]:
+        async with serving("127.0.0.1", 0, ()) as server, open_channel(server.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            ready = await stub.Check(health_pb2.HealthCheckRequest())
+            alive = await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
+            return ready.status, alive.status
+
+    told = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+    kinds = health_pb2.HealthCheckResponse
+    assert told == (kinds.NOT_SERVING, kinds.SERVING)

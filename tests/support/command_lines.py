@@ -1,0 +1,25 @@
+"""What the real command line says to arguments that stand in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from typer.testing import CliRunner
+
+from baton.cli import app
+from baton.cli.command import ENVIRONMENT_PREFIX
+
+
+def complaint_about(arguments: Sequence[str], environment: Mapping[str, str] = {}) -> str:
+    """Empty if a process could be started so."""
+    ended = CliRunner().invoke(
+        app, [*arguments, "--show-config"], auto_envvar_prefix=ENVIRONMENT_PREFIX, env=environment
+    )
+    is_warned = "warning" in ended.output
+    return ended.output or repr(ended.exception) if ended.exit_code or is_warned else ""
+
+
+def option(arguments: Sequence[str], name: str) -> str:
+    """The value of --name=value."""
+    [found] = [one for one in arguments if one.startswith(f"--{name}=")]
+    return found.partition("=")[2]

@@ -1,0 +1,78 @@
+"""The Kubernetes manifests, as they stand in the files and as kustomize renders them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2] / "deploy/kubernetes"
+OVERLAYS = sorted(path.name for path in (ROOT / "overlays").iterdir())
+NODES = ("prefill", "decode")
+
+Manifest = dict[str, Any]
+
+
+def kustomizations() -> list[Path]:
+    return sorted(ROOT.rglob("kustomization.yaml"))
+
+
+def listed(kustomization: Path) -> list[Path]:
+    """Every file and folder that it takes in."""
+    told = yaml.safe_load(kustomization.read_text())
+    generated = [file for one in told.get("configMapGenerator", []) for file in one["files"]]
+    patches = [one["path"] for one in told.get("patches", []) if "path" in one]
+    taken = [*told.get("resources", []), *told.get("components", []), *generated, *patches]
+    return [(kustomization.parent / name).resolve() for name in taken]
+
+
+@cache
+def written() -> list[Manifest]:
+    """The manifests of base and components, before any overlay."""
+    lists = {path.parent: yaml.safe_load(path.read_text()) for path in kustomizations()}
+    files = [
+        folder / name
+        for folder, told in lists.items()
+        for name in told["resources"]
+        if name.endswith(".yaml")
+    ]
+    return [one for file in files for one in yaml.safe_load_all(file.read_text())]
+
+
+def find(kind: str, name: str) -> Manifest:
+    [found] = [one for one in written() if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def workload(component: str) -> Manifest:
+    return find("Deployment" if component == "router" else "StatefulSet", component)
+
+
+def pod(component: str) -> Manifest:
+    template: Manifest = workload(component)["spec"]["template"]
+    return template
+
+
+def container(component: str) -> Manifest:
+    [found] = pod(component)["spec"]["containers"]
+    one: Manifest = found
+    return one
+
+
+def rendered(overlay: str) -> list[Manifest]:
+    """Skips the test where neither kubectl nor kustomize is installed."""
+    if shutil.which("kustomize"):
+        command = ["kustomize", "build"]
+    elif shutil.which("kubectl"):
+        command = ["kubectl", "kustomize"]
+    else:
+        pytest.skip("neither kubectl nor kustomize is installed")
+    folder = ROOT / "overlays" / overlay
+    ended = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return list(yaml.safe_load_all(ended.stdout))

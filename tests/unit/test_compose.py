@@ -1,0 +1,128 @@
+"""docker-compose.yml says what the command line, the image and the settings page say."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.command_lines import complaint_about, option
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "docker-compose.yml"
+# An innermost ${NAME:-default} or ${NAME-default}.
+VARIABLE = re.compile(r"\$\{(\w+):?-([^${}]*)\}")
+
+
+def with_defaults(text: str) -> str:
+    """As Compose reads the file when no variable is set."""
+    while VARIABLE.search(text):
+        text = VARIABLE.sub(r"\2", text)
+    return text
+
+
+def services() -> dict[str, dict[str, Any]]:
+    """Each with what it takes from others."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(with_defaults(COMPOSE.read_text()))[
+        "services"
+    ]
+    bases = {
+        name: found[one["extends"]["service"]] for name, one in found.items() if "extends" in one
+    }
+    return {name: bases.get(name, {}) | one for name, one in found.items()}
+
+
+def of_baton() -> dict[str, dict[str, Any]]:
+    return {name: one for name, one in services().items() if one["image"].startswith("baton")}
+
+
+@pytest.mark.parametrize("name", of_baton())
+def test_every_process_is_started_with_options_that_exist(name: str) -> None:
+    service = of_baton()[name]
+
+    assert not complaint_about(service["command"], service["environment"])
+
+
+@pytest.mark.parametrize("name", of_baton())
+def test_every_probe_asks_the_port_that_is_listened_on(name: str) -> None:
+    service = of_baton()[name]
+    port = option(service["command"], "port")
+
+    assert option(service["command"], "host") == "0.0.0.0"
+    assert service["healthcheck"]["test"] == ["CMD", "baton", "health", f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("router", ["router", "router-gpu"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_router_looks_for_nodes_where_they_are_and_stops_before_them(
+    router: str, role: str
+) -> None:
+    found = of_baton()
+    name, port = option(found[router]["command"], f"{role}-nodes").split("dns:///")[1].split(":")
+
+    assert found[name]["command"][:2] == ["serve", role]
+    assert option(found[name]["command"], "port") == port
+    assert name in found[router]["depends_on"]
+    assert found[name].get("profiles") == found[router].get("profiles")
+
+
+def test_the_settings_page_tells_every_variable() -> None:
+    page = (ROOT / "docs/deploy.md").read_text()
+    variables = {name for name, _ in re.findall(r"\$\{(\w+)(:?-)", COMPOSE.read_text())}
+
+    assert {name for name in variables if name not in page} == set()
+
+
+def test_every_file_that_is_mounted_exists() -> None:
+    mounts = [one for service in services().values() for one in service.get("volumes", [])]
+    sources = {one.split(":")[0] for one in mounts if one.startswith(".")}
+
+    assert sources
+    assert {source for source in sources if not (ROOT / source).exists()} == set()
+
+
+def test_the_collector_sends_traces_to_a_service_that_exists() -> None:
+    collector = yaml.safe_load((ROOT / "deploy/collector.yaml").read_text())
+    known = collector["receivers"] | collector["processors"] | collector["exporters"]
+
+    assert collector["exporters"]["otlp"]["endpoint"].split(":")[0] in services()
+    for pipeline in collector["service"]["pipelines"].values():
+        assert {part for parts in pipeline.values() for part in parts} <= set(known)
+
+
+def test_the_image_has_every_package_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {
+        name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
+    let_in = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
+    }
+
+    assert packages - let_in == set()
+
+
+def test_image_and_installer_take_the_same_torch() -> None:
+    told = re.findall(r"torch==[\w.+]+", (ROOT / "Dockerfile").read_text())
+    installed = re.findall(r"torch==[\w.+]+", (ROOT / "tools/install.sh").read_text())
+    composed = re.findall(r"torch==[\w.+]+", COMPOSE.read_text())
+
+    assert set(told) == set(installed) == set(composed) == {"torch==2.13.0", "torch==2.13.0+cpu"}
+
+
+@pytest.mark.skipif(not shutil.which("docker"), reason="docker is not installed")
+def test_compose_itself_takes_the_file() -> None:
+    has_compose = subprocess.run(["docker", "compose", "version"], capture_output=True)
+    if has_compose.returncode:
+        pytest.skip("docker has no compose plugin")
+    asked = ["docker", "compose", "--profile", "gpu", "--profile", "tracing", "config", "--quiet"]
+
+    ended = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+
+    assert (ended.returncode, ended.stderr) == (0, "")

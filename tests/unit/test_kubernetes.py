@@ -1,0 +1,177 @@
+"""deploy/kubernetes: valid by Kubernetes' own schemas, true to the command line and the image."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from serving.health import LIVENESS
+from tests.support import manifests
+from tests.support.command_lines import complaint_about, option
+from tests.support.manifests import (
+    NODES,
+    OVERLAYS,
+    Manifest,
+    container,
+    find,
+    pod,
+    rendered,
+    workload,
+    written,
+)
+
+# The oldest that knows every field here without a feature gate, and the newest with a schema.
+VERSIONS = ("1.30", kubernetes_validate.latest_version())
+COMPONENTS = ("router", *NODES)
+REPOSITORY = Path(__file__).parents[2]
+SETTINGS = sorted(manifests.ROOT.rglob("baton.toml"))
+
+
+def name_of(manifest: Manifest) -> str:
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def labels_match(selector: Any, component: str) -> bool:
+    wanted = selector.get("matchLabels", selector).items()
+    return bool(wanted <= pod(component)["metadata"]["labels"].items())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", written(), ids=name_of)
+def test_every_manifest_is_valid(manifest: Manifest, version: str) -> None:
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_overlay_renders_to_valid_manifests(overlay: str) -> None:
+    found = rendered(overlay)
+
+    for manifest in found:
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+    names = {name_of(one) for one in found}
+    assert names >= {name_of(one) for one in written() if one["apiVersion"] != "autoscaling/v2"}
+    assert [one["kind"] for one in found if "data" in one] == ["ConfigMap"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_mount_of_an_overlay_has_its_volume(overlay: str) -> None:
+    for manifest in rendered(overlay):
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            spec = manifest["spec"]
+            claims = {one["metadata"]["name"] for one in spec.get("volumeClaimTemplates", [])}
+            volumes = {one["name"] for one in spec["template"]["spec"]["volumes"]} | claims
+            [runs] = spec["template"]["spec"]["containers"]
+            assert {mount["name"] for mount in runs["volumeMounts"]} == volumes
+
+
+def test_every_file_is_listed_and_every_listed_file_exists() -> None:
+    listed = {path for one in manifests.kustomizations() for path in manifests.listed(one)}
+    there = {
+        path
+        for path in manifests.ROOT.rglob("*")
+        if path.is_file() and path.name != "kustomization.yaml"
+    }
+
+    assert {path for path in listed if path.is_file()} == there
+    folders = {path for path in listed if not path.is_file()}
+    assert all((folder / "kustomization.yaml").exists() for folder in folders)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
+def test_every_process_is_started_with_options_that_exist(component: str, settings: Path) -> None:
+    args = container(component)["args"]
+    mount = next(one for one in container(component)["volumeMounts"] if one["name"] == "settings")
+    assert args[0] == f"--config={mount['mountPath']}/{settings.name}"
+
+    assert not complaint_about([f"--config={settings}", *args[1:]])
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_probes_and_services_use_the_port_that_is_listened_on(component: str) -> None:
+    runs = container(component)
+    port = int(option(runs["args"], "port"))
+    probes = [runs[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")]
+    [served] = find("Service", component)["spec"]["ports"]
+
+    assert [one["containerPort"] for one in runs["ports"]] == [port]
+    assert [probe["port"] for probe in probes] == [port] * 3
+    assert [probe.get("service") for probe in probes] == [LIVENESS, None, LIVENESS]
+    assert (served["port"], served["targetPort"]) == (port, runs["ports"][0]["name"])
+
+
+@pytest.mark.parametrize("role", NODES)
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
+def test_the_router_looks_for_nodes_by_their_headless_service(role: str, settings: Path) -> None:
+    told = tomllib.loads(settings.read_text())["serve"]["router"][f"{role}-nodes"]
+    name, port = told.removeprefix("dns:///").split(":")
+    service = find("Service", name)["spec"]
+
+    assert service["clusterIP"] == "None"
+    assert labels_match(service["selector"], role)
+    assert int(port) == service["ports"][0]["port"]
+    assert workload(role)["spec"]["serviceName"] == name
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_selector_finds_its_pods_and_no_others(component: str) -> None:
+    selectors = [
+        workload(component)["spec"]["selector"],
+        find("Service", component)["spec"]["selector"],
+        find("PodDisruptionBudget", component)["spec"]["selector"],
+        find("NetworkPolicy", component)["spec"]["podSelector"],
+    ]
+
+    for selector in selectors:
+        assert [one for one in COMPONENTS if labels_match(selector, one)] == [component]
+
+
+def test_the_network_lets_through_who_dials_whom() -> None:
+    dialled_by = {
+        component: {
+            dialler
+            for rule in find("NetworkPolicy", component)["spec"]["ingress"]
+            for peer in rule.get("from", [])
+            for dialler in COMPONENTS
+            if labels_match(peer["podSelector"], dialler)
+        }
+        for component in NODES
+    }
+
+    assert dialled_by == {"prefill": {"router", "decode"}, "decode": {"router", "prefill"}}
+
+
+@pytest.mark.parametrize("role", NODES)
+def test_an_autoscaler_scales_the_nodes_of_its_name(role: str) -> None:
+    target = find("HorizontalPodAutoscaler", role)["spec"]["scaleTargetRef"]
+
+    assert (target["kind"], target["name"]) == ("StatefulSet", role)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_pods_run_as_the_user_of_the_image_and_write_where_it_may(component: str) -> None:
+    dockerfile = (REPOSITORY / "Dockerfile").read_text()
+    runs, security = container(component), pod(component)["spec"]["securityContext"]
+    [cache] = [one["mountPath"] for one in runs["volumeMounts"] if one["name"] == "hub"]
+
+    assert f"USER {security['runAsUser']}:{security['runAsGroup']}\n" in dockerfile
+    assert f"mkdir -p {cache}" in dockerfile
+    assert runs["securityContext"]["readOnlyRootFilesystem"]
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_pod_has_more_time_to_drain_than_its_hook_takes(component: str) -> None:
+    hook_s = container(component).get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+
+    assert pod(component)["spec"]["terminationGracePeriodSeconds"] > hook_s.get("seconds", 0) + 60
+
+
+def test_kustomizations_are_of_the_kinds_that_kustomize_knows() -> None:
+    kinds = {yaml.safe_load(path.read_text())["kind"] for path in manifests.kustomizations()}
+
+    assert kinds == {"Kustomization", "Component"}
