@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from baton.conversation import PLAIN_STOP, Conversation
 from serving.errors import ServiceError
 
 if TYPE_CHECKING:
-    from baton.client import BatonError, Client, Generation
+    from baton.client import AsyncClient, BatonError, Generation
 
 CHAT_PANEL = "Chat"
 HELP = """\
@@ -66,12 +67,22 @@ def chat(
     sampling = sampling_params(max_tokens=max_tokens, temperature=temperature, **for_sampling)
     stops = (*(stop or ()), *([PLAIN_STOP] if plain else ()))
     generation = Generation(sampling, stop=stops)
-    with connect(**for_connection) as client:
-        talk = Talk(client, generation, Conversation(system), is_plain=plain, timings=timings)
-        if sys.stdin.isatty():
-            talk.in_terminal()
-        else:
-            talk.through_pipe()
+    with asyncio.Runner() as runner:
+        client = runner.run(_opened(for_connection))
+        try:
+            talk = Talk(runner, client, generation, Conversation(system), plain, timings)
+            if sys.stdin.isatty():
+                talk.in_terminal()
+            else:
+                talk.through_pipe()
+        finally:
+            runner.run(client.__aexit__(None, None, None))
+
+
+async def _opened(for_connection: dict[str, Any]) -> AsyncClient:
+    """A channel belongs to the loop in which it was made."""
+    client: AsyncClient = connect(**for_connection)
+    return client
 
 
 class NoAnswer(ServiceError):
@@ -82,7 +93,8 @@ class NoAnswer(ServiceError):
 class Talk:
     """One conversation with a router."""
 
-    client: Client
+    runner: asyncio.Runner  # turns Ctrl-C into the end of the answer that comes
+    client: AsyncClient
     generation: Generation
     conversation: Conversation
     is_plain: bool
@@ -92,12 +104,17 @@ class Talk:
         import readline  # noqa: F401  # makes `input` an editor with a history
 
         print("Ctrl-C stops an answer, Ctrl-D leaves, /help tells more", file=sys.stderr)
-        while (line := _read_line()) is not None:
+        goes_on = True
+        while goes_on:
             try:
-                if not self._obey(line):
-                    return
+                goes_on = self._obey(input("> "))
             except NoAnswer as error:
                 tell(str(error))
+            except KeyboardInterrupt:
+                print("\nCtrl-D or /exit leaves", file=sys.stderr)
+            except EOFError:
+                print(file=sys.stderr)
+                goes_on = False
 
     def through_pipe(self) -> None:
         """A question that fails ends it: those after it may build on its answer."""
@@ -147,21 +164,26 @@ class Talk:
 
     def _stream(self) -> str:
         """The answer, shown as it comes; as much of it as came before Ctrl-C."""
+        from baton.client import Answer
+
         asked = self.conversation
         prompt = asked.plain_text if self.is_plain else asked.messages
-        answer, finish = "", None
-        try:
-            with closing(self.client.stream(prompt, self.generation)) as chunks:
-                for chunk in chunks:
-                    answer += chunk.text
+        answer = Answer()
+
+        async def stream() -> None:
+            async with aclosing(self.client.stream(prompt, self.generation)) as chunks:
+                async for chunk in chunks:
+                    answer.take(chunk)
                     print(chunk.text, end="", flush=True)
-                    finish = chunk.finish or finish
+
+        try:
+            self.runner.run(stream())
         except KeyboardInterrupt:
             print(" (stopped)", end="", file=sys.stderr, flush=True)
         print(flush=True)
-        if self.timings and finish is not None:
-            print(timing_line(finish), file=sys.stderr)
-        return answer
+        if self.timings and answer.finish is not None:
+            print(timing_line(answer.finish), file=sys.stderr)
+        return answer.text
 
     def _hint(self, error: BatonError) -> str:
         if error.reason != "INVALID_REQUEST":
@@ -169,15 +191,3 @@ class Talk:
         if self.conversation.turns:
             return "; /reset begins anew"
         return "" if self.is_plain else "; --plain does without a chat template"
-
-
-def _read_line() -> str | None:
-    """None at the end, which Ctrl-D is."""
-    while True:
-        try:
-            return input("> ")
-        except EOFError:
-            print(file=sys.stderr)
-            return None
-        except KeyboardInterrupt:
-            print("\nCtrl-D or /exit leaves", file=sys.stderr)

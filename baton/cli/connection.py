@@ -11,7 +11,7 @@ from baton.cli.security import ClientTokenFile, client_tls
 from baton.cli.signatures import takes_options_of
 
 if TYPE_CHECKING:
-    from baton.client import Client
+    from baton.client import AsyncClient
 
 Address = Annotated[
     str, typer.Option(help="host:port of the router.", rich_help_panel=NETWORK_PANEL)
@@ -33,9 +33,10 @@ def connect(
     timeout_s: Timeout = None,
     token_file: ClientTokenFile = None,
     **given: Any,
-) -> Client:
-    from baton.client import Client
+) -> AsyncClient:
+    """Not a blocking client: Ctrl-C inside of its calls can leave gRPC's locks in disorder."""
+    from baton.client import AsyncClient
     from serving.token import read_tokens
 
     token = None if token_file is None else read_tokens(token_file)[0]
-    return Client(address, timeout_s=timeout_s, tls=client_tls(**given), token=token)
+    return AsyncClient(address, timeout_s=timeout_s, tls=client_tls(**given), token=token)

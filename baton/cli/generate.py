@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +20,7 @@ from baton.units import format_bytes
 from engine.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from baton.client import Answer, Client, Finish
+    from baton.client import Answer, AsyncClient, Finish
 
 Logprobs = Annotated[
     int | None,
@@ -86,15 +88,22 @@ def generate(
         cache_salt=cache_salt,
     )
     asked = _prompt(prompt)
-    answer = Answer()
-    with connect(**for_connection) as client:
-        for chunk in client.stream(asked, generation):
-            answer.take(chunk)
-            if not as_json:
-                print(chunk.text, end="", flush=True)
-        print(json.dumps(as_values(answer)) if as_json else "")
-        if logprobs is not None and not as_json:
-            _show_logprobs(client, answer)
+
+    async def stream() -> Answer:
+        answer = Answer()
+        async with (
+            connect(**for_connection) as client,
+            aclosing(client.stream(asked, generation)) as chunks,
+        ):
+            async for chunk in chunks:
+                answer.take(chunk)
+                print("" if as_json else chunk.text, end="", flush=True)
+            print(json.dumps(as_values(answer)) if as_json else "")
+            if logprobs is not None and not as_json:
+                await _show_logprobs(client, answer)
+        return answer
+
+    answer = asyncio.run(stream())
     if timings and answer.finish is not None:
         print(timing_line(answer.finish), file=sys.stderr)
 
@@ -138,19 +147,17 @@ def _prompt(written: str | None) -> str:
     return sys.stdin.read()
 
 
-def _show_logprobs(client: Client, answer: Answer) -> None:
-    def text(token_id: int) -> str:
-        return repr(client.detokenize([token_id]))
-
+async def _show_logprobs(client: AsyncClient, answer: Answer) -> None:
+    named = {token.token_id for token in answer.logprobs}
+    named |= {token_id for token in answer.logprobs for token_id, _ in token.top}
+    text = {token_id: repr(await client.detokenize([token_id])) for token_id in named}
     rows = [
         {
-            "token": text(token.token_id),
+            "token": text[token.token_id],
             "id": token.token_id,
             "logprob": round(token.logprob, 4),
             "rank": token.rank,
-            "likeliest": "  ".join(
-                f"{text(token_id)} {logprob:.2f}" for token_id, logprob in token.top
-            ),
+            "likeliest": "  ".join(f"{text[one]} {logprob:.2f}" for one, logprob in token.top),
         }
         for token in answer.logprobs
     ]

@@ -42,7 +42,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         screen.await_text("well")
         assert second.turns == [("user", "first"), ("assistant", "a long "), ("user", "second")]
         screen.await_text("> ")
+        # A signal between the prompt and the first look at the keyboard waits for a key.
         screen.type(CTRL_C)
+        screen.type("\n")
         screen.await_text("Ctrl-D or /exit leaves")
         screen.await_text("> ")
         screen.type(CTRL_D)
@@ -120,6 +122,20 @@ def test_a_piped_chat_ends_with_the_first_answer_that_failed() -> None:
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
     assert line.startswith("baton: error: ")
+
+
+def test_ctrl_c_ends_generate_with_its_own_code_and_the_request_with_it() -> None:
+    command = [*BATON, "generate", "hi"]
+    with told_router() as router, Terminal([*command, "--address", router.address]) as screen:
+        asked = router.next_asked()
+        asked.say("some text")
+        screen.await_text("some text")
+
+        screen.type(CTRL_C)
+
+        assert "Traceback" not in screen.await_end()
+        assert screen.process.returncode == 130
+        assert asked.was_cancelled.wait(WAIT_S)
 
 
 def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
