@@ -62,7 +62,10 @@ class Attempt:
         self.failed_addresses: frozenset[str] = frozenset()
 
     async def run(self, node_calls: NodeCalls) -> AsyncGenerator[Piece | Ending, None]:
-        """Raises NodeFailed when a leg breaks off; the other one is cancelled with it."""
+        """Raises NodeFailed when a leg breaks off, and DeadlineExceeded when time is over.
+
+        The other leg is cancelled with it.
+        """
         self._dispatched_s = self._since_received()
         async with together(self._streams(node_calls)) as events:
             while self._answer.finish is None:
@@ -73,10 +76,13 @@ class Attempt:
 
     def _streams(self, node_calls: NodeCalls) -> list[tuple[Leg, LegStream]]:
         route, handoff_id = self._route, self._handoff_id
-        decode = node_calls.decode(route.decode, handoff_id, self._sequence, route.prefill)
+        timeout_s = self._context.remaining_s(self._clock())
+        decode = node_calls.decode(
+            route.decode, handoff_id, self._sequence, route.prefill, timeout_s=timeout_s
+        )
         if route.prefill is None:
             return [(Leg.DECODE, decode)]
-        prefill = node_calls.prefill(route.prefill, handoff_id, self._sequence)
+        prefill = node_calls.prefill(route.prefill, handoff_id, self._sequence, timeout_s=timeout_s)
         return [(Leg.PREFILL, prefill), (Leg.DECODE, decode)]
 
     def _take(self, event: LegEvent) -> Piece | None:

@@ -50,12 +50,29 @@ LegStream = AsyncGenerator[LegEvent, None]
 
 
 class NodeCalls(Protocol):
-    """How nodes are asked. A stream that fails raises one of `serving.errors`."""
+    """How nodes are asked. A stream that fails raises one of `serving.errors`.
 
-    def prefill(self, node: Node, handoff_id: HandoffId, sequence: TokenSequence) -> LegStream: ...
+    After `timeout_s` the node gives the request up by itself, and the stream raises
+    DeadlineExceeded; None lets it go on.
+    """
+
+    def prefill(
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: TokenSequence,
+        *,
+        timeout_s: float | None = None,
+    ) -> LegStream: ...
 
     def decode(
-        self, node: Node, handoff_id: HandoffId, sequence: TokenSequence, prefill: Node | None
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: TokenSequence,
+        prefill: Node | None,
+        *,
+        timeout_s: float | None = None,
     ) -> LegStream: ...
 
 

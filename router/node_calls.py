@@ -18,8 +18,8 @@ from router.legs import Leg, LegOutput, LegStream, LegSummary
 from router.nodes import Node
 from router.values import DecodeSummary
 from serving.channel import open_channel
-from serving.errors import GenerationFailed, NodeFailed
-from serving.status import remote_error
+from serving.errors import DeadlineExceeded, GenerationFailed, MessageTooLarge, NodeFailed
+from serving.status import reason_of, remote_error
 from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 from serving.translate import output_from
@@ -73,20 +73,33 @@ class GrpcNodeCalls:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def prefill(self, node: Node, handoff_id: HandoffId, sequence: Sequence) -> LegStream:
+    async def prefill(
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        *,
+        timeout_s: float | None = None,
+    ) -> LegStream:
         stub = node_pb2_grpc.PrefillServiceStub(self.channel(node.address))
-        call = stub.Prefill(prefill_request(handoff_id, sequence))
+        call = stub.Prefill(prefill_request(handoff_id, sequence), timeout=timeout_s)
         with _failures_named(node), _cancelled_at_end(call):
             async for response in call:
                 if response.HasField("output"):
                     yield LegOutput(Leg.PREFILL, _output(response.output, handoff_id))
 
     async def decode(
-        self, node: Node, handoff_id: HandoffId, sequence: Sequence, prefill: Node | None
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        prefill: Node | None,
+        *,
+        timeout_s: float | None = None,
     ) -> LegStream:
         stub = node_pb2_grpc.DecodeServiceStub(self.channel(node.address))
         peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
-        call = stub.Decode(decode_request(handoff_id, sequence, peer))
+        call = stub.Decode(decode_request(handoff_id, sequence, peer), timeout=timeout_s)
         with _failures_named(node), _cancelled_at_end(call):
             async for response in call:
                 if response.HasField("summary"):
@@ -112,6 +125,10 @@ def _failures_named(node: Node) -> Iterator[None]:
         who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
         if remote.code in CLIENTS_FAULT:
             raise InvalidRequest(remote.message) from error
+        if remote.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise DeadlineExceeded(f"the client's deadline passed while {who} worked") from error
+        if remote.reason == reason_of(MessageTooLarge):
+            raise MessageTooLarge(remote.message) from error
         raise NodeFailed(f"{who}: {remote.code.name}: {remote.message}") from error
 
 

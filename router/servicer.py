@@ -35,7 +35,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = request.request_id or secrets.token_hex(ID_BYTES)
         async with named_errors(context, request_id=request_id):
             call = call_from(request, request_id)
-            received = RequestContext(received_s=time.monotonic())
+            received = received_now(context.time_remaining())
             async with aclosing(self._pipeline.generate(call, received)) as parts:
                 async for part in parts:
                     yield response_to(request_id, part)
@@ -65,3 +65,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetModelResponse(
             model=card.model, max_model_len=card.max_model_len, vocab_size=card.vocab_size
         )
+
+
+def received_now(remaining_s: float | None) -> RequestContext:
+    """gRPC tells how long the client waits; the pipeline counts on its own clock."""
+    now = time.monotonic()
+    return RequestContext(now, None if remaining_s is None else now + remaining_s)

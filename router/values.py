@@ -9,6 +9,7 @@ from baton.stops import StopRule
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
+from serving.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class RequestContext:
     """What a request carries through the whole pipeline beside what it asks."""
 
     received_s: float
+    deadline_s: float | None = None  # on the same clock; None: the client waits for ever
+
+    def remaining_s(self, now: float) -> float | None:
+        """The time that is left for nodes. Raises DeadlineExceeded when there is none."""
+        if self.deadline_s is None:
+            return None
+        if now >= self.deadline_s:
+            raise DeadlineExceeded("the client's deadline passed before the answer was whole")
+        return self.deadline_s - now
 
 
 @dataclass(frozen=True, slots=True)

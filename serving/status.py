@@ -105,6 +105,11 @@ def code_and_reason(error: Exception) -> tuple[StatusCode, str]:
     return StatusCode.INTERNAL, "INTERNAL"
 
 
+def reason_of(kind: type[Exception]) -> str:
+    """How another process is told of it."""
+    return CODE_AND_REASON[kind][1]
+
+
 def remote_error(error: grpc.RpcError) -> RemoteError:
     """Reads a failed call, of either kind of channel."""
     if not isinstance(error, (aio.AioRpcError, grpc.Call)):
@@ -114,9 +119,8 @@ def remote_error(error: grpc.RpcError) -> RemoteError:
         if key == DETAILS_KEY and isinstance(blob, bytes):
             return _rich(error.code(), message, blob)
     if error.code() is StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE in message:
-        _, reason = CODE_AND_REASON[MessageTooLarge]
         advice = "ask for less at once: a shorter prompt, or fewer logprobs"
-        return RemoteError(error.code(), f"{message}; {advice}", reason)
+        return RemoteError(error.code(), f"{message}; {advice}", reason_of(MessageTooLarge))
     return RemoteError(error.code(), message)
 
 

@@ -63,6 +63,7 @@ class Asked:
     handoff_id: HandoffId
     sequence: Sequence
     prefill: str | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -75,8 +76,16 @@ class FakeNodeCalls:
     asked: list[Asked] = field(default_factory=list)
     left: list[Leg] = field(default_factory=list)  # streams closed before their end
 
-    async def prefill(self, node: Node, handoff_id: HandoffId, sequence: Sequence) -> LegStream:
-        self.asked.append(Asked(Leg.PREFILL, node.card.node_id, handoff_id, sequence))
+    async def prefill(
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        *,
+        timeout_s: float | None = None,
+    ) -> LegStream:
+        asked = Asked(Leg.PREFILL, node.card.node_id, handoff_id, sequence, timeout_s=timeout_s)
+        self.asked.append(asked)
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
         first = len(sequence.prior_output_token_ids)
@@ -85,10 +94,17 @@ class FakeNodeCalls:
         yield LegOutput(Leg.PREFILL, output)
 
     async def decode(
-        self, node: Node, handoff_id: HandoffId, sequence: Sequence, prefill: Node | None
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        prefill: Node | None,
+        *,
+        timeout_s: float | None = None,
     ) -> LegStream:
         peer = None if prefill is None else str(prefill.card.node_id)
-        self.asked.append(Asked(Leg.DECODE, node.card.node_id, handoff_id, sequence, peer))
+        asked = Asked(Leg.DECODE, node.card.node_id, handoff_id, sequence, peer, timeout_s)
+        self.asked.append(asked)
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
         try:
             async for event in self._decoded(handoff_id, sequence, breaks_after):

@@ -25,6 +25,7 @@ from router.values import (
     TokenPrompt,
 )
 from serving.errors import (
+    DeadlineExceeded,
     Draining,
     EmptyPrompt,
     NodeFailed,
@@ -37,6 +38,7 @@ from serving.node import NodeRole
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table, token_at
 
 PROMPT = (3, 4, 5)
+NO_DEADLINE = RequestContext(0.0)
 PATIENCE_S = 30
 
 
@@ -70,10 +72,12 @@ def a_call(
     return Call(request_id, TokenPrompt(prompt), sampling, model=model)
 
 
-async def run(pipeline: Pipeline, call: Call) -> tuple[list[int], Ending]:
+async def run(
+    pipeline: Pipeline, call: Call, context: RequestContext = NO_DEADLINE
+) -> tuple[list[int], Ending]:
     token_ids: list[int] = []
     ending = None
-    async for part in pipeline.generate(call, RequestContext(0.0)):
+    async for part in pipeline.generate(call, context):
         if isinstance(part, Piece):
             assert part.first_index == len(token_ids)
             token_ids += part.token_ids
@@ -176,6 +180,43 @@ def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:
     asyncio.run(asyncio.wait_for(leave_then_drain(), timeout=30))
 
     assert nodes.left == [Leg.DECODE]
+
+
+def test_the_time_that_remains_of_the_deadline_goes_to_both_legs_of_every_try() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[1])
+    table = a_table(
+        a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2")
+    )
+
+    asyncio.run(run(a_pipeline(nodes, table), a_call(), RequestContext(0.0, deadline_s=100.0)))
+
+    told = {(asked.handoff_id.attempt, asked.timeout_s) for asked in nodes.asked}
+    (first, first_s), (second, second_s) = sorted(told)
+    assert (first, second) == (1, 2)
+    assert first_s is not None
+    assert second_s is not None
+    assert 0 < second_s < first_s < 100
+    assert len(nodes.asked) == 4
+
+
+def test_without_time_left_no_node_is_asked() -> None:
+    nodes = FakeNodeCalls()
+    pipeline = a_pipeline(nodes)
+
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(run(pipeline, a_call(), RequestContext(0.0, deadline_s=0.5)))
+
+    assert nodes.asked == []
+
+
+def test_a_leg_that_runs_out_of_time_ends_the_other_one_and_is_not_tried_again() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[DeadlineExceeded("over")], is_endless=True)
+
+    with pytest.raises(DeadlineExceeded, match="over"):
+        asyncio.run(run(a_pipeline(nodes), a_call()))
+
+    assert nodes.left == [Leg.DECODE]
+    assert {asked.handoff_id.attempt for asked in nodes.asked} == {1}
 
 
 def test_an_id_is_refused_only_while_it_is_in_use() -> None:

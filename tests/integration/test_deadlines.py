@@ -1,0 +1,103 @@
+"""A deadline that passes while a process is frozen: it ends the request on all the others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import grpc
+import pytest
+
+from baton.client import BatonError, Client, Generation
+from baton.cluster import Child, ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+from serving.node import NodeLoad
+from tests.support.models import prompt_of
+from tests.support.nodes import await_load, card_at, is_busy
+
+LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True))
+# Nothing but a deadline shall end a hand-off whose other side is frozen.
+PATIENT = ("--kv-silence-s", "300", "--kv-lease-s", "100")
+
+
+@pytest.fixture(scope="module")
+def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    options = cluster_options()
+    options = replace(options, node_arguments=(*options.node_arguments, *PATIENT))
+    with LocalCluster(options) as running:
+        with Client(running.address, timeout_s=60) as client:
+            client.generate(prompt_of(20), replace(LONG, sampling=SamplingParams(2)))
+        yield running
+    codes = {child.name: child.process.returncode for child in running.children}
+    assert set(codes.values()) == {0}, codes
+
+
+@contextmanager
+def frozen(child: Child) -> Iterator[None]:
+    child.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        child.process.send_signal(signal.SIGCONT)
+
+
+def is_idle(load: NodeLoad) -> bool:
+    return not is_busy(load)
+
+
+def await_all_free(cluster: LocalCluster) -> None:
+    for child in (*cluster.prefills, *cluster.decodes):
+        await_load(child.address, partial(_is_all_free, card_at(child.address).num_blocks))
+
+
+def _is_all_free(num_blocks: int, load: NodeLoad) -> bool:
+    return is_idle(load) and load.num_free_blocks == num_blocks
+
+
+def test_in_prefill(cluster: LocalCluster) -> None:
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+
+    with Client(cluster.address, timeout_s=0.5) as hasty, frozen(prefill):
+        with pytest.raises(BatonError) as failure:
+            hasty.generate(prompt_of(40, seed=1), LONG)
+        await_load(decode.address, is_idle)
+
+    assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await_all_free(cluster)
+
+
+def test_in_decode(cluster: LocalCluster) -> None:
+    [decode] = cluster.decodes
+
+    with Client(cluster.address, timeout_s=2) as hasty:
+        stream = hasty.stream(prompt_of(40, seed=2), LONG)
+        chunks = [next(stream), next(stream)]
+        with frozen(decode), pytest.raises(BatonError) as failure:
+            list(stream)
+
+    assert chunks[1].first_index == 1
+    assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await_all_free(cluster)
+
+
+def test_while_the_router_is_frozen_nodes_know_it_by_themselves(cluster: LocalCluster) -> None:
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+
+    with (
+        Client(cluster.address, timeout_s=2) as hasty,
+        ThreadPoolExecutor(1) as asking,
+        frozen(prefill),
+    ):
+        asked = asking.submit(hasty.generate, prompt_of(40, seed=3), LONG)
+        await_load(decode.address, is_busy)
+        with frozen(cluster.router):
+            await_load(decode.address, is_idle)
+            failure = asked.exception()
+
+    assert isinstance(failure, BatonError)
+    assert failure.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await_all_free(cluster)
