@@ -28,8 +28,9 @@ from baton.generation import (
     request_from,
     tokenize_request_from,
 )
+from baton.node_status import NodeStatus, statuses_from
 from baton.retries import FEW, BatonError, Retries, Tries
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from engine.errors import InvalidConfig
 from serving.channel import open_blocking_channel, open_channel
 from serving.tls import PLAIN, TlsConfig
@@ -260,6 +261,26 @@ class AsyncClient:
     async def model(self) -> Model:
         request = inference_pb2.GetModelRequest()
         return model_from(await self._unary(self._stub.GetModel, request))
+
+    async def nodes(self, interval_s: float = 0.0) -> AsyncGenerator[tuple[NodeStatus, ...], None]:
+        """The nodes that the router knows of: once, or now and after every interval."""
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        request = cluster_pb2.WatchNodesRequest(interval_s=interval_s)
+        tries = self._access.tries()
+        while True:
+            call = stub.WatchNodes(
+                request, timeout=tries.remaining_s, metadata=self._access.metadata
+            )
+            try:
+                async for response in call:
+                    tries.is_begun = True
+                    yield statuses_from(response.nodes)
+                return
+            except grpc.RpcError as error:
+                pause_s = await asyncio.to_thread(tries.failed, error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause_s)
 
     async def _unary(
         self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request

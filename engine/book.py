@@ -28,6 +28,7 @@ class RequestBook:
         self.batch = Batch(config.num_slots_per_decode)
         self.num_waiting_for_remote_kvs = 0
         self.total_preemptions = 0
+        self.total_sampled_tokens = 0
         self.num_changes = 0  # grows when a refused request may deserve another look
         self.now_s = 0.0
         self._num_added = 0
@@ -148,6 +149,7 @@ class RequestBook:
             total_prefix_query_tokens=self.cache.total_query_tokens,
             total_prefix_hit_tokens=self.cache.total_hit_tokens,
             total_unknown_kv_reports=self.handoffs.total_unknown_reports,
+            total_sampled_tokens=self.total_sampled_tokens,
         )
 
     def check(self) -> None:

@@ -65,3 +65,4 @@ class SchedulerStats:
     total_prefix_query_tokens: int
     total_prefix_hit_tokens: int
     total_unknown_kv_reports: int
+    total_sampled_tokens: int

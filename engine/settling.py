@@ -74,6 +74,7 @@ class Settler:
     def _take_tokens(self, run: RunResult) -> None:
         """Nearly all requests get one token that ends nothing: that path is kept bare."""
         running = self._book.batch.running
+        self._book.total_sampled_tokens += sum(map(len, run.token_ids.values()))
         outputs_by_client: dict[ClientId, list[Output]] = {}
         for request_id, token_ids in run.token_ids.items():
             request = running.get(request_id)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from grpc import aio
 
 from baton.text import Tokenizer
-from baton.v1 import inference_pb2_grpc
+from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
 from engine.errors import InvalidConfig
 from engine.model_folder import resolve_model_folder
+from router.cluster_servicer import ClusterServicer
 from router.line import LineConfig
 from router.node_calls import GrpcNodeCalls
 from router.node_sources import NodeSource, refuse_two_roles
@@ -81,12 +82,18 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
             node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
         ),
     )
-    servicer = InferenceServicer(pipeline, table)
+    servicer, cluster_servicer = InferenceServicer(pipeline, table), ClusterServicer(table)
     services = (
         Service(
             "baton.v1.InferenceService",
             lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(
                 servicer, server
+            ),
+        ),
+        Service(
+            "baton.v1.ClusterService",
+            lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
+                cluster_servicer, server
             ),
         ),
     )

@@ -9,6 +9,7 @@ from itertools import groupby
 from engine.hashing import PrefixNaming
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import NodeId
+from router.node_sources import Member
 from router.prefixes import NodePrefixes
 from serving.node import NodeCard, NodeLoad, NodeRole
 from serving.prefixes import PrefixChanges
@@ -74,6 +75,7 @@ class NodeTable:
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
         self._burdens: dict[str, Burden] = {}
+        self.watched: frozenset[Member] = frozenset()  # those that cannot be reached, too
         self._unready: set[str] = set()
         self._unlisted: frozenset[str] = frozenset()
         self._last_of_name: dict[NodeId, str] = {}
@@ -134,13 +136,18 @@ class NodeTable:
 
     def is_open(self, node: Node) -> bool:
         """Whether it takes new requests. Of one name, the node that joined last does."""
-        address = node.address
-        is_closed = (
-            self.burden(node).told.is_draining
-            or address in self._unready
-            or address in self._unlisted
-        )
-        return not is_closed and self._last_of_name.get(node.card.node_id) == address
+        is_draining = self.burden(node).told.is_draining
+        is_wanted = self.is_listed(node) and self.is_last_of_its_name(node)
+        return self.is_ready(node) and is_wanted and not is_draining
+
+    def is_ready(self, node: Node) -> bool:
+        return node.address not in self._unready
+
+    def is_listed(self, node: Node) -> bool:
+        return node.address not in self._unlisted
+
+    def is_last_of_its_name(self, node: Node) -> bool:
+        return self._last_of_name.get(node.card.node_id) == node.address
 
     def open_nodes(self, role: NodeRole) -> list[Node]:
         """Those that take new requests, in a steady order."""

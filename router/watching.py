@@ -100,6 +100,7 @@ class Watches:
             self._end(self._task_by_member.pop(member))
             if all(other.address != member.address for other in watched):
                 self._node_calls.forget(member.address)
+        self._table.watched = watched
         self._table.note_unlisted(frozenset(one.address for one in self._membership.unlisted))
         await self._on_change()
 

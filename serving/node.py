@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.v1 import node_pb2
@@ -40,6 +40,16 @@ class NodeCard:
     block_bytes: int
     kv_transport: str
     prefix_naming: PrefixNaming | None = None  # None: it keeps no prefixes
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTotals:
+    """What a node did since its process began."""
+
+    num_prompt_tokens: int = 0  # of the requests that got blocks
+    num_hit_tokens: int = 0  # of these, found in the prefix cache
+    num_sampled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,8 @@ class NodeLoad:
     num_waiting: int = 0
     num_free_blocks: int = 0
     is_draining: bool = False
+    # Told beside what changed; they change with each step, and nobody is told for their sake.
+    totals: NodeTotals = field(default=NodeTotals(), compare=False)
 
 
 def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
@@ -63,6 +75,7 @@ def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
         block_bytes=message.block_bytes,
         kv_transport=message.kv_transport,
         prefix_naming=_naming_from(message),
+        version=message.version,
     )
 
 
@@ -79,12 +92,29 @@ def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
         block_bytes=card.block_bytes,
         kv_transport=card.kv_transport,
         prefix_naming=_naming_to(card.prefix_naming),
+        version=card.version,
     )
 
 
 def load_from(message: node_pb2.WatchResponse) -> NodeLoad:
     return NodeLoad(
-        message.num_running, message.num_waiting, message.num_free_blocks, message.is_draining
+        message.num_running,
+        message.num_waiting,
+        message.num_free_blocks,
+        message.is_draining,
+        totals_from(message.totals),
+    )
+
+
+def totals_from(message: node_pb2.NodeTotals) -> NodeTotals:
+    return NodeTotals(message.num_prompt_tokens, message.num_hit_tokens, message.num_sampled_tokens)
+
+
+def totals_to(totals: NodeTotals) -> node_pb2.NodeTotals:
+    return node_pb2.NodeTotals(
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_hit_tokens=totals.num_hit_tokens,
+        num_sampled_tokens=totals.num_sampled_tokens,
     )
 
 
@@ -95,6 +125,7 @@ def news_to(load: NodeLoad, changes: PrefixChanges | None = None) -> node_pb2.Wa
         num_free_blocks=load.num_free_blocks,
         is_draining=load.is_draining,
         prefixes=_changes_to(changes),
+        totals=totals_to(load.totals),
     )
 
 

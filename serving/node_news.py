@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.events import KvEvent
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
-from serving.node import NodeLoad
+from serving.node import NodeLoad, NodeTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +48,10 @@ def _answer(
 def _news_of(scheduler: Scheduler) -> NodeNews:
     stats = scheduler.stats()
     num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
-    load = NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks)
+    totals = NodeTotals(
+        num_prompt_tokens=stats.total_prefix_query_tokens,
+        num_hit_tokens=stats.total_prefix_hit_tokens,
+        num_sampled_tokens=stats.total_sampled_tokens,
+    )
+    load = NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)
     return NodeNews(load, scheduler.take_kv_events())

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 
 from engine.assembly import EngineOptions
 from engine.errors import InvalidConfig
@@ -73,6 +74,7 @@ def card_of(
         block_bytes=runner.kv_memory.block_bytes,
         kv_transport=options.kv_transport,
         prefix_naming=scheduler.cache_config.naming if options.enable_prefix_caching else None,
+        version=version("baton"),
     )
 
 

@@ -22,6 +22,7 @@ from baton.cli.errors import NAMED, tell_named, tell_usage
 from baton.cli.examples import examples, examples_of
 from baton.cli.generate import generate
 from baton.cli.health import health
+from baton.cli.nodes import nodes
 from baton.cli.run import run
 from baton.cli.serve import serve
 
@@ -58,7 +59,7 @@ def _baton(
 ) -> None: ...
 
 
-for command in (up, demo, generate, chat, run, health):
+for command in (up, demo, generate, chat, nodes, run, health):
     app.command(epilog=examples_of(command))(command)
 app.add_typer(serve, name="serve")
 app.add_typer(bench, name="bench")

@@ -15,6 +15,7 @@ EXAMPLES = {
         "cat question.txt | baton generate --json --logprobs 5 --seed 7",
     ),
     "chat": ('baton chat --system "Be brief."', "cat questions.txt | baton chat --temperature 0"),
+    "nodes": ("baton nodes", "baton nodes --once --json | jq '.nodes[].state'"),
     "run": (
         'baton run "import os" "import sys" --max-tokens 32',
         "baton run --model ~/models/mine < prompt.txt",

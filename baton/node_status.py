@@ -1,0 +1,94 @@
+"""The nodes of a cluster as its router tells of them, and how fast they work. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.v1 import cluster_pb2, node_pb2
+
+ROLES = {node_pb2.NODE_ROLE_PREFILL: "prefill", node_pb2.NODE_ROLE_DECODE: "decode"}
+STATE_PREFIX = "NODE_STATE_"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node that cannot be reached has an address, a role and a state alone."""
+
+    role: str  # prefill or decode
+    address: str
+    state: str  # ready, draining, not ready, unlisted, replaced or unreachable
+    node_id: str = ""
+    incarnation: str = ""
+    model: str = ""
+    version: str = ""
+    kv_transport: str = ""
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_sent: int = 0  # by this router, and not ended yet
+    num_prompt_tokens: int = 0  # since its process began, as the next two
+    num_hit_tokens: int = 0
+    num_sampled_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of prompt tokens that its prefix cache had; None before there were any."""
+        return self.num_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRates:
+    prompt_tokens_per_s: float
+    sampled_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All nodes at one moment of a monotonic clock."""
+
+    at_s: float
+    nodes: tuple[NodeStatus, ...]
+
+
+def rates_between(before: Snapshot | None, after: Snapshot) -> dict[str, NodeRates]:
+    """By address, of the nodes whose process is the same in both."""
+    if before is None or after.at_s <= before.at_s:
+        return {}
+    elapsed_s = after.at_s - before.at_s
+    known = {(node.address, node.incarnation): node for node in before.nodes if node.incarnation}
+    return {
+        node.address: NodeRates(
+            (node.num_prompt_tokens - then.num_prompt_tokens) / elapsed_s,
+            (node.num_sampled_tokens - then.num_sampled_tokens) / elapsed_s,
+        )
+        for node in after.nodes
+        if (then := known.get((node.address, node.incarnation))) is not None
+    }
+
+
+def statuses_from(reports: Iterable[cluster_pb2.NodeReport]) -> tuple[NodeStatus, ...]:
+    return tuple(_status_from(report) for report in reports)
+
+
+def _status_from(report: cluster_pb2.NodeReport) -> NodeStatus:
+    state = cluster_pb2.NodeState.Name(report.state).removeprefix(STATE_PREFIX)
+    return NodeStatus(
+        role=ROLES.get(report.role, "?"),
+        address=report.address,
+        state=state.lower().replace("_", " "),
+        node_id=report.node_id,
+        incarnation=report.incarnation,
+        model=report.model,
+        version=report.version,
+        kv_transport=report.kv_transport,
+        num_blocks=report.num_blocks,
+        num_free_blocks=report.num_free_blocks,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        num_sent=report.num_sent,
+        num_prompt_tokens=report.totals.num_prompt_tokens,
+        num_hit_tokens=report.totals.num_hit_tokens,
+        num_sampled_tokens=report.totals.num_sampled_tokens,
+    )

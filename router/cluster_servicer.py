@@ -1,0 +1,68 @@
+"""The router's door for people who look after the cluster: messages from values, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from router.nodes import NodeTable
+from router.roster import NodeReport, NodeState, roster
+from serving.node import ROLE_TO_MESSAGE, totals_to
+from serving.streamed import streamed
+
+LEAST_INTERVAL_S = 0.1
+
+STATE_TO_MESSAGE = {
+    NodeState.READY: cluster_pb2.NODE_STATE_READY,
+    NodeState.DRAINING: cluster_pb2.NODE_STATE_DRAINING,
+    NodeState.NOT_READY: cluster_pb2.NODE_STATE_NOT_READY,
+    NodeState.UNLISTED: cluster_pb2.NODE_STATE_UNLISTED,
+    NodeState.REPLACED: cluster_pb2.NODE_STATE_REPLACED,
+    NodeState.UNREACHABLE: cluster_pb2.NODE_STATE_UNREACHABLE,
+}
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
+    def __init__(self, table: NodeTable) -> None:
+        self._table = table
+
+    @streamed
+    async def WatchNodes(
+        self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[cluster_pb2.WatchNodesResponse, None]:
+        while True:
+            reports = [report_to(report) for report in roster(self._table)]
+            yield cluster_pb2.WatchNodesResponse(nodes=reports)
+            if not request.interval_s > 0:
+                return
+            await asyncio.sleep(max(LEAST_INTERVAL_S, request.interval_s))
+
+
+def report_to(report: NodeReport) -> cluster_pb2.NodeReport:
+    message = cluster_pb2.NodeReport(
+        role=ROLE_TO_MESSAGE[report.role],
+        address=report.address,
+        state=STATE_TO_MESSAGE[report.state],
+    )
+    if report.card is None:
+        return message
+    card, load = report.card, report.load
+    known = cluster_pb2.NodeReport(
+        node_id=card.node_id,
+        incarnation=card.incarnation,
+        model=card.model,
+        version=card.version,
+        kv_transport=card.kv_transport,
+        num_blocks=card.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_sent=report.num_sent,
+        totals=totals_to(load.totals),
+    )
+    message.MergeFrom(known)
+    return message

@@ -1,0 +1,61 @@
+"""Every node that the router knows of, and why it gets requests or none. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from router.node_sources import Member
+from router.nodes import Node, NodeTable
+from serving.node import NodeCard, NodeLoad, NodeRole
+
+
+class NodeState(Enum):
+    READY = "ready"
+    DRAINING = "draining"
+    NOT_READY = "not ready"
+    UNLISTED = "unlisted"
+    REPLACED = "replaced"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """`card` is None for a node that cannot be reached."""
+
+    role: NodeRole
+    address: str
+    state: NodeState
+    card: NodeCard | None = None
+    load: NodeLoad = NodeLoad()
+    num_sent: int = 0
+
+
+def roster(table: NodeTable) -> tuple[NodeReport, ...]:
+    """Prefill nodes first, each role by address."""
+    joined = {Member(node.card.role, node.address): node for node in table.nodes}
+    members = sorted(table.watched | joined.keys(), key=_place)
+    return tuple(_report(table, member, joined.get(member)) for member in members)
+
+
+def _report(table: NodeTable, member: Member, node: Node | None) -> NodeReport:
+    if node is None:
+        return NodeReport(member.role, member.address, NodeState.UNREACHABLE)
+    burden = table.burden(node)
+    state = _state(table, node)
+    return NodeReport(member.role, member.address, state, node.card, burden.told, burden.num_sent)
+
+
+def _state(table: NodeTable, node: Node) -> NodeState:
+    """The first reason that holds."""
+    reasons = {
+        NodeState.DRAINING: table.burden(node).told.is_draining,
+        NodeState.NOT_READY: not table.is_ready(node),
+        NodeState.REPLACED: not table.is_last_of_its_name(node),
+        NodeState.UNLISTED: not table.is_listed(node),
+    }
+    return next((state for state, holds in reasons.items() if holds), NodeState.READY)
+
+
+def _place(member: Member) -> tuple[bool, str]:
+    return member.role is not NodeRole.PREFILL, member.address

@@ -1,0 +1,86 @@
+"""`baton nodes` on a cluster of real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from baton.client import Client, Generation
+from baton.cluster import LocalCluster
+from engine.sampling import SamplingParams
+from tests.support.models import prompt_of
+from tests.support.nodes import await_load, is_busy
+from tests.support.terminal import CTRL_C, Terminal
+
+BATON = (sys.executable, "-m", "baton")
+
+
+def look(cluster: LocalCluster) -> list[dict[str, object]]:
+    done = subprocess.run(
+        [*BATON, "nodes", "--once", "--json", "--address", cluster.address],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    nodes: list[dict[str, object]] = json.loads(done.stdout)["nodes"]
+    return nodes
+
+
+def number(node: dict[str, object], name: str) -> int:
+    value = node[name]
+    assert isinstance(value, int)
+    return value
+
+
+def test_nodes_tells_who_is_there_and_what_they_did(cluster: LocalCluster, client: Client) -> None:
+    before = look(cluster)
+    client.generate(
+        prompt_of(33), Generation(SamplingParams(max_tokens=9, ignore_eos=True), cache_salt="new")
+    )
+    for child in cluster.prefills + cluster.decodes:
+        await_load(child.address, lambda load: not is_busy(load))
+
+    after = look(cluster)
+
+    assert [(node["role"], node["state"], node["address"]) for node in after] == [
+        ("prefill", "ready", cluster.prefills[0].address),
+        ("decode", "ready", cluster.decodes[0].address),
+    ]
+    changes = [
+        {
+            name: number(now, name) - number(then, name)
+            for name in ("num_prompt_tokens", "num_hit_tokens", "num_sampled_tokens")
+        }
+        for then, now in zip(before, after, strict=True)
+    ]
+    prefill, decode = changes
+    assert prefill == {"num_prompt_tokens": 33, "num_hit_tokens": 0, "num_sampled_tokens": 1}
+    assert decode["num_sampled_tokens"] == 8
+
+
+def test_the_live_table_shows_each_node_and_ends_well_on_ctrl_c(cluster: LocalCluster) -> None:
+    command = [*BATON, "nodes", "--interval", "0.2", "--address", cluster.address]
+    with Terminal(command, {"COLUMNS": "200", "NO_COLOR": "1"}) as screen:
+        screen.await_text("2 of 2 nodes ready")
+        shown = screen.await_text("decode-0/")
+        assert "prefill-0/" in shown
+        screen.await_text("2 of 2 nodes ready")  # drawn anew
+
+        screen.type(CTRL_C)
+
+        assert "Traceback" not in screen.await_end()
+        assert screen.process.returncode == 0
+
+
+def test_without_a_router_nodes_says_so_in_one_line() -> None:
+    done = subprocess.run(
+        [*BATON, "nodes", "--once", "--address", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    [line] = done.stderr.splitlines()
+    assert line.startswith("baton: error: 127.0.0.1:1 cannot be reached")
+    assert done.returncode == 1

@@ -1,0 +1,107 @@
+"""What is told of the nodes that a router knows of: their state, and how fast they work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
+from router.cluster_servicer import report_to
+from router.node_sources import Member
+from router.nodes import NodeTable
+from router.roster import NodeState, roster
+from serving.node import NodeLoad, NodeRole, NodeTotals
+from tests.support.node_calls import a_card
+
+DECODE, PREFILL = NodeRole.DECODE, NodeRole.PREFILL
+
+
+def a_table(*members: Member) -> NodeTable:
+    """Every member is listed; those whose address begins with `up` are there and well."""
+    table = NodeTable()
+    table.watched = frozenset(members)
+    for member in members:
+        if member.address.startswith("up"):
+            table.join(member.address, a_card(member.role, f"name of {member.address}"))
+    return table
+
+
+def states(table: NodeTable) -> dict[str, NodeState]:
+    return {report.address: report.state for report in roster(table)}
+
+
+def test_prefill_nodes_come_first_and_those_that_cannot_be_reached_are_told_of() -> None:
+    members = [Member(DECODE, "up2"), Member(DECODE, "away"), Member(PREFILL, "up1")]
+
+    reports = roster(a_table(*members))
+
+    assert [(report.address, report.state) for report in reports] == [
+        ("up1", NodeState.READY),
+        ("away", NodeState.UNREACHABLE),
+        ("up2", NodeState.READY),
+    ]
+    assert reports[1].card is None
+
+
+def test_each_reason_to_get_no_requests_is_a_state_of_its_own() -> None:
+    table = a_table(*(Member(DECODE, f"up{number}") for number in range(5)))
+    table.note_load("up1", NodeLoad(is_draining=True))
+    table.note_ready("up2", is_ready=False)
+    table.note_unlisted(frozenset({"up3"}))
+    table.join("up5", a_card(DECODE, "name of up4"))
+
+    assert states(table) == {
+        "up0": NodeState.READY,
+        "up1": NodeState.DRAINING,
+        "up2": NodeState.NOT_READY,
+        "up3": NodeState.UNLISTED,
+        "up4": NodeState.REPLACED,
+        "up5": NodeState.READY,
+    }
+    open_addresses = {node.address for node in table.open_nodes(DECODE)}
+    assert open_addresses == {a for a, state in states(table).items() if state is NodeState.READY}
+
+
+def test_what_a_node_told_reaches_the_one_who_asks() -> None:
+    table = a_table(Member(DECODE, "up"), Member(PREFILL, "away"))
+    table.note_load("up", NodeLoad(1, 2, 3, totals=NodeTotals(40, 10, 7)))
+    [node] = table.nodes
+    table.burden(node).num_sent += 4
+
+    away, up = statuses_from(map(report_to, roster(table)))
+
+    assert away == NodeStatus("prefill", "away", "unreachable")
+    assert up == NodeStatus(
+        role="decode",
+        address="up",
+        state="ready",
+        node_id="name of up",
+        incarnation=node.card.incarnation,
+        model=node.card.model,
+        version=node.card.version,
+        kv_transport=node.card.kv_transport,
+        num_blocks=node.card.num_blocks,
+        num_free_blocks=3,
+        num_running=1,
+        num_waiting=2,
+        num_sent=4,
+        num_prompt_tokens=40,
+        num_hit_tokens=10,
+        num_sampled_tokens=7,
+    )
+    assert up.hit_rate == pytest.approx(0.25)
+    assert away.hit_rate is None
+
+
+def test_rates_are_of_one_process_between_two_looks() -> None:
+    there = NodeStatus("decode", "a", "ready", "n", "1", num_prompt_tokens=10, num_sampled_tokens=5)
+    other = replace(there, address="b", incarnation="2")
+    before = Snapshot(10.0, (there, other))
+    later = replace(there, num_prompt_tokens=30, num_sampled_tokens=9)
+    restarted = replace(other, incarnation="3", num_sampled_tokens=0)
+
+    rates = rates_between(before, Snapshot(12.0, (later, restarted)))
+
+    assert rates == {"a": NodeRates(10.0, 2.0)}
+    assert rates_between(None, before) == {}
