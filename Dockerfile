@@ -40,11 +40,11 @@ FROM ${PYTHON_IMAGE}
 RUN ldconfig -p | grep -q libssl.so.3 \
     || (apt-get update && apt-get install -y --no-install-recommends libssl3 \
         && rm -rf /var/lib/apt/lists/*)
-# The cache of the model hub is made here so that a volume on it belongs to the user, too.
+# Models that are downloaded go to .cache. It is made here so that a volume on it is the user's, too.
 RUN groupadd --gid 10001 baton \
     && useradd --uid 10001 --gid baton --create-home --shell /usr/sbin/nologin baton \
-    && mkdir -p /home/baton/.cache/huggingface \
-    && chown -R baton:baton /home/baton/.cache
+    && mkdir -p /home/baton/.cache \
+    && chown baton:baton /home/baton/.cache
 COPY --from=build /opt/baton /opt/baton
 COPY models/demo /models/demo
 # PASSIVE: an idle thread of torch sleeps. Spinning would take the cores of the other containers.

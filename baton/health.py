@@ -20,16 +20,16 @@ class Verdict:
     words: str  # for whoever reads the probe's output
 
 
-def ask(address: str, timeout_s: float, tls: TlsConfig) -> Verdict:
-    """One `grpc.health.v1` check of the whole process."""
+def ask(address: str, timeout_s: float, tls: TlsConfig, service: str = "") -> Verdict:
+    """One `grpc.health.v1` check of the whole process, or of one of its services."""
     with open_blocking_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
             told = tls_trouble(address, tls, timeout_s) or error.details()
             return Verdict(False, f"{address} did not answer: {error.code().name}: {told}")
     if answer.status != Status.SERVING:
         told = Status.ServingStatus.Name(answer.status)
-        return Verdict(False, f"{address} is not ready: {told}")
+        return Verdict(False, f"{address} is not {'alive' if service else 'ready'}: {told}")
     return Verdict(True, f"{address} is serving")

@@ -15,12 +15,16 @@ from baton.cli.signatures import takes_options_of
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a router or a node.")],
     timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait.")] = 3.0,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask only whether it could do without a restart.")
+    ] = False,
     **for_tls: Any,
 ) -> None:
     """Ask a server whether it can serve: exit code 0 if so, 1 if not or nobody answers."""
     from baton.health import ask
+    from serving.health import LIVENESS
 
-    verdict = ask(address, timeout, client_tls(**for_tls))
+    verdict = ask(address, timeout, client_tls(**for_tls), LIVENESS if live else "")
     print(verdict.words, file=sys.stdout if verdict.is_serving else sys.stderr)
     if not verdict.is_serving:
         raise typer.Exit(1)

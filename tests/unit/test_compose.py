@@ -91,7 +91,7 @@ def test_the_collector_sends_traces_to_a_service_that_exists() -> None:
     collector = yaml.safe_load((ROOT / "deploy/collector.yaml").read_text())
     known = collector["receivers"] | collector["processors"] | collector["exporters"]
 
-    assert collector["exporters"]["otlp"]["endpoint"].split(":")[0] in services()
+    assert collector["exporters"]["otlp_grpc"]["endpoint"].split(":")[0] in services()
     for pipeline in collector["service"]["pipelines"].values():
         assert {part for parts in pipeline.values() for part in parts} <= set(known)
 

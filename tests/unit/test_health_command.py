@@ -14,10 +14,22 @@ PATIENCE_S = 60
 UNUSED_ADDRESS = "127.0.0.1:1"  # a port that nobody who is not root can take
 
 
-async def health_of(address: str, *python_options: str) -> tuple[int, str]:
+async def health_of(
+    address: str, *options: str, python_options: tuple[str, ...] = ()
+) -> tuple[int, str]:
     """The exit code, and all that was printed."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *python_options, "-m", "baton", "health", address, "--timeout", "30"),
+        *(
+            sys.executable,
+            *python_options,
+            "-m",
+            "baton",
+            "health",
+            address,
+            *options,
+            "--timeout",
+            "30",
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -53,6 +65,18 @@ def test_a_server_that_is_not_ready_makes_exit_code_1() -> None:
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
+def test_a_server_that_is_not_ready_needs_no_restart_for_that() -> None:
+    async def scene() -> None:
+        async with a_server(is_ready=False) as server:
+            assert (await health_of(server.address, "--live"))[0] == 0
+            server.health.is_alive = False
+            code, output = await health_of(server.address, "--live")
+        assert code == 1
+        assert "is not alive: NOT_SERVING" in output
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
 def test_an_address_where_nobody_listens_makes_exit_code_1() -> None:
     code, output = asyncio.run(asyncio.wait_for(health_of(UNUSED_ADDRESS), PATIENCE_S))
 
@@ -63,7 +87,7 @@ def test_an_address_where_nobody_listens_makes_exit_code_1() -> None:
 def test_a_probe_loads_no_torch() -> None:
     async def scene() -> None:
         async with a_server(is_ready=True) as server:
-            _, output = await health_of(server.address, "-X", "importtime")
+            _, output = await health_of(server.address, python_options=("-X", "importtime"))
         loaded = {line.rpartition("|")[2].strip() for line in output.splitlines()}
         assert "baton.health" in loaded
         assert not loaded & {"torch", "numpy", "tokenizers", "nixl_cu13"}

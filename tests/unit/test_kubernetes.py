@@ -157,7 +157,7 @@ def test_an_autoscaler_scales_the_nodes_of_its_name(role: str) -> None:
 def test_pods_run_as_the_user_of_the_image_and_write_where_it_may(component: str) -> None:
     dockerfile = (REPOSITORY / "Dockerfile").read_text()
     runs, security = container(component), pod(component)["spec"]["securityContext"]
-    [cache] = [one["mountPath"] for one in runs["volumeMounts"] if one["name"] == "hub"]
+    [cache] = [one["mountPath"] for one in runs["volumeMounts"] if one["name"] == "cache"]
 
     assert f"USER {security['runAsUser']}:{security['runAsGroup']}\n" in dockerfile
     assert f"mkdir -p {cache}" in dockerfile
