@@ -49,6 +49,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
+        kernels: str = "auto",
         show_progress: bool | None = None,
     ) -> None:
         self._shows_progress = sys.stderr.isatty() if show_progress is None else show_progress
@@ -61,6 +62,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_threads=num_threads,
+            kernels=kernels,
         )
         scheduling = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from time import perf_counter
 
 from engine.assembly import EngineOptions, build_engine
@@ -30,6 +31,7 @@ class EngineBench:
     model: str
     dtype: str = "auto"
     num_threads: int | None = None
+    kernels: Sequence[str] = ("auto",)
     prompt_lens: Sequence[int] = (128, 512)
     batch_sizes: Sequence[int] = (1, 4, 16, 32)
     num_decode_steps: int = 16
@@ -40,6 +42,7 @@ class EngineBench:
 class Rate:
     """Tokens per second over the runs of one setting."""
 
+    kernels: str  # as asked for
     phase: str  # prefill or decode
     size: int  # tokens of the prompt, or requests in the batch
     median_tokens_per_s: float
@@ -49,26 +52,31 @@ class Rate:
 
 def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
     """`on_rate` hears of each figure as it is there: the whole takes minutes."""
-    config = RunnerConfig(
-        model=bench.model,
-        dtype=bench.dtype,
-        num_threads=bench.num_threads,
-        max_num_seqs=max(bench.batch_sizes),
-    )
-    rates = []
-    with load_runner(_sized(config, bench)) as runner:
-        meter = _Meter(runner, bench)
+    with ExitStack() as stack:
+        meters = {
+            kernels: _Meter(stack.enter_context(load_runner(_config(bench, kernels))), bench)
+            for kernels in bench.kernels
+        }
+        rates = []
         for prompt_len in bench.prompt_lens:
-            rates.append(_rate("prefill", prompt_len, bench.num_runs, meter.prefill))
+            rates += _rates("prefill", prompt_len, bench.num_runs, meters, _Meter.prefill)
             on_rate(rates[-1])
         for batch_size in bench.batch_sizes:
-            rates.append(_rate("decode", batch_size, bench.num_runs, meter.decode))
+            rates += _rates("decode", batch_size, bench.num_runs, meters, _Meter.decode)
             on_rate(rates[-1])
     return rates
 
 
-def _sized(config: RunnerConfig, bench: EngineBench) -> RunnerConfig:
-    return replace(config, kv_cache_share=0.25, max_model_len=_longest(bench))
+def _config(bench: EngineBench, kernels: str) -> RunnerConfig:
+    return RunnerConfig(
+        model=bench.model,
+        dtype=bench.dtype,
+        num_threads=bench.num_threads,
+        max_num_seqs=max(bench.batch_sizes),
+        kv_cache_share=0.1,
+        max_model_len=_longest(bench),
+        kernels=kernels,
+    )
 
 
 def _longest(bench: EngineBench) -> int:
@@ -76,10 +84,21 @@ def _longest(bench: EngineBench) -> int:
     return max(*bench.prompt_lens, decoding) + 2
 
 
-def _rate(phase: str, size: int, num_runs: int, measure: Callable[[int], float]) -> Rate:
-    measure(size)  # the first is slower: memory is touched, threads start
-    runs = [measure(size) for _ in range(num_runs)]
-    return Rate(phase, size, statistics.median(runs), min(runs), max(runs))
+def _rates(
+    phase: str,
+    size: int,
+    num_runs: int,
+    meters: Mapping[str, _Meter],
+    measure: Callable[[_Meter, int], float],
+) -> list[Rate]:
+    """Of all kernels in turns, so that they meet the same weather."""
+    for meter in meters.values():
+        measure(meter, size)  # the first is slower: memory is touched, threads start
+    rounds = [[measure(meter, size) for meter in meters.values()] for _ in range(num_runs)]
+    return [
+        Rate(kernels, phase, size, statistics.median(runs), min(runs), max(runs))
+        for kernels, runs in zip(meters, zip(*rounds, strict=True), strict=True)
+    ]
 
 
 class _Meter:

@@ -41,6 +41,9 @@ def engine(
     ] = "models/demo",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    kernels: Annotated[
+        str, typer.Option(help="auto, native or torch; with commas between, in turns.")
+    ] = "auto",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "128,512",
     batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
     steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
@@ -50,7 +53,9 @@ def engine(
     """How many tokens per second the engine reads and writes."""
     from baton.bench.engine import EngineBench, Rate, run
 
-    what = EngineBench(model, dtype, threads, _numbers(prompts), _numbers(batches), steps, runs)
+    named = tuple(part.strip() for part in kernels.split(","))
+    sizes = _numbers(prompts), _numbers(batches)
+    what = EngineBench(model, dtype, threads, named, *sizes, steps, runs)
     with Console(stderr=True).status("measuring") as status:
 
         def on_rate(rate: Rate) -> None:

@@ -39,6 +39,13 @@ ModelName = Annotated[
 ]
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=MACHINE_PANEL)]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        help="auto, native or torch: native ones compute bfloat16 on the CPU.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of torch.", rich_help_panel=MACHINE_PANEL)
 ]

@@ -18,6 +18,7 @@ from baton.cli.options import (
     Dtype,
     FindEvery,
     Host,
+    Kernels,
     KvLease,
     KvMemory,
     KvNetDevice,
@@ -68,6 +69,7 @@ def node_options(
     max_model_len: MaxModelLen = None,
     device: Device = "cpu",
     threads: Threads = None,
+    kernels: Kernels = "auto",
     cpus: Cpus = "",
     kv_cache_memory: KvMemory = "256MiB",
     block_size: BlockSize = 16,
@@ -98,6 +100,7 @@ def node_options(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_threads=threads,
+            kernels=kernels,
         ),
         scheduling=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

@@ -9,10 +9,10 @@ import torch
 
 from engine.errors import InvalidConfig
 from engine.model_folder import read_generation_defaults, resolve_model_folder
-from engine.runner.attention import TorchPagedAttention
 from engine.runner.batch import PersistentBatch
 from engine.runner.config import ModelConfig, read_model_config
 from engine.runner.facts import ModelInfo, OnLoad
+from engine.runner.kernels.choose import choose_parts
 from engine.runner.kv_cache import KvShape, free_bytes, num_blocks_within
 from engine.runner.model import load_decoder
 from engine.runner.rope import Rope
@@ -34,8 +34,9 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
     folder = resolve_model_folder(config.model, offline=config.offline)
     model = read_model_config(folder)
     device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
+    parts = choose_parts(config.kernels, dtype, device)
     with WeightFiles(folder) as files:
-        decoder = load_decoder(model, files, dtype, device, on_progress)
+        decoder = load_decoder(model, files, dtype, device, parts.ops, on_progress)
         fingerprint = _fingerprint(model, files)
     info = _describe(config, model, folder, fingerprint)
     shape = KvShape.of(model, config.block_size, dtype)
@@ -46,7 +47,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
         Rope(model.rope, model.head_dim, model.max_position_embeddings, device),
         kv,
         PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
-        TorchPagedAttention(kv, model.sliding_windows),
+        parts.make_attention(kv, model.sliding_windows),
     )
 
 

@@ -7,23 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.runner.attention import AttentionPass
 from engine.runner.config import ModelConfig
 from engine.runner.facts import LoadProgress as LoadProgress
 from engine.runner.facts import OnLoad, PassHook
-from engine.runner.rope import rotate
+from engine.runner.ops import Angles, Linear, Ops
 from engine.runner.weights import Shape, WeightFiles
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return functional.linear(states, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +34,14 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        ops: Ops,
+        embedding: Linear,
         layers: list[Layer],
         norm: Tensor,
-        head: Tensor,
+        head: Linear,
     ) -> None:
         self._config = config
+        self._ops = ops
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
@@ -58,12 +50,12 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         attention: AttentionPass,
         hook: PassHook | None,
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normed and ready for `logits`."""
-        states = functional.embedding(token_ids, self._embedding)
+        states = self._embedding.rows(token_ids)
         for index, layer in enumerate(self._layers):
             states = states + self._attend(index, layer, states, angles, attention)
             states = states + self._transform(layer, states)
@@ -75,34 +67,31 @@ class Decoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32."""
-        return functional.linear(states, self._head).float()
+        return self._head(states).float()
 
     def _attend(
         self,
         index: int,
         layer: Layer,
         states: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         attention: AttentionPass,
     ) -> Tensor:
-        config = self._config
+        config, epsilon = self._config, self._config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         mixed = layer.qkv(self._normed(states, layer.input_norm))
         split = mixed.view(len(states), -1, config.head_dim).split(heads, dim=1)
         query, key, value = split
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = self._normed(query, layer.q_norm), self._normed(key, layer.k_norm)
-        query, key = rotate(query, *angles), rotate(key, *angles)
+        query = self._ops.rotated(query, layer.q_norm, epsilon, angles)
+        key = self._ops.rotated(key, layer.k_norm, epsilon, angles)
         return layer.output(attention.attend(index, query, key, value).flatten(1))
 
     def _transform(self, layer: Layer, states: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._normed(states, layer.post_norm)).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate) * up)
+        both = layer.gate_up(self._normed(states, layer.post_norm))
+        return layer.down(self._ops.gated(both))
 
     def _normed(self, states: Tensor, weight: Tensor) -> Tensor:
-        wide = states.float()
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        return weight * (wide * torch.rsqrt(variance + self._config.rms_norm_eps)).to(states.dtype)
+        return self._ops.normed(states, weight, self._config.rms_norm_eps)
 
 
 def load_decoder(
@@ -110,19 +99,19 @@ def load_decoder(
     files: WeightFiles,
     dtype: torch.dtype,
     device: torch.device,
+    ops: Ops,
     on_progress: OnLoad | None = None,
 ) -> Decoder:
     """Checks every tensor before the first is read, then copies each to its place once."""
     files.check(expected_tensors(config), _ignored(config))
-    loader = _Loader(config, files, dtype, device, on_progress)
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = loader.stacked(["model.embed_tokens.weight"], (vocab, hidden))
+    loader = _Loader(config, files, dtype, device, ops, on_progress)
+    embedding = loader.linear(["model.embed_tokens"], has_bias=False)
     layers = [_load_layer(config, loader, f"model.layers.{i}") for i in range(config.num_layers)]
-    norm = loader.stacked(["model.norm.weight"], (hidden,))
+    norm = loader.stacked(["model.norm.weight"], (config.hidden_size,))
     head = embedding
     if not config.ties_embeddings:
-        head = loader.stacked(["lm_head.weight"], (vocab, hidden))
-    return Decoder(config, embedding, layers, norm, head)
+        head = loader.linear(["lm_head"], has_bias=False)
+    return Decoder(config, ops, embedding, layers, norm, head)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -176,12 +165,14 @@ class _Loader:
         files: WeightFiles,
         dtype: torch.dtype,
         device: torch.device,
+        ops: Ops,
         on_progress: OnLoad | None,
     ) -> None:
         self._shapes = expected_tensors(config)
         self._files = files
         self._dtype = dtype
         self._device = device
+        self._ops = ops
         self._on_progress = on_progress
         self._loaded = 0
         self._total = sum(map(self._bytes_of, self._shapes))
@@ -199,7 +190,7 @@ class _Loader:
         rows = sum(self._shapes[name][0] for name in weights)
         weight = self.stacked(weights, (rows, self._shapes[weights[0]][1]))
         biases = [f"{name}.bias" for name in names]
-        return Linear(weight, self.stacked(biases, (rows,)) if has_bias else None)
+        return self._ops.linear(weight, self.stacked(biases, (rows,)) if has_bias else None)
 
     def _bytes_of(self, name: str) -> int:
         return torch.Size(self._shapes[name]).numel() * self._dtype.itemsize

@@ -2,10 +2,11 @@
 
 What company a request keeps changes none of its decisions: random numbers are keyed by
 (seed, position, token), and no row of logits is touched on behalf of another. It can change
-the last bits of the logits, because matrix products add up in another order for another
-number of rows. So a request's tokens are the same alone, in a batch, after preemption, with a
-prefix hit and on another node, unless two tokens are as near as rounding: next to never in
-float32, now and then in bfloat16.
+the last bits of the logits: torch's matrix products add up in another order for another number
+of rows (the native ones do not), and a chunk's attention in another than a single token's. So a
+request's tokens are the same alone, in a batch, after preemption, with a prefix hit and on
+another node, unless two tokens are as near as rounding: next to never in float32, now and then
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.plan import Plan, RunResult
-from engine.runner.attention import TorchPagedAttention
+from engine.runner.attention import PagedAttention
 from engine.runner.batch import PersistentBatch, RowFacts, Step
 from engine.runner.facts import KvMemory, ModelInfo, PassHook
 from engine.runner.kv_cache import describe
@@ -37,7 +38,7 @@ class TorchRunner:
         rope: Rope,
         kv: Tensor,
         batch: PersistentBatch,
-        attention: TorchPagedAttention,
+        attention: PagedAttention,
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.errors import InvalidConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+KERNEL_NAMES = ("auto", "native", "torch")
 DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -25,6 +26,7 @@ class RunnerConfig:
     max_model_len: int | None = None  # what the model was made for
     num_threads: int | None = None  # of torch, for the whole process
     offline: bool = False
+    kernels: str = "auto"  # native where there are any for this dtype and device, else torch
 
     def __post_init__(self) -> None:
         _check(
@@ -37,6 +39,8 @@ class RunnerConfig:
         for name in ("kv_cache_bytes", "max_model_len", "num_threads"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} {value}: at least 1, or left out")
+        is_known = self.kernels in KERNEL_NAMES
+        _check(is_known, f"kernels {self.kernels!r}: {', '.join(KERNEL_NAMES)}")
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         _check(is_device, f"device {self.device!r}: cpu, cuda or cuda:N")
 

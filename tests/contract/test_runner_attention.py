@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +15,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.runner.attention import PagedAttention, TorchPagedAttention
+from engine.runner.kernels.native import NativePagedAttention
 from engine.runner.layout import PassLayout
+from tests.support.kernels import kernels_by_variant
 
 MakeAttention = Callable[[Tensor, Sequence[int | None]], PagedAttention]
+ALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    make: MakeAttention
+    dtypes: tuple[torch.dtype, ...] = ALL_FLOATS
+
+
 # A kernel joins the suite by being named here.
-IMPLEMENTATIONS: dict[str, MakeAttention] = {"torch": TorchPagedAttention}
+IMPLEMENTATIONS = {"torch": Implementation(TorchPagedAttention)} | {
+    name: Implementation(partial(NativePagedAttention, kernels), (torch.bfloat16,))
+    for name, kernels in kernels_by_variant().items()
+}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -186,13 +201,18 @@ SHAPES = st.builds(
     head_dim=st.sampled_from([8, 24, 64]),
     block_size=st.sampled_from([1, 4, 16]),
     windows=st.tuples(*[st.none() | st.integers(1, 40)] * 2),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from(ALL_FLOATS),
 )
 CHUNKS = st.builds(Part, computed=st.integers(0, 40), queries=st.integers(1, 24))
 DECODES = st.builds(Part, computed=st.integers(0, 90), queries=st.just(1))
 
 
-@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
+each_implementation = pytest.mark.parametrize(
+    "implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys()
+)
+
+
+@each_implementation
 @given(
     shape=SHAPES,
     sequences=st.lists(CHUNKS | DECODES, min_size=1, max_size=7),
@@ -200,12 +220,14 @@ DECODES = st.builds(Part, computed=st.integers(0, 90), queries=st.just(1))
 )
 @settings(max_examples=60, deadline=None)
 def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
-    make: MakeAttention, shape: Shape, sequences: list[Part], seed: int
+    implementation: Implementation, shape: Shape, sequences: list[Part], seed: int
 ) -> None:
-    check(make, World(shape, sequences, seed))
+    if shape.dtype not in implementation.dtypes:
+        shape = replace(shape, dtype=implementation.dtypes[0])
+    check(implementation.make, World(shape, sequences, seed))
 
 
-@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
+@each_implementation
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 16, 1000])
 @pytest.mark.parametrize(
     "sequences",
@@ -220,18 +242,20 @@ def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
     ids=["first", "block", "prompt", "edge", "chunk", "mixed"],
 )
 def test_edges_of_blocks_and_windows(
-    make: MakeAttention, window: int | None, sequences: list[Part]
+    implementation: Implementation, window: int | None, sequences: list[Part]
 ) -> None:
-    check(make, World(Shape(windows=(window, None)), sequences, seed=1))
+    shape = Shape(windows=(window, None), dtype=implementation.dtypes[0])
+    check(implementation.make, World(shape, sequences, seed=1))
 
 
-@pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
-def test_a_sequence_of_nan_spoils_no_other(make: MakeAttention) -> None:
+@each_implementation
+def test_a_sequence_of_nan_spoils_no_other(implementation: Implementation) -> None:
     sequences = [Part(6, 1), Part(9, 1), Part(5, 1), Part(2, 7)]
-    sound, spoilt = (World(Shape(), sequences, seed=4) for _ in range(2))
+    shape = Shape(dtype=implementation.dtypes[0])
+    sound, spoilt = (World(shape, sequences, seed=4) for _ in range(2))
     spoilt.kv[spoilt.tables[1]] = math.nan
 
-    expected, answers = sound.attend(make), spoilt.attend(make)
+    expected, answers = sound.attend(implementation.make), spoilt.attend(implementation.make)
 
     others = [0, *range(2, len(expected[0]))]
     assert answers[0][1].isnan().all()

@@ -250,8 +250,9 @@ def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
     assert [node.worker.next_poll_s(world.now) for node in world.nodes] == [None, None, None]
 
 
-def test_closing_a_node_tells_its_peers() -> None:
-    world = World()
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_closing_a_node_tells_its_peers(is_direct: bool) -> None:
+    world = World(wire=Wire(is_direct=is_direct))
     half_sent(world)
 
     with world.ps["p0"].worker:

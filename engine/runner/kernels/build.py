@@ -1,0 +1,102 @@
+"""The kernels' library: built once by the machine's own compiler, then found again.
+
+There is a build for each kind of processor; the best that this one can run is taken. A machine
+without a compiler can be given the libraries of another in BATON_KERNELS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
+COMPILERS = ("c++", "g++", "clang++")
+
+
+class KernelsMissing(Exception):
+    """There is no library of kernels here; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One build: what it asks of the processor, and how the compiler is told."""
+
+    name: str
+    features: frozenset[str]  # as /proc/cpuinfo calls them
+    flags: tuple[str, ...]
+
+
+VARIANTS = (
+    Variant(
+        "avx512bf16",
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
+        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    ),
+    Variant("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
+    Variant("plain", frozenset(), ()),
+)
+
+
+def best_variant(features: frozenset[str]) -> Variant:
+    """The first that the processor can run; plain asks nothing."""
+    return next(variant for variant in VARIANTS if variant.features <= features)
+
+
+def cpu_features() -> frozenset[str]:
+    """Empty where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def library(variant: Variant) -> Path:
+    """Where the variant's library is, built if need be. Raises KernelsMissing."""
+    name = f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
+    for folder in _folders():
+        if (folder / name).exists():
+            return folder / name
+    return _build(variant, _folders()[-1] / name)
+
+
+def _folders() -> list[Path]:
+    """Where libraries may lie; a new one goes into the last."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = os.environ.get("BATON_KERNELS")
+    return [*([Path(given)] if given else []), cache / "baton" / "kernels"]
+
+
+def _digest(variant: Variant) -> str:
+    digest = hashlib.sha256(" ".join((*FLAGS, *variant.flags)).encode())
+    for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(variant: Variant, target: Path) -> Path:
+    """Into a file beside it, which is then moved there: others may be building it too."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise KernelsMissing("there is no C++ compiler (c++, g++ or clang++): install one")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            sources = map(str, sorted(SOURCES.glob("*.cpp")))
+            command = [compiler, *FLAGS, *variant.flags, *sources, "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise KernelsMissing(f"{compiler} cannot build them: {done.stderr[:500]}")
+            made.replace(target)
+    except OSError as error:
+        raise KernelsMissing(f"{target.parent} cannot take them ({error})") from error
+    return target

@@ -1,0 +1,61 @@
+"""Which ops and attention a model is computed with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import InvalidConfig
+from engine.runner.attention import PagedAttention, TorchPagedAttention
+from engine.runner.kernels.build import KernelsMissing, best_variant, cpu_features, library
+from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
+from engine.runner.ops import Ops, TorchOps
+
+log = logging.getLogger(__name__)
+
+MakeAttention = Callable[[Tensor, Sequence[int | None]], PagedAttention]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the runner is put together from."""
+
+    name: str
+    ops: Ops
+    make_attention: MakeAttention
+
+
+TORCH = Parts("torch", TorchOps(), TorchPagedAttention)
+
+
+def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts:
+    """`wanted` is auto, native or torch. Raises InvalidConfig if native cannot be had."""
+    fits = dtype is torch.bfloat16 and device.type == "cpu"
+    if wanted == "native" and not fits:
+        raise InvalidConfig(
+            f"kernels 'native' compute bfloat16 on the CPU, not {dtype} on {device}"
+        )
+    if wanted == "torch" or not fits:
+        return TORCH
+    try:
+        return native_parts()
+    except KernelsMissing as error:
+        if wanted == "native":
+            raise InvalidConfig(f"kernels 'native' cannot be had: {error}") from error
+        log.warning("Computing with plain torch, at a half to a third of the speed: %s", error)
+        return TORCH
+
+
+def native_parts() -> Parts:
+    """Raises KernelsMissing."""
+    variant = best_variant(cpu_features())
+    kernels = Kernels(library(variant), torch.get_num_threads())
+
+    def make_attention(kv: Tensor, windows: Sequence[int | None]) -> NativePagedAttention:
+        return NativePagedAttention(kernels, kv, windows)
+
+    return Parts(variant.name, NativeOps(kernels), make_attention)

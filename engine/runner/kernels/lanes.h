@@ -1,0 +1,96 @@
+// Sixteen lanes of numbers, however the machine holds them: the compiler splits them as needed.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace baton {
+
+using Bf16 = std::uint16_t;  // its bits
+
+constexpr int kLanes = 16;
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef std::uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef std::uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+inline float wide(Bf16 value) {
+    const std::uint32_t bits = std::uint32_t(value) << 16;
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+// To the nearest, ties to even, as torch rounds; a NaN stays one.
+inline Bf16 narrow(float number) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    if (std::isnan(number)) return Bf16(bits >> 16 | 0x40);
+    return Bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline float rounded(float number) { return wide(narrow(number)); }
+
+inline Floats wide(const Bf16* values) {
+    Halves halves;
+    std::memcpy(&halves, values, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(Bf16* target, Floats numbers) {
+    const Words bits = (Words)numbers;
+    const Words kept = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Words is_nan = (Words)(numbers != numbers);
+    const Words narrowed = (kept & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
+    const Halves halves = __builtin_convertvector(narrowed, Halves);
+    std::memcpy(target, &halves, sizeof halves);
+}
+
+inline Floats fill(float number) { return Floats{} + number; }
+
+// Halves are added until one is left: the same order on every machine.
+inline float sum(Floats numbers) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight eights[2];
+    std::memcpy(eights, &numbers, sizeof eights);
+    const Eight eight = eights[0] + eights[1];
+    Four fours[2];
+    std::memcpy(fours, &eight, sizeof fours);
+    const Four four = fours[0] + fours[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// Each lane: total += low half of left * low half of right + the same of the high halves.
+inline void add_products(Floats& total, Words left, Words right) {
+#if defined(__AVX512BF16__)
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)left, (__m512bh)right);
+#else
+    const Words high = Words{} + 0xffff0000u;
+    total += (Floats)(left << 16) * (Floats)(right << 16);
+    total += (Floats)(left & high) * (Floats)(right & high);
+#endif
+}
+
+// Within two units in the last place; a NaN stays one, and what is too small becomes zero.
+inline Floats exponential(Floats x) {
+    const Floats low = fill(-87.3f), high = fill(88.7f);
+    const Words is_low = (Words)(x < low), is_high = (Words)(x > high);
+    x = (Floats)(((Words)x & ~is_low & ~is_high) | ((Words)low & is_low) | ((Words)high & is_high));
+    const Floats shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
+    const Floats whole = shifted - 12582912.0f;
+    const Floats rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;
+    Floats power = fill(1.0f / 5040);
+    for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        power = power * rest + factor;
+    const Words scale = ((Words)shifted + 127) << 23;
+    const Floats answer = power * (Floats)scale;
+    return (Floats)((Words)answer & ~is_low);
+}
+
+}  // namespace baton

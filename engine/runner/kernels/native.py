@@ -1,0 +1,248 @@
+"""The functions of the kernels' library, and the ops and attention made of them.
+
+All of it is for bfloat16 on the CPU. Tensors go in as addresses: whoever calls sees to their
+shapes, and keeps them alive for as long as the call takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.runner.attention import AttentionPass, TorchPagedAttention
+from engine.runner.layout import Ints, PassLayout
+from engine.runner.ops import Angles, TorchOps
+
+_INT, _THREADS, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+_CACHE = (_POINTER, *(_INT,) * 5)  # blocks; layers, KV heads, block size, head dim; layer
+_SIGNATURES: dict[str, tuple[type | None, ...]] = {
+    "baton_pack": (_POINTER, _POINTER, _INT, _INT, _THREADS),
+    "baton_unpack_rows": (_POINTER, _POINTER, _INT, _POINTER, _INT),
+    "baton_linear": (*(_POINTER,) * 4, _INT, _INT, _INT, _THREADS),
+    "baton_norm": (*(_POINTER,) * 3, _INT, _INT, _FLOAT, _THREADS),
+    "baton_rotate": (
+        *(_POINTER, _INT, *(_POINTER,) * 4),
+        *(_INT, _INT, _INT, _FLOAT, _THREADS),
+    ),
+    "baton_gate": (_POINTER, _POINTER, _INT, _INT, _THREADS),
+    "baton_write_kv": (*_CACHE, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT),
+    "baton_attend_singles": (
+        *_CACHE,
+        *(_POINTER, _POINTER, _POINTER, _INT, _POINTER),
+        *(_INT, _INT, _INT, _FLOAT, _THREADS),
+    ),
+}
+
+
+class Kernels:
+    """The loaded library. Answers are bit for bit the same for any number of threads."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self.num_threads = num_threads
+        self._library.baton_packed_bytes.restype = _INT
+        self._library.baton_packed_bytes.argtypes = (_INT, _INT)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = None, arguments
+        self.pack = self._library.baton_pack
+        self.unpack_rows = self._library.baton_unpack_rows
+        self.linear = self._library.baton_linear
+        self.norm = self._library.baton_norm
+        self.rotate = self._library.baton_rotate
+        self.gate = self._library.baton_gate
+        self.write_kv = self._library.baton_write_kv
+        self.attend_singles = self._library.baton_attend_singles
+
+    def packed(self, weight: Tensor) -> Tensor:
+        """A copy of the weight in the order in which it is read, on huge pages where there are."""
+        num_bytes = self._library.baton_packed_bytes(*weight.shape)
+        memory = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        packed = torch.frombuffer(memory, dtype=torch.uint8)
+        weight = weight.contiguous()
+        self.pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, self.num_threads)
+        return packed
+
+
+class NativeOps:
+    """Keeps to Ops."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._torch = TorchOps()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        num_rows, num_columns = weight.shape
+        if num_columns % 2:
+            raise ValueError(f"a matrix of {num_columns} columns: the kernels take them in pairs")
+        return NativeLinear(
+            self._kernels, self._kernels.packed(weight), bias, num_rows, num_columns
+        )
+
+    def normed(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        states = states.contiguous()
+        target = torch.empty_like(states)
+        self._kernels.norm(
+            states.data_ptr(),
+            weight.data_ptr(),
+            target.data_ptr(),
+            *states.shape,
+            epsilon,
+            self._kernels.num_threads,
+        )
+        return target
+
+    def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
+        if heads.stride()[1:] != (heads.shape[2], 1):
+            heads = heads.contiguous()
+        cosines, sines = (angle.contiguous() for angle in angles)
+        target = torch.empty(heads.shape, dtype=heads.dtype)
+        self._kernels.rotate(
+            heads.data_ptr(),
+            heads.stride(0),
+            None if norm is None else norm.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            target.data_ptr(),
+            *heads.shape,
+            epsilon,
+            self._kernels.num_threads,
+        )
+        return target
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        num_tokens, both = gate_up.shape
+        target = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
+        self._kernels.gate(
+            gate_up.contiguous().data_ptr(),
+            target.data_ptr(),
+            *target.shape,
+            self._kernels.num_threads,
+        )
+        return target
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """Keeps to Linear."""
+
+    kernels: Kernels
+    packed: Tensor
+    bias: Tensor | None
+    num_rows: int
+    num_columns: int
+
+    def __call__(self, states: Tensor) -> Tensor:
+        states = states.contiguous()
+        answer = torch.empty(len(states), self.num_rows, dtype=states.dtype)
+        self.kernels.linear(
+            states.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            answer.data_ptr(),
+            len(states),
+            self.num_rows,
+            self.num_columns,
+            self.kernels.num_threads,
+        )
+        return answer
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        target = torch.empty(len(row_ids), self.num_columns, dtype=torch.bfloat16)
+        self.kernels.unpack_rows(
+            self.packed.data_ptr(),
+            row_ids.contiguous().data_ptr(),
+            len(row_ids),
+            target.data_ptr(),
+            self.num_columns,
+        )
+        return target
+
+
+class NativePagedAttention:
+    """Keeps to PagedAttention. Single tokens read the blocks in place; torch does the chunks."""
+
+    def __init__(self, kernels: Kernels, kv: Tensor, windows: Sequence[int | None]) -> None:
+        self._kernels = kernels
+        self._kv = kv
+        self._windows = tuple(windows)
+        self._torch = TorchPagedAttention(kv, windows)
+
+    def begin(self, layout: PassLayout) -> AttentionPass:
+        return _NativePass(self._kernels, self._kv, self._windows, layout, self._torch)
+
+
+class _NativePass:
+    def __init__(
+        self,
+        kernels: Kernels,
+        kv: Tensor,
+        windows: tuple[int | None, ...],
+        layout: PassLayout,
+        chunks: TorchPagedAttention,
+    ) -> None:
+        self._kernels = kernels
+        self._windows = windows
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        self._cache = (kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
+        self._num_single = layout.num_single
+        self._write_blocks = np.ascontiguousarray(layout.write_blocks)
+        self._write_offsets = np.ascontiguousarray(layout.write_offsets)
+        self._tables: Ints = np.ascontiguousarray(layout.block_tables)
+        self._lens: Ints = np.ascontiguousarray(layout.context_lens)
+        has_chunks = len(layout.num_queries) > layout.num_single
+        self._chunks = chunks.begin_chunks(layout) if has_chunks else None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._write(layer, key, value)
+        query = query.contiguous()
+        answer = torch.empty_like(query)
+        if self._num_single:
+            self._attend_singles(layer, query, answer)
+        if self._chunks is not None:
+            self._chunks.attend_into(answer, layer, query)
+        return answer
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        inner = (key.shape[2], 1)
+        key = key if key.stride()[1:] == inner else key.contiguous()
+        value = value if value.stride()[1:] == inner else value.contiguous()
+        self._kernels.write_kv(
+            *self._cache,
+            layer,
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            self._write_blocks.ctypes.data,
+            self._write_offsets.ctypes.data,
+            len(key),
+        )
+
+    def _attend_singles(self, layer: int, query: Tensor, answer: Tensor) -> None:
+        num_heads, head_dim = query.shape[1:]
+        self._kernels.attend_singles(
+            *self._cache,
+            layer,
+            query.data_ptr(),
+            answer.data_ptr(),
+            self._tables.ctypes.data,
+            self._tables.shape[1],
+            self._lens.ctypes.data,
+            self._windows[layer] or 0,
+            self._num_single,
+            num_heads // self._cache[2],
+            1 / math.sqrt(head_dim),
+            self._kernels.num_threads,
+        )

@@ -1,0 +1,110 @@
+// The small steps between the products: norm, rotation, gate. Each rounds where torch does.
+
+#include "lanes.h"
+#include "pool.h"
+
+using namespace baton;
+
+namespace {
+
+constexpr std::int64_t kWorthAThread = 16384;  // numbers
+
+int threads_for(std::int64_t numbers, int num_threads) {
+    const std::int64_t most = numbers / kWorthAThread + 1;
+    return most < num_threads ? int(most) : num_threads;
+}
+
+float inverse_length(const Bf16* row, std::int64_t size, float epsilon) {
+    Floats squares{};
+    std::int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        const Floats numbers = wide(row + i);
+        squares += numbers * numbers;
+    }
+    float total = sum(squares);
+    for (; i < size; ++i) total += wide(row[i]) * wide(row[i]);
+    return 1.0f / std::sqrt(total / float(size) + epsilon);
+}
+
+void norm_row(const Bf16* row, const Bf16* weight, Bf16* target, std::int64_t size, float epsilon) {
+    const float factor = inverse_length(row, size, epsilon);
+    std::int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        Bf16 normed[kLanes];
+        store(normed, wide(row + i) * factor);
+        store(target + i, wide(normed) * wide(weight + i));
+    }
+    for (; i < size; ++i) target[i] = narrow(rounded(wide(row[i]) * factor) * wide(weight[i]));
+}
+
+void rotate_row(Bf16* row, const Bf16* cosines, const Bf16* sines, std::int64_t size) {
+    const std::int64_t half = size / 2;
+    for (std::int64_t i = 0; i < half; ++i) {
+        const float first = wide(row[i]), second = wide(row[i + half]);
+        const float cosine = wide(cosines[i]), sine = wide(sines[i]);
+        const float later_cosine = wide(cosines[i + half]), later_sine = wide(sines[i + half]);
+        row[i] = narrow(rounded(first * cosine) + rounded(-second * sine));
+        row[i + half] = narrow(rounded(second * later_cosine) + rounded(first * later_sine));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// states, target: [rows, size].
+void baton_norm(const Bf16* states, const Bf16* weight, Bf16* target, std::int64_t num_rows,
+                std::int64_t size, float epsilon, int num_threads) {
+    Pool::of_process().run(threads_for(num_rows * size, num_threads), [=](int i, int count) {
+        const Share share(num_rows, i, count);
+        for (std::int64_t row = share.first; row < share.end; ++row)
+            norm_row(states + row * size, weight, target + row * size, size, epsilon);
+    });
+}
+
+// source: [tokens, heads, size] with a stride between tokens; target the same without one.
+// cosines, sines: [tokens, size]. weight: of the norm before the rotation, or null.
+void baton_rotate(const Bf16* source, std::int64_t token_stride, const Bf16* weight,
+                  const Bf16* cosines, const Bf16* sines, Bf16* target, std::int64_t num_tokens,
+                  std::int64_t num_heads, std::int64_t size, float epsilon, int num_threads) {
+    const std::int64_t numbers = num_tokens * num_heads * size;
+    Pool::of_process().run(threads_for(numbers, num_threads), [=](int i, int count) {
+        const Share share(num_tokens * num_heads, i, count);
+        for (std::int64_t at = share.first; at < share.end; ++at) {
+            const std::int64_t token = at / num_heads, head = at % num_heads;
+            const Bf16* row = source + token * token_stride + head * size;
+            Bf16* rotated = target + at * size;
+            if (weight != nullptr)
+                norm_row(row, weight, rotated, size, epsilon);
+            else
+                std::memcpy(rotated, row, size * sizeof(Bf16));
+            rotate_row(rotated, cosines + token * size, sines + token * size, size);
+        }
+    });
+}
+
+// both: [tokens, 2 * size], the gate before the other half; target: [tokens, size].
+void baton_gate(const Bf16* both, Bf16* target, std::int64_t num_tokens, std::int64_t size,
+                int num_threads) {
+    Pool::of_process().run(threads_for(num_tokens * size, num_threads), [=](int i, int count) {
+        const Share share(num_tokens, i, count);
+        for (std::int64_t token = share.first; token < share.end; ++token) {
+            const Bf16 *gate = both + token * 2 * size, *other = gate + size;
+            Bf16* row = target + token * size;
+            std::int64_t at = 0;
+            for (; at + kLanes <= size; at += kLanes) {
+                const Floats numbers = wide(gate + at);
+                Bf16 gated[kLanes];
+                store(gated, numbers / (1.0f + exponential(-numbers)));
+                store(row + at, wide(gated) * wide(other + at));
+            }
+            for (; at < size; ++at) {
+                const float number = wide(gate[at]);
+                const float gated = rounded(number / (1.0f + std::exp(-number)));
+                row[at] = narrow(gated * wide(other[at]));
+            }
+        }
+    });
+}
+
+}  // extern "C"

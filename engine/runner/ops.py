@@ -1,0 +1,79 @@
+"""The parts a decoder is computed with: the Protocol that kernels keep to, and plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.runner.rope import rotate
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines, each [tokens, 1, head_dim]
+
+
+class Linear(Protocol):
+    """A matrix that states are multiplied by, held as its implementation likes it best."""
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """[tokens, columns] → [tokens, rows]. A row of the answer depends on its own token only."""
+        ...
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """Some rows of the matrix, as they are."""
+        ...
+
+
+class Ops(Protocol):
+    """Each rounds to the dtype of its input where torch does."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The tensors may be kept or copied; the caller lets go of them."""
+        ...
+
+    def normed(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """RMS norm of [tokens, size]."""
+        ...
+
+    def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
+        """[tokens, heads, head_dim]: each head normed, if there is a norm, then turned."""
+        ...
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """[tokens, 2 * size] → [tokens, size]: SiLU of the first half times the second."""
+        ...
+
+
+class TorchOps:
+    """The reference."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
+        return TorchLinear(weight, bias)
+
+    def normed(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = states.float()
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        return weight * (wide * torch.rsqrt(variance + epsilon)).to(states.dtype)
+
+    def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
+        if norm is not None:
+            heads = self.normed(heads, norm, epsilon)
+        return rotate(heads, *angles)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return functional.linear(states, self.weight, self.bias)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        return functional.embedding(row_ids, self.weight)

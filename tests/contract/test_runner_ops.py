@@ -1,0 +1,176 @@
+"""What the parts of a decoder must compute, each kernel against plain torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.errors import InvalidConfig
+from engine.runner.kernels.build import (
+    VARIANTS,
+    KernelsMissing,
+    best_variant,
+    cpu_features,
+    library,
+)
+from engine.runner.kernels.choose import TORCH, choose_parts
+from engine.runner.kernels.native import Kernels, NativeOps
+from engine.runner.ops import TorchOps
+from tests.support.kernels import kernels_by_variant
+
+EPSILON = 1e-6
+REFERENCE = TorchOps()
+CPU = torch.device("cpu")
+
+each_variant = pytest.mark.parametrize(
+    "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
+)
+COLUMNS = st.integers(1, 70).map(lambda pairs: 2 * pairs)
+SEEDS = st.integers(0, 2**32)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def is_near(found: Tensor, wanted: Tensor) -> bool:
+    """Within two roundings of bfloat16."""
+    return torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=2**-7)
+
+
+@each_variant
+@given(num_tokens=st.integers(1, 20), num_rows=st.integers(1, 200), columns=COLUMNS, seed=SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_a_product_is_that_of_float64_but_for_the_last_rounding(
+    kernels: Kernels, num_tokens: int, num_rows: int, columns: int, seed: int
+) -> None:
+    states, weight = drawn(seed, num_tokens, columns), drawn(seed + 1, num_rows, columns)
+    bias = drawn(seed + 2, num_rows) if seed % 2 else None
+
+    linear = NativeOps(kernels).linear(weight, bias)
+
+    wanted = states.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert is_near(linear(states), wanted)
+    every_row = torch.arange(num_rows).flip(0)
+    assert torch.equal(linear.rows(every_row), weight[every_row])
+
+
+@each_variant
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 12, 33])
+def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
+    kernels: Kernels, num_tokens: int
+) -> None:
+    states, weight = drawn(1, num_tokens, 96), drawn(2, 300, 96)
+    linear = NativeOps(kernels).linear(weight, None)
+    alone = replace(linear, kernels=_with_threads(kernels, 1))
+
+    together = linear(states)
+
+    assert torch.equal(together, torch.cat([alone(states[i : i + 1]) for i in range(num_tokens)]))
+
+
+@each_variant
+@given(
+    num_tokens=st.integers(1, 5),
+    num_heads=st.integers(1, 4),
+    half=st.integers(1, 40),
+    has_norm=st.booleans(),
+    seed=SEEDS,
+)
+@settings(max_examples=40, deadline=None)
+def test_heads_are_normed_and_turned_as_torch_does_it(
+    kernels: Kernels, num_tokens: int, num_heads: int, half: int, has_norm: bool, seed: int
+) -> None:
+    size = 2 * half
+    # A part of a wider tensor, as queries and keys are.
+    heads = drawn(seed, num_tokens, num_heads + 2, size)[:, 1 : 1 + num_heads]
+    angles = drawn(seed + 1, num_tokens, 1, size), drawn(seed + 2, num_tokens, 1, size)
+    norm = drawn(seed + 3, size) if has_norm else None
+
+    turned = NativeOps(kernels).rotated(heads, norm, EPSILON, angles)
+
+    assert is_near(turned, REFERENCE.rotated(heads, norm, EPSILON, angles))
+
+
+@each_variant
+@given(num_tokens=st.integers(1, 6), size=st.integers(1, 100), scale=st.floats(0.01, 100))
+@settings(max_examples=40, deadline=None)
+def test_norms_and_gates_are_those_of_torch(
+    kernels: Kernels, num_tokens: int, size: int, scale: float
+) -> None:
+    states, weight = drawn(5, num_tokens, size) * scale, drawn(6, size)
+    gate_up = drawn(7, num_tokens, 2 * size) * scale
+    ops = NativeOps(kernels)
+
+    assert is_near(ops.normed(states, weight, EPSILON), REFERENCE.normed(states, weight, EPSILON))
+    found, wanted = ops.gated(gate_up), REFERENCE.gated(gate_up)
+    assert torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=2**-7 * scale)
+
+
+@each_variant
+def test_what_is_not_a_number_stays_so_in_its_own_row(kernels: Kernels) -> None:
+    states = drawn(8, 3, 64)
+    states[1, 5] = float("nan")
+    ops = NativeOps(kernels)
+    linear = ops.linear(drawn(9, 70, 64), None)
+
+    for answer in (linear(states), ops.normed(states, drawn(10, 64), EPSILON)):
+        assert answer.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def test_the_best_build_is_the_first_that_the_processor_can_run() -> None:
+    bf16, avx2, plain = VARIANTS
+
+    assert best_variant(bf16.features | {"more"}) is bf16
+    assert best_variant(bf16.features | avx2.features) is bf16
+    assert best_variant(avx2.features | {"avx512f"}) is avx2
+    assert best_variant(frozenset()) is plain
+
+
+def test_without_a_compiler_torch_computes_and_one_line_says_what_that_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("BATON_KERNELS", raising=False)
+
+    parts = choose_parts("auto", torch.bfloat16, CPU)
+
+    assert parts is TORCH
+    assert [record.message for record in caplog.records if "compiler" in record.message]
+    with pytest.raises(InvalidConfig, match="no C\\+\\+ compiler"):
+        choose_parts("native", torch.bfloat16, CPU)
+
+
+def test_a_library_that_was_built_elsewhere_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels_by_variant():
+        pytest.skip("no compiler here")
+    built = library(best_variant(cpu_features()))
+    monkeypatch.setenv("BATON_KERNELS", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    with pytest.raises(KernelsMissing, match="cannot take them"):
+        library(best_variant(cpu_features()))
+
+    (tmp_path / built.name).write_bytes(built.read_bytes())
+
+    assert library(best_variant(cpu_features())).parent == tmp_path
+
+
+def test_kernels_are_asked_for_by_name_only_where_they_fit() -> None:
+    assert choose_parts("auto", torch.float32, CPU) is TORCH
+    assert choose_parts("torch", torch.bfloat16, CPU) is TORCH
+    with pytest.raises(InvalidConfig, match="bfloat16 on the CPU"):
+        choose_parts("native", torch.float32, CPU)
+
+
+def _with_threads(kernels: Kernels, num_threads: int) -> Kernels:
+    return Kernels(kernels.path, num_threads)
