@@ -53,3 +53,9 @@ def await_load(address: str, is_wanted: Callable[[NodeLoad], bool], timeout_s: f
             if is_wanted(load_from(message)):
                 watch.cancel()
                 return
+
+
+def await_all_free(address: str) -> None:
+    """Returns when the node has no request, and no block is held."""
+    num_blocks = card_at(address).num_blocks
+    await_load(address, lambda load: not is_busy(load) and load.num_free_blocks == num_blocks)

@@ -1,0 +1,154 @@
+"""Clients that leave, or run out of time, wherever their request stands: nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, BatonError, Client, Generation
+from baton.cluster import Child, LocalCluster
+from engine.sampling import SamplingParams
+from tests.support.load import Ask, tell
+from tests.support.models import prompt_of, reference_greedy
+from tests.support.nodes import await_all_free, await_load, card_at, is_busy
+
+# Long enough to come to where the request is to stand, on a busy machine too.
+DEADLINE_S = 2.0
+LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True))
+SHORT = Generation(SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+
+Leave = Callable[[str, Ask, Callable[[], None]], None]
+
+
+@contextmanager
+def standing_still(child: Child) -> Iterator[None]:
+    """A process that is there and does nothing."""
+    os.kill(child.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
+    try:
+        yield
+    finally:
+        os.kill(child.process.pid, signal.SIGCONT)
+
+
+def cancel(address: str, ask: Ask, until_it_stands_there: Callable[[], None]) -> None:
+    async def scene() -> None:
+        async with AsyncClient(address) as client:
+            asking = asyncio.ensure_future(tell(client, ask))
+            await asyncio.to_thread(until_it_stands_there)
+
+            asking.cancel()
+
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+
+    asyncio.run(scene())
+
+
+def run_out_of_time(address: str, ask: Ask, until_it_stands_there: Callable[[], None]) -> None:
+    async def scene() -> None:
+        async with AsyncClient(address, timeout_s=DEADLINE_S) as client:
+            asking = asyncio.ensure_future(tell(client, ask))
+            await asyncio.to_thread(until_it_stands_there)
+            with pytest.raises(BatonError) as late:
+                await asking
+        assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    asyncio.run(scene())
+
+
+def await_blocks_held_by_a_finished_request(address: str) -> None:
+    num_blocks = card_at(address).num_blocks
+    await_load(address, lambda load: not is_busy(load) and load.num_free_blocks < num_blocks)
+
+
+@pytest.fixture(autouse=True)
+def _the_next_one_is_served(
+    cluster: LocalCluster, client: Client, model_folder: Path
+) -> Iterator[None]:
+    """Whatever happened: every block is free, the pair still works, and the answer is right."""
+    yield
+    for child in (*cluster.prefills, *cluster.decodes):
+        await_all_free(child.address)
+    prompt = prompt_of(37, seed=60)
+    answer = client.generate(prompt, SHORT)
+    assert answer.token_ids == reference_greedy(model_folder, prompt, 8)
+    assert answer.finish is not None
+    assert answer.finish.served.is_prefill_remote
+
+
+@pytest.mark.parametrize("leave", [cancel, run_out_of_time])
+def test_while_decode_waits_for_kv_that_prefill_does_not_send(
+    cluster: LocalCluster, leave: Leave
+) -> None:
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+
+    with standing_still(prefill):
+        leave(
+            cluster.address,
+            Ask(prompt_of(100, seed=61), LONG),
+            partial(await_load, decode.address, is_busy),
+        )
+
+
+@pytest.mark.parametrize("leave", [cancel, run_out_of_time])
+def test_while_prefill_has_the_kv_and_waits_for_where_to_send_it(
+    cluster: LocalCluster, leave: Leave
+) -> None:
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+
+    with standing_still(decode):
+        leave(
+            cluster.address,
+            Ask(prompt_of(101, seed=62), LONG),
+            partial(await_blocks_held_by_a_finished_request, prefill.address),
+        )
+        await_all_free(prefill.address)  # it does not wait for decode to agree
+
+
+def test_while_prefill_computes_some_and_others_wait_for_their_turn_there(
+    cluster: LocalCluster,
+) -> None:
+    [prefill] = cluster.prefills
+    asks = [Ask(prompt_of(400 + number, seed=66), SHORT) for number in range(24)]
+
+    async def scene() -> None:
+        async with AsyncClient(cluster.address) as client:
+            asking = [asyncio.ensure_future(tell(client, ask)) for ask in asks]
+            await asyncio.to_thread(await_load, prefill.address, is_busy)
+            for one in asking:
+                one.cancel()
+            ends = await asyncio.gather(*asking, return_exceptions=True)
+        assert any(isinstance(end, asyncio.CancelledError) for end in ends)
+
+    asyncio.run(scene())
+
+
+def test_many_that_leave_at_once_while_others_stay(
+    cluster: LocalCluster, model_folder: Path
+) -> None:
+    stay = [Ask(prompt_of(20 + n, seed=64), SHORT) for n in range(8)]
+    go = [Ask(prompt_of(20 + n, seed=65), LONG) for n in range(24)]
+
+    async def scene() -> list[list[int]]:
+        async with AsyncClient(cluster.address) as client:
+            leaving = [asyncio.ensure_future(tell(client, ask)) for ask in go]
+            staying = [asyncio.ensure_future(tell(client, ask)) for ask in stay]
+            for number, told in enumerate(asyncio.as_completed(staying)):
+                await told
+                for asking in leaving[3 * number : 3 * number + 3]:
+                    asking.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+            return [list(asking.result().token_ids) for asking in staying]
+
+    answers = asyncio.run(scene())
+
+    assert answers == [reference_greedy(model_folder, ask.prompt, 8) for ask in stay]
