@@ -28,22 +28,23 @@ def _check_tokens(spec: RequestSpec, config: SchedulerConfig) -> None:
     if not spec.prompt_token_ids:
         raise InvalidRequest("the prompt is empty: it must have at least one token")
     highest = MAX_TOKEN_ID if config.vocab_size is None else config.vocab_size - 1
-    for token_ids in _named_token_ids(spec):
+    for where, token_ids in _named_token_ids(spec):
         for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id <= highest:
                 raise InvalidRequest(
-                    f"token id {token_id} is outside the vocabulary: it must be from 0 to {highest}"
+                    f"token id {token_id} is outside the vocabulary in {where}: "
+                    f"it must be from 0 to {highest}"
                 )
 
 
-def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[int, ...]]:
+def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     sampling = spec.sampling
-    yield spec.prompt_token_ids
-    yield spec.prior_output_token_ids
-    yield sampling.stop_token_ids
-    yield sampling.banned_token_ids
-    yield sampling.allowed_token_ids or ()
-    yield tuple(sampling.logit_bias)
+    yield "the prompt", spec.prompt_token_ids
+    yield "the answer so far", spec.prior_output_token_ids
+    yield "stop_token_ids", sampling.stop_token_ids
+    yield "banned_token_ids", sampling.banned_token_ids
+    yield "allowed_token_ids", sampling.allowed_token_ids or ()
+    yield "logit_bias", tuple(sampling.logit_bias)
 
 
 def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:

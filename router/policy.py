@@ -211,7 +211,7 @@ def _why_not_paired(table: NodeTable, groups: Sequence[NodeGroup]) -> str:
     if not prefills:
         return "no prefill node of this model is reachable"
     if any(node.kv_kind in kinds for node in prefills):
-        return "every prefill node that fits drains or has just failed"
+        return "every prefill node that fits drains, is unwell or has just failed"
     raise IncompatibleNodes(_mismatch(prefills[0], decodes[0]))
 
 

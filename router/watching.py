@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
-from grpc import RpcError, StatusCode
+from grpc import RpcError, StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -134,11 +134,13 @@ class Watches:
             names = card.role.value, member.role.value
             log.error("%s is a %s node, not a %s node", member.address, *names)
             return
-        self._join(member, card)
-        await _until_one_ends(
-            self._follow_load(member, stub),
-            self._follow_health(member, health_pb2_grpc.HealthStub(channel)),
-        )
+        async with _health_at(channel) as health:
+            if not await _is_well_at_last(health):
+                return
+            self._join(member, card)
+            await _until_one_ends(
+                self._follow_load(member, stub), self._follow_health(member, health)
+            )
 
     async def _ask_for_card(
         self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub
@@ -156,9 +158,7 @@ class Watches:
         return card_from(await stub.GetNode(request, wait_for_ready=True))
 
     def _join(self, member: Member, card: NodeCard) -> None:
-        """It is not asked for anything before it has said that it is well."""
         self._table.join(member.address, card)
-        self._table.note_ready(member.address, is_ready=False)
         self._membership.joined(member)
         log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
 
@@ -170,11 +170,30 @@ class Watches:
                 self._table.note_prefixes(member.address, changes)
             await self._on_change()
 
-    async def _follow_health(self, member: Member, stub: health_pb2_grpc.HealthStub) -> None:
-        async for message in stub.Watch(health_pb2.HealthCheckRequest()):
-            is_ready = message.status == health_pb2.HealthCheckResponse.SERVING
-            self._table.note_ready(member.address, is_ready=is_ready)
+    async def _follow_health(self, member: Member, health: AsyncIterator[bool]) -> None:
+        async for is_well in health:
+            self._table.note_ready(member.address, is_ready=is_well)
             await self._on_change()
+
+
+@asynccontextmanager
+async def _health_at(channel: aio.Channel) -> AsyncIterator[AsyncIterator[bool]]:
+    """Whether the node is well, now and at each change."""
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    serving = health_pb2.HealthCheckResponse.SERVING
+    try:
+        async with aclosing(one.status == serving async for one in watch) as health:
+            yield health
+    finally:
+        watch.cancel()
+
+
+async def _is_well_at_last(health: AsyncIterator[bool]) -> bool:
+    """Waits until it is; false if the node went away before."""
+    while (is_well := await anext(health, None)) is not None:
+        if is_well:
+            return True
+    return False
 
 
 async def _until_one_ends(*jobs: Coroutine[None, None, None]) -> None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
-from baton.client import BatonError, Client, Generation
-from baton.cluster import ClusterOptions, LocalCluster
+from baton.client import AsyncClient, BatonError, Client, Generation
+from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.llm import LLM
+from baton.v1 import node_pb2, node_pb2_grpc
 from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId, NodeId, Peer
+from serving.node import NodeLoad
+from serving.translate_sequence import Sequence, decode_request
+from tests.support.health import health_of
+from tests.support.life import standing_still
+from tests.support.load import PATIENCE_S, Ask, Told, tell
 from tests.support.models import prompt_of, reference_greedy
 from tests.support.nodes import await_load, drain, is_busy, load_at
 
@@ -91,18 +102,25 @@ def test_a_stream_waits_for_its_only_decode_node_to_restart_and_goes_on(
 ) -> None:
     prompt = prompt_of(40)
     options = cluster_options(num_prefill=0, router_arguments=("--node-patience-s", "60"))
-    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+    with (
+        LocalCluster(options) as cluster,
+        Client(cluster.address) as client,
+        health_of(cluster.address) as health,
+    ):
         stream = client.stream(prompt, greedy(200))
         chunks = [next(stream), next(stream)]
         [decode] = cluster.decodes
 
         decode.process.kill()
         decode.process.wait()
+        told = [next(health), next(health)]
         port = int(decode.address.rpartition(":")[2])
         cluster.start_node("decode", name=decode.name, port=port)
+        told.append(next(health))
 
         chunks += stream
 
+    assert told == ["SERVING", "NOT_SERVING", "SERVING"]
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == reference_greedy(
         model_folder, prompt, 200
     )
@@ -144,6 +162,70 @@ def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> Non
             ended.unregister(child)
             os.close(child)
     assert len(children) == 3
+
+
+def test_under_load_one_signal_lets_everything_finish_and_a_second_one_ends_at_once(
+    cluster_options: MakeOptions, local: LLM
+) -> None:
+    asks = [Ask(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
+
+    async def scene(cluster: LocalCluster) -> tuple[list[Told], BatonError]:
+        async with AsyncClient(cluster.address, timeout_s=PATIENCE_S) as client:
+            asking = [asyncio.ensure_future(tell(client, ask)) for ask in asks]
+            await asyncio.to_thread(await_load, cluster.decodes[0].address, are_running(len(asks)))
+            await asyncio.to_thread(drain_router, cluster)
+            with pytest.raises(BatonError) as refusal:
+                await client.generate(prompt_of(5), greedy(2))
+            return await asyncio.gather(*asking), refusal.value
+
+    with LocalCluster(cluster_options()) as cluster:
+        told, refusal = asyncio.run(scene(cluster))
+        code = cluster.router.stop()
+        health, code_of_second = end_by_two_signals(cluster.prefills[0], cluster.decodes[0])
+
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    alone = [local.generate(ask.prompt, ask.generation.sampling)[0].token_ids for ask in asks]
+    assert [list(one.token_ids) for one in told] == alone
+    assert code == 0
+    assert (health, code_of_second) == (["SERVING", "NOT_SERVING"], -signal.SIGTERM)
+
+
+def are_running(num_requests: int) -> Callable[[NodeLoad], bool]:
+    return lambda load: load.num_running == num_requests
+
+
+def drain_router(cluster: LocalCluster) -> None:
+    """Returns when it tells everybody that it is on its way out."""
+    with health_of(cluster.address) as health:
+        told = [next(health)]
+        cluster.router.ask_to_stop()
+        told.append(next(health))
+    assert told == ["SERVING", "NOT_SERVING"]
+
+
+def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
+    """While a request waits there that cannot end: its prefill node stands still."""
+    with (
+        standing_still(prefill),
+        health_of(decode.address) as health,
+        grpc.insecure_channel(decode.address) as channel,
+    ):
+        told = [next(health)]
+        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(a_decode_request(prefill))
+        await_load(decode.address, is_busy)
+        decode.process.send_signal(signal.SIGTERM)
+        told.append(next(health))
+        await_load(decode.address, lambda load: load.is_draining and is_busy(load))
+        decode.process.send_signal(signal.SIGTERM)
+        code = decode.process.wait(PATIENCE_S)
+        call.cancel()
+    return told, code
+
+
+def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
+    sequence = Sequence(prompt_of(20), greedy(5).sampling, seed=0)
+    peer = Peer(NodeId(prefill.name), prefill.address)
+    return decode_request(HandoffId("a", 1), sequence, peer)
 
 
 def test_a_busy_port_is_one_clear_line_and_exit_code_1(model_folder: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +11,9 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, BatonError, Client, Generation
-from baton.cluster import Child, LocalCluster
+from baton.cluster import LocalCluster
 from engine.sampling import SamplingParams
+from tests.support.life import standing_still
 from tests.support.load import Ask, tell
 from tests.support.models import prompt_of, reference_greedy
 from tests.support.nodes import await_all_free, await_load, card_at, is_busy
@@ -26,17 +24,6 @@ LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=Tru
 SHORT = Generation(SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
 
 Leave = Callable[[str, Ask, Callable[[], None]], None]
-
-
-@contextmanager
-def standing_still(child: Child) -> Iterator[None]:
-    """A process that is there and does nothing."""
-    os.kill(child.process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
-    try:
-        yield
-    finally:
-        os.kill(child.process.pid, signal.SIGCONT)
 
 
 def cancel(address: str, ask: Ask, until_it_stands_there: Callable[[], None]) -> None:

@@ -1,0 +1,68 @@
+"""One model, three ways: prefill and decode apart, together on each node, and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.client import Client, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+from tests.support.load import Ask, tell_all
+from tests.support.models import prompt_of, reference_greedy
+
+PROMPTS = [prompt_of(length, seed=80) for length in (1, 15, 16, 17, 64, 130, 300)]
+
+
+@pytest.fixture(scope="module")
+def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    with LocalCluster(cluster_options(is_colocated=True)) as running:
+        yield running
+
+
+def test_apart_together_and_transformers_give_the_same_greedy_tokens(
+    cluster: LocalCluster, colocated: LocalCluster, model_folder: Path
+) -> None:
+    greedy = Generation(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    asks = [Ask(prompt, greedy) for prompt in PROMPTS]
+
+    apart, together = tell_all(cluster.address, asks), tell_all(colocated.address, asks)
+
+    expected = [reference_greedy(model_folder, prompt, 24) for prompt in PROMPTS]
+    assert [list(one.token_ids) for one in apart] == expected
+    assert [list(one.token_ids) for one in together] == expected
+    for one in apart:
+        assert one.finish.served.prompt_tokens_computed_on_decode == 0
+    for one, prompt in zip(together, PROMPTS, strict=True):
+        served = one.finish.served
+        assert (served.prefill_node, served.kv_bytes) == ("", 0)
+        assert served.prompt_tokens_computed_on_decode == len(prompt)
+
+
+def test_apart_and_together_draw_the_same_tokens_from_one_seed_and_say_the_same_of_them(
+    cluster: LocalCluster, colocated: LocalCluster
+) -> None:
+    sampling = SamplingParams(
+        max_tokens=24,
+        temperature=0.9,
+        top_p=0.9,
+        presence_penalty=0.5,
+        seed=12,
+        logprobs=2,
+        ignore_eos=True,
+    )
+    for prompt in ("the quick brown fox", prompt_of(70, seed=81)):
+        with Client(cluster.address) as one, Client(colocated.address) as other:
+            apart = one.generate(prompt, Generation(sampling))
+            together = other.generate(prompt, Generation(sampling))
+
+        assert (apart.token_ids, apart.text) == (together.token_ids, together.text)
+        for mine, theirs in zip(apart.logprobs, together.logprobs, strict=True):
+            assert mine.token_id == theirs.token_id
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_as_many_nodes_work_together_as_would_apart(colocated: LocalCluster) -> None:
+    assert (len(colocated.prefills), len(colocated.decodes)) == (0, 2)
