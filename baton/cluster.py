@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +27,15 @@ from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 
 LINES_KEPT = 40
+ERROR_PREFIX = "baton: error: "
 
 
 class ClusterFailed(ServiceError):
     """A process of the cluster did not start, or ended before its time."""
+
+
+def _ignore(_child: Child) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class ClusterOptions:
     drain_timeout_s: float = 30.0
     show_logs: bool = False  # else the last lines are kept, for when a process fails
     environment: dict[str, str] = field(default_factory=dict)
+    on_up: Callable[[Child], None] = _ignore  # it listens
+    on_end: Callable[[Child], None] = _ignore  # its output is closed; on a thread of its own
 
 
 class Child:
@@ -62,6 +69,7 @@ class Child:
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._show_logs = options.show_logs
         self._announced = threading.Event()
+        self._on_up, self._on_end = options.on_up, options.on_end
         self._is_told = False
         self._drain_timeout_s = options.drain_timeout_s
         self.process = subprocess.Popen(
@@ -81,8 +89,16 @@ class Child:
             raise ClusterFailed(f"{self.name} did not start within {timeout_s:.0f} s\n{self.log}")
         if not self.address:
             code = self.process.wait()
-            raise ClusterFailed(f"{self.name} ended with code {code} at start\n{self.log}")
+            raise ClusterFailed(self._why_not_up(code))
+        self._on_up(self)
         return self.address
+
+    def _why_not_up(self, code: int) -> str:
+        """Its own last word, if that was one; else all that it said."""
+        last = self._lines[-1] if self._lines else ""
+        if last.startswith(ERROR_PREFIX):
+            return f"{self.name} did not start: {last.removeprefix(ERROR_PREFIX).strip()}"
+        return f"{self.name} ended with code {code} at start\n{self.log}"
 
     @property
     def log(self) -> str:
@@ -114,6 +130,7 @@ class Child:
             for line in stream:
                 self._take(line)
         self._announced.set()
+        self._on_end(self)
 
     def _take(self, line: str) -> None:
         announced = parse_announcement(line)
@@ -150,6 +167,8 @@ class LocalCluster:
         self._lifetime = ExitStack()
         self._lists: NodeLists | None = None
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
+        self._spawned: list[Child] = []
+        self._is_killed = False
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
 
@@ -177,6 +196,12 @@ class LocalCluster:
     @property
     def children(self) -> list[Child]:
         return [self.router, *self.prefills, *self.decodes]
+
+    def kill(self) -> None:
+        """At once, whatever they are at. May be called by a signal handler."""
+        self._is_killed = True
+        for child in self._spawned:
+            child.process.kill()
 
     def start_node(
         self, role: str, *, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
@@ -257,8 +282,11 @@ class LocalCluster:
         return self._spawn(name, [*fixed, *options.node_arguments, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
+        if self._is_killed:
+            raise ClusterFailed("told to end before it was up")
         child = Child(name, [*arguments, *_tls_arguments(self._options.tls)], self._options)
         self._lifetime.callback(child.stop)
+        self._spawned.append(child)
         return child
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import threading
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +10,7 @@ import typer
 from baton.cli.command import FILE, SETTINGS
 from baton.cli.options import Host, Model, Port
 from baton.cli.security import tls_config
-from baton.cli.serve import node_options, router
+from baton.cli.serve import node_options, router_options
 from baton.cli.signatures import is_chosen, options_of, passed_on, split, takes_options_of
 
 FOR_TLS = tuple(one.name for one in options_of(tls_config))
@@ -25,7 +22,7 @@ GIVEN = (
 CLUSTER_PANEL = "Cluster"
 
 
-@takes_options_of(node_options, router, tls_config, without=set(GIVEN) - set(FOR_TLS))
+@takes_options_of(node_options, router_options, tls_config, without=set(GIVEN) - set(FOR_TLS))
 def up(
     context: typer.Context,
     model: Model,
@@ -51,9 +48,14 @@ def up(
 
     Options of nodes and router are passed on to them.
     """
-    from baton.cluster import ClusterOptions, LocalCluster
+    from baton.cli.up import run_cluster
+    from baton.cluster import ClusterOptions
 
-    [for_tls] = split(given, tls_config)
+    for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
+    # What is wrong with them is better told before three processes load a model.
+    node_options(model=model, **for_nodes)
+    router_options(decode_nodes=f"{host}:1", model=model, **for_router)
+    num_nodes = prefill + decode
     options = ClusterOptions(
         model=model,
         num_prefill=prefill,
@@ -63,20 +65,14 @@ def up(
         port=port,
         program_arguments=_same_file(context),
         node_arguments=(
-            *_shared_cores(context, prefill + decode),
+            *_shared_cores(context, num_nodes),
             *passed_on(context, node_options, without=GIVEN),
         ),
-        router_arguments=passed_on(context, router, without=GIVEN),
+        router_arguments=passed_on(context, router_options, without=GIVEN),
         tls=tls_config(**for_tls),
         show_logs=True,
     )
-    with LocalCluster(options) as cluster:
-        print(f"serving on {cluster.address}; Ctrl-C ends", flush=True)
-        told = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: told.set())
-        told.wait()
-        print("draining", file=sys.stderr)
+    run_cluster(options, num_processes=num_nodes + 1)
 
 
 def _same_file(context: typer.Context) -> tuple[str, ...]:

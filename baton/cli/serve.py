@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -54,6 +54,9 @@ from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig
 from serving.node_options import NodeOptions
 from serving.parent import end_when_told, end_with_parent
+
+if TYPE_CHECKING:
+    from router.__main__ import RouterOptions
 
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -162,14 +165,8 @@ serve.command(
 )(_node_command(_run_decode))
 
 
-@serve.command(
-    epilog=examples(
-        "baton serve router --model models/demo --prefill-nodes 127.0.0.1:50061 "
-        "--decode-nodes 127.0.0.1:50071"
-    )
-)
 @takes_options_of(tls_config)
-def router(
+def router_options(
     decode_nodes: Nodes,
     prefill_nodes: Nodes = "",
     find_every_s: FindEvery = 5.0,
@@ -182,17 +179,15 @@ def router(
     max_in_flight: MaxInFlight = 1024,
     max_queue: MaxQueue = 1024,
     token_file: RouterTokenFile = None,
-    parent_pid: ParentPid = 0,
     **for_tls: Any,
-) -> None:
-    """Run the router: the door for clients. Without --model it takes token ids alone."""
-    from router.__main__ import RouterOptions, main
+) -> RouterOptions:
+    from router.__main__ import RouterOptions
     from router.line import LineConfig
     from router.node_sources import parse_sources
     from router.policy import Routing, policy_named
     from serving.token import AcceptedTokens, read_tokens
 
-    options = RouterOptions(
+    return RouterOptions(
         decode_nodes=parse_sources(decode_nodes),
         prefill_nodes=parse_sources(prefill_nodes),
         find_every_s=find_every_s,
@@ -205,6 +200,20 @@ def router(
         tls=tls_config(**for_tls),
         tokens=None if token_file is None else AcceptedTokens(read_tokens(token_file)),
     )
+
+
+@serve.command(
+    epilog=examples(
+        "baton serve router --model models/demo --prefill-nodes 127.0.0.1:50061 "
+        "--decode-nodes 127.0.0.1:50071"
+    )
+)
+@takes_options_of(router_options)
+def router(parent_pid: ParentPid = 0, **given: Any) -> None:
+    """Run the router: the door for clients. Without --model it takes token ids alone."""
+    from router.__main__ import main
+
+    options = router_options(**given)
     _begin(parent_pid)
     main(options)
 

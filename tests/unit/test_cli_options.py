@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from baton.cli.cluster import GIVEN, up
-from baton.cli.serve import node_options, parse_cpus, router
+from baton.cli.serve import node_options, parse_cpus, router_options
 from baton.cli.signatures import options_of, passed_on, takes_options_of
 from engine.errors import InvalidConfig
 from kv_transfer.errors import InvalidKvSetting
@@ -36,7 +36,7 @@ def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() ->
     offered = {one.name for one in options_of(up)}
 
     of_nodes = {one.name for one in options_of(node_options)}
-    of_router = {one.name for one in options_of(router)}
+    of_router = {one.name for one in options_of(router_options)}
     assert offered > (of_nodes | of_router) - set(GIVEN)
     assert not offered & {"node_id", "prefill_nodes", "decode_nodes"}
 
@@ -44,10 +44,10 @@ def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() ->
 def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it() -> None:
     passed: list[tuple[str, ...]] = []
 
-    @takes_options_of(node_options, router, without=GIVEN)
+    @takes_options_of(node_options, router_options, without=GIVEN)
     def command(context: typer.Context, **_given: object) -> None:
         passed.append(passed_on(context, node_options, without=GIVEN))
-        passed.append(passed_on(context, router, without=GIVEN))
+        passed.append(passed_on(context, router_options, without=GIVEN))
 
     app = typer.Typer()
     app.command()(command)

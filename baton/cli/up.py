@@ -1,0 +1,166 @@
+"""The life of the cluster that `baton up` starts: coming up, running, told to end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+
+import typer
+
+from baton.cli.show import console, table_of
+from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
+from baton.units import format_bytes
+from baton.v1 import node_pb2, node_pb2_grpc
+from serving.channel import open_blocking_channel
+from serving.errors import AddressInUse
+from serving.node import NodeCard, card_from
+from serving.tls import TlsConfig
+
+INTERRUPTED = 130
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_cluster(options: ClusterOptions, num_processes: int) -> None:
+    """Until it is told to end. Raises ClusterFailed and AddressInUse."""
+    check_port(options.host, options.port)
+    life = Life(options, num_processes)
+    with life.listening():
+        try:
+            life.run()
+        except ClusterFailed:
+            if not life.is_told:
+                raise
+    if life.was_hurried or not life.is_up:
+        raise typer.Exit(INTERRUPTED)
+
+
+class Life:
+    """One cluster between its start and its end, with the signals that it gets meanwhile."""
+
+    def __init__(self, options: ClusterOptions, num_processes: int) -> None:
+        self._options = replace(options, on_up=self._note_up, on_end=self._note_end)
+        self._cluster = LocalCluster(self._options)
+        self._num_processes = num_processes
+        self._num_up = 0
+        self._screen = console(stderr=True)
+        self._status = self._screen.status("") if self._screen.is_terminal else None
+        self.is_up = False
+        # None: told to end. Simple queues may be put into by signal handlers.
+        self._news: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+        self.is_told = False
+        self.was_hurried = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """For the whole life: a signal never breaks off what is under way, it ends it in order."""
+        before = {number: signal.signal(number, self._hear) for number in ENDING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self) -> None:
+        with self._starting(), self._cluster_up() as cluster:
+            if self._status is not None:
+                self._status.stop()
+            print(f"serving on {cluster.address}; Ctrl-C ends", flush=True)
+            self._screen.print(table_of("", _rows(cluster, self._options)))
+            self._until_told(cluster)
+            print("draining; Ctrl-C ends at once", file=sys.stderr)
+
+    @contextmanager
+    def _cluster_up(self) -> Iterator[LocalCluster]:
+        with self._cluster as cluster:
+            self.is_up = True
+            yield cluster
+
+    def _until_told(self, cluster: LocalCluster) -> None:
+        """A cluster that cannot serve any more is over."""
+        ended: set[str] = set()
+        while (child := self._news.get()) is not None:
+            ended.add(child.name)
+            code = child.process.wait()
+            if child is cluster.router or ended.issuperset(one.name for one in cluster.decodes):
+                raise ClusterFailed(f"{child.name} ended with code {code}; nobody can serve")
+            print(f"baton: {child.name} ended with code {code}", file=sys.stderr)
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        """While it comes up there is nothing to drain, and a second time nothing is waited for."""
+        self.was_hurried = self.is_told
+        if self.is_told or not self.is_up:
+            self._cluster.kill()
+        self.is_told = True
+        self._news.put(None)
+
+    # --- coming up ----------------------------------------------------------------
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        if self._status is None:
+            print(f"starting {self._num_processes} processes", file=sys.stderr)
+            yield
+            return
+        with self._status:
+            self._show_progress()
+            yield
+
+    def _note_up(self, child: Child) -> None:
+        self._num_up += 1
+        if self._status is None:
+            print(f"{child.name} listens on {child.address}", file=sys.stderr)
+        else:
+            self._show_progress()
+
+    def _note_end(self, child: Child) -> None:
+        if self.is_up and not self.is_told:
+            self._news.put(child)
+
+    def _show_progress(self) -> None:
+        if self._status is not None:
+            self._status.update(
+                f"loading: {self._num_up} of {self._num_processes} processes are up"
+            )
+
+
+def check_port(host: str, port: int) -> None:
+    """Before anything is loaded. Raises AddressInUse."""
+    try:
+        [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        socket.create_server(found[4][:2], family=found[0]).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"port {port} of {host} is in use; choose another --port, or --port 0 for any"
+            ) from error
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror  # no words around it
+        raise AddressInUse(f"cannot listen on {host}:{port}: {reason}") from error
+
+
+def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = [
+        {"process": "router", "pid": cluster.router.process.pid, "address": cluster.address}
+    ]
+    rows[0] |= {"model": options.model, "KV cache": ""}
+    for child in (*cluster.prefills, *cluster.decodes):
+        card = _card_at(child.address, options.tls)
+        num_tokens = card.num_blocks * card.fingerprint.block_size
+        size = format_bytes(card.num_blocks * card.block_bytes)
+        where = {"process": child.name, "pid": child.process.pid, "address": child.address}
+        rows.append({**where, "model": card.model, "KV cache": f"{size}, {num_tokens} tokens"})
+    return rows
+
+
+def _card_at(address: str, tls: TlsConfig) -> NodeCard:
+    with open_blocking_channel(address, tls) as channel:
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        return card_from(stub.GetNode(node_pb2.GetNodeRequest(), wait_for_ready=True, timeout=30))

@@ -1,0 +1,156 @@
+"""`baton up` as a person runs it: in a terminal, with Ctrl-C, with what can go wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.client import Client, Generation
+from engine.sampling import SamplingParams
+from tests.support.models import prompt_of
+from tests.support.terminal import CTRL_C, Terminal
+
+BATON = (sys.executable, "-m", "baton")
+OF_NODES = ("--kv-cache-memory", "4MiB", "--threads", "1", "--max-num-seqs", "32")
+ROW = re.compile(r"│ (\S+)\s*│\s*(\d+) │ (\S+)")
+
+
+@pytest.fixture
+def up(model_folder: Path) -> Callable[..., Terminal]:
+    def start(*arguments: str) -> Terminal:
+        command = [*BATON, "up", "--model", str(model_folder), "--port", "0", *OF_NODES]
+        return Terminal([*command, *arguments], {"NO_COLOR": "1", "COLUMNS": "150"})
+
+    return start
+
+
+def processes(screen: Terminal) -> dict[str, tuple[int, str]]:
+    """The pid and the address of each, from the summary."""
+    shown = screen.await_text("┘")
+    return {name: (int(pid), address) for name, pid, address in ROW.findall(shown)}
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_up_shows_who_serves_and_ends_all_of_them_on_ctrl_c(up: Callable[..., Terminal]) -> None:
+    with up("--policy", "round_robin", "--kv-lease-s", "2", "--decode", "2") as screen:
+        screen.await_text("processes are up")
+        shown = processes(screen)
+        assert set(shown) == {"router", "prefill-0", "decode-0", "decode-1"}
+        router = Path(f"/proc/{shown['router'][0]}/cmdline").read_bytes().split(b"\0")
+        decode = Path(f"/proc/{shown['decode-1'][0]}/cmdline").read_bytes().split(b"\0")
+        assert b"--policy=round_robin" in router
+        assert b"--kv-lease-s=2.0" in decode
+        assert b"--kv-lease-s=2.0" not in router
+        with Client(shown["router"][1], timeout_s=60) as client:
+            client.generate(prompt_of(20), Generation(SamplingParams(max_tokens=2)))
+
+        screen.type(CTRL_C)
+
+        screen.await_text("draining")
+        screen.await_end()
+        assert screen.process.returncode == 0
+        assert all(is_gone(pid) for pid, _ in shown.values())
+
+
+def test_a_second_ctrl_c_ends_a_cluster_that_does_not_come_to_its_end(
+    up: Callable[..., Terminal],
+) -> None:
+    with up() as screen:
+        shown = processes(screen)
+        with Client(shown["router"][1]) as client:
+            generation = Generation(SamplingParams(max_tokens=400, ignore_eos=True))
+            stream = client.stream(prompt_of(20), generation)
+            next(stream)
+            os.kill(shown["decode-0"][0], signal.SIGSTOP)
+            screen.type(CTRL_C)
+            screen.await_text("draining")
+
+            screen.type(CTRL_C)
+
+            screen.await_end()
+            stream.close()
+        assert screen.process.returncode == 130
+        assert all(is_gone(pid) for pid, _ in shown.values())
+
+
+def test_ctrl_c_while_it_loads_ends_it_at_once(up: Callable[..., Terminal]) -> None:
+    with up() as screen:
+        screen.await_text("processes are up")
+
+        screen.type(CTRL_C)
+
+        shown = screen.await_end()
+        assert "Traceback" not in shown
+        assert "serving on" not in shown
+        assert screen.process.returncode == 130
+
+
+def test_up_tells_of_a_node_that_is_gone_and_ends_when_nobody_can_serve(
+    up: Callable[..., Terminal],
+) -> None:
+    with up() as screen:
+        shown = processes(screen)
+        os.kill(shown["prefill-0"][0], signal.SIGKILL)
+        screen.await_text("prefill-0 ended with code -9")
+
+        os.kill(shown["decode-0"][0], signal.SIGKILL)
+
+        screen.await_text("baton: error: decode-0 ended with code -9; nobody can serve")
+        screen.await_end()
+        assert screen.process.returncode == 1
+        assert all(is_gone(pid) for pid, _ in shown.values())
+
+
+def run_up(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BATON, "up", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run_up("--model", str(model_folder), "--port", str(port))
+
+    assert done.stderr == (
+        f"baton: error: port {port} of 127.0.0.1 is in use; choose another --port, "
+        "or --port 0 for any\n"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--policy", "luck"], "luck"),
+        (["--kv-lease-s", "0"], "lease_s is 0.0"),
+        (["--push", "byte"], "--push 'byte'"),
+    ],
+)
+def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
+    arguments: list[str], complaint: str
+) -> None:
+    done = run_up("--model", "no-such-model", *arguments)
+
+    [line] = done.stderr.splitlines()
+    assert line.startswith("baton: error: ")
+    assert complaint in line
+    assert done.returncode == 2
+
+
+def test_why_a_process_did_not_start_is_the_last_word(tmp_path: Path) -> None:
+    done = run_up("--model", str(tmp_path), "--port", "0", "--prefill", "0")
+
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("baton: error: decode-0 did not start: ")
+    assert "config.json is missing" in last
+    assert done.returncode == 1
