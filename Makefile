@@ -1,9 +1,10 @@
 # Every target sets up what it needs in .venv by itself.
 #
-#   make demo    one request through router, prefill node and decode node, and what happened
-#   make test    the whole test suite
-#   make check   format, lint, import rules, types and the fast tests, in under a minute
-#   make bench   the engine's own figures, as tables
+#   make demo         one request through router, prefill node and decode node, and what happened
+#   make test         the whole test suite
+#   make check        format, lint, import rules, types and the fast tests, in under a minute
+#   make bench        the engine's own figures, as tables
+#   make containers   the cluster of docker-compose.yml, tried in real containers; needs Docker
 #
 # PYTHON, TORCH and TORCH_INDEX choose the interpreter and the build of torch (see README).
 
@@ -14,13 +15,13 @@ STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench format clean
+.PHONY: demo test check containers bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
 
 test: $(VENV)/.dev $(STUBS)
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not containers"
 
 check: $(VENV)/.dev $(STUBS)
 	$(BIN)/ruff format --check .
@@ -28,6 +29,9 @@ check: $(VENV)/.dev $(STUBS)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow and not gpu" tests/unit tests/properties
+
+containers: $(VENV)/.dev $(STUBS)
+	$(PYTEST) -m containers tests/containers
 
 bench: $(VENV)/.runtime
 	$(BIN)/baton bench scheduler

@@ -1,0 +1,133 @@
+"""The cluster of docker-compose.yml, in real containers. By hand: `make containers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event, Semaphore
+
+import pytest
+
+from baton.client import Answer, Client, Generation
+from baton.retries import Retries
+from engine.sampling import SamplingParams
+from tests.containers.compose import ContainerCluster, compose, run
+
+pytestmark = pytest.mark.containers
+
+PATIENCE_S = 120.0
+NUM_PROMPTS = 12
+NUM_AT_ONCE = 4
+PROMPT = "# Request {number} of many, long enough to fill some blocks.\n" + "import os, sys\n" * 20
+
+
+def ask(client: Client, number: int, max_tokens: int = 48) -> Answer:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return client.generate(PROMPT.format(number=number), Generation(sampling))
+
+
+@contextmanager
+def connected(cluster: ContainerCluster) -> Iterator[Client]:
+    """A client that tries nothing twice: the router alone has to see to it."""
+    with Client(cluster.address, timeout_s=PATIENCE_S, retries=Retries(max_attempts=1)) as client:
+        yield client
+
+
+class Load:
+    """Requests without a pause, on several threads, until told to stop."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._is_over = Event()
+        self._answered = Semaphore(0)
+        self.answers: list[tuple[int, Answer]] = []
+
+    def await_answers(self, count: int) -> None:
+        """So many more, from now on."""
+        while self._answered.acquire(blocking=False):
+            pass
+        for _ in range(count):
+            assert self._answered.acquire(timeout=PATIENCE_S)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Raises whatever a request failed with."""
+        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+            workers: list[Future[None]] = [threads.submit(self._work) for _ in range(NUM_AT_ONCE)]
+            try:
+                yield
+            finally:
+                self._is_over.set()
+        for worker in workers:
+            worker.result()
+
+    def _work(self) -> None:
+        while not self._is_over.is_set():
+            for number in range(NUM_PROMPTS):
+                self.answers.append((number, ask(self._client, number)))
+                self._answered.release()
+
+
+def check_answers_while(cluster: ContainerCluster, disturb: Callable[[Load], object]) -> None:
+    """Every answer comes, and is the one that a quiet cluster gives."""
+    with connected(cluster) as client:
+        quiet = {number: ask(client, number).token_ids for number in range(NUM_PROMPTS)}
+        load = Load(client)
+        with load.running():
+            load.await_answers(NUM_AT_ONCE)
+            disturb(load)
+            load.await_answers(2 * NUM_AT_ONCE)
+
+    wrong = [number for number, answer in load.answers if answer.token_ids != quiet[number]]
+    assert wrong == []
+
+
+def test_kv_goes_from_container_to_container(cluster: ContainerCluster) -> None:
+    before = cluster.received_bytes("decode")
+
+    with connected(cluster) as client:
+        answers = [ask(client, 100 + number) for number in range(NUM_PROMPTS)]
+
+    served = [answer.finish.served for answer in answers if answer.finish is not None]
+    kv_bytes = sum(one.kv_bytes for one in served)
+    assert [one.prompt_tokens_computed_on_decode for one in served] == [0] * NUM_PROMPTS
+    assert kv_bytes > 0
+    assert cluster.received_bytes("decode") - before > kv_bytes
+
+
+def test_a_prefill_container_that_is_killed_costs_no_request(cluster: ContainerCluster) -> None:
+    def kill_a_busy_one(load: Load) -> None:
+        finish = load.answers[-1][1].finish
+        assert finish is not None
+        run("docker", "kill", cluster.container_of("prefill", finish.served.prefill_node))
+
+    check_answers_while(cluster, kill_a_busy_one)
+
+
+def test_scaling_down_and_up_costs_no_request(cluster: ContainerCluster) -> None:
+    def scale(load: Load) -> None:
+        cluster.scale(prefill=2, decode=1)
+        load.await_answers(NUM_AT_ONCE)
+        cluster.scale(prefill=1, decode=3)
+
+    check_answers_while(cluster, scale)
+
+
+def test_a_cluster_that_is_stopped_finishes_what_it_has(cluster: ContainerCluster) -> None:
+    with connected(cluster) as client, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        streams = [
+            client.stream(
+                PROMPT.format(number=number),
+                Generation(SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)),
+            )
+            for number in range(NUM_AT_ONCE)
+        ]
+        for stream in streams:
+            next(stream)  # under way
+        rest = [threads.submit(list, stream) for stream in streams]
+        compose("stop")
+        lasts = [chunks.result()[-1] for chunks in rest]
+
+    assert [last.finish.num_completion_tokens for last in lasts if last.finish] == [600] * 4
+    assert cluster.exit_codes() == {0}
