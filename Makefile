@@ -3,6 +3,7 @@
 #   make demo         one request through router, prefill node and decode node, and what happened
 #   make test         the whole test suite
 #   make check        format, lint, import rules, types and the fast tests, in under a minute
+#   make breaking     whether clients and nodes of main still understand the protos
 #   make bench        the engine's own figures, as tables
 #   make containers   the cluster of docker-compose.yml, tried in real containers; needs Docker
 #
@@ -15,7 +16,7 @@ STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check containers bench format clean
+.PHONY: demo test check containers breaking bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
@@ -26,12 +27,17 @@ test: $(VENV)/.dev $(STUBS)
 check: $(VENV)/.dev $(STUBS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/buf lint protos
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow and not gpu" tests/unit tests/properties
 
 containers: $(VENV)/.dev $(STUBS)
 	$(PYTEST) -m containers tests/containers
+
+breaking: $(VENV)/.dev
+	$(BIN)/buf breaking protos \
+		--against "$$(git rev-parse --git-common-dir)#branch=main,subdir=protos"
 
 bench: $(VENV)/.runtime
 	$(BIN)/baton bench scheduler

@@ -22,6 +22,7 @@ from baton.generation import (
     Message,
     Model,
     Prompt,
+    Sampling,
     Served,
     chunk_from,
     model_from,
@@ -49,6 +50,7 @@ __all__ = [
     "Model",
     "Prompt",
     "Retries",
+    "Sampling",
     "Served",
     "TlsConfig",
 ]

@@ -4,22 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 from baton.v1 import inference_pb2, sampling_pb2
-from engine.sampling import SamplingParams
+from engine.errors import InvalidRequest
+from engine.sampling import SamplingDefaults, SamplingParams
 from kv_transfer.types import TokenLogprobs
-from serving.translate import logprobs_from, prompt_logprobs_from, sampling_to
+from serving.translate import (
+    logprobs_from,
+    prompt_logprobs_from,
+    sampling_defaults_from,
+    sampling_to,
+)
 
 Message = Mapping[str, str]  # role and content
 # Text, a chat, or token ids.
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
+class Sampling(TypedDict, total=False):
+    """Some SamplingParams. Those that are left out are as the model's makers advise."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    seed: int
+    logprobs: int
+    prompt_logprobs: int
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What to generate, beside the prompt."""
 
-    sampling: SamplingParams = SamplingParams()
+    # Whole SamplingParams say everything; of others, the model's makers advise the rest.
+    sampling: SamplingParams | Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     include_stop_in_output: bool = False
     request_id: str = ""
@@ -81,6 +111,7 @@ class Model:
     name: str
     max_model_len: int
     vocab_size: int
+    sampling_defaults: SamplingDefaults
 
 
 @dataclass(slots=True)
@@ -104,7 +135,7 @@ class Answer:
 
 
 def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.GenerateRequest:
-    sampling = sampling_to(generation.sampling)
+    sampling = _sampling_to(generation.sampling)
     sampling.stop.extend(generation.stop)
     sampling.include_stop_in_output = generation.include_stop_in_output
     request = inference_pb2.GenerateRequest(
@@ -116,6 +147,20 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
     )
     _set_prompt(request, prompt)
     return request
+
+
+def _sampling_to(sampling: SamplingParams | Sampling) -> sampling_pb2.SamplingParams:
+    """Raises InvalidRequest."""
+    if isinstance(sampling, SamplingParams):
+        return sampling_to(sampling)
+    chosen: dict[str, Any] = dict(sampling)
+    if "allowed_token_ids" in chosen:
+        ids = chosen["allowed_token_ids"]
+        chosen["allowed_token_ids"] = sampling_pb2.TokenIds(ids=ids)
+    try:
+        return sampling_pb2.SamplingParams(**chosen)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"sampling {dict(sampling)!r} does not do: {error}") from error
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
@@ -143,7 +188,12 @@ def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
 
 
 def model_from(response: inference_pb2.GetModelResponse) -> Model:
-    return Model(response.model, response.max_model_len, response.vocab_size)
+    return Model(
+        name=response.model,
+        max_model_len=response.max_model_len,
+        vocab_size=response.vocab_size,
+        sampling_defaults=sampling_defaults_from(response.sampling_defaults),
+    )
 
 
 def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:

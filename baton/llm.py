@@ -115,7 +115,7 @@ class LLM:
         self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestSpec]:
         if not isinstance(sampling, Sequence):
-            sampling = [sampling or SamplingParams()] * len(prompts)
+            sampling = [sampling or self.info.defaults.sampling.params()] * len(prompts)
         if len(sampling) != len(prompts):
             raise InvalidRequest(
                 f"{len(prompts)} prompts came with {len(sampling)} sampling params: "

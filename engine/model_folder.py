@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.sampling import SamplingDefaults
 
 # Weights in other formats are left on the hub.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -25,6 +26,12 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    @property
+    def sampling(self) -> SamplingDefaults:
+        return SamplingDefaults(
+            self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
+        )
 
 
 def resolve_model_folder(

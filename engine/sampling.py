@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from engine.errors import InvalidRequest
 
@@ -74,6 +75,29 @@ class SamplingParams:
         named = (*self.stop_token_ids, *self.banned_token_ids, *(self.allowed_token_ids or ()))
         for token_id in (*named, *self.logit_bias):
             _check("token id", token_id, token_id >= 0, "at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a model's makers advise for parameters that a request leaves out; None where not."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def given(self) -> dict[str, float | int]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if value is not None}
+
+    def params(self, **chosen: Any) -> SamplingParams:
+        """What was chosen, and for the rest what is advised. Raises InvalidRequest."""
+        return SamplingParams(**{**self.given, **chosen})
+
+
+NO_ADVICE = SamplingDefaults()
 
 
 def _check(name: str, value: object, is_good: bool, expected: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from engine.hashing import PrefixNaming
+from engine.sampling import NO_ADVICE, SamplingDefaults
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import NodeId
 from router.node_sources import Member
@@ -133,6 +134,12 @@ class NodeTable:
     @property
     def models(self) -> frozenset[str]:
         return frozenset(node.card.model for node in self._nodes.values())
+
+    def sampling_defaults(self, model: str) -> SamplingDefaults:
+        """Of the model of this name, or of any if it is empty."""
+        found = (node.card for node in self._nodes.values() if model in ("", node.card.model))
+        card = next(found, None)
+        return NO_ADVICE if card is None else card.sampling_defaults
 
     def is_open(self, node: Node) -> bool:
         """Whether it takes new requests. Of one name, the node that joined last does."""

@@ -19,6 +19,7 @@ from router.legs import NodeCalls
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.policy import Ask, Route, Routing, choose
+from router.sizes import check_prompt_logprobs_fit
 from router.text import TextBoundary
 from router.values import Call, Ending, Piece, RequestContext
 from serving.errors import Draining, EmptyPrompt, NodeFailed, NoNodes, RequestIdInUse, UnknownModel
@@ -79,6 +80,7 @@ class Pipeline:
         prompt = self.text.token_ids(call.prompt)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+        check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
         with self._id_held(call.request_id):
             async with (
                 self._admission.turn(call.priority),

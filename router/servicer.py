@@ -19,6 +19,7 @@ from serving.errors import NoNodes
 from serving.node import NodeRole
 from serving.status import named_errors
 from serving.streamed import streamed
+from serving.translate import sampling_defaults_to
 
 ID_BYTES = 12
 
@@ -34,7 +35,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         request_id = request.request_id or secrets.token_hex(ID_BYTES)
         async with named_errors(context, request_id=request_id):
-            call = call_from(request, request_id)
+            defaults = self._table.sampling_defaults(request.model)
+            call = call_from(request, request_id, defaults)
             received = received_now(context.time_remaining())
             async with aclosing(self._pipeline.generate(call, received)) as parts:
                 async for part in parts:
@@ -63,7 +65,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise NoNodes("no decode node is reachable; which model is served is not known")
         card = nodes[0].card
         return inference_pb2.GetModelResponse(
-            model=card.model, max_model_len=card.max_model_len, vocab_size=card.vocab_size
+            model=card.model,
+            max_model_len=card.max_model_len,
+            vocab_size=card.vocab_size,
+            sampling_defaults=sampling_defaults_to(card.sampling_defaults),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.stops import StopRule
 from baton.v1 import inference_pb2
+from engine.sampling import NO_ADVICE, SamplingDefaults
 from router.values import (
     Call,
     ChatMessage,
@@ -26,9 +27,13 @@ PLACE_TO_MESSAGE = {
 }
 
 
-def call_from(message: inference_pb2.GenerateRequest, request_id: str) -> Call:
+def call_from(
+    message: inference_pb2.GenerateRequest,
+    request_id: str,
+    defaults: SamplingDefaults = NO_ADVICE,
+) -> Call:
     """Raises what a bad request deserves."""
-    sampling = sampling_from(message.sampling)
+    sampling = sampling_from(message.sampling, defaults)
     stop = StopRule(
         strings=tuple(string for string in message.sampling.stop if string),
         is_included=message.sampling.include_stop_in_output,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import grpc
 from grpc import aio
 
+from serving.sizes import MAX_MESSAGE_BYTES
 from serving.tls import PLAIN, TlsConfig
 
-# Holds a prompt of 16 million token ids, or the logprobs that `router/sizes.py` lets through.
-MAX_MESSAGE_BYTES = 64 << 20
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 # A server that is pinged more often than this sends its peer away with `too_many_pings`.

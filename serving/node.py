@@ -7,10 +7,17 @@ from enum import Enum
 
 from baton.v1 import node_pb2
 from engine.hashing import PrefixNaming
+from engine.sampling import NO_ADVICE, SamplingDefaults
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
 from serving.prefixes import PrefixChanges, pack_names, unpack_names
-from serving.translate import fingerprint_from, fingerprint_to, present
+from serving.translate import (
+    fingerprint_from,
+    fingerprint_to,
+    present,
+    sampling_defaults_from,
+    sampling_defaults_to,
+)
 
 
 class NodeRole(Enum):
@@ -41,6 +48,7 @@ class NodeCard:
     kv_transport: str
     prefix_naming: PrefixNaming | None = None  # None: it keeps no prefixes
     version: str = ""
+    sampling_defaults: SamplingDefaults = NO_ADVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,7 @@ def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
         kv_transport=message.kv_transport,
         prefix_naming=_naming_from(message),
         version=message.version,
+        sampling_defaults=sampling_defaults_from(message.sampling_defaults),
     )
 
 
@@ -93,6 +102,7 @@ def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
         kv_transport=card.kv_transport,
         prefix_naming=_naming_to(card.prefix_naming),
         version=card.version,
+        sampling_defaults=sampling_defaults_to(card.sampling_defaults),
     )
 
 

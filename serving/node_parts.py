@@ -75,6 +75,7 @@ def card_of(
         kv_transport=options.kv_transport,
         prefix_naming=scheduler.cache_config.naming if options.enable_prefix_caching else None,
         version=version("baton"),
+        sampling_defaults=runner.info.defaults.sampling,
     )
 
 

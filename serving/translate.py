@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from baton.v1 import node_pb2, sampling_pb2
 from engine.request import FinishReason, Output, RequestId
-from engine.sampling import SamplingParams
+from engine.sampling import NO_ADVICE, SamplingDefaults, SamplingParams
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import HandoffId, NodeId, Peer, TokenLogprobs
 
@@ -38,12 +38,14 @@ FINISH_TO_MESSAGE = {
 FINISH_FROM_MESSAGE = {number: reason for reason, number in FINISH_TO_MESSAGE.items()}
 
 
-def sampling_from(message: sampling_pb2.SamplingParams) -> SamplingParams:
+def sampling_from(
+    message: sampling_pb2.SamplingParams, defaults: SamplingDefaults = NO_ADVICE
+) -> SamplingParams:
     """Raises InvalidRequest. Stop strings are not the engine's; they stay in the message."""
     present_fields = {descriptor.name: value for descriptor, value in message.ListFields()}
     given = {name: present_fields[name] for name in SCALARS if name in present_fields}
     has_allowed = message.HasField("allowed_token_ids")
-    return SamplingParams(
+    return defaults.params(
         **given,
         logit_bias=dict(message.logit_bias),
         allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
@@ -64,6 +66,20 @@ def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     if sampling.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)
     return message
+
+
+def sampling_defaults_from(message: sampling_pb2.SamplingDefaults) -> SamplingDefaults:
+    return SamplingDefaults(**{field.name: value for field, value in message.ListFields()})
+
+
+def sampling_defaults_to(value: SamplingDefaults) -> sampling_pb2.SamplingDefaults:
+    return sampling_pb2.SamplingDefaults(
+        temperature=value.temperature,
+        top_p=value.top_p,
+        top_k=value.top_k,
+        min_p=value.min_p,
+        repetition_penalty=value.repetition_penalty,
+    )
 
 
 def logprobs_from(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -14,14 +15,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
 from engine.errors import InvalidConfig
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingDefaults, SamplingParams
 from router.legs import Leg
-from serving.channel import MAX_MESSAGE_BYTES, open_channel
+from serving.channel import open_channel
 from serving.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
+from serving.node import NodeRole
+from serving.sizes import MAX_MESSAGE_BYTES
 from serving.tls import PLAIN
 from serving.token import AcceptedTokens
 from serving.token_gate import TokenGate
-from tests.support.node_calls import FakeNodeCalls
+from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.routers import a_router
 
 PATIENCE_S = 30
@@ -169,6 +172,28 @@ def test_leaving_the_loop_of_a_stream_cancels_its_request(
                 await router.pipeline.drain()  # returns when no request is under way
 
             assert calls.left == [Leg.DECODE]
+
+    run(scene())
+
+
+def test_what_a_client_leaves_to_the_model_is_as_the_node_tells_of_it() -> None:
+    advised = SamplingDefaults(temperature=0.3, top_k=7)
+    node = a_node(NodeRole.DECODE)
+    table = a_table(replace(node, card=replace(node.card, sampling_defaults=advised)))
+
+    async def scene() -> None:
+        calls = FakeNodeCalls()
+        async with (
+            a_router(node_calls=calls, table=table) as (_, address),
+            AsyncClient(address) as client,
+        ):
+            assert (await client.model()).sampling_defaults == advised
+            await client.generate(PROMPT, Generation({"max_tokens": 2, "top_k": 1}))
+            await client.generate(PROMPT, SIX)
+
+        left, whole = (asked.sequence.sampling for asked in calls.asked)
+        assert left == SamplingParams(2, temperature=0.3, top_k=1)
+        assert whole == SIX.sampling
 
     run(scene())
 

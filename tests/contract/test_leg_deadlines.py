@@ -15,10 +15,10 @@ from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId
 from router.node_calls import GrpcNodeCalls
 from router.nodes import Node
-from serving.channel import MAX_MESSAGE_BYTES
 from serving.errors import DeadlineExceeded, MessageTooLarge
 from serving.node import NodeRole
 from serving.server import Service, serving
+from serving.sizes import MAX_MESSAGE_BYTES
 from serving.streamed import streamed
 from serving.translate_sequence import Sequence
 from tests.support.node_calls import a_card

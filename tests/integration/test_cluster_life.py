@@ -33,7 +33,11 @@ MakeOptions = Callable[..., ClusterOptions]
 
 
 def greedy(max_tokens: int) -> Generation:
-    return Generation(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+    return Generation(sampling(max_tokens))
+
+
+def sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def test_a_request_under_way_outlives_a_sigterm_to_every_process(
@@ -184,7 +188,7 @@ def test_under_load_one_signal_lets_everything_finish_and_a_second_one_ends_at_o
         health, code_of_second = end_by_two_signals(cluster.prefills[0], cluster.decodes[0])
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    alone = [local.generate(ask.prompt, ask.generation.sampling)[0].token_ids for ask in asks]
+    alone = [local.generate(ask.prompt, sampling(400))[0].token_ids for ask in asks]
     assert [list(one.token_ids) for one in told] == alone
     assert code == 0
     assert (health, code_of_second) == (["SERVING", "NOT_SERVING"], -signal.SIGTERM)
@@ -223,7 +227,7 @@ def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
 
 
 def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
-    sequence = Sequence(prompt_of(20), greedy(5).sampling, seed=0)
+    sequence = Sequence(prompt_of(20), sampling(5), seed=0)
     peer = Peer(NodeId(prefill.name), prefill.address)
     return decode_request(HandoffId("a", 1), sequence, peer)
 

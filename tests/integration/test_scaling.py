@@ -20,8 +20,8 @@ NUM_TOKENS = 24
 ROLES = ("prefill", "decode")
 
 
-def greedy(max_tokens: int = NUM_TOKENS) -> Generation:
-    return Generation(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+def greedy(max_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
     cluster: LocalCluster, local: LLM, num_prompts: int
 ) -> None:
     asks = [
-        Ask((3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), greedy(12))
+        Ask((3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), Generation(greedy(12)))
         for number in range(num_prompts)
     ]
 
     told = tell_all(cluster.address, asks)
 
-    alone = [local.generate(ask.prompt, ask.generation.sampling)[0].token_ids for ask in asks]
+    alone = [local.generate(ask.prompt, greedy(12))[0].token_ids for ask in asks]
     assert [list(one.token_ids) for one in told] == alone
     assert all(one.finish.served.is_prefill_remote for one in told)
     assert all(one.finish.served.prompt_tokens_computed_on_decode == 0 for one in told)
@@ -57,7 +57,7 @@ def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
 def test_nodes_come_go_and_come_back_under_load_and_every_answer_is_whole_and_right(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
-    asks = [Ask(prompt_of(30 + 7 * number, seed=3), greedy()) for number in range(12)]
+    asks = [Ask(prompt_of(30 + 7 * number, seed=3), Generation(greedy())) for number in range(12)]
     with ThreadPoolExecutor(2) as both:
         moved = list(both.map(partial(start_moved, cluster), ROLES))
         with Load(cluster.address, asks, num_clients=4) as load:

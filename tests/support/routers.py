@@ -11,6 +11,7 @@ from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.line import LineConfig
+from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
 from router.servicer import InferenceServicer
@@ -24,8 +25,9 @@ from tests.support.node_calls import FakeNodeCalls, a_table
 class MoodyRouter(InferenceServicer):
     """The real one, but for faults that it has first, one for each call."""
 
-    def __init__(self, node_calls: FakeNodeCalls, faults: Sequence[Exception]) -> None:
-        table = a_table()
+    def __init__(
+        self, node_calls: FakeNodeCalls, faults: Sequence[Exception], table: NodeTable
+    ) -> None:
         self.pipeline = Pipeline(
             table=table,
             node_calls=node_calls,
@@ -60,12 +62,13 @@ class MoodyRouter(InferenceServicer):
 async def a_router(
     *faults: Exception,
     node_calls: FakeNodeCalls | None = None,
+    table: NodeTable | None = None,
     tls: TlsConfig = PLAIN,
     interceptors: Sequence[aio.ServerInterceptor] = (),
     port: int = 0,
 ) -> AsyncIterator[tuple[MoodyRouter, str]]:
     """The router and its address."""
-    router = MoodyRouter(node_calls or FakeNodeCalls(), faults)
+    router = MoodyRouter(node_calls or FakeNodeCalls(), faults, table or a_table())
     service = Service(
         "baton.v1.InferenceService",
         lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from baton.generation import Generation, request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.hashing import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingDefaults, SamplingParams
 from kv_transfer.messages import (
     Closed,
     Done,
@@ -126,6 +128,32 @@ def test_a_bad_sampling_value_is_refused_by_name() -> None:
         sampling_from(sampling_pb2.SamplingParams(top_p=0.0))
 
 
+def test_what_a_client_leaves_out_is_as_the_models_makers_advise() -> None:
+    advised = SamplingDefaults(temperature=0.6, top_k=20)
+    chosen = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=3)
+
+    assert sampling_from(chosen, advised) == SamplingParams(3, temperature=0.0, top_k=20)
+
+
+def test_a_client_can_choose_some_and_leave_the_rest_to_the_model() -> None:
+    some = Generation({"max_tokens": 3, "temperature": 0.0, "allowed_token_ids": (1, 2)})
+    request = request_from("a", some)
+    wire = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
+
+    call = call_from(wire, "r", SamplingDefaults(temperature=0.6, top_p=0.9))
+
+    expected = SamplingParams(3, temperature=0.0, top_p=0.9, allowed_token_ids=(1, 2))
+    assert call.sampling == expected
+    whole = call_from(request_from("a", Generation(SamplingParams())), "r", SamplingDefaults(0.6))
+    assert whole.sampling == SamplingParams()
+
+
+@pytest.mark.parametrize("wrong", [{"temprature": 1.0}, {"top_k": "many"}, {"seed": -1}])
+def test_sampling_that_cannot_be_sent_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        request_from("a", Generation(wrong))
+
+
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_outputs_survive_the_wire(reason: FinishReason | None) -> None:
     output = Output(
@@ -163,7 +191,8 @@ def test_nodes_refuse_stop_strings() -> None:
 
 
 def test_cards_and_loads_survive_the_wire() -> None:
-    card, load = a_card(NodeRole.DECODE), NodeLoad(1, 2, 3, True)
+    card = replace(a_card(NodeRole.DECODE), sampling_defaults=SamplingDefaults(0.0, top_k=5))
+    load = NodeLoad(1, 2, 3, True)
 
     assert card_from(card_to(card)) == card
     for naming in (None, PrefixNaming(16, "m", 7), PrefixNaming(16, "m", 0, 4096)):

@@ -1,0 +1,98 @@
+"""A client that shares no code with Baton: `buf curl`, which learns the contract by reflection."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import sysconfig
+from typing import Any
+
+import pytest
+from google.rpc import error_details_pb2
+
+from baton.client import Client, Generation
+from baton.cluster import LocalCluster
+from engine.sampling import SamplingParams
+
+BUF = shutil.which("buf", path=sysconfig.get_path("scripts")) or shutil.which("buf")
+
+pytestmark = pytest.mark.skipif(BUF is None, reason="buf is not installed: pip install buf-bin")
+
+
+def buf_curl(address: str, method: str, message: dict[str, Any]) -> list[Any]:
+    """All responses."""
+    called = run_buf_curl(address, method, message)
+    assert called.returncode == 0, called.stderr
+    return json_objects(called.stdout)
+
+
+def run_buf_curl(
+    address: str, method: str, message: dict[str, Any]
+) -> subprocess.CompletedProcess[str]:
+    options = ["--protocol", "grpc", "--http2-prior-knowledge", "--data", json.dumps(message)]
+    return subprocess.run(
+        [str(BUF), "curl", *options, f"http://{address}/{method}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def json_objects(written: str) -> list[Any]:
+    """One after the other, as they were streamed."""
+    objects = []
+    rest = written.strip()
+    while rest:
+        found, end = json.JSONDecoder().raw_decode(rest)
+        objects.append(found)
+        rest = rest[end:].lstrip()
+    return objects
+
+
+def test_it_streams_the_answer_that_a_client_of_ours_gets(
+    cluster: LocalCluster, client: Client
+) -> None:
+    sampling = {"maxTokens": 12, "temperature": 0, "ignoreEos": True}
+    asked = {"text": "the quick brown fox", "sampling": sampling, "requestId": "foreign"}
+
+    told = buf_curl(cluster.address, "baton.v1.InferenceService/Generate", asked)
+
+    ours = client.generate(
+        "the quick brown fox",
+        Generation(SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)),
+    )
+    token_ids = [token_id for one in told for token_id in one.get("tokenIds", ())]
+    finish = told[-1]["finish"]
+    assert token_ids == ours.token_ids
+    assert "".join(one.get("text", "") for one in told) == ours.text
+    assert len(told) > 2
+    assert {one["requestId"] for one in told} == {"foreign"}
+    assert finish["reason"] == "FINISH_REASON_LENGTH"
+    assert finish["served"]["prefill"] == "PREFILL_PLACE_REMOTE"
+
+
+def test_it_learns_of_the_model_and_that_the_router_is_well(cluster: LocalCluster) -> None:
+    [model] = buf_curl(cluster.address, "baton.v1.InferenceService/GetModel", {})
+    [health] = buf_curl(
+        cluster.address, "grpc.health.v1.Health/Check", {"service": "baton.v1.InferenceService"}
+    )
+
+    assert model["model"] == "tiny"
+    assert model["maxModelLen"] == 512
+    assert health == {"status": "SERVING"}
+
+
+def test_it_reads_the_reason_of_a_refusal(cluster: LocalCluster) -> None:
+    asked = {"text": "a", "sampling": {"topP": 7}}
+
+    refused = run_buf_curl(cluster.address, "baton.v1.InferenceService/Generate", asked)
+
+    told = json.loads(refused.stderr)
+    [detail] = [one for one in told["details"] if one["type"] == "google.rpc.ErrorInfo"]
+    assert told["code"] == "invalid_argument"
+    assert "top_p is 7" in told["message"]
+    info = error_details_pb2.ErrorInfo.FromString(base64.b64decode(detail["value"] + "=="))
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "baton")

@@ -1,0 +1,44 @@
+"""What fits into one message."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.request import Output, RequestId
+from engine.sampling import MAX_LOGPROBS
+from kv_transfer.types import TokenLogprobs
+from router.sizes import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
+from serving.sizes import MAX_MESSAGE_BYTES
+from serving.translate import output_to
+
+LARGEST_ID = 2**32 - 1
+NUM_TOKENS = 20
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 1, 7, MAX_LOGPROBS])
+def test_no_message_is_larger_than_reckoned(num_logprobs: int) -> None:
+    top = tuple((LARGEST_ID, -0.5) for _ in range(num_logprobs))
+    told = TokenLogprobs(LARGEST_ID, -0.5, LARGEST_ID, top)
+    output = Output(RequestId("r"), 0, (LARGEST_ID,), prompt_logprobs=(told,) * NUM_TOKENS)
+
+    num_bytes = output_to(output).ByteSize()
+
+    reckoned = NUM_TOKENS * (TOKEN_BYTES + TOP_BYTES * num_logprobs)
+    assert reckoned / 2 < num_bytes <= reckoned
+
+
+def test_the_advice_in_a_refusal_is_the_most_that_fits() -> None:
+    num_tokens = 200_000
+
+    with pytest.raises(InvalidRequest, match="ask for at most 17, or leave it out"):
+        check_prompt_logprobs_fit(num_tokens, MAX_LOGPROBS)
+
+    check_prompt_logprobs_fit(num_tokens, 17)
+    with pytest.raises(InvalidRequest):
+        check_prompt_logprobs_fit(num_tokens, 18)
+
+
+def test_long_prompts_with_all_logprobs_fit_and_without_any_all_do() -> None:
+    check_prompt_logprobs_fit(50_000, MAX_LOGPROBS)
+    check_prompt_logprobs_fit(MAX_MESSAGE_BYTES, None)
