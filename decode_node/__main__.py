@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
@@ -53,7 +54,11 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     card = card_of(options, NodeRole.DECODE, identity, runner, scheduler)
     log_start(card, runner)
     state = NodeState(card, calls, news_reader(engine, scheduler))
-    decode, node = DecodeServicer(state, ledger), NodeServicer(state)
+
+    def connect(address: str) -> None:
+        engine.post(lambda: worker.connect(address, time.monotonic()))
+
+    decode, node = DecodeServicer(state, ledger, connect), NodeServicer(state)
     services = (
         Service(
             "baton.v1.DecodeService",

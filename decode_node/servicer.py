@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -20,9 +20,10 @@ from serving.translate_sequence import decode_spec
 
 
 class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, state: NodeState, ledger: Ledger) -> None:
+    def __init__(self, state: NodeState, ledger: Ledger, connect: Callable[[str], None]) -> None:
         self._state = state
         self._ledger = ledger
+        self._connect = connect
 
     @streamed
     async def Decode(
@@ -38,6 +39,14 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
                         summary = self._summary(entry) if is_told else None
                         yield node_pb2.DecodeResponse(output=output_to(output), summary=summary)
                         is_first = False
+
+    async def Connect(
+        self, request: node_pb2.ConnectRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ConnectResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            with self._state.call():
+                self._connect(request.prefill.address)
+        return node_pb2.ConnectResponse()
 
     def _summary(self, entry: Entry) -> node_pb2.DecodeSummary:
         return node_pb2.DecodeSummary(

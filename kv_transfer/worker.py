@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -187,6 +188,11 @@ class KvTransferWorker:
         if is_writing or self._sender.has_flights or now < self._lingers_until_s:
             return self._config.poll_s
         return self._config.idle_poll_s if is_awaiting else None
+
+    def connect(self, address: str, now: float) -> None:
+        """Link up with the P there before its first hand-off, which tells what is in the way."""
+        with suppress(PeerUnreachable):
+            self._pairs.dialled(address, now)
 
     # --- For those who look ----------------------------------------------------------------
 

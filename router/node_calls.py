@@ -27,6 +27,7 @@ from serving.translate_sequence import Sequence, decode_request, engine_id, pref
 
 # How long calls to an address that is forgotten may go on.
 LONGEST_CALL_S = 3600.0
+CONNECT_TIMEOUT_S = 5.0
 CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
 
 
@@ -105,6 +106,13 @@ class GrpcNodeCalls:
                 if response.HasField("summary"):
                     yield LegSummary(_summary(response.summary))
                 yield LegOutput(Leg.DECODE, _output(response.output, handoff_id))
+
+    async def connect(self, decode: Node, prefill: Node) -> None:
+        """Raises NodeFailed."""
+        stub = node_pb2_grpc.DecodeServiceStub(self.channel(decode.address))
+        peer = node_pb2.Peer(node_id=prefill.card.node_id, address=prefill.address)
+        with _failures_named(decode):
+            await stub.Connect(node_pb2.ConnectRequest(prefill=peer), timeout=CONNECT_TIMEOUT_S)
 
 
 @contextmanager

@@ -163,6 +163,15 @@ class NodeTable:
         ]
         return sorted(found, key=_address)
 
+    def partners(self, node: Node) -> list[Node]:
+        """Open nodes of the other role whose KV fits."""
+        others = [one for role in NodeRole for one in self.open_nodes(role)]
+        return [
+            other
+            for other in others
+            if other.card.role is not node.card.role and other.may_share_kv_with(node)
+        ]
+
     def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
         """The open nodes, but for these addresses, by the kind of their KV."""
         if without:

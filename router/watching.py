@@ -13,10 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.finding import Find, find_addresses, follow
+from router.introductions import Introductions
 from router.membership import Membership
 from router.node_calls import GrpcNodeCalls
 from router.node_sources import Member, NodeSource
-from router.nodes import NodeTable
+from router.nodes import Node, NodeTable
 from serving.node import NodeCard, NodeRole, card_from, changes_from, load_from
 from serving.prefixes import PrefixGap
 from serving.status import remote_error
@@ -75,6 +76,7 @@ class Watches:
         self._node_calls = node_calls
         self._on_change = on_change
         self._membership = Membership()
+        self._introductions = Introductions(table, node_calls)
         self._task_by_member: dict[Member, asyncio.Task[None]] = {}
 
     async def found(self, source: NodeSource, addresses: frozenset[str]) -> None:
@@ -84,6 +86,7 @@ class Watches:
         await self._changed()
 
     async def close(self) -> None:
+        await self._introductions.close()
         tasks = list(self._task_by_member.values())
         for task in tasks:
             task.cancel()
@@ -160,6 +163,7 @@ class Watches:
     def _join(self, member: Member, card: NodeCard) -> None:
         self._table.join(member.address, card)
         self._membership.joined(member)
+        self._introductions.introduce(Node(member.address, card))
         log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
 
     async def _follow_load(self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub) -> None:

@@ -51,6 +51,11 @@ class SlowNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeService
             yield self._first_answer
         await self._work(context)
 
+    async def Connect(  # noqa: N802
+        self, request: node_pb2.ConnectRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ConnectResponse:
+        return node_pb2.ConnectResponse()
+
     async def _work(self, context: aio.ServicerContext[Any, Any]) -> None:
         self.remaining_s.put_nowait(context.time_remaining())
         try:

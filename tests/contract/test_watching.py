@@ -166,3 +166,20 @@ def test_a_node_of_the_other_role_is_not_taken_and_does_no_harm_where_it_is_righ
             assert view.open_names(NodeRole.PREFILL) == ["p1"]
 
     run(scene)
+
+
+def test_nodes_that_join_are_told_to_link_up_whoever_comes_first() -> None:
+    async def scene() -> None:
+        async with (
+            a_node_server(NodeRole.PREFILL, "p1") as first,
+            a_node_server(NodeRole.PREFILL, "p2") as last,
+            a_node_server(name="d1") as decode,
+            a_view(prefill=first.address) as view,
+        ):
+            await view.until_open("p1", role=NodeRole.PREFILL)
+            view.named[DECODES] = frozenset({decode.address})
+            assert await decode.connected.get() == first.address
+            view.named[PREFILLS] = frozenset({first.address, last.address})
+            assert await decode.connected.get() == last.address
+
+    run(scene)

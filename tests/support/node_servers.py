@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from baton.v1 import node_pb2_grpc
+from decode_node.servicer import DecodeServicer
 from engine.loop import EngineLoop
 from kv_transfer.types import Incarnation
 from serving.engine_calls import EngineCalls
 from serving.health import Health
+from serving.ledger import Ledger
 from serving.node import NodeLoad, NodeRole
 from serving.node_news import NodeNews
 from serving.node_state import NodeState
@@ -26,6 +28,7 @@ class NodeServer:
     address: str
     state: NodeState
     health: Health
+    connected: asyncio.Queue[str]  # the prefill nodes that it was told to link up with
 
 
 @asynccontextmanager
@@ -35,16 +38,27 @@ async def a_node_server(
     """Well and idle, until the test says otherwise."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
     state = NodeState(card, EngineCalls(EngineLoop(an_engine())), _no_news)
-    servicer = NodeServicer(state)
-    service = Service(
-        "baton.v1.NodeService",
-        lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server),
-    )
+    connected: asyncio.Queue[str] = asyncio.Queue()
+    node = NodeServicer(state)
+    decode = DecodeServicer(state, Ledger(16), connected.put_nowait)
+    services = [
+        Service(
+            "baton.v1.NodeService",
+            lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(node, server),
+        )
+    ]
+    if role is NodeRole.DECODE:
+        services.append(
+            Service(
+                "baton.v1.DecodeService",
+                lambda server: node_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server),
+            )
+        )
     following = asyncio.ensure_future(state.follow())
     try:
-        async with serving("127.0.0.1", port, [service]) as server:
+        async with serving("127.0.0.1", port, services) as server:
             await server.health.set_ready(True)
-            yield NodeServer(server.address, state, server.health)
+            yield NodeServer(server.address, state, server.health, connected)
     finally:
         following.cancel()
 

@@ -52,6 +52,20 @@ def test_a_hand_off_lands_and_leaves_a_record_on_both_sides() -> None:
     assert (received.outcome, received.num_bytes) == ("done", 32)
 
 
+def test_a_pair_that_was_connected_ahead_needs_no_second_link_for_its_first_hand_off() -> None:
+    world = World()
+    world.d.worker.connect("p0", world.now)
+    exchange_letters(world)
+    linked = world.d.worker.connected_peers()
+
+    half_sent(world)
+    world.settle()
+
+    assert linked == world.d.worker.connected_peers() == (NodeId("p0"),)
+    assert world.ps["p0"].worker.counters().num_cut_pairs == 0
+    assert world.landed == {ID}
+
+
 def test_blocks_written_before_prefill_ended_are_the_overlap() -> None:
     world = World()
     world.receive(ID, "p0", 0, 4)
