@@ -18,6 +18,7 @@ from baton.cli.command import (
     hide_variables,
     unwrapped,
 )
+from baton.cli.doctor import doctor
 from baton.cli.errors import NAMED, tell_named, tell_usage
 from baton.cli.examples import examples, examples_of
 from baton.cli.generate import generate
@@ -59,7 +60,7 @@ def _baton(
 ) -> None: ...
 
 
-for command in (up, demo, generate, chat, nodes, run, health):
+for command in (up, demo, generate, chat, nodes, run, health, doctor):
     app.command(epilog=examples_of(command))(command)
 app.add_typer(serve, name="serve")
 app.add_typer(bench, name="bench")

@@ -20,6 +20,10 @@ EXAMPLES = {
         'baton run "import os" "import sys" --max-tokens 32',
         "baton run --model ~/models/mine < prompt.txt",
     ),
+    "doctor": (
+        "baton doctor",
+        "baton doctor --model Qwen/Qwen3-0.6B --kv-cache-memory 2GiB --json",
+    ),
     "health": ("baton health 127.0.0.1:50051",),
 }
 

@@ -103,7 +103,7 @@ def load_decoder(
     on_progress: OnLoad | None = None,
 ) -> Decoder:
     """Checks every tensor before the first is read, then copies each to its place once."""
-    files.check(expected_tensors(config), _ignored(config))
+    check_tensors(config, files)
     loader = _Loader(config, files, dtype, device, ops, on_progress)
     embedding = loader.linear(["model.embed_tokens"], has_bias=False)
     layers = [_load_layer(config, loader, f"model.layers.{i}") for i in range(config.num_layers)]
@@ -112,6 +112,11 @@ def load_decoder(
     if not config.ties_embeddings:
         head = loader.linear(["lm_head"], has_bias=False)
     return Decoder(config, ops, embedding, layers, norm, head)
+
+
+def check_tensors(config: ModelConfig, files: WeightFiles) -> None:
+    """Raises ModelError unless every tensor is there, in its shape, and no other."""
+    files.check(expected_tensors(config), _ignored(config))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:

@@ -1,0 +1,131 @@
+"""`baton doctor`: what this machine can do, and what stands in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from baton.cli.errors import FAILED
+from baton.cli.options import KV_PANEL, MODEL_PANEL, NETWORK_PANEL, OUTPUT_PANEL, Host
+from baton.cli.show import console
+from baton.units import parse_bytes
+from engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from baton.doctor.findings import Finding
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+TRANSPORTS = ("nixl", "ucxx")
+
+
+def doctor(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Look at this model folder, too; nothing is downloaded.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = "",
+    kv_cache_memory: Annotated[
+        str, typer.Option(help="KV cache of a node, for the room.", rich_help_panel=KV_PANEL)
+    ] = "256MiB",
+    transports: Annotated[
+        str,
+        typer.Option(
+            help="Pass bytes by these, with commas between; empty passes none.",
+            rich_help_panel=KV_PANEL,
+        ),
+    ] = "nixl,ucxx",
+    patience_s: Annotated[
+        float,
+        typer.Option(
+            min=0.1, help="Seconds that a transport may take in all.", rich_help_panel=KV_PANEL
+        ),
+    ] = 10.0,
+    host: Host = "127.0.0.1",
+    ports: Annotated[
+        str,
+        typer.Option(
+            help="Ports that should be free, with commas between.", rich_help_panel=NETWORK_PANEL
+        ),
+    ] = "50051",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON instead of a table.", rich_help_panel=OUTPUT_PANEL)
+    ] = False,
+) -> None:
+    """Look at machine, software, KV transports and model; exit code 1 if something fails."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is for the findings
+    looks = _looks(
+        model,
+        parse_bytes(kv_cache_memory),
+        _transports(transports),
+        patience_s,
+        host,
+        _ports(ports),
+    )
+    findings: list[Finding] = []
+    with console(stderr=True).status("looking at the machine") as status:
+        for finding in looks:
+            status.update(f"{finding.check}: {finding.found}")
+            findings.append(finding)
+    if as_json:
+        rows = [{**asdict(one), "status": one.status.value} for one in findings]
+        print(json.dumps({"findings": rows}, indent=2))
+    else:
+        console().print(_table(findings))
+    if any(one.status.value == "fail" for one in findings):
+        raise typer.Exit(FAILED)
+
+
+def _looks(
+    model: str,
+    kv_bytes: int,
+    transports: list[str],
+    patience_s: float,
+    host: str,
+    ports: list[int],
+) -> Iterator[Finding]:
+    from baton.doctor.machine import look_at_machine
+    from baton.doctor.software import look_at_software, port_findings
+    from baton.doctor.wire import look_at_wire
+
+    yield from look_at_machine()
+    yield from look_at_software()
+    yield from port_findings(host, ports)
+    yield from look_at_wire(transports, patience_s)
+    if model:
+        from baton.doctor.model import look_at_model
+
+        yield from look_at_model(model, kv_bytes)
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table()
+    for name in ("", "what", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    for one in findings:
+        status = one.status.value
+        table.add_row(Text(status, style=STYLES[status]), one.check, Text(one.found), one.advice)
+    return table
+
+
+def _transports(written: str) -> list[str]:
+    names = [name.strip() for name in written.split(",") if name.strip()]
+    for name in names:
+        if name not in TRANSPORTS:
+            raise InvalidConfig(f"--transports {name!r}: choose among {', '.join(TRANSPORTS)}")
+    return names
+
+
+def _ports(written: str) -> list[int]:
+    try:
+        return [int(one) for one in written.split(",") if one.strip()]
+    except ValueError:
+        raise InvalidConfig(f"--ports {written!r}: write it like 50051,50061") from None

@@ -1,0 +1,86 @@
+"""A model folder: complete, supported, and how much memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from baton.doctor.findings import Finding, fail, ok, warn
+from baton.text import Tokenizer
+from baton.units import format_bytes
+from engine.errors import ModelError
+from engine.model_folder import resolve_model_folder
+
+BLOCK_SIZE = 16
+
+
+def look_at_model(model: str, kv_bytes: int) -> Iterator[Finding]:
+    """Nothing is downloaded, and no weight is read."""
+    try:
+        folder = resolve_model_folder(model, offline=True)
+    except ModelError as error:
+        yield fail("model", str(error), "download it once: baton run --model NAME hello")
+        return
+    yield ok("model", str(folder))
+    yield _tokenizer(folder)
+    yield from _weights(folder, kv_bytes)
+
+
+def _tokenizer(folder: Path) -> Finding:
+    try:
+        tokenizer = Tokenizer.from_folder(folder)
+    except ModelError as error:
+        return fail("tokenizer", str(error), "fetch the folder again")
+    chat = "with" if tokenizer.has_chat_template else "without"
+    found = f"{tokenizer.vocab_size} tokens, {chat} a chat template"
+    if tokenizer.has_chat_template:
+        return ok("tokenizer", found)
+    return warn("tokenizer", found, "chats need --plain; text and token ids work")
+
+
+def _weights(folder: Path, kv_bytes: int) -> Iterator[Finding]:
+    import torch
+
+    from engine.runner.config import read_model_config
+    from engine.runner.kv_cache import KvShape, free_bytes
+    from engine.runner.load import DTYPES
+    from engine.runner.model import check_tensors, expected_tensors
+    from engine.runner.weights import WeightFiles
+
+    try:
+        config = read_model_config(folder)
+        with WeightFiles(folder) as files:
+            check_tensors(config, files)
+    except ModelError as error:
+        yield fail("weights", str(error), "fetch the folder again, or choose a supported model")
+        return
+    dtype = DTYPES[config.dtype]
+    num_parameters = sum(_product(shape) for shape in expected_tensors(config).values())
+    yield ok("weights", f"{config.architecture}, {num_parameters:,} parameters in {config.dtype}")
+    per_token = KvShape.of(config, BLOCK_SIZE, dtype).block_bytes // BLOCK_SIZE
+    yield room_finding(
+        num_parameters * dtype.itemsize, kv_bytes, per_token, free_bytes(torch.device("cpu"))
+    )
+
+
+def room_finding(weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: int) -> Finding:
+    """For one node; each has weights of its own."""
+    needed = weight_bytes + kv_bytes
+    found = (
+        f"a node takes {format_bytes(weight_bytes)} of weights and {format_bytes(kv_bytes)} of KV "
+        f"({per_token} bytes a token, {kv_bytes // per_token} tokens); "
+        f"{format_bytes(free_bytes)} are free"
+    )
+    if needed > free_bytes:
+        return fail("room", found, "a smaller model, or a smaller --kv-cache-memory")
+    if 2 * needed > free_bytes:
+        advice = "one node fits, two do not: baton up --colocated --prefill 0, or another machine"
+        return warn("room", found, advice)
+    return ok("room", found)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,77 @@
+"""What is installed: torch and what it was built for, the KV transports, a GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from baton.doctor.findings import Finding, fail, ok, warn
+
+NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+def look_at_software() -> Iterator[Finding]:
+    yield ok("Baton", f"{_version('baton')}, Python {platform.python_version()}, {sys.platform}")
+    yield from _torch()
+    yield from package_findings(_version("nixl"), _version("ucxx-cu12"))
+
+
+def package_findings(nixl: str | None, ucxx: str | None) -> Iterator[Finding]:
+    if nixl is None:
+        advice = "pip install 'nixl>=1.5,<1.6', or give nodes --kv-transport ucxx"
+        yield fail("NIXL", "not installed", advice)
+    else:
+        yield ok("NIXL", nixl)
+    yield ok("UCXX", ucxx or "not installed; only --kv-transport ucxx needs it")
+
+
+def port_findings(host: str, ports: list[int]) -> Iterator[Finding]:
+    for port in ports:
+        try:
+            socket.create_server((host, port)).close()
+        except OSError:
+            advice = "a cluster may be running there: baton nodes; or choose another --port"
+            yield warn(f"port {port}", f"in use on {host}", advice)
+        else:
+            yield ok(f"port {port}", f"free on {host}")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield fail("torch", f"cannot be imported: {error}", "make, or pip install torch")
+        return
+    threads = os.environ.get("OMP_NUM_THREADS")
+    limit = f", OMP_NUM_THREADS={threads}" if threads else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    yield ok(
+        "torch",
+        f"{torch.__version__}, {build}, {torch.get_num_threads()} threads{limit}, {capability}",
+    )
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield gpu_finding(names, has_driver=NVIDIA.exists(), torch_cuda=torch.version.cuda)
+
+
+def gpu_finding(names: list[str], *, has_driver: bool, torch_cuda: str | None) -> Finding:
+    if names:
+        return ok("GPU", ", ".join(names))
+    if not has_driver:
+        return ok("GPU", "none; nodes compute on the CPU")
+    if torch_cuda is None:
+        advice = "install torch's CUDA build (README, GPUs) to use --device cuda"
+        return warn("GPU", "there is one, and torch is built for the CPU alone", advice)
+    return warn("GPU", "there is one, and torch cannot use it", "see nvidia-smi; is it visible?")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

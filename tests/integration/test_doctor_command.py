@@ -1,0 +1,117 @@
+"""`baton doctor` on this machine: real processes that pass real bytes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.doctor.findings import Status
+from baton.doctor.model import look_at_model
+from baton.doctor.wire import look_at_wire
+from tests.support.models import VARIANTS, make_model_folder
+
+MIB = 1 << 20
+
+
+def doctor(
+    *arguments: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, str]]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "doctor", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    findings = json.loads(done.stdout)["findings"]
+    return done, {finding["check"]: finding for finding in findings}
+
+
+def test_a_machine_that_runs_these_tests_has_nothing_that_fails(model_folder: Path) -> None:
+    done, findings = doctor(
+        *("--model", str(model_folder), "--transports", "nixl", "--patience-s", "60"),
+        *("--kv-cache-memory", "4MiB", "--ports", ""),
+    )
+
+    assert done.returncode == 0, findings
+    for check in ("nixl over what UCX chooses", "nixl over tcp"):
+        assert float(findings[check]["found"].split()[0]) > 0
+    assert findings["room"]["status"] == "ok"
+    assert {"CPU", "cores", "memory", "torch", "/dev/shm", "NUMA"} <= set(findings)
+
+
+def test_ucxx_passes_bytes_and_tells_the_ways_that_ucx_has() -> None:
+    findings = {one.check: one for one in look_at_wire(["ucxx"], patience_s=60)}
+
+    assert {one.status for one in findings.values()} <= {Status.OK, Status.WARN}
+    assert set(findings) == {"ucxx over what UCX chooses", "ucxx over tcp", "UCX has"}
+    assert "tcp/lo" in findings["UCX has"].found
+    assert not multiprocessing.active_children()
+
+
+def test_a_transport_that_cannot_work_is_a_failure_with_exit_code_1() -> None:
+    done, findings = doctor("--transports", "nixl", UCX_TLS="no-such-way")
+
+    assert findings["nixl"]["status"] == "fail"
+    assert "UCX_*" in findings["nixl"]["advice"]
+    assert done.returncode == 1
+
+
+def test_what_takes_longer_than_the_patience_is_ended_and_told_of() -> None:
+    [finding] = look_at_wire(["nixl"], patience_s=0.0)
+
+    assert finding.status is Status.FAIL
+    assert "took too long" in finding.found
+    assert not multiprocessing.active_children()
+
+
+def test_a_model_that_is_not_there_fails() -> None:
+    done, findings = doctor("--transports", "", "--model", "/no-such-folder")
+
+    assert findings["model"]["status"] == "fail"
+    assert done.returncode == 1
+
+
+def test_a_whole_model_folder_is_told_with_what_it_takes(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model", VARIANTS["llama"])
+
+    findings = {one.check: one for one in look_at_model(str(folder), 4 * MIB)}
+
+    assert {one.status for one in findings.values()} == {Status.OK}
+    assert findings["weights"].found.startswith("LlamaForCausalLM, ")
+    # 2 layers, K and V, 2 KV heads of 16 float32
+    assert "(512 bytes a token, 8192 tokens)" in findings["room"].found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "check", "found"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "weights", "config.json is missing"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer", "tokenizer.json"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100),
+            "weights",
+            "corrupt or cut short",
+        ),
+        (shutil.rmtree, "model", "is no folder"),
+    ],
+)
+def test_what_a_model_folder_lacks_fails_by_name(
+    tmp_path: Path, spoil: object, check: str, found: str
+) -> None:
+    folder = make_model_folder(tmp_path / "model", VARIANTS["llama"])
+    assert callable(spoil)
+    spoil(folder)
+
+    failed = [one for one in look_at_model(str(folder), MIB) if one.status is Status.FAIL]
+
+    assert check in {one.check for one in failed}
+    assert any(found in one.found for one in failed)
+    assert all(one.advice for one in failed)

@@ -1,0 +1,168 @@
+"""What the doctor makes of what it reads."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+
+from baton.doctor.findings import Finding, Status
+from baton.doctor.machine import (
+    Limits,
+    cores_finding,
+    cpu_finding,
+    files_finding,
+    locked_memory_finding,
+    memory_finding,
+    numa_finding,
+    ptrace_finding,
+    rdma_devices,
+    read_limits,
+    shm_finding,
+)
+from baton.doctor.model import room_finding
+from baton.doctor.software import gpu_finding, package_findings, port_findings
+from baton.doctor.wire import Way, broken_finding, speed_finding
+
+GIB, MIB = 1 << 30, 1 << 20
+NO_LIMITS = Limits(None, None)
+
+
+def tree(root: Path, **files: str) -> Path:
+    """Files by path, with __ for each slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "found"),
+    [
+        ("fpu avx2 avx512f amx_tile", Status.OK, "avx2, avx512f, amx_tile"),
+        ("fpu sse2", Status.WARN, "no wide vectors"),
+    ],
+)
+def test_a_cpu_is_as_good_as_its_vectors(flags: str, status: Status, found: str) -> None:
+    finding = cpu_finding(f"processor : 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n")
+
+    assert finding.status is status
+    assert finding.found == f"Some CPU; {found}"
+
+
+def test_a_cpu_of_arm_is_known_by_its_features() -> None:
+    assert cpu_finding("Features\t: fp asimd bf16\n").status is Status.OK
+
+
+def test_a_share_of_the_cores_is_told_with_the_threads_to_take() -> None:
+    finding = cores_finding(8, 8, Limits(2.5, None))
+
+    assert finding.status is Status.WARN
+    assert "--threads 2" in finding.advice
+    assert cores_finding(8, 8, Limits(8.0, None)).status is Status.OK
+    assert cores_finding(1, 8, NO_LIMITS).status is Status.WARN
+
+
+def test_the_limits_of_a_container_are_read_in_both_versions(tmp_path: Path) -> None:
+    new = tree(
+        tmp_path / "2",
+        **{"sys__fs__cgroup__cpu.max": "150000 100000\n", "sys__fs__cgroup__memory.max": "1024\n"},
+    )
+    free = tree(
+        tmp_path / "free",
+        **{"sys__fs__cgroup__cpu.max": "max 100000\n", "sys__fs__cgroup__memory.max": "max\n"},
+    )
+    old = tree(
+        tmp_path / "1",
+        **{
+            "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "50000",
+            "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000",
+            "sys__fs__cgroup__memory__memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
+
+    assert read_limits(new) == Limits(1.5, 1024)
+    assert read_limits(free) == NO_LIMITS
+    assert read_limits(old) == Limits(0.5, None)
+    assert read_limits(tmp_path / "none") == NO_LIMITS
+
+
+def test_memory_counts_what_the_container_leaves() -> None:
+    meminfo = "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n"
+
+    assert memory_finding(meminfo, NO_LIMITS) == Finding(
+        "memory", Status.OK, "8.0 GiB available of 16.0 GiB"
+    )
+    assert memory_finding(meminfo, Limits(None, GIB)).status is Status.WARN
+
+
+def test_several_memory_nodes_are_told_with_their_cores(tmp_path: Path) -> None:
+    nodes = {
+        f"sys__devices__system__node__node{n}__cpulist": f"{n * 4}-{n * 4 + 3}" for n in (0, 1)
+    }
+
+    finding = numa_finding(tree(tmp_path, **nodes))
+
+    assert finding.found == "2 memory nodes: node0 0-3, node1 4-7"
+    assert "--cpus" in finding.advice
+
+
+def test_limits_matter_where_something_needs_more(tmp_path: Path) -> None:
+    devices = rdma_devices(tree(tmp_path, sys__class__infiniband__mlx5_0=""))
+
+    assert devices == ["mlx5_0"]
+    assert locked_memory_finding(64 * 1024, devices).status is Status.WARN
+    assert locked_memory_finding(resource.RLIM_INFINITY, devices).status is Status.OK
+    assert locked_memory_finding(64 * 1024, []).status is Status.OK
+    assert shm_finding(64 * MIB, 64 * MIB).status is Status.WARN
+    assert shm_finding(2 * GIB, GIB).status is Status.OK
+    assert files_finding(256).status is Status.WARN
+    assert files_finding(resource.RLIM_INFINITY).status is Status.OK
+    assert ptrace_finding("1").status is Status.WARN
+    assert ptrace_finding("").status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("names", "has_driver", "torch_cuda", "status"),
+    [
+        (["H200"], True, "12.8", Status.OK),
+        ([], False, None, Status.OK),
+        ([], True, None, Status.WARN),
+        ([], True, "12.8", Status.WARN),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_told(
+    names: list[str], has_driver: bool, torch_cuda: str | None, status: Status
+) -> None:
+    assert gpu_finding(names, has_driver=has_driver, torch_cuda=torch_cuda).status is status
+
+
+def test_without_nixl_nodes_cannot_start_as_they_are_and_ucxx_may_be_missing() -> None:
+    assert [one.status for one in package_findings(None, None)] == [Status.FAIL, Status.OK]
+    assert [one.status for one in package_findings("1.5", "0.52")] == [Status.OK, Status.OK]
+
+
+def test_a_busy_port_is_a_warning_and_a_free_one_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        [busy] = port_findings("127.0.0.1", [port])
+    [free] = port_findings("127.0.0.1", [port])
+
+    assert (busy.status, free.status) == (Status.WARN, Status.OK)
+
+
+def test_the_default_transport_must_work_and_others_may_not() -> None:
+    assert broken_finding("nixl", "x").status is Status.FAIL
+    assert broken_finding("ucxx", "x").status is Status.WARN
+    assert speed_finding(Way("nixl", ""), 5.0).status is Status.OK
+    assert speed_finding(Way("nixl", ""), 0.01).status is Status.WARN
+
+
+def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:
+    assert room_finding(4 * GIB, GIB, 1024, 16 * GIB).status is Status.OK
+    assert room_finding(4 * GIB, GIB, 1024, 8 * GIB).status is Status.WARN
+    assert room_finding(4 * GIB, GIB, 1024, 4 * GIB).status is Status.FAIL
+    assert "1024 bytes a token, 1048576 tokens" in room_finding(1, GIB, 1024, GIB).found
