@@ -24,6 +24,8 @@ class StopWatcher:
 
     def push(self, text: str, num_tokens: int) -> str:
         """What may be told of the text so far; nothing more once a stop string was found."""
+        if not self._rule.strings:
+            return text
         self._held += text
         if num_tokens > self._rule.min_tokens:
             self._look()

@@ -6,6 +6,7 @@ in its place, whoever brings it first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from baton.stops import StopRule, StopWatcher
@@ -46,24 +47,26 @@ class Answer:
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._token_ids)
 
-    def take(self, output: Output) -> Piece | None:
-        """What is new in it, if something is."""
+    def take(self, *outputs: Output) -> Piece | None:
+        """What is new in them, if something is."""
         if self.finish is not None:
             return None
-        self._note(output)
+        for output in outputs:
+            self._note(output)
         first_index = len(self._token_ids)
         text, logprobs = self._advance()
         token_ids = tuple(self._token_ids[first_index:])
-        prompt_logprobs = self._new_prompt_logprobs(output)
+        prompt_logprobs = self._new_prompt_logprobs(outputs)
         if not (token_ids or text or prompt_logprobs):
             return None
         return Piece(first_index, token_ids, text, logprobs, prompt_logprobs)
 
     def _note(self, output: Output) -> None:
         logprobs = output.logprobs or (None,) * len(output.token_ids)
-        for place, entry in enumerate(zip(output.token_ids, logprobs, strict=True)):
-            if output.first_index + place >= len(self._token_ids):
-                self._early[output.first_index + place] = entry
+        entries = zip(output.token_ids, logprobs, strict=True)
+        for place, entry in enumerate(entries, output.first_index):
+            if place >= len(self._token_ids):
+                self._early[place] = entry
         if output.finish_reason not in (None, FinishReason.HANDED_OFF):
             num_tokens = output.first_index + len(output.token_ids)
             self._end = (num_tokens, Finish(output.finish_reason, output.stop_token_id))
@@ -94,8 +97,9 @@ class Answer:
             rest += self._stops.flush()
         return rest
 
-    def _new_prompt_logprobs(self, output: Output) -> tuple[TokenLogprobs | None, ...]:
-        if not output.prompt_logprobs or self._has_prompt_logprobs:
+    def _new_prompt_logprobs(self, outputs: Sequence[Output]) -> tuple[TokenLogprobs | None, ...]:
+        if self._has_prompt_logprobs:
             return ()
-        self._has_prompt_logprobs = True
-        return output.prompt_logprobs
+        told = next((one.prompt_logprobs for one in outputs if one.prompt_logprobs), ())
+        self._has_prompt_logprobs = bool(told)
+        return told

@@ -55,6 +55,7 @@ class Attempt:
         self._context = context
         self._clock = clock
         self._on_prefilled = on_prefilled
+        self._under_way = {Leg.DECODE} if route.prefill is None else {Leg.PREFILL, Leg.DECODE}
         self._summary: DecodeSummary | None = None
         self._dispatched_s = 0.0
         self._first_token_s: float | None = None
@@ -69,7 +70,7 @@ class Attempt:
         self._dispatched_s = self._since_received()
         async with together(self._streams(node_calls)) as events:
             while self._answer.finish is None:
-                piece = self._take(await events.get())
+                piece = self._take(await events.next())
                 if piece is not None:
                     yield piece
             yield self._ending(self._answer.finish)
@@ -94,17 +95,21 @@ class Attempt:
             case LegFailed(leg, error):
                 self._blame(leg)
                 raise error
-            case LegEnded(Leg.DECODE):
-                self._blame(Leg.DECODE)
-                raise NodeFailed(f"decode node {self._route.decode.address} ended without a word")
-            case LegEnded():
-                pass  # every write has ended; the decode leg tells the rest
+            case LegEnded(leg):
+                self._end(leg)
         return None
+
+    def _end(self, leg: Leg) -> None:
+        """Either leg may be the last: decode's words can overtake the first token."""
+        self._under_way.discard(leg)
+        if not self._under_way:
+            self._blame(Leg.DECODE)
+            raise NodeFailed(f"decode node {self._route.decode.address} ended without a word")
 
     def _take_output(self, event: LegOutput) -> Piece | None:
         if event.leg is Leg.PREFILL or self._route.prefill is None:
             self._on_prefilled()  # it has its first token
-        piece = self._answer.take(event.output)
+        piece = self._answer.take(*event.outputs)
         if piece is not None and piece.token_ids:
             self._note_time(event.leg)
         return piece

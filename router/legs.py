@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +25,7 @@ class Leg(Enum):
 @dataclass(frozen=True, slots=True)
 class LegOutput:
     leg: Leg
-    output: Output
+    outputs: tuple[Output, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,42 @@ class NodeCalls(Protocol):
     ) -> LegStream: ...
 
 
+class Events:
+    """What came of all legs, in the order it came.
+
+    Outputs that wait are taken as one: whoever falls behind catches up with fewer messages.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[LegEvent] = deque()
+        self._came = asyncio.Event()
+
+    def put(self, event: LegEvent) -> None:
+        self._waiting.append(event)
+        self._came.set()
+
+    async def next(self) -> LegEvent:
+        if not self._waiting:
+            self._came.clear()
+            await self._came.wait()
+        event = self._waiting.popleft()
+        if isinstance(event, LegOutput) and self._waiting:
+            return LegOutput(event.leg, event.outputs + tuple(self._more_of(event.leg)))
+        return event
+
+    def _more_of(self, leg: Leg) -> Iterator[Output]:
+        while self._waiting:
+            event = self._waiting[0]
+            if not isinstance(event, LegOutput) or event.leg is not leg:
+                return
+            self._waiting.popleft()
+            yield from event.outputs
+
+
 @asynccontextmanager
-async def together(
-    streams: Sequence[tuple[Leg, LegStream]],
-) -> AsyncIterator[asyncio.Queue[LegEvent]]:
-    """What comes of all legs, in the order it came. Leaving the block cancels them all."""
-    events: asyncio.Queue[LegEvent] = asyncio.Queue()
+async def together(streams: Sequence[tuple[Leg, LegStream]]) -> AsyncIterator[Events]:
+    """Listens to all legs. Leaving the block cancels them."""
+    events = Events()
     tasks = [asyncio.ensure_future(_listen(leg, stream, events)) for leg, stream in streams]
     try:
         yield events
@@ -91,12 +122,12 @@ async def together(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _listen(leg: Leg, stream: LegStream, events: asyncio.Queue[LegEvent]) -> None:
+async def _listen(leg: Leg, stream: LegStream, events: Events) -> None:
     try:
         async with aclosing(stream):
             async for event in stream:
-                events.put_nowait(event)
+                events.put(event)
     except Exception as error:  # noqa: BLE001 - whoever waits for the events raises it again
-        events.put_nowait(LegFailed(leg, error))
+        events.put(LegFailed(leg, error))
     else:
-        events.put_nowait(LegEnded(leg))
+        events.put(LegEnded(leg))

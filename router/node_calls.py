@@ -12,7 +12,7 @@ from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.errors import InvalidRequest
-from engine.request import FinishReason, Output
+from engine.request import FinishReason, Output, RequestId
 from kv_transfer.types import HandoffId, Peer
 from router.legs import Leg, LegOutput, LegStream, LegSummary
 from router.nodes import Node
@@ -83,11 +83,12 @@ class GrpcNodeCalls:
         timeout_s: float | None = None,
     ) -> LegStream:
         stub = node_pb2_grpc.PrefillServiceStub(self.channel(node.address))
+        request_id = engine_id(handoff_id)
         call = stub.Prefill(prefill_request(handoff_id, sequence), timeout=timeout_s)
         with _failures_named(node), _cancelled_at_end(call):
             async for response in call:
                 if response.HasField("output"):
-                    yield LegOutput(Leg.PREFILL, _output(response.output, handoff_id))
+                    yield LegOutput(Leg.PREFILL, (_output(response.output, request_id),))
 
     async def decode(
         self,
@@ -100,12 +101,13 @@ class GrpcNodeCalls:
     ) -> LegStream:
         stub = node_pb2_grpc.DecodeServiceStub(self.channel(node.address))
         peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
+        request_id = engine_id(handoff_id)
         call = stub.Decode(decode_request(handoff_id, sequence, peer), timeout=timeout_s)
         with _failures_named(node), _cancelled_at_end(call):
             async for response in call:
                 if response.HasField("summary"):
                     yield LegSummary(_summary(response.summary))
-                yield LegOutput(Leg.DECODE, _output(response.output, handoff_id))
+                yield LegOutput(Leg.DECODE, (_output(response.output, request_id),))
 
     async def connect(self, decode: Node, prefill: Node) -> None:
         """Raises NodeFailed."""
@@ -140,8 +142,8 @@ def _failures_named(node: Node) -> Iterator[None]:
         raise NodeFailed(f"{who}: {remote.code.name}: {remote.message}") from error
 
 
-def _output(message: node_pb2.TokenOutput, handoff_id: HandoffId) -> Output:
-    output = output_from(message, engine_id(handoff_id))
+def _output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
+    output = output_from(message, request_id)
     if output.finish_reason is FinishReason.ERROR:
         raise GenerationFailed(output.error or "the engine gave no reason")
     if output.finish_reason is FinishReason.ABORT:

@@ -97,7 +97,7 @@ def logprobs_to(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
 def prompt_logprobs_from(
     messages: Iterable[sampling_pb2.PromptLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    return tuple(logprobs_from(one.token) if one.HasField("token") else None for one in messages)
+    return tuple([logprobs_from(one.token) if one.HasField("token") else None for one in messages])
 
 
 def prompt_logprobs_to(
@@ -114,7 +114,7 @@ def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
         request_id=request_id,
         first_index=message.first_index,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(logprobs_from(one) for one in message.logprobs),
+        logprobs=tuple(map(logprobs_from, message.logprobs)),
         prompt_logprobs=prompt_logprobs_from(message.prompt_logprobs),
         finish_reason=FINISH_FROM_MESSAGE[message.finish_reason],
         stop_token_id=present(message, "stop_token_id", message.stop_token_id),

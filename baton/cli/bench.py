@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.bench_router import router
 from baton.cli.options import JsonFile
 from baton.cli.show import show_table
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 
 bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
+bench.command()(router)
 
 
 @bench.command()

@@ -32,14 +32,16 @@ def an_output(start: int, end: int) -> Output:
     return Output(RequestId("r"), start, TOKENS[start:end], finish_reason=reason)
 
 
-@given(told_of())
-def test_tokens_come_once_and_in_order_whoever_tells_them_first(outputs: list[Output]) -> None:
+@given(told_of(), st.integers(1, 4))
+def test_tokens_come_once_and_in_order_whoever_tells_them_first(
+    outputs: list[Output], num_at_once: int
+) -> None:
     answer = Answer()
     taken: list[int] = []
 
-    for output in outputs:
+    for start in range(0, len(outputs), num_at_once):
         assert (answer.finish is None) == (len(taken) < len(TOKENS))
-        piece = answer.take(output)
+        piece = answer.take(*outputs[start : start + num_at_once])
         if piece is not None:
             assert piece.first_index == len(taken)
             taken += piece.token_ids

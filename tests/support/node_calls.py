@@ -73,6 +73,8 @@ class FakeNodeCalls:
     prefill_faults: list[Exception] = field(default_factory=list)
     decode_breaks_after: list[int] = field(default_factory=list)  # so many tokens
     is_endless: bool = False  # decode never finishes
+    is_prefill_late: bool = False  # its token comes when decode has told all
+    decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Asked] = field(default_factory=list)
     left: list[Leg] = field(default_factory=list)  # streams closed before their end
 
@@ -88,10 +90,12 @@ class FakeNodeCalls:
         self.asked.append(asked)
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
+        if self.is_prefill_late:
+            await self.decode_told_all.wait()
         first = len(sequence.prior_output_token_ids)
         token_id = token_at(sequence, first)
         output = _output(handoff_id, first, token_id, FinishReason.HANDED_OFF)
-        yield LegOutput(Leg.PREFILL, output)
+        yield LegOutput(Leg.PREFILL, (output,))
 
     async def decode(
         self,
@@ -109,6 +113,7 @@ class FakeNodeCalls:
         try:
             async for event in self._decoded(handoff_id, sequence, breaks_after):
                 yield event
+            self.decode_told_all.set()
             if self.is_endless:
                 await asyncio.Event().wait()
         except (asyncio.CancelledError, GeneratorExit):
@@ -119,14 +124,16 @@ class FakeNodeCalls:
         self, handoff_id: HandoffId, sequence: Sequence, breaks_after: int | None
     ) -> AsyncGenerator[LegEvent, None]:
         first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
+        first += self.is_prefill_late
         for count, index in enumerate(range(first, last)):
             if count == breaks_after:
                 raise NodeFailed("the decode node went away")
             is_last = index == last - 1 and not self.is_endless
             reason = FinishReason.LENGTH if is_last else None
             output = _output(handoff_id, index, token_at(sequence, index), reason)
-            yield LegSummary(DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl"))
-            yield LegOutput(Leg.DECODE, output)
+            if count == 0:
+                yield LegSummary(DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl"))
+            yield LegOutput(Leg.DECODE, (output,))
 
 
 def _output(

@@ -149,6 +149,32 @@ def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
     assert [asked.leg for asked in nodes.asked].count(Leg.PREFILL) == 1
 
 
+def test_a_first_token_that_comes_after_all_others_is_waited_for() -> None:
+    nodes = FakeNodeCalls(is_prefill_late=True)
+
+    token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
+
+    assert token_ids == expected_tokens(nodes)
+    assert ending.served.attempts == 1
+
+
+def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_none_along() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[4])
+
+    async def pieces() -> list[Piece]:
+        call = a_call(max_tokens=8)
+        parts = [part async for part in a_pipeline(nodes).generate(call, RequestContext(0.0))]
+        return [part for part in parts if isinstance(part, Piece)]
+
+    told = asyncio.run(pieces())
+
+    token_ids = [token_id for piece in told for token_id in piece.token_ids]
+    assert token_ids == expected_tokens(nodes, 8)
+    assert len(told) < 8
+    again = [asked for asked in nodes.asked if asked.handoff_id.attempt == 2]
+    assert again[-1].sequence.prior_output_token_ids == tuple(token_ids[:4])
+
+
 def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> None:
     nodes = FakeNodeCalls(prefill_faults=[InvalidRequest("too long")], is_endless=True)
 

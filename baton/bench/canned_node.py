@@ -1,0 +1,164 @@
+"""A node that computes nothing: real servers and messages, an answer known beforehand.
+
+What is measured in front of it is the cost of whoever asks. Like an engine, it gives all its
+streams a token at each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import node_pb2, node_pb2_grpc, sampling_pb2
+from engine.hashing import PrefixNaming
+from kv_transfer.messages import Fingerprint
+from kv_transfer.types import Incarnation, NodeId
+from serving.node import NodeCard, NodeLoad, NodeRole, card_to, news_to
+from serving.parent import end_with_parent
+from serving.prefixes import PrefixChanges
+from serving.server import Service, announce, serving, stop_signal
+from serving.streamed import streamed
+
+Context = aio.ServicerContext[Any, Any]
+
+# As ids of the model in the box they are words of Python, spaces and punctuation.
+ANSWER = tuple(range(300, 700))
+UNFINISHED = sampling_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class Steps:
+    """The beat at which every stream gets its next token."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._step = asyncio.Event()
+
+    async def next(self) -> None:
+        if self._interval_s:
+            await self._step.wait()
+
+    async def go_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        for number in itertools.count(1):
+            await asyncio.sleep(began_s + number * self._interval_s - loop.time())
+            self._step.set()
+            self._step = asyncio.Event()
+
+
+class CannedPrefill(node_pb2_grpc.PrefillServiceServicer):
+    @streamed
+    async def Prefill(  # noqa: N802
+        self, request: node_pb2.PrefillRequest, context: Context
+    ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
+        index = len(request.sequence.prior_output_token_ids)
+        yield node_pb2.PrefillResponse(output=_token(index, sampling_pb2.FINISH_REASON_HANDED_OFF))
+        yield node_pb2.PrefillResponse(sent=node_pb2.KvSent())
+
+
+class CannedDecode(node_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    @streamed
+    async def Decode(  # noqa: N802
+        self, request: node_pb2.DecodeRequest, context: Context
+    ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
+        sequence = request.sequence
+        first = len(sequence.prior_output_token_ids) + request.HasField("prefill")
+        last = sequence.sampling.max_tokens - 1
+        for index in range(first, last + 1):
+            await self._steps.next()
+            is_last = index == last
+            reason = sampling_pb2.FINISH_REASON_LENGTH if is_last else UNFINISHED
+            summary = node_pb2.DecodeSummary() if index in (first, last) else None
+            yield node_pb2.DecodeResponse(output=_token(index, reason), summary=summary)
+
+
+class CannedState(node_pb2_grpc.NodeServiceServicer):
+    def __init__(self, card: NodeCard) -> None:
+        self._card = card
+
+    async def GetNode(  # noqa: N802
+        self, request: node_pb2.GetNodeRequest, context: Context
+    ) -> node_pb2.GetNodeResponse:
+        return card_to(self._card)
+
+    @streamed
+    async def Watch(  # noqa: N802
+        self, request: node_pb2.WatchRequest, context: Context
+    ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
+        yield news_to(NodeLoad(), PrefixChanges(1, True, frozenset()))
+        await asyncio.Event().wait()
+
+    async def Drain(  # noqa: N802
+        self, request: node_pb2.DrainRequest, context: Context
+    ) -> node_pb2.DrainResponse:
+        return node_pb2.DrainResponse()
+
+
+def _token(index: int, reason: sampling_pb2.FinishReason.ValueType) -> node_pb2.TokenOutput:
+    return node_pb2.TokenOutput(
+        first_index=index, token_ids=[ANSWER[index % len(ANSWER)]], finish_reason=reason
+    )
+
+
+def canned_card(role: NodeRole) -> NodeCard:
+    return NodeCard(
+        node_id=NodeId(f"canned-{role.value}"),
+        incarnation=Incarnation("1"),
+        role=role,
+        fingerprint=Fingerprint("canned", "", "", 16, 1, 1, 1),
+        model="canned",
+        max_model_len=2**20,
+        vocab_size=2**15,
+        num_blocks=2**16,
+        block_bytes=1,
+        kv_transport="none",
+        prefix_naming=PrefixNaming(16, "canned"),
+    )
+
+
+async def serve(role: NodeRole, interval_s: float) -> None:
+    steps, prefill, state = Steps(interval_s), CannedPrefill(), CannedState(canned_card(role))
+    decode = CannedDecode(steps)
+    services = (
+        Service(
+            "baton.v1.PrefillService",
+            lambda server: node_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server),
+        ),
+        Service(
+            "baton.v1.DecodeService",
+            lambda server: node_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server),
+        ),
+        Service(
+            "baton.v1.NodeService",
+            lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(state, server),
+        ),
+    )
+    async with serving("127.0.0.1", 0, services) as server, stop_signal() as told:
+        stepping = asyncio.ensure_future(steps.go_on()) if interval_s else None
+        await server.health.set_ready(True)
+        announce(role.value, server.address)
+        await told.wait()
+        if stepping is not None:
+            stepping.cancel()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", type=NodeRole, required=True)
+    parser.add_argument("--interval-ms", type=float, default=0.0)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    given = parser.parse_args(arguments)
+    end_with_parent(given.parent_pid)
+    asyncio.run(serve(given.role, given.interval_ms / 1e3))
+
+
+if __name__ == "__main__":
+    main()

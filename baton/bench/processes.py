@@ -1,0 +1,60 @@
+"""Processes that a measurement starts, and what they cost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.cluster import ClusterFailed
+from serving.server import parse_announcement
+
+CPUCLOCK_SCHED = 2
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    address: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """CPU time of all its threads so far, those that ended included."""
+        return time.clock_gettime((~self.pid << 3) | CPUCLOCK_SCHED)
+
+
+@contextmanager
+def server(module: str, *arguments: str) -> Iterator[Server]:
+    """A process that announces where it serves, from here to the end of the block."""
+    command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
+    # Its own session: Ctrl-C is for this process, which ends the others in order.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Server(_announced(process, command), process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _announced(process: subprocess.Popen[str], command: Sequence[str]) -> str:
+    for line in process.stdout or ():
+        announced = parse_announcement(line)
+        if announced is not None:
+            return announced[1]
+    raise ClusterFailed(f"{' '.join(command)} ended with code {process.wait()} at start")

@@ -1,0 +1,221 @@
+"""What the router costs: its own CPU time per token and per request, and the time it adds.
+
+The nodes answer at once and compute nothing, over real gRPC. CPU time is that of the router's
+process alone, as the kernel counts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from grpc import aio
+
+from baton.bench.canned_node import canned_card
+from baton.bench.processes import Server, server
+from baton.cluster import await_serving
+from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2_grpc, sampling_pb2
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId, Peer
+from serving.channel import open_channel
+from serving.node import NodeRole
+from serving.translate_sequence import Sequence as TokenSequence
+from serving.translate_sequence import decode_request, prefill_request
+
+# Long enough to tell the cost of a request from that of its tokens.
+SHORT_ANSWER = 2
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBench:
+    """What to measure."""
+
+    model: str = "models/demo"  # whose tokenizer the router uses
+    num_streams: int = 64
+    answer_tokens: int = 128
+    prompt_tokens: int = 512
+    interval_ms: float = 20.0  # from token to token in each stream; 0: as fast as they go
+    num_first_tokens: int = 30  # requests of a round, one after the other, for the added time
+    num_rounds: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round's figures."""
+
+    cpu_us_per_token: float
+    cpu_us_per_request: float
+    tokens_per_s: float
+    direct_ttft_ms: float
+    router_ttft_ms: float
+
+    @property
+    def added_ttft_ms(self) -> float:
+        return self.router_ttft_ms - self.direct_ttft_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The median over the rounds, and how far they lie apart."""
+
+    name: str
+    median: float
+    least: float
+    most: float
+
+
+FIGURES = (
+    "cpu_us_per_token",
+    "cpu_us_per_request",
+    "tokens_per_s",
+    "direct_ttft_ms",
+    "router_ttft_ms",
+    "added_ttft_ms",
+)
+
+
+def run(what: RouterBench, on_round: Callable[[Round], None]) -> list[Figure]:
+    """`on_round` hears of each round as it ends."""
+    canned = "baton.bench.canned_node", "--interval-ms", str(what.interval_ms), "--role"
+    with (
+        server(*canned, "prefill") as prefill,
+        server(*canned, "decode") as decode,
+        server(*_router_command(what, prefill, decode)) as router,
+    ):
+        await_serving(router.address, START_TIMEOUT_S)
+        rounds = asyncio.run(_rounds(what, Cluster(router, prefill, decode), on_round))
+    return [_figure(name, [getattr(one, name) for one in rounds]) for name in FIGURES]
+
+
+def _router_command(what: RouterBench, prefill: Server, decode: Server) -> list[str]:
+    text = ["--model", what.model] if what.model else []
+    nodes = ["--prefill-nodes", prefill.address, "--decode-nodes", decode.address]
+    return ["baton", "serve", "router", "--port", "0", *text, *nodes]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    router: Server
+    prefill: Server
+    decode: Server
+
+
+async def _rounds(
+    what: RouterBench, cluster: Cluster, on_round: Callable[[Round], None]
+) -> list[Round]:
+    async with Meter(what, cluster) as meter:
+        await meter.round()  # connections are made, code is warm
+        rounds = []
+        for _ in range(what.num_rounds):
+            rounds.append(await meter.round())
+            on_round(rounds[-1])
+    return rounds
+
+
+class Meter:
+    """Asks router and nodes by turns, so that what else the machine does meets both."""
+
+    def __init__(self, what: RouterBench, cluster: Cluster) -> None:
+        self._what = what
+        self._cluster = cluster
+        self._numbers = itertools.count()
+        self._lifetime = AsyncExitStack()
+
+    async def __aenter__(self) -> Meter:
+        cluster, channel = self._cluster, self._channel
+        self._router = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.router))
+        self._prefill = node_pb2_grpc.PrefillServiceStub(await channel(cluster.prefill))
+        self._decode = node_pb2_grpc.DecodeServiceStub(await channel(cluster.decode))
+        return self
+
+    async def _channel(self, to: Server) -> aio.Channel:
+        return await self._lifetime.enter_async_context(open_channel(to.address))
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._lifetime.aclose()
+
+    async def round(self) -> Round:
+        what = self._what
+        direct, routed = [], []
+        for _ in range(what.num_first_tokens):
+            direct.append(await self._direct_ttft_s())
+            routed.append(await self._ttft_s())
+        request_s, _ = await self._cost_s(SHORT_ANSWER)
+        whole_s, elapsed_s = await self._cost_s(what.answer_tokens)
+        num_tokens = what.num_streams * (what.answer_tokens - SHORT_ANSWER)
+        token_s = (whole_s - request_s) / num_tokens
+        per_request_s = request_s / what.num_streams - SHORT_ANSWER * token_s
+        return Round(
+            cpu_us_per_token=token_s * 1e6,
+            cpu_us_per_request=per_request_s * 1e6,
+            tokens_per_s=what.num_streams * what.answer_tokens / elapsed_s,
+            direct_ttft_ms=statistics.median(direct) * 1e3,
+            router_ttft_ms=statistics.median(routed) * 1e3,
+        )
+
+    async def _cost_s(self, answer_tokens: int) -> tuple[float, float]:
+        """The router's CPU time for all streams at once, and how long they took."""
+        before_s, began_s = self._cluster.router.cpu_s(), perf_counter()
+        streams = (self._stream(answer_tokens) for _ in range(self._what.num_streams))
+        await asyncio.gather(*streams)
+        return self._cluster.router.cpu_s() - before_s, perf_counter() - began_s
+
+    async def _stream(self, answer_tokens: int) -> None:
+        num_tokens = 0
+        async for response in self._router.Generate(self._request(answer_tokens)):
+            num_tokens += len(response.token_ids)
+        if num_tokens != answer_tokens:
+            raise RuntimeError(f"{num_tokens} tokens came instead of {answer_tokens}")
+
+    async def _ttft_s(self) -> float:
+        request, began_s = self._request(SHORT_ANSWER), perf_counter()
+        call = self._router.Generate(request)
+        await call.read()
+        took_s = perf_counter() - began_s
+        await _to_its_end(call)
+        return took_s
+
+    async def _direct_ttft_s(self) -> float:
+        """The same two calls that the router makes, and the same wait for both to end."""
+        sequence = TokenSequence(self._prompt(), _sampling(SHORT_ANSWER), seed=0)
+        handoff_id = HandoffId(f"direct-{next(self._numbers)}", 1)
+        peer = Peer(canned_card(NodeRole.PREFILL).node_id, self._cluster.prefill.address)
+        began_s = perf_counter()
+        prefill = self._prefill.Prefill(prefill_request(handoff_id, sequence))
+        decode = self._decode.Decode(decode_request(handoff_id, sequence, peer))
+        await prefill.read()
+        took_s = perf_counter() - began_s
+        await _to_its_end(prefill)
+        await _to_its_end(decode)
+        return took_s
+
+    def _request(self, answer_tokens: int) -> inference_pb2.GenerateRequest:
+        return inference_pb2.GenerateRequest(
+            token_ids=sampling_pb2.TokenIds(ids=self._prompt()),
+            sampling=sampling_pb2.SamplingParams(max_tokens=answer_tokens, ignore_eos=True),
+        )
+
+    def _prompt(self) -> tuple[int, ...]:
+        """No two alike, so that none is remembered."""
+        number = next(self._numbers)
+        return tuple((number + place * place) % 8192 for place in range(self._what.prompt_tokens))
+
+
+async def _to_its_end(call: aio.UnaryStreamCall[Any, Any]) -> None:
+    while await call.read() is not aio.EOF:
+        pass
+
+
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def _figure(name: str, values: Sequence[float]) -> Figure:
+    return Figure(name, statistics.median(values), min(values), max(values))

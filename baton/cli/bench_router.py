@@ -1,0 +1,52 @@
+"""`baton bench router`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.cli.options import JsonFile
+from baton.cli.show import show_table
+
+
+def router(
+    model: Annotated[
+        str, typer.Option(help="Whose tokenizer the router uses; empty for none.")
+    ] = "models/demo",
+    streams: Annotated[int, typer.Option(min=1, help="Answers at the same time.")] = 64,
+    answer: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 128,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    interval_ms: Annotated[
+        float, typer.Option(min=0, help="From token to token of a stream; 0: at once.")
+    ] = 20.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians of so many are shown.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """What the router costs: its CPU time per token and request, and the time it adds.
+
+    The nodes behind it compute nothing. Their calls, messages and sockets are real.
+    """
+    from baton.bench.router import Round, RouterBench, run
+
+    what = RouterBench(
+        model=model,
+        num_streams=streams,
+        answer_tokens=answer,
+        prompt_tokens=prompt,
+        interval_ms=interval_ms,
+        num_rounds=rounds,
+    )
+    with Console(stderr=True).status("starting") as status:
+
+        def on_round(one: Round) -> None:
+            status.update(f"{one.cpu_us_per_token:.0f} µs per token")
+
+        figures = [asdict(figure) for figure in run(what, on_round)]
+    show_table(f"{streams} streams, medians of {rounds} rounds", figures)
+    if json_file is not None:
+        told = json.dumps({"what": asdict(what), "figures": figures}, indent=2)
+        json_file.write_text(told + "\n", encoding="utf-8")

@@ -1,0 +1,55 @@
+"""`baton bench router` on a small scale: real processes, and figures that belong together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.bench.processes import server
+from baton.bench.router import Round, RouterBench, run
+from baton.v1 import node_pb2, node_pb2_grpc
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId, NodeId, Peer
+from serving.channel import open_channel
+from serving.translate_sequence import Sequence, decode_request
+
+SMALL = RouterBench(
+    model="",
+    num_streams=4,
+    answer_tokens=12,
+    prompt_tokens=32,
+    interval_ms=1.0,
+    num_first_tokens=2,
+    num_rounds=2,
+)
+
+
+def test_every_round_has_costs_and_the_router_comes_later_than_the_nodes() -> None:
+    rounds: list[Round] = []
+
+    figures = {figure.name: figure for figure in run(SMALL, rounds.append)}
+
+    assert len(rounds) == SMALL.num_rounds
+    assert figures["cpu_us_per_request"].median > 0
+    assert figures["router_ttft_ms"].least > 0
+    assert 0 < figures["tokens_per_s"].median < 4 * 1000
+
+
+@pytest.mark.parametrize(("peer", "first"), [(None, 0), (Peer(NodeId("p"), "p:1"), 1)])
+def test_a_canned_node_gives_as_many_tokens_as_were_asked_for(
+    peer: Peer | None, first: int
+) -> None:
+    with server("baton.bench.canned_node", "--role", "decode") as node:
+        told = asyncio.run(_answer_of(node.address, peer))
+
+    assert [one.output.first_index for one in told] == list(range(first, 6))
+    assert told[-1].output.finish_reason
+    assert told[0].HasField("summary")
+
+
+async def _answer_of(address: str, peer: Peer | None) -> list[node_pb2.DecodeResponse]:
+    sequence = Sequence((1, 2), SamplingParams(max_tokens=6), seed=0)
+    async with open_channel(address) as channel:
+        stub = node_pb2_grpc.DecodeServiceStub(channel)
+        return [one async for one in stub.Decode(decode_request(HandoffId("a", 1), sequence, peer))]
