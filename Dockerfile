@@ -15,6 +15,8 @@ ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
+# For the native kernels; it stays behind with this stage.
+RUN command -v c++ || (apt-get update && apt-get install -y --no-install-recommends g++)
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # pip stays in /pip; what it installs goes to /opt/baton, which is all that is taken over.
 RUN python3 -m venv /pip && python3 -m venv --without-pip /opt/baton
@@ -34,6 +36,9 @@ RUN python3 deploy/image/requirements.py project.dependencies > /tmp/run.txt \
 COPY . .
 RUN /pip/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /tmp/wheel . \
     && ${PIP} install --no-deps /tmp/wheel/*.whl
+# For each kind of processor, since the one that builds is not the one that serves.
+RUN XDG_CACHE_HOME=/tmp /opt/baton/bin/python deploy/image/kernels.py \
+    && mv /tmp/baton/kernels /opt/baton/kernels
 
 FROM ${PYTHON_IMAGE}
 # The NIXL wheel brings its own UCX, but not OpenSSL. Most Python images have it.
@@ -49,6 +54,7 @@ COPY --from=build /opt/baton /opt/baton
 COPY models/demo /models/demo
 # PASSIVE: an idle thread of torch sleeps. Spinning would take the cores of the other containers.
 ENV PATH=/opt/baton/bin:$PATH \
+    BATON_KERNELS=/opt/baton/kernels \
     OMP_WAIT_POLICY=PASSIVE \
     PYTHONUNBUFFERED=1
 USER 10001:10001

@@ -12,7 +12,7 @@ import pytest
 from baton.client import Answer, Client, Generation
 from baton.retries import Retries
 from engine.sampling import SamplingParams
-from tests.containers.compose import ContainerCluster, compose, run
+from tests.containers.compose import ContainerCluster, compose, log_of, run
 
 pytestmark = pytest.mark.containers
 
@@ -94,6 +94,12 @@ def test_kv_goes_from_container_to_container(cluster: ContainerCluster) -> None:
     assert [one.prompt_tokens_computed_on_decode for one in served] == [0] * NUM_PROMPTS
     assert kv_bytes > 0
     assert cluster.received_bytes("decode") - before > kv_bytes
+
+
+def test_the_image_has_kernels_for_this_processor(cluster: ContainerCluster) -> None:
+    logs = [log_of(one) for one in cluster.containers("prefill", "decode")]
+
+    assert all("serves" in log and "plain torch" not in log for log in logs), logs
 
 
 def test_a_prefill_container_that_is_killed_costs_no_request(cluster: ContainerCluster) -> None:

@@ -1,0 +1,17 @@
+"""Builds the native kernels for every kind of processor that this machine's compiler knows."""
+
+from __future__ import annotations
+
+from engine.runner.kernels.build import VARIANTS, KernelsMissing, library
+
+
+def main() -> None:
+    for variant in VARIANTS:
+        try:
+            print("built", library(variant))
+        except KernelsMissing as error:
+            print("left out", variant.name, error)
+
+
+if __name__ == "__main__":
+    main()
