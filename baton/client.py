@@ -134,7 +134,9 @@ class Client:
         tries = self._access.tries(timeout_s)
         while True:
             call = self._stub.Generate(
-                request, timeout=tries.remaining_s, metadata=self._access.metadata
+                request,
+                timeout=tries.remaining_s,
+                metadata=(*self._access.metadata, *generation.metadata),
             )
             try:
                 for response in call:
@@ -226,7 +228,9 @@ class AsyncClient:
         tries = self._access.tries(timeout_s)
         while True:
             call = self._stub.Generate(
-                request, timeout=tries.remaining_s, metadata=self._access.metadata
+                request,
+                timeout=tries.remaining_s,
+                metadata=(*self._access.metadata, *generation.metadata),
             )
             try:
                 async for response in call:

@@ -16,6 +16,7 @@ from serving.translate import (
     sampling_defaults_from,
     sampling_to,
 )
+from telemetry.names import TRACEPARENT
 
 Message = Mapping[str, str]  # role and content
 # Text, a chat, or token ids.
@@ -56,6 +57,11 @@ class Generation:
     model: str = ""
     priority: int = 0
     cache_salt: str = ""
+    traceparent: str = ""  # of the caller's own trace (W3C), for the request to be part of it
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((TRACEPARENT, self.traceparent),) if self.traceparent else ()
 
 
 AS_THE_MODEL_LIKES = Generation()
@@ -75,6 +81,7 @@ class Served:
     prompt_tokens_computed_on_decode: int
     prompt_tokens_cached_on_decode: int
     attempts: int
+    trace_id: str = ""  # empty: not traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,4 +244,5 @@ def _served(message: inference_pb2.Served) -> Served:
         prompt_tokens_computed_on_decode=message.prompt_tokens_computed_on_decode,
         prompt_tokens_cached_on_decode=message.prompt_tokens_cached_on_decode,
         attempts=message.attempts,
+        trace_id=message.trace_id,
     )

@@ -12,6 +12,7 @@ from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.runner.load import load_runner
 from engine.runner.runner import TorchRunner
+from kv_transfer.pairs import Identity
 from serving.drain import until_drained
 from serving.engine_calls import EngineCalls
 from serving.kv_link import GrpcLinks
@@ -27,25 +28,37 @@ from serving.node_parts import (
     log_start,
     make_kv_worker,
     pin,
+    trace_node,
 )
 from serving.node_state import NodeState
 from serving.server import Service, serving
 from serving.servicer import NodeServicer
+from telemetry.resource import Process
+from telemetry.tracer import Tracer, tracing
 
 
 def main(options: NodeOptions) -> None:
     """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
     pin(options.cpus)
     with load_runner(options.runner) as runner:
-        asyncio.run(serve(options, runner))
+        identity = identify(options, NodeRole.DECODE, runner)
+        process = Process(NodeRole.DECODE.value, identity.node_id, identity.incarnation)
+        with tracing(options.telemetry, process) as tracer:
+            asyncio.run(serve(options, runner, identity, tracer))
 
 
-async def serve(options: NodeOptions, runner: TorchRunner) -> None:
-    identity = identify(options, NodeRole.DECODE, runner)
+async def serve(
+    options: NodeOptions, runner: TorchRunner, identity: Identity, tracer: Tracer
+) -> None:
+    traced = trace_node(options, NodeRole.DECODE, identity, tracer)
     links, ledger = GrpcLinks(options.tls), Ledger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links)
     scheduler = build_scheduler(runner, engine_options(options))
-    core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
+    core = EngineCore(
+        scheduler,
+        LedgerRunner(traced.runner(runner), ledger),
+        LedgerKvWorker(traced.kv_worker(worker), ledger),
+    )
     engine = EngineLoop(core, name=identity.node_id)
     runner.hook = BetweenLayers(worker.layer_done, engine.beat)
     links.attach(worker, engine.post)
@@ -58,7 +71,8 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     def connect(address: str) -> None:
         engine.post(lambda: worker.connect(address, time.monotonic()))
 
-    decode, node = DecodeServicer(state, ledger, connect), NodeServicer(state)
+    decode = DecodeServicer(state, ledger, connect, traced)
+    node = NodeServicer(state)
     services = (
         Service(
             "baton.v1.DecodeService",

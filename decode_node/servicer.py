@@ -13,17 +13,25 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from serving.engine_calls import CLIENT_ID
 from serving.ledger import Entry, Ledger
 from serving.node_state import NodeState
+from serving.node_tracing import NO_TRACING, NodeTracing
 from serving.status import named_errors
 from serving.streamed import streamed
-from serving.translate import output_to
+from serving.translate import handoff_from, output_to
 from serving.translate_sequence import decode_spec
 
 
 class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, state: NodeState, ledger: Ledger, connect: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        state: NodeState,
+        ledger: Ledger,
+        connect: Callable[[str], None],
+        tracing: NodeTracing = NO_TRACING,
+    ) -> None:
         self._state = state
         self._ledger = ledger
         self._connect = connect
+        self._tracing = tracing
 
     @streamed
     async def Decode(
@@ -32,10 +40,16 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         async with named_errors(context, node_id=self._state.card.node_id):
             spec = decode_spec(request, CLIENT_ID, time.monotonic())
             is_first = True
-            with self._state.call(), self._ledger.account(spec.request_id) as entry:
+            with (
+                self._tracing.call(context, handoff_from(request.handoff_id), spec) as trace,
+                self._state.call(),
+                self._ledger.account(spec.request_id) as entry,
+            ):
                 async with aclosing(self._state.calls.outputs(spec)) as outputs:
                     async for output in outputs:
                         is_told = is_first or output.finish_reason is not None
+                        if is_told:
+                            trace.gave(output)
                         summary = self._summary(entry) if is_told else None
                         yield node_pb2.DecodeResponse(output=output_to(output), summary=summary)
                         is_first = False

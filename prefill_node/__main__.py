@@ -10,6 +10,7 @@ from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.runner.load import load_runner
 from engine.runner.runner import TorchRunner
+from kv_transfer.pairs import Identity
 from prefill_node.sends import Sends
 from prefill_node.servicer import PrefillServicer
 from serving.drain import until_drained
@@ -27,25 +28,37 @@ from serving.node_parts import (
     log_start,
     make_kv_worker,
     pin,
+    trace_node,
 )
 from serving.node_state import NodeState
 from serving.server import Service, serving
 from serving.servicer import KvLinkServicer, NodeServicer
+from telemetry.resource import Process
+from telemetry.tracer import Tracer, tracing
 
 
 def main(options: NodeOptions) -> None:
     """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
     pin(options.cpus)
     with load_runner(options.runner) as runner:
-        asyncio.run(serve(options, runner))
+        identity = identify(options, NodeRole.PREFILL, runner)
+        process = Process(NodeRole.PREFILL.value, identity.node_id, identity.incarnation)
+        with tracing(options.telemetry, process) as tracer:
+            asyncio.run(serve(options, runner, identity, tracer))
 
 
-async def serve(options: NodeOptions, runner: TorchRunner) -> None:
-    identity = identify(options, NodeRole.PREFILL, runner)
+async def serve(
+    options: NodeOptions, runner: TorchRunner, identity: Identity, tracer: Tracer
+) -> None:
+    traced = trace_node(options, NodeRole.PREFILL, identity, tracer)
     links, ledger = GrpcLinks(options.tls), Ledger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links)
     scheduler = build_scheduler(runner, engine_options(options))
-    core = EngineCore(scheduler, LedgerRunner(runner, ledger), LedgerKvWorker(worker, ledger))
+    core = EngineCore(
+        scheduler,
+        LedgerRunner(traced.runner(runner), ledger),
+        LedgerKvWorker(traced.kv_worker(worker), ledger),
+    )
     engine = EngineLoop(core, name=identity.node_id)
     runner.hook = BetweenLayers(worker.layer_done, engine.beat)
     links.attach(worker, engine.post)
@@ -60,7 +73,11 @@ async def serve(options: NodeOptions, runner: TorchRunner) -> None:
     card = card_of(options, NodeRole.PREFILL, identity, runner, scheduler)
     log_start(card, runner)
     state = NodeState(card, calls, news_reader(engine, scheduler))
-    prefill, node, link = PrefillServicer(state, sends), NodeServicer(state), KvLinkServicer(links)
+    prefill, node, link = (
+        PrefillServicer(state, sends, traced),
+        NodeServicer(state),
+        KvLinkServicer(links),
+    )
     services = (
         Service(
             "baton.v1.PrefillService",

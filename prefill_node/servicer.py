@@ -14,6 +14,7 @@ from engine.request import FinishReason
 from prefill_node.sends import Sends
 from serving.engine_calls import CLIENT_ID
 from serving.node_state import NodeState
+from serving.node_tracing import NO_TRACING, NodeTracing
 from serving.status import named_errors
 from serving.streamed import streamed
 from serving.translate import handoff_from, output_to
@@ -23,9 +24,10 @@ HAS_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENG
 
 
 class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, state: NodeState, sends: Sends) -> None:
+    def __init__(self, state: NodeState, sends: Sends, tracing: NodeTracing = NO_TRACING) -> None:
         self._state = state
         self._sends = sends
+        self._tracing = tracing
 
     @streamed
     async def Prefill(
@@ -35,11 +37,16 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         async with named_errors(context, node_id=self._state.card.node_id):
             spec = prefill_spec(request, CLIENT_ID, time.monotonic())
             handoff_id = handoff_from(request.handoff_id)
-            with self._state.call(), self._sends.awaited(handoff_id) as sent:
+            with (
+                self._tracing.call(context, handoff_id, spec) as trace,
+                self._state.call(),
+                self._sends.awaited(handoff_id) as sent,
+            ):
                 reason = None
                 async with aclosing(self._state.calls.outputs(spec)) as outputs:
                     async for output in outputs:
                         reason = output.finish_reason
+                        trace.gave(output)
                         yield node_pb2.PrefillResponse(output=output_to(output))
                 if reason in HAS_FIRST_TOKEN:
                     await sent.wait()

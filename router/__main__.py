@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,12 +25,18 @@ from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Routing
 from router.servicer import InferenceServicer
 from router.text import ModelText, TextBoundary, TokenIdsOnly
+from router.tracing import Tracing
 from router.watching import Discovery, watching
 from serving.node import NodeRole
 from serving.server import Running, Service, announce, serving, stop_signal
 from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
 from serving.token_gate import TokenGate
+from telemetry.options import TelemetryOptions
+from telemetry.resource import Process
+from telemetry.tracer import NO_TRACER, Tracer, tracing
+
+ID_BYTES = 4
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +54,7 @@ class RouterOptions:
     line: LineConfig = field(default_factory=LineConfig)
     tls: TlsConfig = PLAIN
     tokens: AcceptedTokens | None = None  # None: whoever can connect is a client
+    telemetry: TelemetryOptions = TelemetryOptions()
 
     def __post_init__(self) -> None:
         if not self.decode_nodes:
@@ -68,10 +77,12 @@ def main(options: RouterOptions) -> None:
     text: TextBoundary = TokenIdsOnly()
     if options.model:
         text = ModelText(Tokenizer.from_folder(resolve_model_folder(options.model)))
-    asyncio.run(serve(options, text))
+    process = Process("router", f"router-{os.getpid()}", secrets.token_hex(ID_BYTES))
+    with tracing(options.telemetry, process) as tracer:
+        asyncio.run(serve(options, text, tracer))
 
 
-async def serve(options: RouterOptions, text: TextBoundary) -> None:
+async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_TRACER) -> None:
     table, node_calls = NodeTable(), GrpcNodeCalls(options.tls)
     pipeline = Pipeline(
         table=table,
@@ -82,7 +93,8 @@ async def serve(options: RouterOptions, text: TextBoundary) -> None:
             node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
         ),
     )
-    servicer, cluster_servicer = InferenceServicer(pipeline, table), ClusterServicer(table)
+    servicer = InferenceServicer(pipeline, table, Tracing(tracer))
+    cluster_servicer = ClusterServicer(table)
     services = (
         Service(
             "baton.v1.InferenceService",

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from kv_transfer.types import HandoffId
 from router.answer import Answer
+from router.context import RequestContext
 from router.legs import (
     Leg,
     LegEnded,
@@ -24,7 +25,6 @@ from router.values import (
     Finish,
     Piece,
     PrefillPlace,
-    RequestContext,
     Served,
     Timings,
 )
@@ -73,17 +73,22 @@ class Attempt:
                 piece = self._take(await events.next())
                 if piece is not None:
                     yield piece
-            yield self._ending(self._answer.finish)
+            ending = self._ending(self._answer.finish)
+            self._context.trace.served(ending)
+            yield ending
 
     def _streams(self, node_calls: NodeCalls) -> list[tuple[Leg, LegStream]]:
         route, handoff_id = self._route, self._handoff_id
+        sequence, trace = self._sequence, self._context.trace
         timeout_s = self._context.remaining_s(self._clock())
         decode = node_calls.decode(
-            route.decode, handoff_id, self._sequence, route.prefill, timeout_s=timeout_s
+            route.decode, handoff_id, sequence, route.prefill, timeout_s=timeout_s, trace=trace
         )
         if route.prefill is None:
             return [(Leg.DECODE, decode)]
-        prefill = node_calls.prefill(route.prefill, handoff_id, self._sequence, timeout_s=timeout_s)
+        prefill = node_calls.prefill(
+            route.prefill, handoff_id, sequence, timeout_s=timeout_s, trace=trace
+        )
         return [(Leg.PREFILL, prefill), (Leg.DECODE, decode)]
 
     def _take(self, event: LegEvent) -> Piece | None:
@@ -118,6 +123,7 @@ class Attempt:
         now_s = self._since_received()
         if self._first_token_s is None:
             self._first_token_s = now_s
+            self._context.trace.first_token()
         if leg is Leg.DECODE and self._first_decoded_token_s is None:
             self._first_decoded_token_s = now_s
 
@@ -154,6 +160,7 @@ class Attempt:
             prefill_reason=reason,
             summary=summary,
             attempts=self._handoff_id.attempt,
+            trace_id=self._context.trace.trace_id,
         )
 
     def _since_received(self) -> float:

@@ -13,6 +13,7 @@ from typing import Protocol
 from engine.request import Output
 from kv_transfer.types import HandoffId
 from router.nodes import Node
+from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
 from serving.translate_sequence import Sequence as TokenSequence
 
@@ -64,6 +65,7 @@ class NodeCalls(Protocol):
         sequence: TokenSequence,
         *,
         timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
     ) -> LegStream: ...
 
     def decode(
@@ -74,6 +76,7 @@ class NodeCalls(Protocol):
         prefill: Node | None,
         *,
         timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
     ) -> LegStream: ...
 
 

@@ -16,6 +16,7 @@ from engine.request import FinishReason, Output, RequestId
 from kv_transfer.types import HandoffId, Peer
 from router.legs import Leg, LegOutput, LegStream, LegSummary
 from router.nodes import Node
+from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
 from serving.channel import open_channel
 from serving.errors import DeadlineExceeded, GenerationFailed, MessageTooLarge, NodeFailed
@@ -24,6 +25,7 @@ from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 from serving.translate import output_from
 from serving.translate_sequence import Sequence, decode_request, engine_id, prefill_request
+from telemetry.names import DECODE, PREFILL
 
 # How long calls to an address that is forgotten may go on.
 LONGEST_CALL_S = 3600.0
@@ -81,14 +83,16 @@ class GrpcNodeCalls:
         sequence: Sequence,
         *,
         timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
     ) -> LegStream:
         stub = node_pb2_grpc.PrefillServiceStub(self.channel(node.address))
-        request_id = engine_id(handoff_id)
-        call = stub.Prefill(prefill_request(handoff_id, sequence), timeout=timeout_s)
-        with _failures_named(node), _cancelled_at_end(call):
-            async for response in call:
-                if response.HasField("output"):
-                    yield LegOutput(Leg.PREFILL, (_output(response.output, request_id),))
+        request, request_id = prefill_request(handoff_id, sequence), engine_id(handoff_id)
+        with _failures_named(node), trace.leg(PREFILL, node) as leg:
+            call = stub.Prefill(request, timeout=timeout_s, metadata=leg.metadata)
+            with _cancelled_at_end(call):
+                async for response in call:
+                    if response.HasField("output"):
+                        yield LegOutput(Leg.PREFILL, (_output(response.output, request_id),))
 
     async def decode(
         self,
@@ -98,16 +102,21 @@ class GrpcNodeCalls:
         prefill: Node | None,
         *,
         timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
     ) -> LegStream:
         stub = node_pb2_grpc.DecodeServiceStub(self.channel(node.address))
         peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
-        request_id = engine_id(handoff_id)
-        call = stub.Decode(decode_request(handoff_id, sequence, peer), timeout=timeout_s)
-        with _failures_named(node), _cancelled_at_end(call):
-            async for response in call:
-                if response.HasField("summary"):
-                    yield LegSummary(_summary(response.summary))
-                yield LegOutput(Leg.DECODE, (_output(response.output, request_id),))
+        request, request_id = decode_request(handoff_id, sequence, peer), engine_id(handoff_id)
+        with _failures_named(node), trace.leg(DECODE, node) as leg:
+            call = stub.Decode(request, timeout=timeout_s, metadata=leg.metadata)
+            with _cancelled_at_end(call):
+                async for response in call:
+                    if response.HasField("summary"):
+                        yield LegSummary(_summary(response.summary))
+                    output = _output(response.output, request_id)
+                    if output.finish_reason is not None:
+                        leg.finished()
+                    yield LegOutput(Leg.DECODE, (output,))
 
     async def connect(self, decode: Node, prefill: Node) -> None:
         """Raises NodeFailed."""

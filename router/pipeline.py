@@ -15,13 +15,14 @@ from router.admission import Admission
 from router.answer import Answer
 from router.assignment import Assignment
 from router.attempt import Attempt
+from router.context import RequestContext
 from router.legs import NodeCalls
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.policy import Ask, Route, Routing, choose
 from router.sizes import check_prompt_logprobs_fit
 from router.text import TextBoundary
-from router.values import Call, Ending, Piece, RequestContext
+from router.values import Call, Ending, Piece
 from serving.errors import Draining, EmptyPrompt, NodeFailed, NoNodes, RequestIdInUse, UnknownModel
 from serving.translate_sequence import Sequence
 
@@ -78,6 +79,7 @@ class Pipeline:
             raise Draining("this router is on its way out; send the request to another")
         self._check_model(call.model)
         prompt = self.text.token_ids(call.prompt)
+        context.trace.tokenized(len(prompt), self._admission.num_waiting)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
@@ -86,6 +88,7 @@ class Pipeline:
                 self._admission.turn(call.priority),
                 aclosing(self._tries(call, prompt, context)) as pieces,
             ):
+                context.trace.admitted()
                 async for piece in pieces:
                     yield piece
 
@@ -98,7 +101,9 @@ class Pipeline:
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
         failed: frozenset[str] = frozenset()
         for number in range(1, self._config.max_attempts + 1):
+            context.trace.try_began(number, len(answer.token_ids))
             route = await self._route(call, prompt, answer.token_ids, failed)
+            context.trace.routed(route, self._config.routing.policy, self._table)
             assignment = Assignment(self._table, route)
             attempt = Attempt(
                 route=route,
@@ -116,6 +121,7 @@ class Pipeline:
                             yield piece
                 return
             except NodeFailed:
+                context.trace.try_failed()
                 failed |= attempt.failed_addresses
                 if number == self._config.max_attempts:
                     raise

@@ -6,15 +6,19 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.context import RequestContext
 from router.nodes import NodeTable
 from router.pipeline import Pipeline
+from router.tracing import TRACES_NOTHING, Tracing
 from router.translate import call_from, response_to, tokenize_input_from
-from router.values import RequestContext
+from serving.ends import is_late
 from serving.errors import NoNodes
 from serving.node import NodeRole
 from serving.status import named_errors
@@ -25,22 +29,29 @@ ID_BYTES = 12
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, pipeline: Pipeline, table: NodeTable) -> None:
+    def __init__(
+        self, pipeline: Pipeline, table: NodeTable, tracing: Tracing = TRACES_NOTHING
+    ) -> None:
         self._pipeline = pipeline
         self._table = table
+        self._tracing = tracing
 
     @streamed
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         request_id = request.request_id or secrets.token_hex(ID_BYTES)
-        async with named_errors(context, request_id=request_id):
-            defaults = self._table.sampling_defaults(request.model)
-            call = call_from(request, request_id, defaults)
-            received = received_now(context.time_remaining())
-            async with aclosing(self._pipeline.generate(call, received)) as parts:
-                async for part in parts:
-                    yield response_to(request_id, part)
+        received = received_now(context.time_remaining())
+        trace = self._tracing.begin(context.invocation_metadata(), request_id, received.received_s)
+        async with named_errors(context, request_id=request_id, trace_id=trace.trace_id):
+            with trace.ending(partial(is_late, context)):
+                defaults = self._table.sampling_defaults(request.model)
+                call = call_from(request, request_id, defaults)
+                trace.asked(call)
+                parts = self._pipeline.generate(call, replace(received, trace=trace))
+                async with aclosing(parts):
+                    async for part in parts:
+                        yield response_to(request_id, part)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]

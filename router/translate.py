@@ -128,4 +128,5 @@ def _served_to(served: Served) -> inference_pb2.Served:
         prompt_tokens_computed_on_decode=summary.prompt_tokens_computed,
         prompt_tokens_cached_on_decode=summary.prompt_tokens_cached,
         attempts=served.attempts,
+        trace_id=served.trace_id,
     )

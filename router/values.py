@@ -9,7 +9,6 @@ from baton.stops import StopRule
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
-from serving.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +46,6 @@ class Call:
     model: str = ""  # empty: whichever is served
     priority: int = 0
     cache_salt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """What a request carries through the whole pipeline beside what it asks."""
-
-    received_s: float
-    deadline_s: float | None = None  # on the same clock; None: the client waits for ever
-
-    def remaining_s(self, now: float) -> float | None:
-        """The time that is left for nodes. Raises DeadlineExceeded when there is none."""
-        if self.deadline_s is None:
-            return None
-        if now >= self.deadline_s:
-            raise DeadlineExceeded("the client's deadline passed before the answer was whole")
-        return self.deadline_s - now
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +94,7 @@ class Served:
     prefill_reason: str  # why it was local, if it was
     summary: DecodeSummary
     attempts: int
+    trace_id: str = ""  # empty: not traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from engine.plan import Plan, Runner, RunResult
 from engine.request import RequestId
 from kv_transfer.records import Role, TransferRecord
 from kv_transfer.types import HandoffId, KvOrders, KvReports
-from kv_transfer.worker import KvTransferWorker
+from serving.node_tracing import RecordingKvWorker
 
 # Called on the engine's thread; must not block.
 OnSent = Callable[[HandoffId], None]
@@ -114,7 +114,7 @@ class LedgerRunner:
 class LedgerKvWorker:
     """A KV worker whose reports are noted."""
 
-    def __init__(self, worker: KvTransferWorker, ledger: Ledger) -> None:
+    def __init__(self, worker: RecordingKvWorker, ledger: Ledger) -> None:
         self._worker = worker
         self._ledger = ledger
 

@@ -10,6 +10,7 @@ from engine.runner.settings import RunnerConfig
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig
 from serving.tls import PLAIN, TlsConfig
+from telemetry.options import TelemetryOptions
 
 KV_TRANSPORTS = ("nixl", "ucxx")
 PUSH_GRAINS = ("layer", "chunk")  # each layer of a chunk as it ends, or all of it at its end
@@ -34,6 +35,7 @@ class NodeOptions:
     stuck_after_s: float = 60.0
     enable_prefix_caching: bool = True
     cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system
+    telemetry: TelemetryOptions = TelemetryOptions()
 
     def __post_init__(self) -> None:
         if not self.stuck_after_s > HEARTBEAT_S:

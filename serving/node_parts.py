@@ -24,6 +24,9 @@ from kv_transfer.ucxx_transport import UcxxConfig, UcxxTransport
 from kv_transfer.worker import KvTransferWorker
 from serving.node import NodeCard, NodeRole
 from serving.node_options import KV_TRANSPORTS, NodeOptions
+from serving.node_tracing import NodeTracing
+from telemetry.node_timeline import NodeFacts
+from telemetry.tracer import Tracer
 
 # The axes inside one block, outermost first.
 KV_LAYOUT = "layer,kv,head,token,dim"
@@ -77,6 +80,13 @@ def card_of(
         version=version("baton"),
         sampling_defaults=runner.info.defaults.sampling,
     )
+
+
+def trace_node(
+    options: NodeOptions, role: NodeRole, identity: Identity, tracer: Tracer
+) -> NodeTracing:
+    facts = NodeFacts(role.value, identity.node_id, identity.incarnation, options.kv_verify)
+    return NodeTracing(tracer, facts)
 
 
 def log_start(card: NodeCard, runner: TorchRunner) -> None:

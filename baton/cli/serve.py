@@ -46,7 +46,8 @@ from baton.cli.options import (
     Transport,
 )
 from baton.cli.security import RouterTokenFile, tls_config
-from baton.cli.signatures import takes_options_of
+from baton.cli.signatures import split, takes_options_of
+from baton.cli.telemetry import telemetry_options
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 from engine.runner.settings import RunnerConfig
@@ -64,7 +65,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
 
 
-@takes_options_of(tls_config)
+@takes_options_of(tls_config, telemetry_options)
 def node_options(
     model: Model,
     served_model_name: ModelName = "",
@@ -90,9 +91,10 @@ def node_options(
     port: Port = 0,
     node_id: NodeName = "",
     stuck_after_s: StuckAfter = 60.0,
-    **for_tls: Any,
+    **given: Any,
 ) -> NodeOptions:
     """Both kinds of node take these."""
+    for_tls, for_telemetry = split(given, tls_config, telemetry_options)
     return NodeOptions(
         runner=RunnerConfig(
             model=model,
@@ -122,6 +124,7 @@ def node_options(
         kv_worker=KvWorkerConfig(ReceiverConfig(lease_s=kv_lease_s, silence_s=kv_silence_s)),
         enable_prefix_caching=prefix_caching,
         cpus=parse_cpus(cpus),
+        telemetry=telemetry_options(**for_telemetry),
     )
 
 
@@ -165,7 +168,7 @@ serve.command(
 )(_node_command(_run_decode))
 
 
-@takes_options_of(tls_config)
+@takes_options_of(tls_config, telemetry_options)
 def router_options(
     decode_nodes: Nodes,
     prefill_nodes: Nodes = "",
@@ -179,7 +182,7 @@ def router_options(
     max_in_flight: MaxInFlight = 1024,
     max_queue: MaxQueue = 1024,
     token_file: RouterTokenFile = None,
-    **for_tls: Any,
+    **given: Any,
 ) -> RouterOptions:
     from router.__main__ import RouterOptions
     from router.line import LineConfig
@@ -187,6 +190,7 @@ def router_options(
     from router.policy import Routing, policy_named
     from serving.token import AcceptedTokens, read_tokens
 
+    for_tls, for_telemetry = split(given, tls_config, telemetry_options)
     return RouterOptions(
         decode_nodes=parse_sources(decode_nodes),
         prefill_nodes=parse_sources(prefill_nodes),
@@ -199,6 +203,7 @@ def router_options(
         line=LineConfig(max_in_flight, max_queue),
         tls=tls_config(**for_tls),
         tokens=None if token_file is None else AcceptedTokens(read_tokens(token_file)),
+        telemetry=telemetry_options(**for_telemetry),
     )
 
 

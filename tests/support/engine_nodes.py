@@ -35,6 +35,8 @@ from kv_transfer.types import HandoffId, KvOrders, KvReports
 from kv_transfer.worker import KvTransferWorker
 from serving.node import NodeRole
 from serving.node_options import NodeOptions
+from serving.node_parts import identify
+from telemetry.tracer import NO_TRACER
 
 WAIT_S = 30.0  # for what must come
 PROGRESS_S = 0.002
@@ -245,9 +247,10 @@ def _serve(
 
 
 def _node(role: NodeRole, options: NodeOptions, runner: TorchRunner) -> Coroutine[Any, Any, None]:
+    identity = identify(options, role, runner)
     if role is NodeRole.PREFILL:
-        return prefill_node.__main__.serve(options, runner)
-    return decode_node.__main__.serve(options, runner)
+        return prefill_node.__main__.serve(options, runner, identity, NO_TRACER)
+    return decode_node.__main__.serve(options, runner, identity, NO_TRACER)
 
 
 def _put_gate_before_posts(gate: Gate) -> None:

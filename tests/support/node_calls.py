@@ -12,6 +12,7 @@ from kv_transfer.messages import Fingerprint
 from kv_transfer.types import HandoffId, Incarnation, NodeId
 from router.legs import Leg, LegEvent, LegOutput, LegStream, LegSummary
 from router.nodes import Node, NodeTable
+from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
 from serving.errors import NodeFailed
 from serving.node import NodeCard, NodeRole
@@ -85,6 +86,7 @@ class FakeNodeCalls:
         sequence: Sequence,
         *,
         timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
     ) -> LegStream:
         asked = Asked(Leg.PREFILL, node.card.node_id, handoff_id, sequence, timeout_s=timeout_s)
         self.asked.append(asked)
@@ -105,6 +107,7 @@ class FakeNodeCalls:
         prefill: Node | None,
         *,
         timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
     ) -> LegStream:
         peer = None if prefill is None else str(prefill.card.node_id)
         asked = Asked(Leg.DECODE, node.card.node_id, handoff_id, sequence, peer, timeout_s)

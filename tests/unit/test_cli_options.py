@@ -8,6 +8,7 @@ import typer
 from baton.cli.cluster import GIVEN, up
 from baton.cli.serve import node_options, parse_cpus, router_options
 from baton.cli.signatures import options_of, passed_on, takes_options_of
+from baton.cli.telemetry import TRACE_DIR_VARIABLE
 from engine.errors import InvalidConfig
 from kv_transfer.errors import InvalidKvSetting
 from router.__main__ import RouterOptions
@@ -41,7 +42,10 @@ def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() ->
     assert not offered & {"node_id", "prefill_nodes", "decode_nodes"}
 
 
-def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it() -> None:
+def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(TRACE_DIR_VARIABLE)  # the tests' own
     passed: list[tuple[str, ...]] = []
 
     @takes_options_of(node_options, router_options, without=GIVEN)

@@ -10,6 +10,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
+from router.context import RequestContext
 from router.legs import Leg
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
@@ -20,7 +21,6 @@ from router.values import (
     Ending,
     Piece,
     PrefillPlace,
-    RequestContext,
     TextPrompt,
     TokenPrompt,
 )

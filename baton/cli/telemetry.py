@@ -1,0 +1,67 @@
+"""Options that say what is traced and where traces go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.units import parse_bytes
+from telemetry.options import TelemetryOptions, default_trace_dir
+
+TRACING_PANEL = "Tracing"
+TRACE_DIR_VARIABLE = "BATON_TRACE_DIR"
+NOWHERE = "off"
+
+TraceRatio = Annotated[
+    float,
+    typer.Option(
+        help="Share of the requests that are traced, from 0 to 1; a caller's traceparent goes "
+        "before it.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
+TraceDir = Annotated[
+    str,
+    typer.Option(
+        envvar=TRACE_DIR_VARIABLE,
+        help="Folder that traces are kept in, for `baton trace`; the user's cache if left out, "
+        "off for none.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
+TraceLimit = Annotated[
+    str,
+    typer.Option(
+        help="Most that the folder may hold; the oldest traces make room.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
+OtlpEndpoint = Annotated[
+    str,
+    typer.Option(
+        envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+        help="Collector to send traces to by OTLP over gRPC, such as http://127.0.0.1:4317.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
+
+
+def telemetry_options(
+    trace_ratio: TraceRatio = 1.0,
+    trace_dir: TraceDir = "",
+    trace_limit: TraceLimit = "64MiB",
+    otlp_endpoint: OtlpEndpoint = "",
+) -> TelemetryOptions:
+    """Every process of a cluster takes these."""
+    return TelemetryOptions(
+        trace_ratio=trace_ratio,
+        trace_dir=None if trace_dir == NOWHERE else trace_folder(trace_dir),
+        trace_dir_bytes=parse_bytes(trace_limit),
+        otlp_endpoint=otlp_endpoint,
+    )
+
+
+def trace_folder(written: str) -> Path:
+    return Path(written).expanduser() if written else default_trace_dir()

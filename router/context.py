@@ -1,0 +1,23 @@
+"""What a request carries through the whole pipeline beside what it asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.tracing import UNTRACED, Trace
+from serving.errors import DeadlineExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    received_s: float
+    deadline_s: float | None = None  # on the same clock; None: the client waits for ever
+    trace: Trace = UNTRACED
+
+    def remaining_s(self, now: float) -> float | None:
+        """The time that is left for nodes. Raises DeadlineExceeded when there is none."""
+        if self.deadline_s is None:
+            return None
+        if now >= self.deadline_s:
+            raise DeadlineExceeded("the client's deadline passed before the answer was whole")
+        return self.deadline_s - now

@@ -1,0 +1,196 @@
+"""What the router notes of a request on its way, for its trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from router.nodes import Node, NodeTable
+from router.policy import Policy, Route
+from router.values import Call, ChatPrompt, Ending, PrefillPlace
+from serving.ends import end_of
+from serving.node import NodeRole
+from telemetry import names
+from telemetry.request_timeline import Choice, LegTimeline, RequestTimeline, TryTimeline, Usage
+from telemetry.spans import End, Metadata, Outcome, TraceContext
+from telemetry.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
+
+
+class LegTrace:
+    """What one call to a node carries, and whether it has said all there is to say."""
+
+    def __init__(self, metadata: Metadata = ()) -> None:
+        self.metadata = metadata
+        self.is_finished = False
+
+    def finished(self) -> None:
+        """Whatever follows is of no account, such as who hangs up first."""
+        self.is_finished = True
+
+
+class Trace:
+    """Hears how a request fares, and forgets it: for requests that are not traced."""
+
+    trace_id = ""
+
+    def asked(self, call: Call) -> None: ...
+
+    def tokenized(self, num_tokens: int, num_ahead: int) -> None: ...
+
+    def admitted(self) -> None: ...
+
+    def try_began(self, number: int, num_prior_tokens: int) -> None: ...
+
+    def routed(self, route: Route, policy: Policy, table: NodeTable) -> None: ...
+
+    def try_failed(self) -> None: ...
+
+    def first_token(self) -> None: ...
+
+    def served(self, ending: Ending) -> None: ...
+
+    @contextmanager
+    def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
+        """One call to a node, from here to the end of the block."""
+        yield LegTrace()
+
+    @contextmanager
+    def ending(self, is_late: Callable[[], bool]) -> Iterator[None]:
+        """The whole request ends, one way or another, with the block."""
+        yield
+
+
+UNTRACED = Trace()
+
+
+class RecordedTrace(Trace):
+    """Writes a request's timeline and gives it to the tracer at the end."""
+
+    def __init__(self, timeline: RequestTimeline, tracer: Tracer) -> None:
+        self._timeline = timeline
+        self._tracer = tracer
+        self.trace_id = timeline.context.trace_hex
+
+    def asked(self, call: Call) -> None:
+        is_chat = isinstance(call.prompt, ChatPrompt)
+        self._timeline.asked |= {
+            names.OPERATION: "chat" if is_chat else "text_completion",
+            names.REQUEST_MODEL: call.model,
+            names.MAX_TOKENS: call.sampling.max_tokens,
+            names.TEMPERATURE: call.sampling.temperature,
+            names.TOP_P: call.sampling.top_p,
+        }
+
+    def tokenized(self, num_tokens: int, num_ahead: int) -> None:
+        self._timeline.tokenized_s = time.monotonic()
+        self._timeline.num_prompt_tokens = num_tokens
+        self._timeline.queue_position = num_ahead
+
+    def admitted(self) -> None:
+        self._timeline.admitted_s = time.monotonic()
+
+    def try_began(self, number: int, num_prior_tokens: int) -> None:
+        one = TryTimeline(number, time.monotonic(), num_prior_tokens, new_span_id(), new_span_id())
+        self._timeline.tries.append(one)
+
+    def routed(self, route: Route, policy: Policy, table: NodeTable) -> None:
+        num_tokens = self._timeline.num_prompt_tokens or 0
+        self._timeline.asked.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
+        self._timeline.tries[-1].choice = Choice(
+            at_s=time.monotonic(),
+            policy=policy.value,
+            decode_node=route.decode.card.node_id,
+            prefill_node="" if route.prefill is None else route.prefill.card.node_id,
+            reason=route.local_reason,
+            num_decode_candidates=len(table.open_nodes(NodeRole.DECODE)),
+            num_prefill_candidates=len(table.open_nodes(NodeRole.PREFILL)),
+            num_predicted_hit_tokens=max(0, num_tokens - route.num_missing_tokens),
+        )
+
+    def try_failed(self) -> None:
+        self._timeline.tries[-1].end = End(time.monotonic(), Outcome.FAILED, "NODE_FAILED")
+
+    def first_token(self) -> None:
+        if self._timeline.first_token_s is None:
+            self._timeline.first_token_s = time.monotonic()
+
+    def served(self, ending: Ending) -> None:
+        served, summary = ending.served, ending.served.summary
+        place = "remote" if served.prefill is PrefillPlace.REMOTE else "local"
+        is_migrated = any(one.num_prior_tokens for one in self._timeline.tries)
+        self._timeline.usage = Usage(
+            num_output_tokens=ending.num_completion_tokens,
+            finish_reason=ending.finish.reason.value,
+            served="migrated" if is_migrated else place,
+            served_reason=served.prefill_reason,
+            kv_bytes=summary.kv_bytes,
+            kv_blocks=summary.kv_blocks,
+            kv_transport=summary.kv_transport,
+        )
+
+    @contextmanager
+    def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
+        one = self._timeline.tries[-1]
+        leg = LegTimeline(
+            name=name,
+            span_id=new_span_id(),
+            node_id=node.card.node_id,
+            incarnation=node.card.incarnation,
+            address=node.address,
+            began_s=time.monotonic(),
+        )
+        one.legs.append(leg)
+        context = TraceContext(self._timeline.context.trace_id, leg.span_id)
+        push = f"{one.kv_push_span_id:016x}"
+        told = LegTrace(((names.TRACEPARENT, context.traceparent), (names.KV_PUSH_SPAN, push)))
+        try:
+            yield told
+            leg.end = _well()
+        except BaseException as error:
+            leg.end = _well() if told.is_finished else end_of(error)
+            raise
+
+    @contextmanager
+    def ending(self, is_late: Callable[[], bool]) -> Iterator[None]:
+        end = End(time.monotonic())
+        try:
+            yield
+            end = _well()
+        except BaseException as error:
+            is_refused = not any(one.legs for one in self._timeline.tries)
+            end = end_of(error, is_late=is_late(), is_refused=is_refused)
+            raise
+        finally:
+            self._timeline.end = end
+            self._tracer.take(self._timeline)
+
+
+class Tracing:
+    """Decides which requests are traced."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def begin(self, metadata: Received | None, request_id: str, received_s: float) -> Trace:
+        if not self._tracer.is_on:
+            return UNTRACED
+        parent = self._tracer.parent_in(metadata or ())
+        trace_id = new_trace_id() if parent is None else parent.trace_id
+        is_sampled = self._tracer.draws(trace_id) if parent is None else parent.is_sampled
+        if not is_sampled:
+            return UNTRACED
+        timeline = RequestTimeline(
+            request_id,
+            TraceContext(trace_id, new_span_id()),
+            None if parent is None else parent.span_id,
+            received_s,
+        )
+        return RecordedTrace(timeline, self._tracer)
+
+
+TRACES_NOTHING = Tracing(NO_TRACER)
+
+
+def _well() -> End:
+    return End(time.monotonic(), rpc_status="OK")

@@ -1,0 +1,329 @@
+"""A request's way through a node as times and facts, and the spans that tell of it.
+
+Written by two threads, the engine's and the one of gRPC: each field has one writer, but for the
+end, which needs both and is found under a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kv_transfer.records import Role, TransferRecord
+from telemetry import names
+from telemetry.request_timeline import LEG_METHODS
+from telemetry.spans import (
+    AttributeValue,
+    End,
+    Outcome,
+    Span,
+    SpanEvent,
+    SpanKind,
+    SpanMaker,
+    ToUnixNs,
+    TraceContext,
+    child_id,
+)
+
+DONE = ("done", "announced")  # a record's outcome when all went well
+WITHDRAWN = ("revoked", "abort", "the call was cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What is true of every request of a node."""
+
+    leg: str  # prefill or decode
+    node_id: str
+    incarnation: str
+    verifies_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One pass that computed tokens of this request's context."""
+
+    began_s: float
+    ended_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """It entered the batch."""
+
+    at_s: float
+    num_cached_tokens: int  # known already, found or received
+    num_missing_tokens: int
+    step: int
+
+
+@dataclass(slots=True)
+class NodeTimeline:
+    parent: TraceContext  # the router's leg
+    facts: NodeFacts
+    attempt: int
+    kv_push_span_id: int | None
+    arrival_s: float
+    # The engine's thread writes these,
+    starts: list[Start] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    dropped_s: list[float] = field(default_factory=list)  # it left the batch
+    num_missing_tokens: int = 0
+    record: TransferRecord | None = None
+    num_steps: int = 0  # taken part in
+    # and gRPC's thread these.
+    num_given_before: int = 0  # of the answer's tokens, by an earlier try
+    num_output_tokens: int = 0
+    first_output_s: float | None = None
+    end: End | None = None
+    _is_moving: bool = False  # a hand-off was begun and no record of it has come
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def preempted_s(self) -> list[float]:
+        """It left the batch and came back."""
+        return [at_s for at_s in self.dropped_s if at_s <= self.starts[-1].at_s]
+
+    def began_moving(self) -> None:
+        with self._lock:
+            self._is_moving = self.record is None
+
+    def note_record(self, record: TransferRecord) -> bool:
+        """Whether that was the last thing to be known of it."""
+        with self._lock:
+            self.record = record
+            self._is_moving = False
+            return self.end is not None
+
+    def note_end(self, end: End) -> bool:
+        """Whether that was the last thing to be known of it."""
+        with self._lock:
+            self.end = end
+            return not self._is_moving
+
+    def note_chunk(self, chunk: Chunk) -> bool:
+        """Whether its context is computed now."""
+        self.chunks.append(chunk)
+        self.num_missing_tokens -= chunk.num_tokens
+        return self.num_missing_tokens <= 0
+
+    def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
+        """Once nothing more is to be known."""
+        return list(_Telling(self, to_unix_ns).spans())
+
+
+class _Telling:
+    def __init__(self, timeline: NodeTimeline, to_unix_ns: ToUnixNs) -> None:
+        self._timeline = timeline
+        self._make = SpanMaker(timeline.parent.trace_id, to_unix_ns)
+        self._end = timeline.end or End(timeline.arrival_s, Outcome.FAILED)
+        self._server_id = child_id(timeline.parent.span_id, timeline.facts.leg)
+
+    def spans(self) -> Iterator[Span]:
+        yield self._server()
+        if self._timeline.facts.leg == names.PREFILL:
+            yield from self._prefill()
+        else:
+            yield from self._decode()
+
+    def _server(self) -> Span:
+        timeline = self._timeline
+        attributes: dict[str, AttributeValue | None] = {
+            names.NODE: timeline.facts.node_id,
+            names.INCARNATION: timeline.facts.incarnation,
+            names.ATTEMPT: timeline.attempt,
+            names.RPC_SYSTEM: "grpc",
+            names.RPC_METHOD: LEG_METHODS[timeline.facts.leg],
+            names.RPC_STATUS: self._end.rpc_status or None,
+        }
+        return self._make.span(
+            timeline.facts.leg,
+            timeline.parent.span_id,
+            timeline.arrival_s,
+            self._end,
+            self._with_role(attributes),
+            span_id=self._server_id,
+            kind=SpanKind.SERVER,
+        )
+
+    # --- prefill ------------------------------------------------------------------------
+
+    def _prefill(self) -> Iterator[Span]:
+        timeline = self._timeline
+        yield self._wait(names.PREFILL_WAIT, timeline.arrival_s, "batch")
+        if timeline.starts:
+            yield self._compute()
+        if timeline.record is not None and timeline.record.role is Role.SENT:
+            yield self._kv(names.KV_PUSH, timeline.record, span_id=timeline.kv_push_span_id)
+
+    def _compute(self) -> Span:
+        """The prompt's passes. On decode, when it has the KV of its prompt from nobody."""
+        timeline, start = self._timeline, self._timeline.starts[0]
+        chunks = [chunk for chunk in timeline.chunks if chunk.began_s >= start.at_s]
+        is_through = timeline.num_missing_tokens <= 0 and bool(chunks)
+        end = End(chunks[-1].ended_s) if is_through else self._end
+        events = [
+            self._make.event(
+                names.CHUNK,
+                chunk.began_s,
+                **{names.TOKENS: chunk.num_tokens, names.STEP_S: chunk.ended_s - chunk.began_s},
+            )
+            for chunk in chunks
+        ]
+        attributes = {
+            names.TOKENS: sum(chunk.num_tokens for chunk in chunks),
+            names.CACHED_TOKENS: start.num_cached_tokens,
+            names.STEPS: len(chunks),
+            names.PREEMPTIONS: len(timeline.preempted_s),
+        }
+        return self._child(
+            names.PREFILL_COMPUTE,
+            start.at_s,
+            end,
+            attributes,
+            events=(*events, *self._preemptions()),
+        )
+
+    # --- decode -------------------------------------------------------------------------
+
+    def _decode(self) -> Iterator[Span]:
+        timeline, record = self._timeline, self._timeline.record
+        waits_from_s = timeline.arrival_s
+        if record is not None and record.role is Role.RECEIVED:
+            granted = End(record.began_s)
+            yield self._child(
+                names.DECODE_WAIT,
+                timeline.arrival_s,
+                granted,
+                {names.WAIT_FOR: "blocks"},
+                span_name="blocks",
+            )
+            has_landed = record.outcome in DONE
+            push_id = timeline.kv_push_span_id if has_landed else None
+            yield self._kv(names.KV_WAIT, record, links=() if push_id is None else (push_id,))
+            waits_from_s = record.ended_s or self._end.at_s
+        if waits_from_s < self._end.at_s:
+            yield self._wait(names.DECODE_WAIT, waits_from_s, "batch")
+        if timeline.starts:
+            yield from self._written()
+
+    def _written(self) -> Iterator[Span]:
+        timeline = self._timeline
+        began_s = timeline.starts[0].at_s
+        if timeline.chunks:
+            yield self._compute()
+            began_s = timeline.chunks[-1].ended_s
+            if timeline.num_missing_tokens > 0:
+                return
+        yield self._child(
+            names.DECODE_COMPUTE,
+            began_s,
+            self._end,
+            self._decoded(began_s),
+            events=() if timeline.chunks else self._preemptions(),
+        )
+
+    def _decoded(self, began_s: float) -> dict[str, AttributeValue | None]:
+        timeline = self._timeline
+        # The first token came with the KV, or from the last chunk.
+        num_tokens = max(0, timeline.num_output_tokens - timeline.num_given_before - 1)
+        took_s = self._end.at_s - began_s
+        return {
+            names.TOKENS: num_tokens,
+            names.STEPS: timeline.num_steps,
+            names.PREEMPTIONS: len(timeline.preempted_s),
+            names.TIME_PER_TOKEN: took_s / num_tokens if num_tokens else None,
+        }
+
+    # --- both -----------------------------------------------------------------------------
+
+    def _wait(self, name: str, began_s: float, wait_for: str) -> Span:
+        starts = [start for start in self._timeline.starts if start.at_s >= began_s]
+        end = End(starts[0].at_s) if starts else self._end
+        return self._child(name, began_s, end, {names.WAIT_FOR: wait_for}, span_name=wait_for)
+
+    def _kv(
+        self,
+        name: str,
+        record: TransferRecord,
+        *,
+        span_id: int | None = None,
+        links: tuple[int, ...] = (),
+    ) -> Span:
+        return self._child(
+            name,
+            record.began_s,
+            _end_of(record, self._end.at_s),
+            self._moved(record),
+            span_id=span_id,
+            links=links,
+        )
+
+    def _moved(self, record: TransferRecord) -> dict[str, AttributeValue | None]:
+        attributes: dict[str, AttributeValue | None] = {
+            names.KV_BYTES: record.num_bytes,
+            names.KV_BLOCKS: record.num_blocks,
+            names.KV_TRANSPORT: record.transport,
+            names.KV_PEER: record.peer,
+            names.KV_VERIFIED: self._timeline.facts.verifies_kv,
+        }
+        if record.role is Role.SENT:
+            attributes |= {
+                names.KV_DESCRIPTORS: record.num_descriptors,
+                names.KV_WRITES: record.num_writes,
+                names.KV_RATE: _gigabytes_per_s(record),
+                names.KV_OVERLAP: record.overlap,
+            }
+        return attributes
+
+    def _preemptions(self) -> tuple[SpanEvent, ...]:
+        return tuple(self._make.event(names.PREEMPTED, at_s) for at_s in self._timeline.preempted_s)
+
+    def _child(
+        self,
+        name: str,
+        began_s: float,
+        end: End,
+        attributes: Mapping[str, AttributeValue | None],
+        *,
+        span_id: int | None = None,
+        span_name: str = "",
+        events: tuple[SpanEvent, ...] = (),
+        links: tuple[int, ...] = (),
+    ) -> Span:
+        if span_id is None:
+            span_id = child_id(self._server_id, f"{name}/{span_name}")
+        return self._make.span(
+            name,
+            self._server_id,
+            began_s,
+            end,
+            self._with_role(attributes),
+            span_id=span_id,
+            events=events,
+            links=links,
+        )
+
+    def _with_role(
+        self, attributes: Mapping[str, AttributeValue | None]
+    ) -> dict[str, AttributeValue | None]:
+        return {names.ROLE: self._timeline.facts.leg, **attributes}
+
+
+def _end_of(record: TransferRecord, call_ended_s: float) -> End:
+    ended_s = record.ended_s or call_ended_s
+    if record.outcome in DONE:
+        return End(ended_s)
+    if record.outcome in WITHDRAWN:
+        return End(ended_s, Outcome.CANCELLED, message=record.outcome)
+    return End(ended_s, Outcome.FAILED, "KV_LOST", record.outcome)
+
+
+def _gigabytes_per_s(record: TransferRecord) -> float | None:
+    """From the first post to the last byte known to be written."""
+    if record.first_post_s is None or record.last_written_s is None:
+        return None
+    took_s = record.last_written_s - record.first_post_s
+    return record.num_bytes / took_s / 1e9 if took_s > 0 else None

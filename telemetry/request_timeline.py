@@ -1,0 +1,250 @@
+"""A request's way through the router as times and facts, and the spans that tell of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from telemetry import names
+from telemetry.spans import (
+    AttributeValue,
+    End,
+    Outcome,
+    Span,
+    SpanKind,
+    SpanMaker,
+    SpanStatus,
+    ToUnixNs,
+    TraceContext,
+)
+
+GENERATE_METHOD = "baton.v1.InferenceService/Generate"
+LEG_METHODS = {
+    names.PREFILL: "baton.v1.PrefillService/Prefill",
+    names.DECODE: "baton.v1.DecodeService/Decode",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which nodes were chosen for a try, from how many, and why."""
+
+    at_s: float
+    policy: str
+    decode_node: str
+    prefill_node: str  # empty: decode computes the prompt
+    reason: str
+    num_decode_candidates: int
+    num_prefill_candidates: int
+    num_predicted_hit_tokens: int
+
+
+@dataclass(slots=True)
+class LegTimeline:
+    """One call to a node."""
+
+    name: str  # prefill or decode
+    span_id: int
+    node_id: str
+    incarnation: str
+    address: str
+    began_s: float
+    end: End | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.end is not None and self.end.outcome.status is SpanStatus.ERROR
+
+
+@dataclass(slots=True)
+class TryTimeline:
+    number: int
+    began_s: float
+    num_prior_tokens: int
+    span_id: int  # of its retry or migrate; unused by the first
+    kv_push_span_id: int
+    choice: Choice | None = None
+    legs: list[LegTimeline] = field(default_factory=list)
+    end: End | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the answer came to, when it came to its end."""
+
+    num_output_tokens: int
+    finish_reason: str
+    served: str  # remote, local or migrated
+    served_reason: str
+    kv_bytes: int
+    kv_blocks: int
+    kv_transport: str
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    request_id: str
+    context: TraceContext  # of the generate span
+    parent_id: int | None
+    received_s: float
+    asked: dict[str, AttributeValue] = field(default_factory=dict)
+    num_prompt_tokens: int | None = None
+    tokenized_s: float | None = None
+    queue_position: int = 0
+    admitted_s: float | None = None
+    tries: list[TryTimeline] = field(default_factory=list)
+    first_token_s: float | None = None
+    usage: Usage | None = None
+    end: End | None = None
+
+    def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
+        """Once it has ended."""
+        return list(_Telling(self, to_unix_ns).spans())
+
+
+class _Telling:
+    def __init__(self, timeline: RequestTimeline, to_unix_ns: ToUnixNs) -> None:
+        self._timeline = timeline
+        self._root_id = timeline.context.span_id
+        self._make = SpanMaker(timeline.context.trace_id, to_unix_ns)
+        self._end = timeline.end or End(timeline.received_s, Outcome.FAILED)
+
+    def spans(self) -> Iterator[Span]:
+        yield self._generate()
+        yield self._admit()
+        failed: list[LegTimeline] = []
+        for one in self._timeline.tries:
+            yield from self._try(one, failed)
+            failed = [leg for leg in one.legs if leg.has_failed] or one.legs
+
+    def _generate(self) -> Span:
+        timeline, usage = self._timeline, self._timeline.usage
+        first_s = timeline.first_token_s
+        attributes = {
+            names.ROLE: "router",
+            names.PROVIDER: "baton",
+            names.RESPONSE_ID: timeline.request_id,
+            names.INPUT_TOKENS: timeline.num_prompt_tokens,
+            names.TIME_TO_FIRST_TOKEN: None if first_s is None else first_s - timeline.received_s,
+            names.ATTEMPTS: len(timeline.tries),
+        }
+        events = () if first_s is None else (self._make.event(names.FIRST_TOKEN, first_s),)
+        return self._make.span(
+            names.GENERATE,
+            timeline.parent_id,
+            timeline.received_s,
+            self._end,
+            {**timeline.asked, **attributes, **_told(usage), **_rpc(GENERATE_METHOD, self._end)},
+            span_id=self._root_id,
+            kind=SpanKind.SERVER,
+            events=events,
+        )
+
+    def _admit(self) -> Span:
+        timeline = self._timeline
+        end = self._end if timeline.admitted_s is None else End(timeline.admitted_s)
+        read_s = timeline.tokenized_s
+        attributes = {
+            names.QUEUE_POSITION: timeline.queue_position,
+            names.QUEUE_WAIT: None if read_s is None else end.at_s - read_s,
+        }
+        events = () if read_s is None else (self._make.event(names.TOKENIZED, read_s),)
+        return self._make.span(
+            names.ADMIT, self._root_id, timeline.received_s, end, attributes, events=events
+        )
+
+    def _try(self, one: TryTimeline, failed: list[LegTimeline]) -> Iterator[Span]:
+        parent_id = self._root_id
+        if one.number > 1:
+            parent_id = one.span_id
+            yield self._again(one, failed)
+        yield self._route(one, parent_id)
+        for leg in one.legs:
+            yield self._leg(one, leg, parent_id, [other.span_id for other in failed])
+
+    def _again(self, one: TryTimeline, failed: list[LegTimeline]) -> Span:
+        """Why there is another try, and what it goes on from."""
+        events = tuple(
+            self._make.event(
+                names.LEG_FAILED,
+                leg.end.at_s,
+                **{names.ERROR_TYPE: leg.end.error_type, names.ERROR_MESSAGE: leg.end.message},
+            )
+            for leg in failed
+            if leg.end is not None and leg.has_failed
+        )
+        attributes = {names.ATTEMPT: one.number, names.PRIOR_TOKENS: one.num_prior_tokens}
+        return self._make.span(
+            names.MIGRATE if one.num_prior_tokens else names.RETRY,
+            self._root_id,
+            one.began_s,
+            one.end or self._end,
+            attributes,
+            span_id=one.span_id,
+            events=events,
+            links=[leg.span_id for leg in failed],
+        )
+
+    def _route(self, one: TryTimeline, parent_id: int) -> Span:
+        choice = one.choice
+        if choice is None:
+            end, told = one.end or self._end, {}
+        else:
+            end, told = End(choice.at_s), _why(choice)
+        attributes = {names.ATTEMPT: one.number, **told}
+        return self._make.span(names.ROUTE, parent_id, one.began_s, end, attributes)
+
+    def _leg(self, one: TryTimeline, leg: LegTimeline, parent_id: int, links: list[int]) -> Span:
+        end = leg.end or self._end
+        attributes = {
+            names.ROLE: "router",
+            names.NODE: leg.node_id,
+            names.INCARNATION: leg.incarnation,
+            names.SERVER_ADDRESS: leg.address,
+            names.ATTEMPT: one.number,
+            **_rpc(LEG_METHODS[leg.name], end),
+        }
+        return self._make.span(
+            leg.name,
+            parent_id,
+            leg.began_s,
+            end,
+            attributes,
+            span_id=leg.span_id,
+            kind=SpanKind.CLIENT,
+            links=links,
+        )
+
+
+def _rpc(method: str, end: End) -> dict[str, AttributeValue | None]:
+    return {
+        names.RPC_SYSTEM: "grpc",
+        names.RPC_METHOD: method,
+        names.RPC_STATUS: end.rpc_status or None,
+    }
+
+
+def _why(choice: Choice) -> dict[str, AttributeValue | None]:
+    return {
+        names.POLICY: choice.policy,
+        names.CANDIDATES_PREFILL: choice.num_prefill_candidates,
+        names.CANDIDATES_DECODE: choice.num_decode_candidates,
+        names.CHOSEN_PREFILL: choice.prefill_node or None,
+        names.CHOSEN_DECODE: choice.decode_node,
+        names.PREDICTED_HIT_TOKENS: choice.num_predicted_hit_tokens,
+        names.ROUTE_REASON: choice.reason or None,
+    }
+
+
+def _told(usage: Usage | None) -> dict[str, AttributeValue | None]:
+    if usage is None:
+        return {}
+    return {
+        names.OUTPUT_TOKENS: usage.num_output_tokens,
+        names.FINISH_REASONS: (usage.finish_reason,),
+        names.SERVED: usage.served,
+        names.SERVED_REASON: usage.served_reason or None,
+        names.KV_BYTES: usage.kv_bytes,
+        names.KV_BLOCKS: usage.kv_blocks,
+        names.KV_TRANSPORT: usage.kv_transport or None,
+    }

@@ -1,0 +1,108 @@
+"""One per process: whether a request is traced, and where its timeline goes when it has ended."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from telemetry import names
+from telemetry.options import TelemetryOptions
+from telemetry.outlet import Export, Outlet, Timeline
+from telemetry.resource import Process
+from telemetry.spans import TraceContext, context_from
+from telemetry.store import TraceWriter
+
+TRACE_BITS, SPAN_BITS = 128, 64
+
+log = logging.getLogger(__name__)
+
+# Names and values of gRPC metadata; binary ones are none of ours.
+Received = Iterable[tuple[str, str | bytes]]
+
+
+class Tracer:
+    """Traces nothing unless it has an outlet."""
+
+    def __init__(self, ratio: float = 0.0, outlets: tuple[Outlet, ...] = ()) -> None:
+        self._limit = round(ratio * 2**SPAN_BITS) if outlets else 0
+        self._outlets = outlets
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._outlets)
+
+    @property
+    def num_lost(self) -> int:
+        """Timelines that went nowhere."""
+        return sum(outlet.num_dropped + outlet.num_failed for outlet in self._outlets)
+
+    def take(self, timeline: Timeline) -> None:
+        """From any thread; returns at once."""
+        for outlet in self._outlets:
+            outlet.take(timeline)
+
+    def parent_in(self, metadata: Received) -> TraceContext | None:
+        """Whatever came with a call; None if it is not to be traced."""
+        if not self.is_on:
+            return None
+        given = dict(metadata).get(names.TRACEPARENT)
+        return context_from(given) if isinstance(given, str) else None
+
+    def draws(self, trace_id: int) -> bool:
+        """Whether a trace that begins here is kept: by its id, as others would decide too."""
+        share: int = trace_id & (2**SPAN_BITS - 1)
+        return share < self._limit
+
+
+NO_TRACER = Tracer()
+
+
+def new_trace_id() -> int:
+    return random.getrandbits(TRACE_BITS) or 1
+
+
+def new_span_id() -> int:
+    return random.getrandbits(SPAN_BITS) or 1
+
+
+@contextmanager
+def tracing(options: TelemetryOptions, process: Process) -> Iterator[Tracer]:
+    """OpenTelemetry, set up once, from here to the end of the block; then all is sent."""
+    with ExitStack() as lifetime:
+        outlets = [
+            lifetime.enter_context(Outlet(name, export, _clock()))
+            for name, export in _exports(options, process, lifetime)
+        ]
+        yield Tracer(options.trace_ratio, tuple(outlets))
+
+
+def _exports(
+    options: TelemetryOptions, process: Process, lifetime: ExitStack
+) -> Iterator[tuple[str, Export]]:
+    if options.trace_dir is not None:
+        try:
+            writer = TraceWriter(
+                options.trace_dir,
+                options.trace_dir_bytes,
+                process.attributes,
+                f"{process.role}-{process.incarnation}",
+            )
+            yield str(options.trace_dir), writer.write
+        except OSError as error:
+            log.warning("no traces are kept in %s: %s", options.trace_dir, error)
+    if options.otlp_endpoint:
+        # Loaded late: it takes its time, and most processes have no collector.
+        from telemetry.otlp import OtlpExport, resource_of
+
+        otlp = OtlpExport(options.otlp_endpoint)
+        lifetime.callback(otlp.close)
+        yield options.otlp_endpoint, otlp.sender_for(resource_of(process.attributes))
+
+
+def _clock() -> Callable[[float], int]:
+    """From monotonic seconds to the wall's nanoseconds, which may be set anew while we run."""
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    return lambda at_s: round(at_s * 1e9) + offset_ns

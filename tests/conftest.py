@@ -1,0 +1,22 @@
+"""For all tests: what is traced in them stays with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from baton.cli.telemetry import TRACE_DIR_VARIABLE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _traces_go_to_a_folder_of_the_tests(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
+    before = os.environ.get(TRACE_DIR_VARIABLE)
+    os.environ[TRACE_DIR_VARIABLE] = str(tmp_path_factory.mktemp("traces"))
+    yield
+    os.environ.pop(TRACE_DIR_VARIABLE)
+    if before is not None:
+        os.environ[TRACE_DIR_VARIABLE] = before

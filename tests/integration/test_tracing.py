@@ -1,0 +1,294 @@
+"""Traces as a collector gets them: three processes, real gRPC, real OTLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from baton.client import BatonError, Client, Finish, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+from telemetry import names
+from telemetry.spans import SpanStatus
+from tests.support.collector import Collected, Collector, collecting
+from tests.support.models import prompt_of
+from tests.support.nodes import load_at
+
+TRACED = "00-{trace_id}-{parent_id}-01"
+REMOTE = {
+    ("baton-router", "generate"): {
+        *("baton.role", "gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"),
+        *("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"),
+        *("gen_ai.response.finish_reasons", "gen_ai.server.time_to_first_token"),
+        *("baton.served", "baton.attempts", "rpc.system.name", "rpc.method"),
+        *("rpc.response.status_code", "baton.kv.bytes", "baton.kv.transport"),
+    },
+    ("baton-router", "admit"): {"baton.queue.position", "baton.queue.wait"},
+    ("baton-router", "route"): {
+        *("baton.attempt", "baton.route.policy", "baton.route.predicted_hit_tokens"),
+        *("baton.route.candidates.prefill", "baton.route.candidates.decode"),
+        *("baton.route.chosen.prefill", "baton.route.chosen.decode"),
+    },
+    ("baton-router", "prefill"): {"baton.node.id", "baton.node.incarnation", "baton.attempt"},
+    ("baton-router", "decode"): {"baton.node.id", "baton.node.incarnation", "baton.attempt"},
+    ("baton-prefill", "prefill"): {"baton.node.id", "baton.role", "rpc.response.status_code"},
+    ("baton-prefill", "prefill_wait"): {"baton.wait_for"},
+    ("baton-prefill", "prefill_compute"): {
+        *("baton.tokens", "baton.tokens.cached", "baton.steps", "baton.preemptions"),
+    },
+    ("baton-prefill", "kv_push"): {
+        *("baton.kv.bytes", "baton.kv.blocks", "baton.kv.descriptors", "baton.kv.writes"),
+        *("baton.kv.transport", "baton.kv.gigabytes_per_second", "baton.kv.overlap"),
+        *("baton.kv.peer", "baton.kv.verified"),
+    },
+    ("baton-decode", "decode"): {"baton.node.id", "baton.role", "rpc.response.status_code"},
+    ("baton-decode", "kv_wait"): {"baton.kv.bytes", "baton.kv.blocks", "baton.kv.transport"},
+    ("baton-decode", "decode_wait"): {"baton.wait_for"},
+    ("baton-decode", "decode_compute"): {
+        *("baton.tokens", "baton.steps", "baton.preemptions", "baton.time_per_token"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def traced(
+    collector: Collector, cluster_options: Callable[..., ClusterOptions]
+) -> Iterator[LocalCluster]:
+    with LocalCluster(sending_to(collector, cluster_options)) as running:
+        yield running
+
+
+def test_a_request_is_one_tree_over_three_processes(
+    traced: LocalCluster, collector: Collector
+) -> None:
+    finish = ask(traced, 100)
+
+    spans = collector.trace(finish.served.trace_id, is_whole)
+
+    assert {(span.service, span.name) for span in spans} == set(REMOTE)
+    for span in spans:
+        missing = REMOTE[span.service, span.name] - set(span.attributes)
+        assert not missing, f"{span.name} lacks {missing}"
+    assert_tree(spans)
+    assert {span.status for span in spans} <= {SpanStatus.OK, SpanStatus.UNSET}
+
+
+def test_the_push_and_the_wait_for_it_are_linked(
+    traced: LocalCluster, collector: Collector
+) -> None:
+    finish = ask(traced, 60)
+
+    spans = collector.trace(finish.served.trace_id, is_whole)
+
+    push, wait = one(spans, names.KV_PUSH), one(spans, names.KV_WAIT)
+    assert wait.links == (push.span_id,)
+    assert push.attributes[names.KV_BYTES] == finish.served.kv_bytes
+    assert wait.attributes[names.KV_BYTES] == finish.served.kv_bytes
+    assert push.attributes[names.KV_PEER] == finish.served.decode_node
+
+
+def test_the_time_to_first_token_has_no_unnamed_gap(
+    traced: LocalCluster, collector: Collector
+) -> None:
+    finishes = [ask(traced, 40 + number) for number in range(5)]
+
+    traces = [collector.trace(finish.served.trace_id, is_whole) for finish in finishes]
+
+    for finish, spans in zip(finishes, traces, strict=True):
+        root = one(spans, names.GENERATE)
+        ttft_ns = finish.first_token_s * 1e9
+        named_ns = covered_ns(root, [s for s in spans if s.parent_id == root.span_id], ttft_ns)
+        assert named_ns >= 0.95 * ttft_ns
+        assert root.attributes[names.TIME_TO_FIRST_TOKEN] == pytest.approx(
+            finish.first_token_s, abs=0.005
+        )
+
+
+def test_a_cancelled_request_is_cancelled_on_every_node(
+    traced: LocalCluster, collector: Collector
+) -> None:
+    trace_id = "c" * 32
+    with Client(traced.address) as client:
+        stream = client.stream(prompt_of(40, seed=3), traced_by(trace_id, max_tokens=400))
+        next(stream)
+        stream.close()
+
+    spans = collector.trace(trace_id, has_all(names.GENERATE, names.DECODE_COMPUTE))
+
+    for span in spans:
+        if span.name in (names.GENERATE, names.DECODE, names.DECODE_COMPUTE):
+            assert span.status == SpanStatus.UNSET, span.name
+            assert span.attributes[names.OUTCOME] == "cancelled", span.name
+    assert_tree(spans, outside="1" * 16)
+
+
+def test_a_refused_request_is_one_error_with_its_reason(
+    traced: LocalCluster, collector: Collector
+) -> None:
+    trace_id = "d" * 32
+    with Client(traced.address) as client, pytest.raises(BatonError):
+        client.generate((5,), traced_by(trace_id, model="other"))
+
+    root = one(collector.trace(trace_id, has_all(names.GENERATE, names.ADMIT)), names.GENERATE)
+
+    assert root.status == SpanStatus.ERROR
+    assert root.attributes[names.ERROR_TYPE] == "UNKNOWN_MODEL"
+    assert root.attributes[names.OUTCOME] == "refused"
+    assert root.attributes[names.RPC_STATUS] == "NOT_FOUND"
+
+
+def test_a_caller_that_does_not_trace_is_not_traced(
+    traced: LocalCluster, collector: Collector
+) -> None:
+    traceparent = TRACED.format(trace_id="e" * 32, parent_id="1" * 16)[:-1] + "0"
+
+    with Client(traced.address) as client:
+        generation = Generation(greedy(4), traceparent=traceparent)
+        answer = client.generate(prompt_of(8, seed=1), generation)
+
+    assert answer.finish is not None
+    assert answer.finish.served.trace_id == ""
+
+
+@pytest.mark.parametrize("num", [16, pytest.param(200, marks=pytest.mark.slow)])
+def test_mixed_requests_have_one_root_each_and_no_orphan(
+    collector: Collector, cluster_options: Callable[..., ClusterOptions], num: int
+) -> None:
+    """Remote, local, cancelled and refused ones; half way through a decode node is killed."""
+    options = sending_to(collector, cluster_options, num_prefill=2, num_decode=2)
+    trace_ids = [f"{num:08x}{number:024x}" for number in range(1, num + 1)]
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        for number, trace_id in enumerate(trace_ids):
+            if number == num // 2:
+                fail_over(cluster, client, trace_id)
+            else:
+                [remote, local, cancelled, refused][number % 4](client, trace_id, number)
+        cluster.decodes = [child for child in cluster.decodes if child.process.poll() is None]
+
+    traces = {one: collector.trace(one, has_all(names.GENERATE)) for one in trace_ids}
+
+    for number, (trace_id, spans) in enumerate(traces.items()):
+        assert [s.name for s in spans].count(names.GENERATE) == 1, trace_id
+        if number != num // 2:  # the killed node took its spans with it
+            assert_tree(spans, outside="1" * 16)
+    moved = traces[trace_ids[num // 2]]
+    migrate = one(moved, names.MIGRATE)
+    first, second = sorted(legs_of(moved, names.DECODE), key=lambda leg: leg.began_ns)
+    assert first.status == SpanStatus.ERROR
+    assert first.attributes[names.ERROR_TYPE] == "UNAVAILABLE"
+    assert first.span_id in migrate.links
+    assert first.span_id in second.links
+    assert second.status == SpanStatus.OK
+    assert one(moved, names.GENERATE).attributes[names.SERVED] == "migrated"
+
+
+def remote(client: Client, trace_id: str, number: int) -> None:
+    answer = client.generate(prompt_of(30, seed=100 + number), traced_by(trace_id))
+    assert answer.finish is not None
+    assert answer.finish.served.is_prefill_remote
+
+
+def local(client: Client, trace_id: str, number: int) -> None:
+    answer = client.generate(prompt_of(LOCAL_BELOW - 1, seed=100 + number), traced_by(trace_id))
+    assert answer.finish is not None
+    assert not answer.finish.served.is_prefill_remote
+
+
+def cancelled(client: Client, trace_id: str, number: int) -> None:
+    stream = client.stream(prompt_of(30, seed=number), traced_by(trace_id, max_tokens=400))
+    next(stream)
+    stream.close()
+
+
+def refused(client: Client, trace_id: str, number: int) -> None:
+    with pytest.raises(BatonError):
+        client.generate((5,) * 600, traced_by(trace_id))
+
+
+def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
+    """The decode node of a running answer is killed."""
+    stream = client.stream(prompt_of(30, seed=9), traced_by(trace_id, max_tokens=300))
+    for chunk in stream:
+        if chunk.first_index == 10:
+            [busy] = [c for c in cluster.decodes if load_at(c.address).num_running > 0]
+            busy.process.kill()
+
+
+LOCAL_BELOW = 8
+
+
+def sending_to(
+    collector: Collector,
+    cluster_options: Callable[..., ClusterOptions],
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+) -> ClusterOptions:
+    otlp = ("--otlp-endpoint", collector.address)
+    options = cluster_options(
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        router_arguments=(*otlp, "--local-prefill-below", str(LOCAL_BELOW)),
+    )
+    return replace(options, node_arguments=(*options.node_arguments, *otlp))
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def ask(cluster: LocalCluster, num_tokens: int) -> Finish:
+    with Client(cluster.address, timeout_s=60) as client:
+        answer = client.generate(prompt_of(num_tokens, seed=num_tokens), Generation(greedy(6)))
+    assert answer.finish is not None
+    return answer.finish
+
+
+def traced_by(trace_id: str, *, max_tokens: int = 6, model: str = "") -> Generation:
+    traceparent = TRACED.format(trace_id=trace_id, parent_id="1" * 16)
+    return Generation(greedy(max_tokens), model=model, traceparent=traceparent)
+
+
+def one(spans: list[Collected], name: str) -> Collected:
+    [found] = [span for span in spans if span.name == name]
+    return found
+
+
+def legs_of(spans: list[Collected], name: str) -> list[Collected]:
+    return [span for span in spans if span.name == name and span.service == "baton-router"]
+
+
+def has_all(*wanted: str) -> Callable[[list[Collected]], bool]:
+    return lambda spans: set(wanted) <= {span.name for span in spans}
+
+
+def is_whole(spans: list[Collected]) -> bool:
+    return {(span.service, span.name) for span in spans} >= set(REMOTE)
+
+
+def assert_tree(spans: list[Collected], outside: str = "") -> None:
+    """One root, and nothing hangs in the air."""
+    ids = {span.span_id for span in spans}
+    assert len(ids) == len(spans)
+    assert [span.name for span in spans if span.parent_id == outside] == [names.GENERATE]
+    orphans = [span.name for span in spans if span.parent_id not in {outside, *ids}]
+    assert not orphans
+
+
+def covered_ns(root: Collected, children: list[Collected], until_ns: float) -> float:
+    """How much of the root's first so many nanoseconds lies in a child."""
+    total, reached = 0.0, 0.0
+    for child in sorted(children, key=lambda span: span.began_ns):
+        began = max(reached, child.began_ns - root.began_ns)
+        ended = min(until_ns, child.ended_ns - root.began_ns)
+        total += max(0.0, ended - began)
+        reached = max(reached, ended)
+    return total

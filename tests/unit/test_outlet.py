@@ -1,0 +1,60 @@
+"""The way out of a process: it never holds anyone up, and counts what it loses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from telemetry import outlet as module
+from telemetry.outlet import ExportFailed, Outlet
+from telemetry.spans import Span
+from tests.support.spans import Told, a_span
+
+
+def test_all_that_was_taken_goes_out_by_the_end() -> None:
+    exported: list[Span] = []
+    spans = [a_span(number) for number in range(1, 200)]
+
+    with Outlet("test", exported.extend, lambda at_s: 0) as outlet:
+        for span in spans:
+            outlet.take(Told(span))
+
+    assert exported == spans
+    assert outlet.num_dropped == 0
+
+
+def test_a_slow_exporter_costs_traces_and_not_time() -> None:
+    may_go_on, is_busy = threading.Event(), threading.Event()
+
+    def export(spans: Sequence[Span]) -> None:
+        is_busy.set()
+        may_go_on.wait()
+
+    with Outlet("slow", export, lambda at_s: 0) as outlet:
+        outlet.take(Told(a_span()))
+        is_busy.wait()
+        for _ in range(module.MAX_WAITING + 5):
+            outlet.take(Told(a_span()))
+        may_go_on.set()
+
+    assert outlet.num_dropped == 5
+
+
+def test_a_failure_is_counted_and_the_next_batch_is_tried() -> None:
+    failures = [ExportFailed("away")]
+    exported: list[Span] = []
+    has_failed = threading.Event()
+
+    def export(spans: Sequence[Span]) -> None:
+        if failures:
+            has_failed.set()
+            raise failures.pop()
+        exported.extend(spans)
+
+    with Outlet("shaky", export, lambda at_s: 0) as outlet:
+        outlet.take(Told(a_span(1)))
+        has_failed.wait()
+        outlet.take(Told(a_span(2)))
+
+    assert outlet.num_failed == 1
+    assert [span.span_id for span in exported] == [2]

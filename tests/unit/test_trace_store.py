@@ -1,0 +1,62 @@
+"""The ring of traces on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from telemetry.options import MIB
+from telemetry.otlp_json import NotSpans, ToldSpan, line_of, spans_of
+from telemetry.store import TraceWriter, read_spans
+from tests.support.spans import RESOURCE, a_span
+
+
+def test_a_span_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    root, child = a_span(), a_span(2, parent_id=1)
+
+    TraceWriter(tmp_path, MIB, RESOURCE, "router").write([root, child])
+
+    assert list(read_spans(tmp_path)) == [ToldSpan(root, RESOURCE), ToldSpan(child, RESOURCE)]
+
+
+def test_the_folder_keeps_to_its_limit_and_the_newest_stay(tmp_path: Path) -> None:
+    writers = [TraceWriter(tmp_path, MIB, RESOURCE, name) for name in ("router", "decode")]
+    big = "x" * 10_000
+
+    for number in range(1, 301):
+        told = replace(a_span(number), status_message=big)
+        writers[number % 2].write([told])
+
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    kept = [told.span.span_id for told in read_spans(tmp_path)]
+    assert size <= MIB
+    assert len(kept) > 50
+    assert max(kept) == 300
+    assert min(kept) > 100
+
+
+def test_a_file_that_another_process_deleted_is_begun_anew(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, MIB, RESOURCE, "router")
+    writer.write([a_span(1)])
+    for path in tmp_path.iterdir():
+        path.unlink()
+
+    writer.write([a_span(2)])
+
+    assert [told.span.span_id for told in read_spans(tmp_path)] == [2]
+
+
+def test_lines_that_were_cut_off_do_not_hide_the_others(tmp_path: Path) -> None:
+    whole = line_of([a_span(1)], RESOURCE)
+    text = whole[: len(whole) // 2] + "\n" + whole + "{}\n" + whole.strip()
+    (tmp_path / "router-1.otlp.jsonl").write_text(text)
+
+    assert [told.span.span_id for told in read_spans(tmp_path)] == [1, 1]
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{}", '{"resourceSpans": [{}]}', "null"])
+def test_what_is_no_batch_of_spans_is_named(line: str) -> None:
+    with pytest.raises(NotSpans):
+        spans_of(line)
