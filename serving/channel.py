@@ -2,54 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import grpc
 from grpc import aio
 
 from serving.sizes import MAX_MESSAGE_BYTES
 from serving.tls import PLAIN, TlsConfig
 
-KEEPALIVE_MS = 10_000
-KEEPALIVE_TIMEOUT_MS = 5_000
-# A server that is pinged more often than this sends its peer away with `too_many_pings`.
-MIN_PING_INTERVAL_MS = KEEPALIVE_MS // 2
-
 Options = tuple[tuple[str, int | str], ...]
 
-COMMON_OPTIONS: Options = (
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """Pings on a connection with calls: one that breaks in silence is found out, on both sides."""
+
+    every_s: float = 10.0
+    patience_s: float = 10.0  # for the answer to a ping; a machine may be very busy
+
+    @property
+    def options(self) -> Options:
+        return (
+            ("grpc.keepalive_time_ms", round(self.every_s * 1000)),
+            ("grpc.keepalive_timeout_ms", round(self.patience_s * 1000)),
+            # gRPC 1.85 heeds this one; without it, a lost ping is waited for a whole minute.
+            ("grpc.http2.ping_timeout_ms", round(self.patience_s * 1000)),
+            # While a call waits for its next token, no data is sent.
+            ("grpc.http2.max_pings_without_data", 0),
+        )
+
+    @property
+    def server_options(self) -> Options:
+        """A client that pings more than twice as often is sent away with `too_many_pings`."""
+        return (
+            *self.options,
+            ("grpc.http2.min_ping_interval_without_data_ms", round(self.every_s * 500)),
+            ("grpc.keepalive_permit_without_calls", 1),
+        )
+
+
+KEEPALIVE = Keepalive()
+SIZES: Options = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.max_pings_without_data", 0),
 )
-SERVER_OPTIONS: Options = (
-    *COMMON_OPTIONS,
-    ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Two servers on one port would share its connections without anyone noticing.
-    ("grpc.so_reuseport", 0),
-)
-CLIENT_OPTIONS: Options = (
-    *COMMON_OPTIONS,
-    # A node that comes back on its address is found again soon.
+# A node that comes back on its address is found again soon.
+RECONNECTION: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 
-def open_channel(address: str, tls: TlsConfig = PLAIN) -> aio.Channel:
+def server_options(keepalive: Keepalive = KEEPALIVE) -> Options:
+    # Two servers on one port would share its connections without anyone noticing.
+    return (*SIZES, *keepalive.server_options, ("grpc.so_reuseport", 0))
+
+
+def open_channel(
+    address: str, tls: TlsConfig = PLAIN, keepalive: Keepalive = KEEPALIVE
+) -> aio.Channel:
     """To `host:port` or `dns:///name:port`; that host is what a certificate must carry."""
     credentials = channel_credentials(tls)
     if credentials is None:
-        return aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    return aio.secure_channel(address, credentials, options=_options(tls))
+        return aio.insecure_channel(address, options=_options(tls, keepalive))
+    return aio.secure_channel(address, credentials, options=_options(tls, keepalive))
 
 
 def open_blocking_channel(address: str, tls: TlsConfig = PLAIN) -> grpc.Channel:
     """The same for callers without an asyncio loop."""
     credentials = channel_credentials(tls)
     if credentials is None:
-        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        return grpc.insecure_channel(address, options=_options(tls))
     return grpc.secure_channel(address, credentials, options=_options(tls))
 
 
@@ -74,7 +97,8 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials | None:
     )
 
 
-def _options(tls: TlsConfig) -> Options:
+def _options(tls: TlsConfig, keepalive: Keepalive = KEEPALIVE) -> Options:
+    options = (*SIZES, *keepalive.options, *RECONNECTION)
     if not tls.server_name:
-        return CLIENT_OPTIONS
-    return (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name))
+        return options
+    return (*options, ("grpc.ssl_target_name_override", tls.server_name))

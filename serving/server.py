@@ -12,7 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from serving.channel import SERVER_OPTIONS, server_credentials
+from serving.channel import KEEPALIVE, Keepalive, server_credentials, server_options
 from serving.errors import AddressInUse
 from serving.health import HEALTH, Health
 from serving.health_servicer import HealthServicer
@@ -44,12 +44,13 @@ async def serving(
     services: Sequence[Service],
     *,
     tls: TlsConfig = PLAIN,
+    keepalive: Keepalive = KEEPALIVE,
     interceptors: Sequence[aio.ServerInterceptor] = (),
 ) -> AsyncIterator[Running]:
     """Serves from here to the end of the block, not ready until told so."""
     names = tuple(service.name for service in services)
     health = Health(names)
-    server = aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+    server = aio.server(interceptors=interceptors, options=server_options(keepalive))
     for service in services:
         service.add_to(server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)

@@ -18,7 +18,7 @@ from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from kv_transfer.types import HandoffId, NodeId, Peer
-from serving.channel import CLIENT_OPTIONS
+from serving.channel import open_blocking_channel
 from serving.node import NodeCard, NodeLoad, NodeRole
 from serving.node_options import NodeOptions
 from serving.translate import FINISH_FROM_MESSAGE
@@ -270,9 +270,7 @@ class Pair:
 
     def _channel(self, node: EngineNode) -> grpc.Channel:
         if node.address not in self._channels:
-            self._channels[node.address] = grpc.insecure_channel(
-                node.address, options=CLIENT_OPTIONS
-            )
+            self._channels[node.address] = open_blocking_channel(node.address)
         return self._channels[node.address]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from serving.channel import SERVER_OPTIONS
+from serving.channel import server_options
 
 WAIT_S = 60.0
 
@@ -86,7 +86,7 @@ class ToldRouter(inference_pb2_grpc.InferenceServiceServicer):
 def told_router(*answers: str) -> Iterator[ToldRouter]:
     router = ToldRouter(answers)
     with ThreadPoolExecutor() as threads:
-        server = grpc.server(threads, options=SERVER_OPTIONS)
+        server = grpc.server(threads, options=server_options())
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
         router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()

@@ -1,0 +1,129 @@
+"""Connections that break in silence are found out, and pings never make a server angry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from serving.channel import KEEPALIVE, Keepalive, open_channel
+from serving.server import serving
+
+PATIENCE_S = 30
+OFTEN = Keepalive(every_s=0.1, patience_s=PATIENCE_S)
+WATCHFUL = Keepalive(every_s=0.1, patience_s=1.0)
+
+
+@dataclass(slots=True)
+class Wire:
+    """Passes bytes between a client and a server until it is told to keep them."""
+
+    is_silent: bool = False
+    address: str = ""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _sinks: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    async def join(
+        self, server: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        host, port = server.split(":")
+        there, back = await asyncio.open_connection(host, int(port))
+        for source, sink in ((reader, back), (there, writer)):
+            self._sinks.append(sink)
+            self._tasks.add(asyncio.ensure_future(self._pass_on(source, sink)))
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            if not self.is_silent:
+                sink.write(data)
+        if not self.is_silent:
+            sink.close()
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for sink in self._sinks:
+            sink.close()
+
+
+@asynccontextmanager
+async def a_wire_to(server: str) -> AsyncIterator[Wire]:
+    wire = Wire()
+    listener = await asyncio.start_server(
+        lambda reader, writer: wire.join(server, reader, writer), "127.0.0.1", 0
+    )
+    async with listener:
+        host, port = listener.sockets[0].getsockname()
+        wire.address = f"{host}:{port}"
+        yield wire
+        wire.close()
+
+
+class Watching:
+    """A call that is told of nothing more after its first answer."""
+
+    def __init__(self, address: str, keepalive: Keepalive) -> None:
+        self._channel = open_channel(address, keepalive=keepalive)
+        self._call = health_pb2_grpc.HealthStub(self._channel).Watch(
+            health_pb2.HealthCheckRequest()
+        )
+
+    async def begin(self) -> None:
+        await self._call.read()
+
+    async def failure(self) -> grpc.RpcError:
+        with pytest.raises(grpc.RpcError) as failure:
+            await self._call.read()
+        return failure.value
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._call.done())
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+def test_a_peer_that_falls_silent_is_found_out() -> None:
+    async def scene() -> None:
+        async with (
+            serving("127.0.0.1", 0, (), keepalive=WATCHFUL) as server,
+            a_wire_to(server.address) as wire,
+        ):
+            watching = Watching(wire.address, WATCHFUL)
+            await watching.begin()
+
+            wire.is_silent = True
+
+            failure = await watching.failure()
+            await watching.close()
+        assert failure.code() is grpc.StatusCode.UNAVAILABLE
+        assert "timeout" in (failure.details() or "")
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+def test_pings_as_often_as_agreed_are_taken_while_others_are_sent_away() -> None:
+    async def scene() -> None:
+        async with (
+            serving("127.0.0.1", 0, (), keepalive=OFTEN) as calm,
+            serving("127.0.0.1", 0, (), keepalive=KEEPALIVE) as strict,
+        ):
+            agreed, too_often = Watching(calm.address, OFTEN), Watching(strict.address, OFTEN)
+            await agreed.begin()
+            await too_often.begin()
+
+            failure = await too_often.failure()
+
+            assert "too many pings" in (failure.details() or "").lower()
+            assert not agreed.is_over
+            await agreed.close()
+            await too_often.close()
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
