@@ -35,12 +35,6 @@ class PagedAttention(Protocol):
     def begin(self, layout: PassLayout) -> AttentionPass: ...
 
 
-class ChunkPass(Protocol):
-    """One forward pass over the sequences of more than one token, their KV being in its place."""
-
-    def attend_into(self, answer: Tensor, layer: int, query: Tensor) -> None: ...
-
-
 class TorchPagedAttention:
     """The reference: gathers each sequence's blocks and leaves the rest to torch."""
 
@@ -53,12 +47,7 @@ class TorchPagedAttention:
         write_blocks = torch.from_numpy(layout.write_blocks).to(self._kv.device)
         write_offsets = torch.from_numpy(layout.write_offsets).to(self._kv.device)
         works = [work[window] for window in self._windows]
-        return _TorchPass(_TorchGroups(self._kv, works), self._kv, write_blocks, write_offsets)
-
-    def begin_chunks(self, layout: PassLayout) -> ChunkPass:
-        """For who has another way for single tokens, and writes keys and values itself."""
-        work = {window: _chunks(layout, window, self._kv) for window in set(self._windows)}
-        return _TorchGroups(self._kv, [work[window] for window in self._windows])
+        return _TorchPass(self._kv, works, write_blocks, write_offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +69,10 @@ class _Group:
 
 class _TorchPass:
     def __init__(
-        self, groups: _TorchGroups, kv: Tensor, write_blocks: Tensor, write_offsets: Tensor
+        self, kv: Tensor, works: list[list[_Group]], write_blocks: Tensor, write_offsets: Tensor
     ) -> None:
-        self._groups = groups
         self._kv = kv
+        self._works = works
         self._write_blocks = write_blocks
         self._write_offsets = write_offsets
 
@@ -91,22 +80,11 @@ class _TorchPass:
         self._kv[self._write_blocks, layer, 0, :, self._write_offsets] = key
         self._kv[self._write_blocks, layer, 1, :, self._write_offsets] = value
         answer = torch.empty_like(query)
-        self._groups.attend_into(answer, layer, query)
-        return answer
-
-
-class _TorchGroups:
-    """Keeps to ChunkPass."""
-
-    def __init__(self, kv: Tensor, works: list[list[_Group]]) -> None:
-        self._kv = kv
-        self._works = works
-
-    def attend_into(self, answer: Tensor, layer: int, query: Tensor) -> None:
         for group in self._works[layer]:
             keys, values = self._gather(layer, group)
             attend = _attend_many if group.num_queries == 1 else _attend_one
             answer[group.tokens] = attend(query[group.tokens], keys, values, group.mask)
+        return answer
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
         """The group's keys and values, each [kv_heads, sequences, slots, head_dim]."""
@@ -148,17 +126,14 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 
 
 def _work(layout: PassLayout, window: int | None, kv: Tensor) -> list[_Group]:
-    singles = _alike(layout.context_lens[: layout.num_single], block_size=kv.shape[4])
-    # The first tokens of single-token sequences are the first of the batch.
-    groups = [_group(layout, np.arange(a, b), a, window, kv) for a, b in singles]
-    return groups + _chunks(layout, window, kv)
-
-
-def _chunks(layout: PassLayout, window: int | None, kv: Tensor) -> list[_Group]:
+    block_size = kv.shape[4]
+    num_single = layout.num_single
     starts = layout.query_starts
+    singles = _alike(layout.context_lens[:num_single], block_size)
+    chunks = [(row, row + 1) for row in range(num_single, len(layout.num_queries))]
     return [
-        _group(layout, np.array([row]), int(starts[row]), window, kv)
-        for row in range(layout.num_single, len(layout.num_queries))
+        _group(layout, np.arange(first, last), int(starts[first]), window, kv)
+        for first, last in (*singles, *chunks)
     ]
 
 

@@ -4,7 +4,7 @@
 // every key and value is read once. The answer adds up block by block in the order of the
 // context, whoever computes it.
 
-#include "lanes.h"
+#include "cache.h"
 #include "pool.h"
 
 #include <limits>
@@ -15,16 +15,6 @@ using namespace baton;
 namespace {
 
 constexpr int kPair = 2 * kLanes;  // numbers in a vector of pairs
-
-struct Cache {
-    Bf16* blocks;  // [blocks, layers, 2, kv_heads, block_size, head_dim]
-    std::int64_t num_layers, num_kv_heads, block_size, head_dim;
-
-    Bf16* slots(std::int64_t block, std::int64_t layer, int which, std::int64_t head) const {
-        return blocks + (((block * num_layers + layer) * 2 + which) * num_kv_heads + head) *
-                            block_size * head_dim;
-    }
-};
 
 float dot(const Bf16* left, const Bf16* right, std::int64_t size) {
     Floats total{};

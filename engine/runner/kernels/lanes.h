@@ -66,6 +66,12 @@ inline float sum(Floats numbers) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+inline float largest(Floats numbers) {
+    float most = numbers[0];
+    for (int i = 1; i < kLanes; ++i) most = numbers[i] > most ? numbers[i] : most;
+    return most;
+}
+
 // Each lane: total += low half of left * low half of right + the same of the high halves.
 inline void add_products(Floats& total, Words left, Words right) {
 #if defined(__AVX512BF16__)

@@ -1,25 +1,14 @@
 // Products with bf16 weights that were packed once.
 //
-// A panel holds 64 rows of the weights: for each pair of columns, four vectors of sixteen rows'
-// pairs. So a thread reads one stream from begin to end, and each product needs no shuffling.
 // A row of the answer adds up in the order of the columns, whatever else is in the batch and
 // however many threads there are.
 
-#include "lanes.h"
+#include "panels.h"
 #include "pool.h"
 
 using namespace baton;
 
 namespace {
-
-constexpr int kVectors = 4;
-constexpr int kPanelRows = kVectors * kLanes;
-constexpr int kAhead = 16;  // vectors: about a kilobyte
-#if defined(__AVX512BF16__)
-constexpr int kMostTokens = 6;  // 24 of the 32 registers add up
-#else
-constexpr int kMostTokens = 2;
-#endif
 
 struct Product {
     const Bf16* states;  // [tokens, columns]
@@ -32,18 +21,11 @@ struct Product {
 template <int TOKENS>
 void multiply(const Product& p, std::int64_t panel, std::int64_t first) {
     const std::int64_t pairs = p.num_columns / 2;
-    const Words* weights = p.packed + panel * pairs * kVectors;
     const std::uint32_t* states[TOKENS];
     for (int t = 0; t < TOKENS; ++t)
         states[t] = reinterpret_cast<const std::uint32_t*>(p.states + (first + t) * p.num_columns);
-    Floats totals[TOKENS][kVectors] = {};
-    for (std::int64_t pair = 0; pair < pairs; ++pair, weights += kVectors) {
-        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(weights + kAhead + v);
-        for (int t = 0; t < TOKENS; ++t) {
-            const Words state = Words{} + states[t][pair];
-            for (int v = 0; v < kVectors; ++v) add_products(totals[t][v], weights[v], state);
-        }
-    }
+    Totals<TOKENS> totals = {};
+    add_panel<TOKENS>(totals, states, p.packed + panel * pairs * kVectors, pairs);
     const std::int64_t row = panel * kPanelRows;
     for (int t = 0; t < TOKENS; ++t)
         for (int v = 0; v < kVectors; ++v) {
@@ -69,10 +51,7 @@ constexpr Multiply kMultiply[] = {
 
 void multiply_panel(const Product& p, std::int64_t panel) {
     for (std::int64_t first = 0; first < p.num_tokens;) {
-        // Runs of about equal length, so that none of them is too short to be worth its reading.
-        const std::int64_t left = p.num_tokens - first;
-        const std::int64_t num_runs = (left + kMostTokens - 1) / kMostTokens;
-        const int count = int((left + num_runs - 1) / num_runs);
+        const int count = next_run(p.num_tokens - first);
         kMultiply[count](p, panel, first);
         first += count;
     }

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.attention import AttentionPass, TorchPagedAttention
+from engine.runner.attention import AttentionPass
 from engine.runner.layout import Ints, PassLayout
 from engine.runner.ops import Angles, TorchOps
 
@@ -34,6 +34,11 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     ),
     "baton_gate": (_POINTER, _POINTER, _INT, _INT, _THREADS),
     "baton_write_kv": (*_CACHE, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT),
+    "baton_attend_chunk": (
+        *_CACHE,
+        *(_POINTER, _POINTER, _POINTER),
+        *(_INT, _INT, _INT, _INT, _FLOAT, _THREADS),
+    ),
     "baton_attend_singles": (
         *_CACHE,
         *(_POINTER, _POINTER, _POINTER, _INT, _POINTER),
@@ -62,6 +67,7 @@ class Kernels:
         self.gate = self._library.baton_gate
         self.write_kv = self._library.baton_write_kv
         self.attend_singles = self._library.baton_attend_singles
+        self.attend_chunk = self._library.baton_attend_chunk
 
     def packed(self, weight: Tensor) -> Tensor:
         """A copy of the weight in the order in which it is read, on huge pages where there are."""
@@ -171,16 +177,15 @@ class NativeLinear:
 
 
 class NativePagedAttention:
-    """Keeps to PagedAttention. Single tokens read the blocks in place; torch does the chunks."""
+    """Keeps to PagedAttention. Single tokens read the blocks in place, chunks pack them first."""
 
     def __init__(self, kernels: Kernels, kv: Tensor, windows: Sequence[int | None]) -> None:
         self._kernels = kernels
         self._kv = kv
         self._windows = tuple(windows)
-        self._torch = TorchPagedAttention(kv, windows)
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        return _NativePass(self._kernels, self._kv, self._windows, layout, self._torch)
+        return _NativePass(self._kernels, self._kv, self._windows, layout)
 
 
 class _NativePass:
@@ -190,7 +195,6 @@ class _NativePass:
         kv: Tensor,
         windows: tuple[int | None, ...],
         layout: PassLayout,
-        chunks: TorchPagedAttention,
     ) -> None:
         self._kernels = kernels
         self._windows = windows
@@ -201,8 +205,9 @@ class _NativePass:
         self._write_offsets = np.ascontiguousarray(layout.write_offsets)
         self._tables: Ints = np.ascontiguousarray(layout.block_tables)
         self._lens: Ints = np.ascontiguousarray(layout.context_lens)
-        has_chunks = len(layout.num_queries) > layout.num_single
-        self._chunks = chunks.begin_chunks(layout) if has_chunks else None
+        self._chunks = range(layout.num_single, len(layout.num_queries))
+        self._starts = layout.query_starts.tolist()
+        self._num_queries = layout.num_queries.tolist()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._write(layer, key, value)
@@ -210,8 +215,8 @@ class _NativePass:
         answer = torch.empty_like(query)
         if self._num_single:
             self._attend_singles(layer, query, answer)
-        if self._chunks is not None:
-            self._chunks.attend_into(answer, layer, query)
+        for row in self._chunks:
+            self._attend_chunk(layer, row, query, answer)
         return answer
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -242,6 +247,23 @@ class _NativePass:
             self._lens.ctypes.data,
             self._windows[layer] or 0,
             self._num_single,
+            num_heads // self._cache[2],
+            1 / math.sqrt(head_dim),
+            self._kernels.num_threads,
+        )
+
+    def _attend_chunk(self, layer: int, row: int, query: Tensor, answer: Tensor) -> None:
+        num_heads, head_dim = query.shape[1:]
+        first = self._starts[row]
+        self._kernels.attend_chunk(
+            *self._cache,
+            layer,
+            query[first].data_ptr(),
+            answer[first].data_ptr(),
+            self._tables[row].ctypes.data,
+            self._num_queries[row],
+            int(self._lens[row]),
+            self._windows[layer] or 0,
             num_heads // self._cache[2],
             1 / math.sqrt(head_dim),
             self._kernels.num_threads,

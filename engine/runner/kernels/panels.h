@@ -1,0 +1,43 @@
+// Sixty-four rows of a matrix, in the order in which a product reads them.
+//
+// For each pair of columns a panel holds four vectors of sixteen rows' pairs. So a thread reads
+// one stream from begin to end, and no product needs shuffling.
+#pragma once
+
+#include "lanes.h"
+
+namespace baton {
+
+constexpr int kVectors = 4;
+constexpr int kPanelRows = kVectors * kLanes;
+#if defined(__AVX512BF16__)
+constexpr int kMostRows = 6;  // of the other side: 24 of the 32 registers add up
+#else
+constexpr int kMostRows = 2;
+#endif
+
+template <int ROWS>
+using Totals = Floats[ROWS][kVectors];
+
+// totals += each row, given as pairs of columns, times the panel.
+template <int ROWS>
+inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[ROWS],
+                      const Words* panel, std::int64_t pairs) {
+    constexpr int kAhead = 16;  // vectors: about a kilobyte
+    for (std::int64_t pair = 0; pair < pairs; ++pair, panel += kVectors) {
+        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(panel + kAhead + v);
+        for (int row = 0; row < ROWS; ++row) {
+            const Words state = Words{} + rows[row][pair];
+            for (int v = 0; v < kVectors; ++v) add_products(totals[row][v], panel[v], state);
+        }
+    }
+}
+
+// The length of the next run when so many rows are left: runs are about equally long, so that
+// none of them is too short to be worth the reading.
+inline int next_run(std::int64_t left) {
+    const std::int64_t num_runs = (left + kMostRows - 1) / kMostRows;
+    return int((left + num_runs - 1) / num_runs);
+}
+
+}  // namespace baton
