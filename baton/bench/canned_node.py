@@ -79,6 +79,11 @@ class CannedDecode(node_pb2_grpc.DecodeServiceServicer):
             summary = node_pb2.DecodeSummary() if index in (first, last) else None
             yield node_pb2.DecodeResponse(output=_token(index, reason), summary=summary)
 
+    async def Connect(  # noqa: N802
+        self, request: node_pb2.ConnectRequest, context: Context
+    ) -> node_pb2.ConnectResponse:
+        return node_pb2.ConnectResponse()
+
 
 class CannedState(node_pb2_grpc.NodeServiceServicer):
     def __init__(self, card: NodeCard) -> None:
