@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from kv_transfer.transport import (
 )
 from kv_transfer.types import BlockId
 
+_RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
 _PLACE_BITS = 32  # a tag is the ticket, then the place of its first block in the grant
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
 
@@ -76,6 +78,11 @@ class UcxxTransport:
             return UcxxChannel(self._ucxx, self._array_type, self._context, self._region)
         except self._ucxx.UCXError as error:
             raise PeerUnreachable(f"UCX cannot make a worker: {error!r}") from error
+
+    @property
+    def ways(self) -> list[str]:
+        """What UCX has here, by transport and device: tcp/eth0, cma/memory."""
+        return list(dict.fromkeys(_RESOURCE.findall(self._context.info)))
 
     def close(self) -> None:
         self._context = None

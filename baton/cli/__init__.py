@@ -20,7 +20,7 @@ from baton.cli.command import (
 )
 from baton.cli.doctor import doctor
 from baton.cli.errors import NAMED, tell_named, tell_usage
-from baton.cli.examples import examples, examples_of
+from baton.cli.examples import examples
 from baton.cli.generate import generate
 from baton.cli.health import health
 from baton.cli.nodes import nodes
@@ -61,7 +61,7 @@ def _baton(
 
 
 for command in (up, demo, generate, chat, nodes, run, health, doctor):
-    app.command(epilog=examples_of(command))(command)
+    app.command()(command)
 app.add_typer(serve, name="serve")
 app.add_typer(bench, name="bench")
 dress(app)

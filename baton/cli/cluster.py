@@ -40,6 +40,12 @@ def up(
             rich_help_panel=CLUSTER_PANEL,
         ),
     ] = False,
+    start_timeout_s: Annotated[
+        float,
+        typer.Option(
+            min=1, help="How long each process may take to load.", rich_help_panel=CLUSTER_PANEL
+        ),
+    ] = 600.0,
     host: Host = "127.0.0.1",
     port: Port = 50051,
     **given: Any,
@@ -70,6 +76,7 @@ def up(
         ),
         router_arguments=passed_on(context, router_options, without=GIVEN),
         tls=tls_config(**for_tls),
+        start_timeout_s=start_timeout_s,
         show_logs=True,
     )
     run_cluster(options, num_processes=num_nodes + 1)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from baton.cli.examples import examples_of
 from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
 from baton.cli.show import show_table
 
@@ -91,13 +92,15 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def dress(app: typer.Typer) -> None:
-    """Makes every command of the app, and of the groups in it, a `Command`."""
+def dress(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
+    """Makes every command of the app, and of the groups in it, a `Command` with its examples."""
     for command in app.registered_commands:
+        name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
         command.cls = Command
+        command.epilog = examples_of(" ".join([*groups, name]))
     for group in app.registered_groups:
-        if group.typer_instance is not None:
-            dress(group.typer_instance)
+        if group.typer_instance is not None and isinstance(group.name, str):
+            dress(group.typer_instance, (*groups, group.name))
 
 
 def unwrapped(text: str) -> str:

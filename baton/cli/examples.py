@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 EXAMPLES = {
     "up": (
         "baton up --model models/demo --prefill 1 --decode 2",
@@ -20,16 +18,32 @@ EXAMPLES = {
         'baton run "import os" "import sys" --max-tokens 32',
         "baton run --model ~/models/mine < prompt.txt",
     ),
+    "health": ("baton health 127.0.0.1:50051",),
     "doctor": (
         "baton doctor",
         "baton doctor --model Qwen/Qwen3-0.6B --kv-cache-memory 2GiB --json",
     ),
-    "health": ("baton health 127.0.0.1:50051",),
+    "serve prefill": (
+        "baton serve prefill --model models/demo --port 50061",
+        "baton --config cluster.toml serve prefill --cpus 0-7",
+    ),
+    "serve decode": (
+        "baton serve decode --model models/demo --port 50071",
+        "baton serve decode --model models/demo --kv-cache-memory 4GiB --max-num-seqs 64",
+    ),
+    "serve router": (
+        "baton serve router --prefill-nodes 127.0.0.1:50061 --decode-nodes 127.0.0.1:50071",
+        "baton serve router --model models/demo --decode-nodes dns:///decode:50071",
+    ),
+    "bench scheduler": ("baton bench scheduler --running 256,1024",),
+    "bench engine": ("baton bench engine --model models/demo --batches 1,8 --json engine.json",),
+    "bench kv": ("baton bench kv --paths nixl,nixl:tcp --sizes 8MiB,64MiB",),
+    "bench policies": ("baton bench policies --nodes 100 --plot policies.png",),
 }
 
 
-def examples_of(command: Callable[..., None]) -> str | None:
-    lines = EXAMPLES.get(command.__name__)
+def examples_of(command: str) -> str | None:
+    lines = EXAMPLES.get(command)
     return examples(*lines) if lines else None
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from baton.cli.examples import examples
 from baton.cli.options import (
     BlockSize,
     Cpus,
@@ -153,18 +152,10 @@ def _run_decode(options: NodeOptions) -> None:
 serve.command(
     "prefill",
     help="Run a prefill node: it computes prompts and pushes their KV to decode nodes.",
-    epilog=examples(
-        "baton serve prefill --model models/demo --port 50061",
-        "baton --config cluster.toml serve prefill --cpus 0-7",
-    ),
 )(_node_command(_run_prefill))
 serve.command(
     "decode",
     help="Run a decode node: it takes KV from prefill nodes and writes answers.",
-    epilog=examples(
-        "baton serve decode --model models/demo --port 50071",
-        "baton serve decode --model models/demo --kv-cache-memory 4GiB --max-num-seqs 64",
-    ),
 )(_node_command(_run_decode))
 
 
@@ -207,12 +198,7 @@ def router_options(
     )
 
 
-@serve.command(
-    epilog=examples(
-        "baton serve router --model models/demo --prefill-nodes 127.0.0.1:50061 "
-        "--decode-nodes 127.0.0.1:50071"
-    )
-)
+@serve.command()
 @takes_options_of(router_options)
 def router(parent_pid: ParentPid = 0, **given: Any) -> None:
     """Run the router: the door for clients. Without --model it takes token ids alone."""

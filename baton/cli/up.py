@@ -19,6 +19,7 @@ from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
+from engine.model_folder import resolve_model_folder
 from serving.channel import open_blocking_channel
 from serving.errors import AddressInUse
 from serving.node import NodeCard, card_from
@@ -29,8 +30,9 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_cluster(options: ClusterOptions, num_processes: int) -> None:
-    """Until it is told to end. Raises ClusterFailed and AddressInUse."""
+    """Until it is told to end. Raises ClusterFailed, AddressInUse and ModelError."""
     check_port(options.host, options.port)
+    resolve_model_folder(options.model)  # downloaded once, before many would
     life = Life(options, num_processes)
     with life.listening():
         try:

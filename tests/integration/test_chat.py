@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from baton.client import Client
 from baton.cluster import LocalCluster
+from serving.server import parse_announcement
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 from tests.support.told_router import WAIT_S, told_router
 
@@ -186,3 +189,29 @@ def test_generate_names_what_is_refused(
     assert (done.returncode, done.stdout) == (code, "")
     [line] = done.stderr.splitlines()
     assert line.startswith(f"baton: error: {complaint}")
+
+
+def test_a_model_without_a_chat_template_is_refused_with_the_way_around_it(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    command = ["serve", "router", "--model", str(folder), "--decode-nodes", "127.0.0.1:1"]
+    with subprocess.Popen(
+        [*BATON, *command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as router:
+        assert router.stdout is not None
+        announced = parse_announcement(router.stdout.readline())
+        assert announced is not None
+
+        done = run_baton("chat", "--address", announced[1], piped="hi\n")
+        router.terminate()
+        router.communicate()
+
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "this model has no chat template" in line
+    assert line.endswith("--plain does without a chat template")
