@@ -14,7 +14,7 @@ import typer
 from baton.cli.connection import connect
 from baton.cli.errors import tell
 from baton.cli.generate import timing_line
-from baton.cli.sampling import MaxTokens, StopStrings, Temperature, sampling_params
+from baton.cli.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.signatures import split, takes_options_of
 from baton.conversation import PLAIN_STOP, Conversation
 from serving.errors import ServiceError
@@ -31,7 +31,7 @@ HELP = """\
 Ctrl-C stops an answer; what came of it stays said."""
 
 
-@takes_options_of(sampling_params, connect)
+@takes_options_of(sampling, connect)
 def chat(
     system: Annotated[
         str, typer.Option(help="The system message.", rich_help_panel=CHAT_PANEL)
@@ -53,7 +53,6 @@ def chat(
         ),
     ] = False,
     max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
     stop: StopStrings = None,
     **given: Any,
 ) -> None:
@@ -63,10 +62,10 @@ def chat(
     """
     from baton.client import Generation
 
-    for_sampling, for_connection = split(given, sampling_params, connect)
-    sampling = sampling_params(max_tokens=max_tokens, temperature=temperature, **for_sampling)
+    for_sampling, for_connection = split(given, sampling, connect)
+    chosen = sampling(max_tokens=max_tokens, **for_sampling)
     stops = (*(stop or ()), *([PLAIN_STOP] if plain else ()))
-    generation = Generation(sampling, stop=stops)
+    generation = Generation(chosen, stop=stops)
     with asyncio.Runner() as runner:
         client = runner.run(_opened(for_connection))
         try:

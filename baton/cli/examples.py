@@ -35,6 +35,7 @@ EXAMPLES = {
         "baton serve router --prefill-nodes 127.0.0.1:50061 --decode-nodes 127.0.0.1:50071",
         "baton serve router --model models/demo --decode-nodes dns:///decode:50071",
     ),
+    "bench router": ("baton bench router --streams 64 --json router.json",),
     "bench scheduler": ("baton bench scheduler --running 256,1024",),
     "bench engine": ("baton bench engine --model models/demo --batches 1,8 --json engine.json",),
     "bench kv": ("baton bench kv --paths nixl,nixl:tcp --sizes 8MiB,64MiB",),

@@ -6,14 +6,14 @@ import asyncio
 import json
 import sys
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from baton.cli.connection import connect
 from baton.cli.options import MODEL_PANEL, OUTPUT_PANEL
-from baton.cli.sampling import IncludeStop, StopStrings, sampling_params
+from baton.cli.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.show import console, table_of
 from baton.cli.signatures import split, takes_options_of
 from baton.units import format_bytes
@@ -32,7 +32,7 @@ Logprobs = Annotated[
 ]
 
 
-@takes_options_of(sampling_params, connect)
+@takes_options_of(sampling, connect)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="What to continue; left out or -, standard input.")
@@ -74,12 +74,14 @@ def generate(
     """Ask a running cluster to continue a prompt."""
     from baton.client import Answer, Generation
 
-    for_sampling, for_connection = split(given, sampling_params, connect)
-    sampling = replace(
-        sampling_params(**for_sampling), logprobs=logprobs, prompt_logprobs=prompt_logprobs
-    )
+    for_sampling, for_connection = split(given, sampling, connect)
+    chosen = sampling(**for_sampling)
+    if logprobs is not None:
+        chosen["logprobs"] = logprobs
+    if prompt_logprobs is not None:
+        chosen["prompt_logprobs"] = prompt_logprobs
     generation = Generation(
-        sampling,
+        chosen,
         stop=tuple(stop or ()),
         include_stop_in_output=include_stop_in_output,
         request_id=request_id,

@@ -9,12 +9,12 @@ import typer
 
 from baton.cli.errors import FAILED, tell
 from baton.cli.options import KV_PANEL, Device, Dtype, Model, Threads
-from baton.cli.sampling import IncludeStop, StopStrings, sampling_params
+from baton.cli.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import takes_options_of
 from baton.units import format_bytes
 
 
-@takes_options_of(sampling_params)
+@takes_options_of(sampling)
 def run(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="What to continue; without any, standard input.")
@@ -37,7 +37,7 @@ def run(
     """Continue prompts with a model loaded here."""
     from baton.llm import LLM
 
-    sampling = sampling_params(**given)
+    chosen = sampling(**given)
     asked = prompts or [sys.stdin.read()]
     with LLM(
         model, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory, num_threads=threads
@@ -45,7 +45,10 @@ def run(
         size = f"{llm.kv_memory.num_blocks} blocks, {llm.kv_memory.num_tokens} tokens"
         print(f"KV cache: {format_bytes(llm.kv_memory.num_bytes)}, {size}", file=sys.stderr)
         answers = llm.generate(
-            asked, sampling, stop=stop or (), include_stop_in_output=include_stop_in_output
+            asked,
+            llm.info.defaults.sampling.params(**chosen),
+            stop=stop or (),
+            include_stop_in_output=include_stop_in_output,
         )
     for prompt, answer in zip(asked, answers, strict=True):
         print(prompt + answer.text)
