@@ -72,6 +72,12 @@ def test_a_router_looks_for_nodes_where_they_are_and_stops_before_them(
     assert found[name].get("profiles") == found[router].get("profiles")
 
 
+def test_every_image_is_built_by_one_service_alone() -> None:
+    built = [one["image"] for one in of_baton().values() if "build" in one]
+
+    assert sorted(built) == sorted({one["image"] for one in of_baton().values()})
+
+
 def test_the_settings_page_tells_every_variable() -> None:
     page = (ROOT / "docs/deploy.md").read_text()
     variables = {name for name, _ in re.findall(r"\$\{(\w+)(:?-)", COMPOSE.read_text())}
