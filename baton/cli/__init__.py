@@ -26,6 +26,7 @@ from baton.cli.health import health
 from baton.cli.nodes import nodes
 from baton.cli.run import run
 from baton.cli.serve import serve
+from baton.cli.trace import trace
 
 app = typer.Typer(
     name="baton",
@@ -63,6 +64,7 @@ def _baton(
 for command in (up, demo, generate, chat, nodes, run, health, doctor):
     app.command()(command)
 app.add_typer(serve, name="serve")
+app.add_typer(trace, name="trace")
 app.add_typer(bench, name="bench")
 dress(app)
 

@@ -1,0 +1,183 @@
+"""A trace as one page that needs nothing else: lanes of the nodes, waterfall, attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from baton.traces.terminal import headline
+from telemetry import names
+from telemetry.spans import AttributeValue, SpanEvent, SpanStatus
+from telemetry.traces import Row, Trace, note_of
+
+STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+TICKS = 5
+# What of a request's beginning is shown enlarged, measured by the time to the first token.
+BEGINNING = 1.25
+LETTER = 0.62  # percent of the width that a letter takes, about
+LANE_SPANS = (
+    *(names.ADMIT, names.ROUTE, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH),
+    *(names.DECODE_WAIT, names.KV_WAIT, names.DECODE_COMPUTE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of the trace that fills the width."""
+
+    began_ns: int
+    ended_ns: int
+
+    def percent(self, at_ns: int) -> float:
+        share = (at_ns - self.began_ns) / max(1, self.ended_ns - self.began_ns)
+        return min(100.0, max(0.0, 100 * share))
+
+    def has(self, row: Row) -> bool:
+        return row.span.began_ns < self.ended_ns and row.span.ended_ns >= self.began_ns
+
+
+def page_of(trace: Trace) -> str:
+    title = f"trace {trace.trace_id:032x}"
+    whole = Window(trace.began_ns, trace.ended_ns)
+    parts = [
+        f"<h1>{title}</h1><p class=head>{escape(headline(trace))}</p>",
+        *_beginning(trace, whole),
+        "<h2>The whole request, by node</h2>",
+        _lanes(trace, whole),
+        "<h2>Every span</h2><p class=hint>Open a row for all that it tells.</p>",
+        _waterfall(trace, whole),
+    ]
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head>"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _beginning(trace: Trace, whole: Window) -> Iterator[str]:
+    """Until the KV is there and the first token is out: what disaggregation is about."""
+    ttft_s = trace.time_to_first_token_s
+    if ttft_s is None:
+        return
+    moved = [row.span.ended_ns for row in trace.rows if row.span.name == names.KV_WAIT]
+    ends_ns = max([trace.began_ns + round(ttft_s * 1e9), *moved[:1]]) - trace.began_ns
+    window = Window(trace.began_ns, trace.began_ns + round(ends_ns * BEGINNING))
+    if window.ended_ns < whole.began_ns + 0.8 * (whole.ended_ns - whole.began_ns):
+        yield "<h2>Its beginning, enlarged: until the KV is handed over</h2>"
+        yield _lanes(trace, window)
+
+
+def _lanes(trace: Trace, window: Window) -> str:
+    """Each node on its own line, on one axis: what runs at the same time stands side by side."""
+    lanes: dict[tuple[str, str], list[Row]] = {}
+    for row in trace.rows:
+        if row.span.name in LANE_SPANS and window.has(row):
+            lanes.setdefault((row.role, row.who), []).append(row)
+    told = "".join(_lane(role, who, rows, window) for (role, who), rows in lanes.items())
+    return f"<div class=lanes>{_axis(window)}{told}{_first_token(trace, window)}</div>"
+
+
+def _lane(role: str, who: str, rows: list[Row], window: Window) -> str:
+    levels = _levels(rows)
+    num_levels = max(levels) + 1
+    bars = "".join(_box(row, window, level) for row, level in zip(rows, levels, strict=True))
+    style = f"height:calc({num_levels}*var(--line))"
+    return (
+        f'<div class="lane {escape(role)}"><div class=who>{escape(who)}</div>'
+        f'<div class=track style="{style}">{bars}</div></div>'
+    )
+
+
+def _levels(rows: list[Row]) -> list[int]:
+    """Spans that overlap go below each other."""
+    free_at_ns: list[int] = []
+    levels = []
+    for row in rows:
+        fitting = [n for n, at_ns in enumerate(free_at_ns) if at_ns <= row.span.began_ns]
+        level = fitting[0] if fitting else len(free_at_ns)
+        free_at_ns[level : level + 1] = [row.span.ended_ns]
+        levels.append(level)
+    return levels
+
+
+def _box(row: Row, window: Window, level: int) -> str:
+    left, right = window.percent(row.span.began_ns), window.percent(row.span.ended_ns)
+    label = f"{row.span.name} {_ms(row.span.duration_s)}"
+    tip = f"{label} · {note_of(row.span)}" if note_of(row.span) else label
+    kinds = f"{_kind(row)} {row.span.name}"
+    place = f"left:{left:.3f}%;width:{right - left:.3f}%;top:calc({level}*var(--line))"
+    fitting = [text for text in (label, row.span.name) if len(text) * LETTER < right - left]
+    text = escape(fitting[0]) if fitting else ""
+    return f'<div class="box {kinds}" style="{place}" title="{escape(tip)}">{text}</div>'
+
+
+def _first_token(trace: Trace, window: Window) -> str:
+    ttft_s = trace.time_to_first_token_s
+    if ttft_s is None:
+        return ""
+    left = window.percent(trace.began_ns + round(ttft_s * 1e9))
+    side = "flip" if left > 75 else ""
+    text = f"<b>first token, {_ms(ttft_s)}</b>"
+    return f'<div class=over><div class="mark {side}" style="left:{left:.3f}%">{text}</div></div>'
+
+
+def _axis(window: Window) -> str:
+    total_s = (window.ended_ns - window.began_ns) / 1e9
+    ticks = "".join(
+        f'<span style="left:{100 * n / TICKS:.1f}%">{_ms(total_s * n / TICKS)}</span>'
+        for n in range(TICKS + 1)
+    )
+    return f"<div class=axis><div class=ticks>{ticks}</div></div>"
+
+
+def _waterfall(trace: Trace, window: Window) -> str:
+    return "<div class=fall>" + "".join(_fall_row(row, window) for row in trace.rows) + "</div>"
+
+
+def _fall_row(row: Row, window: Window) -> str:
+    left, right = window.percent(row.span.began_ns), window.percent(row.span.ended_ns)
+    bar = f"left:{left:.3f}%;width:{right - left:.3f}%"
+    indent = f"padding-left:{row.depth * 1.1:.1f}em"
+    return (
+        f'<details class="{_kind(row)}"><summary>'
+        f'<span class=name style="{indent}">{escape(row.span.name)}</span>'
+        f"<span class=who>{escape(row.who)}</span>"
+        f"<span class=ms>{_ms(row.span.duration_s)}</span>"
+        f'<span class=track><i style="{bar}"></i></span>'
+        f"<span class=note>{escape(note_of(row.span))}</span>"
+        f"</summary>{_facts(row)}</details>"
+    )
+
+
+def _facts(row: Row) -> str:
+    span = row.span
+    lines = [(name, _value(value)) for name, value in sorted(span.attributes.items())]
+    lines += [
+        (f"event {event.name}", f"after {_ms((event.at_ns - span.began_ns) / 1e9)} {_all(event)}")
+        for event in span.events
+    ]
+    lines += [("link to span", f"{link.span_id:016x}") for link in span.links]
+    lines.append(("span", f"{span.span_id:016x}"))
+    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in lines)
+    return f"<table>{rows}</table>"
+
+
+def _all(event: SpanEvent) -> str:
+    return ", ".join(f"{name}={_value(value)}" for name, value in event.attributes.items())
+
+
+def _kind(row: Row) -> str:
+    return f"{escape(row.role)} {'error' if row.span.status is SpanStatus.ERROR else ''}"
+
+
+def _value(value: AttributeValue) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

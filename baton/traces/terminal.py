@@ -1,0 +1,94 @@
+"""A trace as a waterfall in the terminal, as wide as that is."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from baton.units import format_bytes
+from telemetry import names
+from telemetry.spans import SpanStatus
+from telemetry.traces import Row, Trace, note_of
+
+COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
+WIDE = 120  # from here on there is room for notes
+LEAST_BAR = 12
+FULL, FIRST_TOKEN = "━", "◆"
+
+
+def show_waterfall(console: Console, trace: Trace) -> None:
+    console.print(Text(f"trace {trace.trace_id:032x}", style="bold"))
+    console.print(Text(headline(trace)), soft_wrap=True)
+    has_notes = console.width >= WIDE
+    table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim")
+    table.add_column("span", no_wrap=True)
+    table.add_column("where", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    width = _bar_width(console.width, trace, has_notes=has_notes)
+    table.add_column(_axis(trace, width), no_wrap=True, width=width)
+    if has_notes:
+        table.add_column("", no_wrap=True, overflow="ellipsis")
+    for row in trace.rows:
+        cells = [_name(row), Text(row.who, style=COLOURS.get(row.role, "")), _ms(row)]
+        notes = [Text(note_of(row.span), style="dim")] if has_notes else []
+        table.add_row(*cells, _bar(row, trace, width), *notes)
+    console.print(table)
+
+
+def headline(trace: Trace) -> str:
+    """What the request was and how it went, in a line."""
+    ttft_s, num_bytes = trace.time_to_first_token_s, trace.attribute(names.KV_BYTES)
+    parts = [
+        f"request {trace.attribute(names.RESPONSE_ID) or 'unknown'}",
+        f"{trace.outcome}",
+        f"{trace.duration_s * 1000:.1f} ms",
+    ]
+    if ttft_s is not None:
+        parts.append(f"first token after {ttft_s * 1000:.1f} ms")
+    if trace.attribute(names.OUTPUT_TOKENS) is not None:
+        asked, given = trace.attribute(names.INPUT_TOKENS), trace.attribute(names.OUTPUT_TOKENS)
+        parts.append(f"{asked} tokens in, {given} out")
+    if trace.attribute(names.SERVED):
+        parts.append(f"prefill {trace.attribute(names.SERVED)}")
+    if isinstance(num_bytes, int) and num_bytes:
+        parts.append(f"{format_bytes(num_bytes)} of KV moved")
+    return " · ".join(parts)
+
+
+def _bar_width(width: int, trace: Trace, *, has_notes: bool) -> int:
+    label = max(len(_name(row)) for row in trace.rows)
+    who = max(len(row.who) for row in trace.rows)
+    rest = width - label - who - 14
+    return max(LEAST_BAR, rest // 2 if has_notes else rest)
+
+
+def _name(row: Row) -> Text:
+    """With the lines of the tree before it."""
+    stems = ["   " if is_last else "│  " for is_last in row.branches[:-1]]
+    own = ["└─ " if is_last else "├─ " for is_last in row.branches[-1:]]
+    style = "bold red" if row.span.status is SpanStatus.ERROR else ""
+    return Text.assemble(("".join(stems + own), "dim"), (row.span.name, style))
+
+
+def _ms(row: Row) -> Text:
+    return Text(f"{row.span.duration_s * 1000:.1f}")
+
+
+def _axis(trace: Trace, width: int) -> Text:
+    end = f"{trace.duration_s * 1000:.1f} ms"
+    return Text("0" + end.rjust(width - 1))
+
+
+def _bar(row: Row, trace: Trace, width: int) -> Text:
+    span, total_ns = row.span, max(1, trace.ended_ns - trace.began_ns)
+    began = min(width - 1, (span.began_ns - trace.began_ns) * width // total_ns)
+    ended = min(width, -(-(span.ended_ns - trace.began_ns) * width // total_ns))
+    length = max(1, ended - began)
+    cells = " " * began + FULL * length
+    style = "red" if span.status is SpanStatus.ERROR else COLOURS.get(row.role, "")
+    firsts = [event.at_ns for event in span.events if event.name == names.FIRST_TOKEN]
+    for at_ns in firsts:
+        place = min(width - 1, (at_ns - trace.began_ns) * width // total_ns)
+        cells = cells[:place] + FIRST_TOKEN + cells[place + 1 :]
+    return Text(cells, style=style)

@@ -1,0 +1,68 @@
+"""The names under which others look for our spans: they change only on purpose."""
+
+from __future__ import annotations
+
+from telemetry import names
+from telemetry.spans import SpanStatus
+from telemetry.traces import traces_of
+from tests.support.traces import a_request, a_told_trace, on_decode, to_unix_ns
+
+TREE = """\
+generate router
+  admit router
+  route router
+  prefill router
+    prefill p0
+      prefill_wait p0
+      prefill_compute p0
+      kv_push p0
+  decode router
+    decode d0
+      decode_wait d0
+      kv_wait d0
+      decode_wait d0
+      decode_compute d0"""
+
+
+def test_the_tree_of_a_request_is_the_one_that_is_documented() -> None:
+    [trace] = traces_of(a_told_trace())
+
+    assert "\n".join(f"{'  ' * row.depth}{row.span.name} {row.who}" for row in trace.rows) == TREE
+
+
+def test_every_name_is_one_of_the_names_file() -> None:
+    known = {value for name, value in vars(names).items() if name.isupper()}
+    told = [one.span for one in a_told_trace(has_failed_try=True)]
+
+    assert {span.name for span in told} <= set(names.SPANS)
+    for span in told:
+        assert set(span.attributes) <= known
+        assert {event.name for event in span.events} <= known
+
+
+def test_another_try_is_linked_to_what_failed_and_says_why() -> None:
+    spans = a_request(has_failed_try=True).spans(to_unix_ns)
+
+    [again] = [span for span in spans if span.name == names.MIGRATE]
+    first, second = [span for span in spans if span.name == names.DECODE]
+    assert first.status is SpanStatus.ERROR
+    assert first.attributes[names.ERROR_TYPE] == "UNAVAILABLE"
+    assert [link.span_id for link in again.links] == [first.span_id]
+    assert [link.span_id for link in second.links] == [first.span_id]
+    assert [event.name for event in again.events] == [names.LEG_FAILED]
+    assert second.parent_id == again.span_id
+
+
+def test_kv_that_was_lost_is_an_error_with_its_reason_and_no_link() -> None:
+    spans = on_decode("the prefill node said nothing for 10 s").spans(to_unix_ns)
+
+    [wait] = [span for span in spans if span.name == names.KV_WAIT]
+    assert wait.status is SpanStatus.ERROR
+    assert wait.status_message == "the prefill node said nothing for 10 s"
+    assert wait.links == ()
+
+
+def test_spans_made_twice_are_the_same() -> None:
+    timeline = a_request(has_failed_try=True)
+
+    assert timeline.spans(to_unix_ns) == timeline.spans(to_unix_ns)

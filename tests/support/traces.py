@@ -1,0 +1,103 @@
+"""A request's trace as three processes tell it, made by the code that makes real ones."""
+
+from __future__ import annotations
+
+from kv_transfer.records import Role, TransferRecord
+from kv_transfer.types import HandoffId, NodeId
+from telemetry.node_timeline import Chunk, NodeFacts, NodeTimeline, Start
+from telemetry.otlp_json import ToldSpan
+from telemetry.request_timeline import (
+    Choice,
+    LegTimeline,
+    RequestTimeline,
+    TryTimeline,
+    Usage,
+)
+from telemetry.resource import Process
+from telemetry.spans import Attributes, End, Outcome, Span, TraceContext
+
+TRACE_ID = 0xABCDEF
+HANDOFF = HandoffId("r1", 1)
+
+
+def to_unix_ns(at_s: float) -> int:
+    return 1_700_000_000_000_000_000 + round(at_s * 1e9)
+
+
+def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
+    timeline = RequestTimeline("r1", TraceContext(TRACE_ID, 1), None, 10.0)
+    timeline.num_prompt_tokens, timeline.tokenized_s, timeline.admitted_s = 40, 10.001, 10.002
+    if has_failed_try:
+        broken = a_try(1, 10.002, 100)
+        broken.legs[1].end = End(10.4, Outcome.FAILED, "UNAVAILABLE", "<gone> & away")
+        broken.end = End(10.4, Outcome.FAILED, "NODE_FAILED")
+        timeline.tries.append(broken)
+    began_s = 10.4 if has_failed_try else 10.002
+    timeline.tries.append(a_try(len(timeline.tries) + 1, began_s, 200))
+    timeline.first_token_s = 10.1
+    timeline.usage = Usage(9, "length", "remote", "", 4096, 3, "nixl")
+    timeline.end = End(11.0, rpc_status="OK")
+    return timeline
+
+
+def a_try(number: int, began_s: float, span_id: int) -> TryTimeline:
+    one = TryTimeline(number, began_s, 5 * (number - 1), span_id, span_id + 9)
+    one.choice = Choice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0)
+    one.legs = [
+        LegTimeline("prefill", span_id + 1, "p0", "i1", "h:1", began_s + 0.001, End(10.3)),
+        LegTimeline("decode", span_id + 2, "d0", "i2", "h:2", began_s + 0.001, End(11.0)),
+    ]
+    return one
+
+
+def a_record(role: Role, outcome: str = "done") -> TransferRecord:
+    return TransferRecord(
+        HANDOFF,
+        role,
+        "nixl",
+        10.02,
+        peer=NodeId("d0"),
+        outcome=outcome,
+        num_blocks=3,
+        num_bytes=4096,
+        num_writes=2,
+        num_descriptors=2,
+        first_post_s=10.05,
+        last_written_s=10.15,
+        ended_s=10.2,
+    )
+
+
+def on_prefill() -> NodeTimeline:
+    facts = NodeFacts("prefill", "p0", "i1", verifies_kv=True)
+    timeline = NodeTimeline(TraceContext(TRACE_ID, 201), facts, 1, 209, 10.004)
+    timeline.starts = [Start(10.01, 16, 24, 5)]
+    timeline.chunks = [Chunk(10.01, 10.05, 16), Chunk(10.05, 10.09, 8)]
+    timeline.record = a_record(Role.SENT, "announced")
+    timeline.end = End(10.25, rpc_status="OK")
+    return timeline
+
+
+def on_decode(outcome: str = "done") -> NodeTimeline:
+    timeline = NodeTimeline(
+        TraceContext(TRACE_ID, 202), NodeFacts("decode", "d0", "i2"), 1, 209, 10.004
+    )
+    timeline.record = a_record(Role.RECEIVED, outcome)
+    timeline.starts = [Start(10.21, 40, 1, 7)]
+    timeline.num_output_tokens, timeline.num_steps = 9, 8
+    timeline.end = End(10.98, rpc_status="OK")
+    return timeline
+
+
+def told_by(process: Process, spans: list[Span]) -> list[ToldSpan]:
+    resource: Attributes = process.attributes
+    return [ToldSpan(span, resource) for span in spans]
+
+
+def a_told_trace(*, has_failed_try: bool = False) -> list[ToldSpan]:
+    request = a_request(has_failed_try=has_failed_try).spans(to_unix_ns)
+    return [
+        *told_by(Process("router", "router-1", "i0"), request),
+        *told_by(Process("prefill", "p0", "i1"), on_prefill().spans(to_unix_ns)),
+        *told_by(Process("decode", "d0", "i2"), on_decode().spans(to_unix_ns)),
+    ]

@@ -1,0 +1,114 @@
+"""`baton trace`: what it draws, writes and sends."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton.cli import main
+from baton.traces.page import page_of
+from baton.traces.terminal import show_waterfall
+from telemetry.options import MIB
+from telemetry.resource import Process
+from telemetry.spans import Span
+from telemetry.store import TraceWriter
+from telemetry.traces import Trace, find_trace, traces_of
+from tests.support.collector import collecting
+from tests.support.traces import TRACE_ID, a_told_trace
+
+
+def a_trace(*, has_failed_try: bool = False) -> Trace:
+    [trace] = traces_of(a_told_trace(has_failed_try=has_failed_try))
+    return trace
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where one trace is kept, as three processes wrote it."""
+    by_role: dict[str, list[Span]] = {}
+    for one in a_told_trace():
+        by_role.setdefault(str(one.resource["baton.role"]), []).append(one.span)
+    for role, spans in by_role.items():
+        TraceWriter(tmp_path, MIB, Process(role, role, "i").attributes, role).write(spans)
+    monkeypatch.setenv("BATON_TRACE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def baton(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["baton", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(str(ended.value.code))
+
+
+@pytest.mark.parametrize("width", [60, 90, 160])
+@pytest.mark.parametrize("has_failed_try", [False, True])
+def test_a_waterfall_has_a_line_for_each_span_and_fits(width: int, has_failed_try: bool) -> None:
+    trace, drawn = a_trace(has_failed_try=has_failed_try), io.StringIO()
+
+    show_waterfall(Console(file=drawn, width=width), trace)
+
+    lines = [line for line in drawn.getvalue().splitlines() if "━" in line]
+    assert len(lines) == len(trace.rows)
+    assert max(map(len, lines)) <= width
+    assert "\x1b" not in drawn.getvalue()  # plain where no terminal is
+
+
+def test_bars_stand_where_the_spans_were() -> None:
+    trace, drawn = a_trace(), io.StringIO()
+
+    show_waterfall(Console(file=drawn, width=100), trace)
+
+    lines = drawn.getvalue().splitlines()
+    [push] = [line for line in lines if "kv_push" in line]
+    [compute] = [line for line in lines if "decode_compute" in line]
+    assert push.index("━") < compute.index("━")
+    assert "180.0" in push
+
+
+def test_the_page_needs_nothing_else_and_tells_of_every_span() -> None:
+    trace = a_trace(has_failed_try=True)
+
+    page = page_of(trace)
+
+    assert not re.search(r"https?://|<script|<link|src=|@import|url\(", page)
+    assert page.count("<details") == len(trace.rows)
+    assert "&lt;gone&gt; &amp; away" in page
+    assert "<gone>" not in page
+
+
+def test_a_trace_is_found_by_its_id_or_the_requests() -> None:
+    trace = a_trace()
+
+    assert find_trace([trace], f"{TRACE_ID:032x}"[:30]) is trace
+    assert find_trace([trace], "r1") is trace
+    assert find_trace([trace], "") is trace
+    assert find_trace([trace], "ffff") is None
+
+
+def test_list_and_show_read_what_processes_wrote(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert baton(monkeypatch, "trace", "list") == 0
+    assert "r1" in capsys.readouterr().out
+    assert baton(monkeypatch, "trace", "show", "--html", str(folder / "page.html")) == 0
+    assert (folder / "page.html").read_text().startswith("<!doctype html>")
+    assert baton(monkeypatch, "trace", "show", "beef") == 1
+    assert "baton trace list" in capsys.readouterr().err
+
+
+def test_export_sends_to_a_collector_what_was_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with collecting() as collector:
+        code = baton(monkeypatch, "trace", "export", "--otlp-endpoint", collector.address)
+
+        spans = collector.trace(f"{TRACE_ID:032x}", lambda spans: len(spans) == 14)
+
+    assert code == 0
+    assert {span.service for span in spans} == {"baton-router", "baton-prefill", "baton-decode"}
+    assert len([span for span in spans if not span.parent_id]) == 1
