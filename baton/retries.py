@@ -118,7 +118,8 @@ class Tries:
 
     def _tls_trouble(self, failure: RemoteError) -> str | None:
         """Only a connection that broke off can have failed by it; refusals have their reasons."""
-        if failure.code is not StatusCode.UNAVAILABLE or failure.reason is not None:
+        is_refusal = failure.code is not StatusCode.UNAVAILABLE or failure.reason is not None
+        if is_refusal or self.is_begun:
             return None
         remaining_s = self.remaining_s
         patience_s = PROBE_TIMEOUT_S if remaining_s is None else min(PROBE_TIMEOUT_S, remaining_s)

@@ -120,15 +120,18 @@ class GrpcLinks:
         self, link_id: LinkId, incoming: AsyncIterable[Any], dialled: str | None = None
     ) -> None:
         reason = "the peer closed the link"
+        is_made = False
         try:
             async for envelope in incoming:
+                is_made = True
                 message = link_message_from(envelope.message)
                 if message is not None:
                     self._events.deliver(link_id, message)
                     self._post(_wake)
         except RpcError as error:
             reason = remote_error(error).message
-            if dialled is not None and error.code() is StatusCode.UNAVAILABLE:
+            # A link that was made is told lost at once: requests wait to go on elsewhere.
+            if not is_made and dialled is not None and error.code() is StatusCode.UNAVAILABLE:
                 trouble = await asyncio.to_thread(tls_trouble, dialled, self._tls)
                 reason = trouble or reason
         finally:

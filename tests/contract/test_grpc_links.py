@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from baton.v1 import kv_link_pb2_grpc
 from kv_transfer.link import LinkId
@@ -14,6 +15,8 @@ from kv_transfer.types import HandoffId
 from serving.kv_link import GrpcLinks
 from serving.server import Service, serving
 from serving.servicer import KvLinkServicer
+from serving.tls import PLAIN, TlsConfig
+from tests.support.certificates import make_authority
 
 PATIENCE_S = 30
 SERVICE = "baton.v1.KvLinkService"
@@ -46,15 +49,17 @@ class Side:
 
 
 @asynccontextmanager
-async def a_side() -> AsyncIterator[Side]:
-    links, heard = GrpcLinks(), Heard()
+async def a_side(tls: TlsConfig = PLAIN) -> AsyncIterator[Side]:
+    links, heard = GrpcLinks(tls), Heard()
     links.attach(heard, lambda letter: letter())
     async with links:
         yield Side(links, heard)
 
 
 @asynccontextmanager
-async def a_listening_side(port: int = 0) -> AsyncIterator[tuple[Side, str]]:
+async def a_listening_side(
+    port: int = 0, tls: TlsConfig = PLAIN
+) -> AsyncIterator[tuple[Side, str]]:
     links, heard = GrpcLinks(), Heard()
     links.attach(heard, lambda letter: letter())
     servicer = KvLinkServicer(links)
@@ -62,7 +67,7 @@ async def a_listening_side(port: int = 0) -> AsyncIterator[tuple[Side, str]]:
         SERVICE,
         lambda server: kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server(servicer, server),
     )
-    async with serving("127.0.0.1", port, [service]) as server, links:
+    async with serving("127.0.0.1", port, [service], tls=tls) as server, links:
         yield Side(links, heard), server.address
 
 
@@ -153,6 +158,28 @@ def test_dialling_where_nobody_listens_is_a_loss() -> None:
             lost, reason = await d.heard.next()
 
             assert (lost, isinstance(reason, str)) == (link_id, True)
+
+    in_time(scene)
+
+
+def test_dialling_a_side_that_wants_a_certificate_is_a_loss_that_says_so(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path)
+    both = authority.mutual("node", "127.0.0.1")
+
+    async def scene() -> None:
+        async with a_listening_side(tls=both) as (p, address):
+            async with a_side(TlsConfig(ca=authority.ca)) as d:
+                link_id = d.links.dial(address)
+
+                lost, reason = await d.heard.next()
+
+                assert lost == link_id
+                assert "wants a client certificate" in str(reason)
+            async with a_side(both) as d:
+                link_id = d.links.dial(address)
+                d.links.send(link_id, a_message(1))
+                _, heard = await p.heard.next()
+                assert heard == a_message(1)
 
     in_time(scene)
 

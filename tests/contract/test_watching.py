@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from router.finding import SourceFailed
 from router.node_calls import GrpcNodeCalls
@@ -13,6 +15,8 @@ from router.node_sources import DnsName, NodeSource
 from router.nodes import NodeTable
 from router.watching import Discovery, watching
 from serving.node import NodeRole
+from serving.tls import PLAIN, TlsConfig
+from tests.support.certificates import make_authority
 from tests.support.node_servers import a_node_server
 
 PATIENCE_S = 60
@@ -49,8 +53,8 @@ class View:
 
 
 @asynccontextmanager
-async def a_view(**named: str) -> AsyncIterator[View]:
-    view = View()
+async def a_view(tls: TlsConfig = PLAIN, **named: str) -> AsyncIterator[View]:
+    view = View(node_calls=GrpcNodeCalls(tls))
     for source in (DECODES, PREFILLS):
         if source.host in named:
             view.named[source] = frozenset({named[source.host]})
@@ -181,5 +185,30 @@ def test_nodes_that_join_are_told_to_link_up_whoever_comes_first() -> None:
             assert await decode.connected.get() == first.address
             view.named[PREFILLS] = frozenset({first.address, last.address})
             assert await decode.connected.get() == last.address
+
+    run(scene)
+
+
+class ErrorHeard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.words: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.words.put_nowait(record.getMessage())
+
+
+def test_a_node_that_cannot_be_reached_by_tls_is_not_waited_for_in_silence(tmp_path: Path) -> None:
+    strict = TlsConfig(ca=make_authority(tmp_path).ca)
+
+    async def scene() -> None:
+        heard = ErrorHeard()
+        logging.getLogger("router.watching").addHandler(heard)
+        try:
+            async with a_node_server(name="d1") as node, a_view(strict, decode=node.address):
+                told = await heard.words.get()
+        finally:
+            logging.getLogger("router.watching").removeHandler(heard)
+        assert told.startswith(f"decode node: {node.address} does not speak TLS")
 
     run(scene)
