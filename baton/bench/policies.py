@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from engine.errors import InvalidConfig
+from baton.bench.plotting import picture
 from engine.hashing import BlockHash, PrefixNaming
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
@@ -292,22 +292,14 @@ def _names(naming: PrefixNaming, token_ids: tuple[int, ...]) -> tuple[BlockHash,
 
 
 def plot(figures: Sequence[PolicyFigures], path: Path) -> None:
-    """Two bars a policy: tokens found, and how long the unluckiest hundredth waits."""
-    try:
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError as missing:
-        raise InvalidConfig("plots need matplotlib: pip install 'baton[plots]'") from missing
-    plt.switch_backend("agg")  # a file needs no screen
-    names = [one.policy for one in figures]
-    picture, (rates, waits) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    places = range(len(figures))
-    rates.bar([at - 0.2 for at in places], [one.prefill_hit_rate for one in figures], 0.4)
-    rates.bar([at + 0.2 for at in places], [one.decode_hit_rate for one in figures], 0.4)
-    rates.legend(["prefill", "decode"])
-    rates.set(title="prompt tokens found in the cache", ylim=(0, 1))
-    waits.bar(places, [one.p99_wait_s * 1e3 for one in figures], 0.5, color="tab:gray")
-    waits.set(title="99th percentile of the wait for the first token, ms")
-    for axes in (rates, waits):
-        axes.set_xticks(places, names, rotation=15)
-    picture.savefig(path, dpi=120)
-    plt.close(picture)
+    """Bars for each policy: tokens found, and how long the unluckiest hundredth waits."""
+    names, places = [one.policy for one in figures], range(len(figures))
+    with picture(path, 10, 4, columns=2) as [[rates, waits]]:
+        rates.bar([at - 0.2 for at in places], [one.prefill_hit_rate for one in figures], 0.4)
+        rates.bar([at + 0.2 for at in places], [one.decode_hit_rate for one in figures], 0.4)
+        rates.legend(["prefill", "decode"], frameon=False)
+        rates.set(title="prompt tokens found in the cache", ylim=(0, 1))
+        waits.bar(places, [one.p99_wait_s * 1e3 for one in figures], 0.5, color="tab:gray")
+        waits.set(title="99th percentile of the wait for the first token, ms")
+        for axes in (rates, waits):
+            axes.set_xticks(places, names, rotation=15)

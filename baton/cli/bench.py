@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from baton.cli.bench_router import router
+from baton.cli.bench_serve import serve
+from baton.cli.examples import examples
 from baton.cli.options import JsonFile
 from baton.cli.show import show_table
 from baton.units import parse_bytes
@@ -18,6 +20,12 @@ from engine.errors import InvalidConfig
 
 bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
 bench.command()(router)
+bench.command(
+    epilog=examples(
+        "baton bench serve --router 127.0.0.1:50051 --rates 1,2,4,8 --plots plots",
+        "baton bench serve --model models/demo --compare colocated --prompt-tokens mix:32x9,768x1",
+    )
+)(serve)
 
 
 @bench.command()

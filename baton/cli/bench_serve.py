@@ -1,0 +1,316 @@
+"""`baton bench serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.options import OUTPUT_PANEL, JsonFile
+from baton.cli.security import ClientTokenFile, client_tls
+from baton.cli.serve import node_options, router_options
+from baton.cli.show import console, show_table
+from baton.cli.signatures import options_of, passed_on, split, takes_options_of
+from baton.units import format_bytes
+from engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from baton.bench.serve import Connect, Measured, OnProgress, Progress, ServeBench
+    from baton.bench.serve_figures import ServeFigures
+    from baton.cluster import ClusterOptions
+
+LOAD_PANEL = "Load"
+TARGET_PANEL = "Where it goes"
+DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
+LENGTHS = "128, uniform:64:256, lognormal:128:0.5 or mix:64x9,2048x1"
+# What is decided here for the cluster that is started.
+GIVEN = {"host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid"}
+UNFIT = {*GIVEN, "served_model_name", "tls_client_ca"}
+
+
+def _load(help: str, **given: Any) -> Any:  # noqa: A002
+    return typer.Option(help=help, rich_help_panel=LOAD_PANEL, **given)
+
+
+def _target(help: str, *names: str, **given: Any) -> Any:  # noqa: A002
+    return typer.Option(*names, help=help, rich_help_panel=TARGET_PANEL, **given)
+
+
+def load_options(
+    rate: Annotated[float, _load("Requests per second.")] = 2.0,
+    requests: Annotated[int, _load("How many.", min=1)] = 50,
+    duration: Annotated[float | None, _load("Seconds; instead of a number of requests.")] = None,
+    arrivals: Annotated[str, _load("poisson, constant or burst.")] = "poisson",
+    burst_size: Annotated[int, _load("Requests that come at once, with burst.")] = 8,
+    prompt_tokens: Annotated[str, _load(f"Of drawn prompts: {LENGTHS}.")] = "128",
+    output_tokens: Annotated[str, _load("Of answers; written alike.")] = "64",
+    prefix_tokens: Annotated[int, _load("That prompts of one group begin with.")] = 0,
+    prefix_groups: Annotated[int, _load("How many such beginnings there are.")] = 1,
+    warm_up: Annotated[int, _load("Requests that come first and do not count.")] = 2,
+    seed: Annotated[int, _load("Same seed, same requests at the same times.")] = 0,
+) -> Any:
+    """A Load."""
+    from baton.bench.serve_load import Arrivals, Load, parse_lengths
+
+    try:
+        kind = Arrivals(arrivals)
+    except ValueError:
+        known = ", ".join(one.value for one in Arrivals)
+        raise InvalidConfig(f"--arrivals {arrivals}: choose one of {known}") from None
+    return Load(
+        rate=rate,
+        num_requests=requests,
+        duration_s=duration,
+        arrivals=kind,
+        burst_size=burst_size,
+        prompt=parse_lengths(prompt_tokens),
+        output=parse_lengths(output_tokens),
+        prefix_tokens=prefix_tokens,
+        prefix_groups=prefix_groups,
+        num_warm_up=warm_up,
+        seed=seed,
+    )
+
+
+@takes_options_of(
+    load_options,
+    client_tls,
+    node_options,
+    router_options,
+    without=UNFIT,
+)
+def serve(
+    context: typer.Context,
+    router: Annotated[str, _target("host:port of a router that runs.")] = "",
+    model: Annotated[str, _target("Else a cluster of this model is started here.")] = "",
+    prefill: Annotated[int, _target("Its prefill nodes.", min=0)] = 1,
+    decode: Annotated[int, _target("Its decode nodes.", min=1)] = 1,
+    colocated: Annotated[
+        bool, _target("No prefill nodes: as many nodes in all, doing both.", "--colocated")
+    ] = False,
+    compare: Annotated[
+        str, _target("colocated: send the same to a cluster of such nodes, by turns.")
+    ] = "",
+    rounds: Annotated[int, _target("Of a comparison.", min=1)] = 3,
+    token_file: ClientTokenFile = None,
+    rates: Annotated[str, _load("Several rates, one run for each, such as 1,2,4.")] = "",
+    concurrency: Annotated[
+        int | None, _load("Most requests under way; more wait here, on the clock.", min=1)
+    ] = None,
+    prompts: Annotated[
+        Path | None, _load('JSONL: {"prompt": text or ids, "max_tokens": …, "at_s": …}.')
+    ] = None,
+    slo: Annotated[
+        str, _load("What a good answer keeps to: ttft, itl (its p99), tpot, e2e.")
+    ] = "ttft=500ms,itl=50ms",
+    json_file: JsonFile = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Draw into this folder.", rich_help_panel=OUTPUT_PANEL)
+    ] = None,
+    **given: Any,
+) -> None:
+    """Send requests at a rate, whatever becomes of the last ones, and tell how they were served.
+
+    Goes to a router that runs, or starts a cluster, to which options of nodes and router are
+    passed on. Ctrl-C tells what was measured so far.
+    """
+    from baton.bench.plotting import need_matplotlib
+    from baton.bench.serve import ServeBench
+    from baton.bench.serve_figures import parse_slo
+    from baton.bench.serve_load import read_prompts
+
+    for_load, for_tls, for_nodes = split(given, load_options, client_tls, node_options)
+    _check_target(router, model, compare)
+    if plots is not None:
+        need_matplotlib()
+    what = ServeBench(
+        load=load_options(**for_load),
+        rates=_rates(rates),
+        slo=parse_slo(slo),
+        concurrency=concurrency,
+        num_rounds=rounds if compare else 1,
+        lines=read_prompts(prompts) if prompts is not None else (),
+    )
+    clusters = {}
+    if not router:
+        wanted = [COLOCATED] if colocated else [DISAGGREGATED]
+        node_options(model=model, **for_nodes)  # what is wrong is better told before the start
+        clusters = _clusters(context, model, prefill, decode)
+        clusters = {name: clusters[name] for name in (clusters if compare else wanted)}
+    measured = _run(what, router, clusters, _connect(for_tls, token_file))
+    _tell(measured, what, is_comparison=bool(compare), json_file=json_file, plots=plots)
+
+
+def _check_target(router: str, model: str, compare: str) -> None:
+    if bool(router) == bool(model):
+        raise InvalidConfig("give --router host:port, or --model to start a cluster here")
+    if compare not in ("", COLOCATED):
+        raise InvalidConfig(f"--compare {compare}: only {COLOCATED} is there to compare with")
+    if compare and router:
+        raise InvalidConfig("--compare starts both clusters itself: give --model, not --router")
+
+
+def _rates(written: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(one) for one in filter(None, written.split(",")))
+    except ValueError:
+        raise InvalidConfig(f"--rates {written}: write it like 1,2,4") from None
+    if any(not rate > 0 for rate in rates):
+        raise InvalidConfig(f"--rates {written}: every rate must be above 0")
+    return rates
+
+
+def _clusters(
+    context: typer.Context, model: str, prefill: int, decode: int
+) -> dict[str, ClusterOptions]:
+    """Both kinds: as many processes with as many threads."""
+    from baton.cluster import ClusterOptions
+
+    without = {*GIVEN, *(one.name for one in options_of(client_tls))}
+    chosen = passed_on(context, node_options, without=without)
+    threads = max(1, len(os.sched_getaffinity(0)) // (prefill + decode))
+    has_threads = any(one.startswith("--threads") for one in chosen)
+    return {
+        name: ClusterOptions(
+            model=model,
+            num_prefill=prefill,
+            num_decode=decode,
+            is_colocated=is_both,
+            node_arguments=(*([] if has_threads else [f"--threads={threads}"]), *chosen),
+            router_arguments=passed_on(context, router_options, without=without),
+        )
+        for name, is_both in ((DISAGGREGATED, False), (COLOCATED, True))
+    }
+
+
+def _connect(for_tls: dict[str, Any], token_file: Path | None) -> Connect:
+    """Nothing is tried again: a failure is part of what is measured."""
+    from baton.client import AsyncClient, Retries
+    from serving.token import read_tokens
+
+    tls = client_tls(**for_tls)
+    token = None if token_file is None else read_tokens(token_file)[0]
+    return lambda address: AsyncClient(
+        address, tls=tls, token=token, retries=Retries(max_attempts=1)
+    )
+
+
+def _run(
+    what: ServeBench, router: str, clusters: dict[str, ClusterOptions], connect: Connect
+) -> list[Measured]:
+    from baton.bench.serve import bench_clusters, bench_router
+
+    with _progress() as on_progress:
+        if router:
+            return bench_router(what, router, connect, on_progress)
+        return bench_clusters(what, clusters, connect, on_progress)
+
+
+@contextmanager
+def _progress() -> Iterator[OnProgress]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda _: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Bar(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def on_progress(now: Progress) -> None:
+            about = f"{now.name}, {now.rate:g}/s"
+            bar.update(task, description=about, completed=now.num_ended, total=now.num_planned)
+
+        yield on_progress
+
+
+def _tell(
+    measured: Sequence[Measured],
+    what: ServeBench,
+    *,
+    is_comparison: bool,
+    json_file: Path | None,
+    plots: Path | None,
+) -> None:
+    from baton.bench.serve import compare
+    from baton.bench.serve_plots import draw
+
+    if any(one.figures.is_cut_short for one in measured) or not measured:
+        console(stderr=True).print("cut short: this is what was measured so far")
+    if measured:
+        show_table("rates", [_head(one) | _rates_of(one.figures) for one in measured])
+        show_table("latencies, ms", [row for one in measured for row in _latencies(one)])
+        show_table("how they were served", [_head(one) | _service(one.figures) for one in measured])
+        _tell_errors(measured)
+    ratios = compare(measured, DISAGGREGATED, COLOCATED) if is_comparison else []
+    if ratios:
+        title = f"{DISAGGREGATED} (first) over {COLOCATED} (second): medians, ratios of the rounds"
+        show_table(title, [asdict(one) for one in ratios])
+    if json_file is not None:
+        told = {
+            "what": asdict(what),
+            "runs": [_head(one) | asdict(one.figures) for one in measured],
+            "ratios": [asdict(one) for one in ratios],
+        }
+        json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+    for path in draw(measured, plots) if plots is not None else ():
+        print(path)
+
+
+def _head(one: Measured) -> dict[str, object]:
+    return {"cluster": one.name, "rate": one.rate}
+
+
+def _rates_of(figures: ServeFigures) -> dict[str, object]:
+    return {
+        "answered": f"{figures.num_answered}/{figures.num_planned}",
+        "failed": figures.num_failed,
+        "requests/s": figures.requests_per_s,
+        "tokens in/s": figures.input_tokens_per_s,
+        "tokens out/s": figures.output_tokens_per_s,
+        "good/s": figures.goodput_per_s,
+        "good %": figures.good_share * 100,
+    }
+
+
+def _latencies(one: Measured) -> Iterator[dict[str, object]]:
+    figures = one.figures
+    for name, quantiles in (
+        ("first token", figures.ttft_ms),
+        ("gap between tokens", figures.itl_ms),
+        ("mean per token", figures.tpot_ms),
+        ("whole answer", figures.e2e_ms),
+    ):
+        if quantiles is not None:
+            yield _head(one) | {"time": name} | asdict(quantiles)
+
+
+def _service(figures: ServeFigures) -> dict[str, object]:
+    return {
+        "remote": figures.num_remote,
+        "local": figures.num_local,
+        "tried again": figures.num_retried,
+        "KV moved": format_bytes(figures.kv_bytes),
+        "prefix tokens hit": figures.prefix_hit_tokens,
+        "late sends": figures.num_late,
+        "client lag p99 ms": figures.client_lag_p99_ms,
+        "client CPU %": figures.client_cpu_share * 100,
+    }
+
+
+def _tell_errors(measured: Sequence[Measured]) -> None:
+    rows = [
+        _head(one) | {"reason": reason, "requests": count}
+        for one in measured
+        for reason, count in one.figures.errors.items()
+    ]
+    if rows:
+        show_table("what failed", rows)
