@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
 
 from baton.client import Answer, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.traces.terminal import show_waterfall
 from baton.units import format_bytes
 from engine.errors import ModelError
 from engine.sampling import SamplingParams
+from kv_transfer.ucx_log import LOG_NAME, chosen_for_writes, environment_for
+from telemetry.names import KV_BYTES, KV_DESCRIPTORS, KV_PUSH
+from telemetry.spans import Attributes
+from telemetry.store import read_spans
+from telemetry.traces import Trace, find_trace, traces_of
 
 MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "models" / "demo"
 PROMPTS = (
@@ -33,22 +40,75 @@ class Told:
     finish: Finish
 
 
-def run(model: str) -> None:
+def run(model: str, trace_dir: Path) -> None:
     """Raises named errors; ends by itself."""
     console = Console()
-    options = ClusterOptions(model=model or _model_in_the_box(), node_arguments=_node_arguments())
-    console.print("[bold]Starting router, 1 prefill node, 1 decode node[/] as processes ...")
-    with LocalCluster(options) as cluster, Client(cluster.address) as client:
-        pids = ", ".join(f"{child.name} pid {child.process.pid}" for child in cluster.children)
-        console.print(f"{pids}; router on {cluster.address}\n")
-        told = [_ask(console, client, prompt) for prompt in PROMPTS]
-        console.print(_table(told))
+    with TemporaryDirectory(prefix="baton-demo-") as folder:
+        told, log = _serve(console, _options(model, trace_dir, folder), Path(folder))
+    _show_trace(console, trace_dir, told[-1], log)
     console.print(
         f"The KV went from prefill to decode memory over {told[0].finish.served.kv_transport}; "
         "the decode node computed no prompt token. All processes have ended."
         if all(_was_handed_over(one.finish) for one in told)
         else "[red]Not every prompt was handed over; the table says which.[/]"
     )
+
+
+def _options(model: str, trace_dir: Path, folder: str) -> ClusterOptions:
+    traces = ("--trace-dir", str(trace_dir))
+    return ClusterOptions(
+        model=model or _model_in_the_box(),
+        node_arguments=(*_node_arguments(), *traces),
+        router_arguments=traces,
+        environment=environment_for(folder),
+    )
+
+
+def _serve(console: Console, options: ClusterOptions, folder: Path) -> tuple[list[Told], str]:
+    """What was told, and what UCX wrote on the prefill node of its choices."""
+    console.print("[bold]Starting router, 1 prefill node, 1 decode node[/] as processes ...")
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        pids = ", ".join(f"{child.name} pid {child.process.pid}" for child in cluster.children)
+        console.print(f"{pids}; router on {cluster.address}\n")
+        told = [_ask(console, client, prompt) for prompt in PROMPTS]
+        console.print(_table(told))
+        log = folder / LOG_NAME.format(pid=cluster.prefills[0].process.pid)
+    return told, log.read_text(errors="replace") if log.exists() else ""
+
+
+def _show_trace(console: Console, trace_dir: Path, told: Told, log: str) -> None:
+    """Where the time of one request went, and which way its KV went."""
+    trace_id = told.finish.served.trace_id
+    trace = find_trace(traces_of(read_spans(trace_dir)), trace_id) if trace_id else None
+    if trace is None:
+        console.print(f"[red]The last request's trace is not in {trace_dir}.[/]")
+        return
+    console.print("\n[bold]Where the time of the last request went[/]")
+    show_waterfall(console, trace)
+    console.print(f"Again: baton trace show {trace_id[:8]}, with --html FILE as a page.\n")
+    console.print(_way_of_kv(trace, log), soft_wrap=True)
+
+
+def _way_of_kv(trace: Trace, log: str) -> str:
+    """In UCX's own words; it is not guessed."""
+    pushes = [row.span.attributes for row in trace.rows if row.span.name == KV_PUSH]
+    sizes = [_per_write(push) for push in pushes]
+    chosen = chosen_for_writes(log, sizes[-1]) if sizes else None
+    if chosen is None:
+        free = os.environ.get("UCX_TLS", "all it has")
+        return f"UCX did not tell which transport carried the KV; it could choose from: {free}."
+    words = f": {chosen.in_words}" if chosen.in_words else ""
+    return (
+        f"UCX says that it wrote the KV over [bold]{chosen.transport}[/] "
+        f"({chosen.how}, {chosen.place}){words}."
+    )
+
+
+def _per_write(push: Attributes) -> int:
+    num_bytes, num_runs = push.get(KV_BYTES, 0), push.get(KV_DESCRIPTORS, 1)
+    if not isinstance(num_bytes, int) or not isinstance(num_runs, int):
+        return 0
+    return num_bytes // max(1, num_runs)
 
 
 def _ask(console: Console, client: Client, prompt: str) -> Told:

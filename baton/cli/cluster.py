@@ -12,6 +12,7 @@ from baton.cli.options import Host, Model, Port
 from baton.cli.security import tls_config
 from baton.cli.serve import node_options, router_options
 from baton.cli.signatures import is_chosen, options_of, passed_on, split, takes_options_of
+from baton.cli.telemetry import NOWHERE, TraceDir, trace_folder
 
 FOR_TLS = tuple(one.name for one in options_of(tls_config))
 # What `baton up` decides itself, for each process.
@@ -100,8 +101,9 @@ def _shared_cores(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
 
 def demo(
     model: Annotated[str, typer.Option(help="Model folder; the one in the box if left out.")] = "",
+    trace_dir: TraceDir = "",
 ) -> None:
     """Start a cluster of three processes, send it prompts, show what happened."""
     from baton.demo import run
 
-    run(model)
+    run(model, trace_folder("" if trace_dir == NOWHERE else trace_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -18,3 +19,5 @@ def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
     assert ended.returncode == 0, ended.stderr
     assert "What happened" in ended.stdout
     assert "the decode node computed no" in ended.stdout
+    assert "kv_push" in ended.stdout
+    assert re.search(r"UCX says that it wrote the KV over \S+/\S+", ended.stdout)

@@ -1,0 +1,65 @@
+"""What UCX told of its choices, as UCX 1.23 wrote it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.ucx_log import Chosen, chosen_for_writes
+
+STAMP = "[1795258562.834488] [host:15005:1]   "
+
+
+def a_log(*lines: str) -> str:
+    return "".join(f"{STAMP}{line}\n" for line in lines)
+
+
+def a_table(endpoint: str, operation: str, *rows: str) -> str:
+    rule = "+--------+-------------+-----------------------------------+"
+    head = "| Range  | Description |              Config               |"
+    return a_log(rule, f"| {endpoint} |", f"| {operation} |", rule, head, rule, *rows, rule)
+
+
+PEER = "b62e3dba71c70170dfc1e113 intra-node cfg#1                "
+WRITE = "remote memory write by ucp_put* from host memory to host"
+SELF = a_table("7e8d self cfg#0", WRITE, "| 0..inf | zero-copy   | self/memory |")
+CMA = a_table(PEER, WRITE, "| 0..inf | zero-copy   | cma/memory                        |")
+TCP = a_table(PEER, WRITE, "| 0..inf | zero-copy   | 52% on tcp/lo and 48% on tcp/eth0 |")
+
+
+def test_the_transport_of_writes_to_another_process_is_found() -> None:
+    assert chosen_for_writes(SELF + CMA, 32768) == Chosen(
+        "intra-node", 0, float("inf"), "zero-copy", "cma/memory"
+    )
+
+
+def test_two_devices_at_once_are_told_as_ucx_tells_them() -> None:
+    chosen = chosen_for_writes(TCP, 32768)
+
+    assert chosen is not None
+    assert chosen.transport == "52% on tcp/lo and 48% on tcp/eth0"
+    assert chosen.in_words == "TCP"
+
+
+def test_the_last_choice_holds_and_other_operations_do_not_count() -> None:
+    message = a_table(PEER, "active message by ucp_am_send* from host memory", "| 0 | short | x |")
+
+    chosen = chosen_for_writes(TCP + CMA + message + SELF, 1)
+
+    assert chosen is not None
+    assert chosen.transport == "cma/memory"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "transport"), [(0, "tcp/lo"), (8184, "tcp/lo"), (8185, "a"), (70_000, "b")]
+)
+def test_the_choice_is_the_one_for_the_size(num_bytes: int, transport: str) -> None:
+    rows = ("| 0..8184 | short | tcp/lo |", "| 8185..64K | copy | a |", "| 65537..inf | copy | b |")
+    chosen = chosen_for_writes(a_table(PEER, WRITE, *rows), num_bytes)
+
+    assert chosen is not None
+    assert chosen.transport == transport
+
+
+@pytest.mark.parametrize("log", ["", SELF, "hello\n", a_log("| cut", "off")])
+def test_where_ucx_told_nothing_nothing_is_made_up(log: str) -> None:
+    assert chosen_for_writes(log, 32768) is None
