@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
@@ -15,11 +14,14 @@ from baton.cli.connection import connect
 from baton.cli.errors import tell
 from baton.cli.generate import timing_line
 from baton.cli.sampling import MaxTokens, StopStrings, sampling
+from baton.cli.show import for_terminal
 from baton.cli.signatures import split, takes_options_of
 from baton.conversation import PLAIN_STOP, Conversation
 from serving.errors import ServiceError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from baton.client import AsyncClient, BatonError, Generation
 
 CHAT_PANEL = "Chat"
@@ -60,6 +62,8 @@ def chat(
 
     Through a pipe, each line is one turn, and the answers alone are written.
     """
+    import asyncio
+
     from baton.client import Generation
 
     for_sampling, for_connection = split(given, sampling, connect)
@@ -173,7 +177,7 @@ class Talk:
             async with aclosing(self.client.stream(prompt, self.generation)) as chunks:
                 async for chunk in chunks:
                     answer.take(chunk)
-                    print(chunk.text, end="", flush=True)
+                    print(for_terminal(chunk.text), end="", flush=True)
 
         try:
             self.runner.run(stream())

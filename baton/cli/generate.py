@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from contextlib import aclosing
@@ -14,7 +13,7 @@ import typer
 from baton.cli.connection import connect
 from baton.cli.options import MODEL_PANEL, OUTPUT_PANEL
 from baton.cli.sampling import IncludeStop, StopStrings, sampling
-from baton.cli.show import console, table_of
+from baton.cli.show import console, for_terminal, table_of
 from baton.cli.signatures import split, takes_options_of
 from baton.units import format_bytes
 from engine.errors import InvalidRequest
@@ -72,6 +71,8 @@ def generate(
     **given: Any,
 ) -> None:
     """Ask a running cluster to continue a prompt."""
+    import asyncio
+
     from baton.client import Answer, Generation
 
     for_sampling, for_connection = split(given, sampling, connect)
@@ -99,7 +100,7 @@ def generate(
         ):
             async for chunk in chunks:
                 answer.take(chunk)
-                print("" if as_json else chunk.text, end="", flush=True)
+                print("" if as_json else for_terminal(chunk.text), end="", flush=True)
             print(json.dumps(as_values(answer)) if as_json else "")
             if logprobs is not None and not as_json:
                 await _show_logprobs(client, answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +44,8 @@ def nodes(
     **given: Any,
 ) -> None:
     """Show who is there, how busy and how fast; Ctrl-C ends."""
+    import asyncio
+
     with _drawing(as_json, once) as draw:
         try:
             asyncio.run(_follow(given, 0.0 if once else interval, draw))

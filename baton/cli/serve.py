@@ -49,14 +49,11 @@ from baton.cli.signatures import split, takes_options_of
 from baton.cli.telemetry import telemetry_options
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
-from engine.runner.settings import RunnerConfig
-from engine.scheduler_config import SchedulerConfig
-from kv_transfer.config import KvWorkerConfig, ReceiverConfig
-from serving.node_options import NodeOptions
 from serving.parent import end_when_told, end_with_parent
 
 if TYPE_CHECKING:
     from router.__main__ import RouterOptions
+    from serving.node_options import NodeOptions
 
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -93,6 +90,11 @@ def node_options(
     **given: Any,
 ) -> NodeOptions:
     """Both kinds of node take these."""
+    from engine.runner.settings import RunnerConfig
+    from engine.scheduler_config import SchedulerConfig
+    from kv_transfer.config import KvWorkerConfig, ReceiverConfig
+    from serving.node_options import NodeOptions
+
     for_tls, for_telemetry = split(given, tls_config, telemetry_options)
     return NodeOptions(
         runner=RunnerConfig(

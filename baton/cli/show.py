@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+# What moves the cursor, colours the screen or rings: a model may write it, a terminal obeys it.
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 WIDE = 240  # where no terminal bounds the width
 
 
 def console(*, stderr: bool = False) -> Console:
     made = Console(stderr=stderr)
     return made if made.is_terminal else Console(stderr=stderr, width=WIDE)
+
+
+def for_terminal(text: str) -> str:
+    """A model's text without control characters; unchanged where no terminal obeys them."""
+    return text.translate(CONTROLS) if sys.stdout.isatty() else text
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:

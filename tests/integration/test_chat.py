@@ -30,8 +30,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         screen.await_text("> ")
         screen.type("first\n")
         first = router.next_asked()
-        first.say("a long ")
-        screen.await_text("a long")
+        first.say("\x1b[2Ja long ")  # a screen that a model must not clear
+        assert "\x1b[2J" not in screen.await_text("a long")
 
         screen.type(CTRL_C)
         screen.await_text("(stopped)")
@@ -43,7 +43,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         second.say("well")
         second.end()
         screen.await_text("well")
-        assert second.turns == [("user", "first"), ("assistant", "a long "), ("user", "second")]
+        assert second.turns == [
+            ("user", "first"),
+            ("assistant", "\x1b[2Ja long "),
+            ("user", "second"),
+        ]
         screen.await_text("> ")
         # A signal between the prompt and the first look at the keyboard waits for a key.
         screen.type(CTRL_C)
