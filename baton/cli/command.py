@@ -97,7 +97,7 @@ def dress(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
         command.cls = Command
-        command.epilog = examples_of(" ".join([*groups, name]))
+        command.epilog = command.epilog or examples_of(" ".join([*groups, name]))
     for group in app.registered_groups:
         if group.typer_instance is not None and isinstance(group.name, str):
             dress(group.typer_instance, (*groups, group.name))
