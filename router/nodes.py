@@ -165,10 +165,9 @@ class NodeTable:
 
     def partners(self, node: Node) -> list[Node]:
         """Open nodes of the other role whose KV fits."""
-        others = [one for role in NodeRole for one in self.open_nodes(role)]
         return [
             other
-            for other in others
+            for other in self._all_open()
             if other.card.role is not node.card.role and other.may_share_kv_with(node)
         ]
 

@@ -161,6 +161,13 @@ class Watches:
         return card_from(await stub.GetNode(request, wait_for_ready=True))
 
     def _join(self, member: Member, card: NodeCard) -> None:
+        for other in self._table.nodes:
+            if other.card.node_id == card.node_id and other.address != member.address:
+                log.warning(
+                    "%s, known from %s, joins from %s: it moved, has two addresses, or two nodes "
+                    "have one name (--node-id); the last to join gets the requests",
+                    *(card.node_id, other.address, member.address),
+                )
         self._table.join(member.address, card)
         self._membership.joined(member)
         self._introductions.introduce(Node(member.address, card))

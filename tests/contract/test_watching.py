@@ -166,8 +166,10 @@ def test_a_node_of_the_other_role_is_not_taken_and_does_no_harm_where_it_is_righ
             async with a_node_server(name="d1") as decode:
                 view.named[DECODES] = frozenset({node.address, decode.address})
                 await view.until_open("d1")
+                view.named[DECODES] = frozenset({decode.address})
+                await view.until(lambda: len(view.table.watched) == 2)
 
-            assert view.open_names(NodeRole.PREFILL) == ["p1"]
+                assert view.open_names(NodeRole.PREFILL) == ["p1"]
 
     run(scene)
 
