@@ -156,6 +156,25 @@ def test_a_node_that_is_not_well_gets_nothing_new_until_it_is() -> None:
     run(scene)
 
 
+def test_a_node_that_has_never_been_well_is_not_known() -> None:
+    """Else its role would count as there and closed, and prompts as not worth waiting for it."""
+
+    async def scene() -> None:
+        async with a_node_server(name="d1") as ill, a_node_server(name="d2") as well:
+            await ill.health.set_ready(False)
+            async with a_view() as view:
+                view.named[DECODES] = frozenset({ill.address, well.address})
+                await view.until_open("d2")
+                await well.health.set_ready(False)
+                await view.until_open()
+                assert [node.address for node in view.table.nodes] == [well.address]
+
+                await ill.health.set_ready(True)
+                await view.until_open("d1")
+
+    run(scene)
+
+
 def test_a_node_of_the_other_role_is_not_taken_and_does_no_harm_where_it_is_right() -> None:
     async def scene() -> None:
         async with (
