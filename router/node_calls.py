@@ -19,7 +19,14 @@ from router.nodes import Node
 from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
 from serving.channel import open_channel
-from serving.errors import DeadlineExceeded, GenerationFailed, MessageTooLarge, NodeFailed
+from serving.errors import (
+    DeadlineExceeded,
+    Draining,
+    GenerationFailed,
+    MessageTooLarge,
+    NodeDraining,
+    NodeFailed,
+)
 from serving.status import reason_of, remote_error
 from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
@@ -148,7 +155,8 @@ def _failures_named(node: Node) -> Iterator[None]:
             raise DeadlineExceeded(f"the client's deadline passed while {who} worked") from error
         if remote.reason == reason_of(MessageTooLarge):
             raise MessageTooLarge(remote.message) from error
-        raise NodeFailed(f"{who}: {remote.code.name}: {remote.message}") from error
+        kind = NodeDraining if remote.reason == reason_of(Draining) else NodeFailed
+        raise kind(f"{who}: {remote.code.name}: {remote.message}") from error
 
 
 def _output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:

@@ -23,10 +23,20 @@ from router.policy import Ask, Route, Routing, choose
 from router.sizes import check_prompt_logprobs_fit
 from router.text import TextBoundary
 from router.values import Call, Ending, Piece
-from serving.errors import Draining, EmptyPrompt, NodeFailed, NoNodes, RequestIdInUse, UnknownModel
+from serving.errors import (
+    Draining,
+    EmptyPrompt,
+    NodeDraining,
+    NodeFailed,
+    NoNodes,
+    RequestIdInUse,
+    UnknownModel,
+)
 from serving.translate_sequence import Sequence
 
 SEED_BITS = 63
+# When all nodes are replaced at once, many refuse before the router hears that they drain.
+MOST_TRIES = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,8 @@ class Pipeline:
         seed = call.sampling.seed
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
         failed: frozenset[str] = frozenset()
-        for number in range(1, self._config.max_attempts + 1):
+        num_failures = 0
+        for number in itertools.count(1):
             context.trace.try_began(number, len(answer.token_ids))
             route = await self._route(call, prompt, answer.token_ids, failed)
             context.trace.routed(route, self._config.routing.policy, self._table)
@@ -120,10 +131,11 @@ class Pipeline:
                         async for piece in pieces:
                             yield piece
                 return
-            except NodeFailed:
+            except NodeFailed as failure:
                 context.trace.try_failed()
                 failed |= attempt.failed_addresses
-                if number == self._config.max_attempts:
+                num_failures += not isinstance(failure, NodeDraining)  # which cost nothing
+                if num_failures == self._config.max_attempts or number == MOST_TRIES:
                     raise
 
     async def _route(

@@ -55,6 +55,10 @@ class NodeFailed(ServiceError):
     """A node broke off, and no other try is left."""
 
 
+class NodeDraining(NodeFailed):
+    """A node refused a request before it began anything: it is on its way out."""
+
+
 class Draining(ServiceError):
     """The process takes no new requests: it is on its way out."""
 

@@ -28,6 +28,7 @@ from serving.errors import (
     DeadlineExceeded,
     Draining,
     EmptyPrompt,
+    NodeDraining,
     NodeFailed,
     NoNodes,
     RequestIdInUse,
@@ -182,6 +183,18 @@ def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> No
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
     assert nodes.left == [Leg.DECODE]
+
+
+def test_nodes_that_drain_all_at_once_cost_no_try() -> None:
+    names = [f"p{number}" for number in range(6)]
+    nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out") for _ in names[1:]])
+    table = a_table(a_node(NodeRole.DECODE), *(a_node(NodeRole.PREFILL, name) for name in names))
+
+    token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+
+    assert token_ids == expected_tokens(nodes)
+    assert ending.served.prefill is PrefillPlace.REMOTE
+    assert sorted(asked.node for asked in nodes.asked if asked.leg is Leg.PREFILL) == names
 
 
 def test_when_every_try_fails_the_last_failure_is_told() -> None:
