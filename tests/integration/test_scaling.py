@@ -60,7 +60,7 @@ def test_nodes_come_go_and_come_back_under_load_and_every_answer_is_whole_and_ri
     asks = [Ask(prompt_of(30 + 7 * number, seed=3), Generation(greedy())) for number in range(12)]
     with ThreadPoolExecutor(2) as both:
         moved = list(both.map(partial(start_moved, cluster), ROLES))
-        with Load(cluster.address, asks, num_clients=4) as load:
+        with Load(cluster.address, asks, num_clients=2) as load:
             codes = list(both.map(partial(come_and_go, cluster, load), ROLES, moved))
 
     assert load.errors == []
