@@ -19,6 +19,8 @@ from tests.support.certificates import Authority, make_authority
 from tests.support.models import prompt_of, reference_greedy
 
 TOKEN = "open-sesame"
+# Of all processes: what is dialled is an address, as of nodes that were found by a name.
+NAME = "node.baton"
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -44,11 +46,12 @@ def secured(
     token_file.write_text(f"{TOKEN}\n", encoding="utf-8")
     options = replace(
         cluster_options(router_arguments=("--token-file", str(token_file))),
-        tls=authority.mutual("process", "127.0.0.1"),
+        tls=replace(authority.mutual("process", NAME), server_name=NAME),
     )
     cert, key = authority.issue("client", "client.example")
     with LocalCluster(options) as cluster:
-        yield Secured(cluster, authority, TlsConfig(cert, key, authority.ca), token_file)
+        client_tls = TlsConfig(cert, key, authority.ca, server_name=NAME)
+        yield Secured(cluster, authority, client_tls, token_file)
     codes = {child.name: child.process.returncode for child in cluster.children}
     assert set(codes.values()) == {0}, codes
 
@@ -70,7 +73,7 @@ def test_kv_is_handed_over_between_nodes_that_show_each_other_certificates(
 
 def test_no_process_talks_to_those_without_a_certificate(secured: Secured) -> None:
     for child in secured.cluster.children:
-        for tls in (PLAIN, TlsConfig(ca=secured.authority.ca)):
+        for tls in (PLAIN, TlsConfig(ca=secured.authority.ca, server_name=NAME)):
             with pytest.raises(ClusterFailed, match="--tls-"):
                 await_serving(child.address, 60, tls)
         await_serving(child.address, 60, secured.client_tls)
@@ -92,13 +95,16 @@ def test_the_command_line_takes_the_same_files_and_says_in_one_line_what_is_miss
     tls = secured.client_tls
     plain = ["generate", "the quick", "--address", secured.address, "--max-tokens", "4"]
     files = [f"--tls-ca={tls.ca}", f"--tls-cert={tls.cert}", f"--tls-key={tls.key}"]
+    name, token = f"--tls-server-name={NAME}", f"--token-file={secured.token_file}"
 
     refused = baton(*plain)
-    served = baton(*plain, *files, f"--token-file={secured.token_file}")
+    misnamed = baton(*plain, *files, token)
+    served = baton(*plain, *files, name, token)
 
     assert refused.returncode != 0
     assert refused.stderr.startswith(f"baton: error: {secured.address} speaks TLS only")
     assert len(refused.stderr.splitlines()) == 1
+    assert f"is not for {secured.address.partition(':')[0]}; dial it by a name" in misnamed.stderr
     assert (served.returncode, served.stderr) == (0, "")
 
 
