@@ -19,7 +19,7 @@ IN_TERMINAL = (
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
-GIVE_UP_S = 60.0
+GIVE_UP_S = 120.0
 
 
 class Terminal:
