@@ -18,6 +18,7 @@ from serving.engine_calls import EngineCalls
 from serving.kv_link import GrpcLinks
 from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
 from serving.node import NodeRole
+from serving.node_metrics import node_metrics
 from serving.node_news import news_reader
 from serving.node_options import NodeOptions
 from serving.node_parts import (
@@ -85,5 +86,5 @@ async def serve(
     )
     # From the inside out at the end: the last words on the links need links and server still.
     async with serving(options.host, options.port, services, tls=options.tls) as server, links:
-        with worker, engine, calls:
+        with worker, engine, calls, node_metrics(options, traced, engine, scheduler, worker):
             await until_drained(server, state, engine, options.stuck_after_s)

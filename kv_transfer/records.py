@@ -46,6 +46,14 @@ class TransferRecord:
         """The share of the bytes that had already landed when prefill ended."""
         return self.num_bytes_written_early / self.num_bytes if self.num_bytes else 0.0
 
+    @property
+    def gigabytes_per_s(self) -> float | None:
+        """From the first post to the last byte known to be written."""
+        if self.first_post_s is None or self.last_written_s is None:
+            return None
+        took_s = self.last_written_s - self.first_post_s
+        return self.num_bytes / took_s / 1e9 if took_s > 0 else None
+
 
 class Ledger:
     """Writes the records of one worker half."""

@@ -7,10 +7,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from grpc import aio
+from prometheus_client import CollectorRegistry
 
 from baton.text import Tokenizer
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
@@ -28,10 +31,13 @@ from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
 from router.watching import Discovery, watching
 from serving.node import NodeRole
+from serving.scrapes import asked_on
 from serving.server import Running, Service, announce, serving, stop_signal
 from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
 from serving.token_gate import TokenGate
+from telemetry import metric_names
+from telemetry.metrics import Read, Reading, RouterMetrics, metrics_served
 from telemetry.options import TelemetryOptions
 from telemetry.resource import Process
 from telemetry.tracer import NO_TRACER, Tracer, tracing
@@ -93,7 +99,9 @@ async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_
             node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
         ),
     )
-    servicer = InferenceServicer(pipeline, table, Tracing(tracer))
+    port = options.telemetry.metrics_port
+    metrics = None if port is None else RouterMetrics(CollectorRegistry())
+    servicer = InferenceServicer(pipeline, table, Tracing(tracer, metrics))
     cluster_servicer = ClusterServicer(table)
     services = (
         Service(
@@ -121,8 +129,30 @@ async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_
             is_ready = _can_serve(table, options, server.health.is_ready)
             await server.health.set_ready(is_ready and not pipeline.is_draining)
 
+        read = partial(_reading, pipeline, table, tracer)
         async with watching(options.discovery, table, node_calls, note_change):
-            await _until_drained(server, pipeline)
+            with _metrics(options, metrics, read):
+                await _until_drained(server, pipeline)
+
+
+@contextmanager
+def _metrics(options: RouterOptions, metrics: RouterMetrics | None, read: Read) -> Iterator[None]:
+    port = options.telemetry.metrics_port
+    if port is None or metrics is None:
+        yield
+        return
+    here = asked_on(asyncio.get_running_loop().call_soon_threadsafe, read)
+    with metrics_served(metrics.registry, options.host, port, here):
+        yield
+
+
+def _reading(pipeline: Pipeline, table: NodeTable, tracer: Tracer) -> Reading:
+    return {
+        metric_names.QUEUE_DEPTH: pipeline.num_waiting,
+        metric_names.IN_FLIGHT: pipeline.num_in_flight,
+        metric_names.OPEN_NODES: {role.value: len(table.open_nodes(role)) for role in NodeRole},
+        metric_names.TRACES_LOST: tracer.num_lost,
+    }
 
 
 def _gates(options: RouterOptions) -> Sequence[aio.ServerInterceptor]:

@@ -76,6 +76,15 @@ class Pipeline:
         self._nodes_changed.set()
         self._nodes_changed = asyncio.Event()
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return self._admission.num_waiting
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._admission.num_in_flight
+
     async def drain(self) -> None:
         """Take nothing new; returns when every request under way has ended."""
         self.is_draining = True

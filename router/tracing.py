@@ -12,6 +12,7 @@ from router.values import Call, ChatPrompt, Ending, PrefillPlace
 from serving.ends import end_of
 from serving.node import NodeRole
 from telemetry import names
+from telemetry.metrics import RouterMetrics
 from telemetry.request_timeline import Choice, LegTimeline, RequestTimeline, TryTimeline, Usage
 from telemetry.spans import End, Metadata, Outcome, TraceContext
 from telemetry.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
@@ -67,10 +68,13 @@ UNTRACED = Trace()
 class RecordedTrace(Trace):
     """Writes a request's timeline and gives it to the tracer at the end."""
 
-    def __init__(self, timeline: RequestTimeline, tracer: Tracer) -> None:
+    def __init__(
+        self, timeline: RequestTimeline, tracer: Tracer, metrics: RouterMetrics | None
+    ) -> None:
         self._timeline = timeline
         self._tracer = tracer
-        self.trace_id = timeline.context.trace_hex
+        self._metrics = metrics
+        self.trace_id = timeline.context.trace_hex if timeline.context.is_sampled else ""
 
     def asked(self, call: Call) -> None:
         is_chat = isinstance(call.prompt, ChatPrompt)
@@ -141,7 +145,8 @@ class RecordedTrace(Trace):
             began_s=time.monotonic(),
         )
         one.legs.append(leg)
-        context = TraceContext(self._timeline.context.trace_id, leg.span_id)
+        whole = self._timeline.context
+        context = TraceContext(whole.trace_id, leg.span_id, whole.is_sampled)
         push = f"{one.kv_push_span_id:016x}"
         told = LegTrace(((names.TRACEPARENT, context.traceparent), (names.KV_PUSH_SPAN, push)))
         try:
@@ -163,30 +168,34 @@ class RecordedTrace(Trace):
             raise
         finally:
             self._timeline.end = end
-            self._tracer.take(self._timeline)
+            if self._metrics is not None:
+                self._metrics.take(self._timeline)
+            if self._timeline.context.is_sampled:
+                self._tracer.take(self._timeline)
 
 
 class Tracing:
-    """Decides which requests are traced."""
+    """Decides which requests are traced. All of them are counted."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, metrics: RouterMetrics | None = None) -> None:
         self._tracer = tracer
+        self._metrics = metrics
 
     def begin(self, metadata: Received | None, request_id: str, received_s: float) -> Trace:
-        if not self._tracer.is_on:
+        if not self._tracer.is_on and self._metrics is None:
             return UNTRACED
         parent = self._tracer.parent_in(metadata or ())
         trace_id = new_trace_id() if parent is None else parent.trace_id
         is_sampled = self._tracer.draws(trace_id) if parent is None else parent.is_sampled
-        if not is_sampled:
+        if not is_sampled and self._metrics is None:
             return UNTRACED
         timeline = RequestTimeline(
             request_id,
-            TraceContext(trace_id, new_span_id()),
+            TraceContext(trace_id, new_span_id(), is_sampled),
             None if parent is None else parent.span_id,
             received_s,
         )
-        return RecordedTrace(timeline, self._tracer)
+        return RecordedTrace(timeline, self._tracer, self._metrics)
 
 
 TRACES_NOTHING = Tracing(NO_TRACER)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
+from prometheus_client import CollectorRegistry
+
 from engine.assembly import EngineOptions
 from engine.errors import InvalidConfig
 from engine.runner.runner import TorchRunner
@@ -25,6 +27,7 @@ from kv_transfer.worker import KvTransferWorker
 from serving.node import NodeCard, NodeRole
 from serving.node_options import KV_TRANSPORTS, NodeOptions
 from serving.node_tracing import NodeTracing
+from telemetry.metrics import NodeMetrics
 from telemetry.node_timeline import NodeFacts
 from telemetry.tracer import Tracer
 
@@ -86,7 +89,9 @@ def trace_node(
     options: NodeOptions, role: NodeRole, identity: Identity, tracer: Tracer
 ) -> NodeTracing:
     facts = NodeFacts(role.value, identity.node_id, identity.incarnation, options.kv_verify)
-    return NodeTracing(tracer, facts)
+    if options.telemetry.metrics_port is None:
+        return NodeTracing(tracer, facts)
+    return NodeTracing(tracer, facts, NodeMetrics(CollectorRegistry(), role.value))
 
 
 def log_start(card: NodeCard, runner: TorchRunner) -> None:

@@ -20,6 +20,7 @@ from kv_transfer.types import HandoffId, KvOrders, KvReports
 from serving.ends import end_of, is_late
 from serving.translate_sequence import engine_id
 from telemetry import names
+from telemetry.metrics import NodeMetrics
 from telemetry.node_timeline import Chunk, NodeFacts, NodeTimeline, Start
 from telemetry.spans import End, Outcome
 from telemetry.tracer import NO_TRACER, Received, Tracer
@@ -71,19 +72,29 @@ class RecordedCall(CallTrace):
 
 
 class NodeTracing:
-    def __init__(self, tracer: Tracer, facts: NodeFacts) -> None:
+    def __init__(
+        self, tracer: Tracer, facts: NodeFacts, metrics: NodeMetrics | None = None
+    ) -> None:
         self._tracer = tracer
         self._facts = facts
+        self.metrics = metrics
         self.num_steps = 0
         # From a call's beginning until all is known of it. Each thread adds and takes single keys.
         self._timelines: dict[RequestId, NodeTimeline] = {}
         self._computing: dict[RequestId, NodeTimeline] = {}  # the engine's alone
 
+    @property
+    def num_lost(self) -> int:
+        return self._tracer.num_lost
+
     def runner(self, runner: Runner) -> Runner:
+        if self.metrics is not None:
+            runner = CountedRunner(runner, self.metrics)
         return TracedRunner(runner, self) if self._tracer.is_on else runner
 
     def kv_worker(self, worker: RecordingKvWorker) -> RecordingKvWorker:
-        return TracedKvWorker(worker, self) if self._tracer.is_on else worker
+        is_on = self._tracer.is_on or self.metrics is not None
+        return TracedKvWorker(worker, self) if is_on else worker
 
     # --- gRPC's thread --------------------------------------------------------------------
 
@@ -154,6 +165,8 @@ class NodeTracing:
                 timeline.began_moving()
 
     def note_record(self, record: TransferRecord) -> None:
+        if self.metrics is not None:
+            self.metrics.take(record)
         request_id = engine_id(record.handoff_id)
         timeline = self._timelines.get(request_id)
         if timeline is not None and timeline.note_record(record):
@@ -191,6 +204,23 @@ class TracedRunner:
 
     def run(self, plan: Plan) -> RunResult:
         return self._tracing.run(plan, self._runner.run)
+
+
+class CountedRunner:
+    def __init__(self, runner: Runner, metrics: NodeMetrics) -> None:
+        self._runner = runner
+        self._metrics = metrics
+
+    def run(self, plan: Plan) -> RunResult:
+        for row in plan.started:
+            num_known = min(row.num_prompt_tokens, row.num_computed_tokens)
+            self._metrics.prompt_started(row.num_prompt_tokens - num_known)
+        began_s = time.monotonic()
+        result = self._runner.run(plan)
+        if plan.num_scheduled_tokens:
+            took_s = time.monotonic() - began_s
+            self._metrics.step_ended(took_s, len(plan.num_scheduled_tokens))
+        return result
 
 
 class TracedKvWorker:

@@ -273,7 +273,7 @@ class _Telling:
             attributes |= {
                 names.KV_DESCRIPTORS: record.num_descriptors,
                 names.KV_WRITES: record.num_writes,
-                names.KV_RATE: _gigabytes_per_s(record),
+                names.KV_RATE: record.gigabytes_per_s,
                 names.KV_OVERLAP: record.overlap,
             }
         return attributes
@@ -319,11 +319,3 @@ def _end_of(record: TransferRecord, call_ended_s: float) -> End:
     if record.outcome in WITHDRAWN:
         return End(ended_s, Outcome.CANCELLED, message=record.outcome)
     return End(ended_s, Outcome.FAILED, "KV_LOST", record.outcome)
-
-
-def _gigabytes_per_s(record: TransferRecord) -> float | None:
-    """From the first post to the last byte known to be written."""
-    if record.first_post_s is None or record.last_written_s is None:
-        return None
-    took_s = record.last_written_s - record.first_post_s
-    return record.num_bytes / took_s / 1e9 if took_s > 0 else None

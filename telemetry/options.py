@@ -26,6 +26,7 @@ class TelemetryOptions:
     trace_dir: Path | None = None
     trace_dir_bytes: int = 64 * MIB  # of all processes that write there
     otlp_endpoint: str = ""  # such as http://127.0.0.1:4317
+    metrics_port: int | None = None  # 0 takes any that is free; None: no metrics are served
 
     def __post_init__(self) -> None:
         if not 0 <= self.trace_ratio <= 1:

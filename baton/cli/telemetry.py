@@ -10,7 +10,7 @@ import typer
 from baton.units import parse_bytes
 from telemetry.options import TelemetryOptions, default_trace_dir
 
-TRACING_PANEL = "Tracing"
+TRACING_PANEL = "Telemetry"
 TRACE_DIR_VARIABLE = "BATON_TRACE_DIR"
 NOWHERE = "off"
 
@@ -46,6 +46,16 @@ OtlpEndpoint = Annotated[
         rich_help_panel=TRACING_PANEL,
     ),
 ]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of this process's metrics for Prometheus, at /metrics; 0 takes any that is "
+        "free and logs it, none are served if left out.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
 
 
 def telemetry_options(
@@ -53,6 +63,7 @@ def telemetry_options(
     trace_dir: TraceDir = "",
     trace_limit: TraceLimit = "64MiB",
     otlp_endpoint: OtlpEndpoint = "",
+    metrics_port: MetricsPort = None,
 ) -> TelemetryOptions:
     """Every process of a cluster takes these."""
     return TelemetryOptions(
@@ -60,6 +71,7 @@ def telemetry_options(
         trace_dir=None if trace_dir == NOWHERE else trace_folder(trace_dir),
         trace_dir_bytes=parse_bytes(trace_limit),
         otlp_endpoint=otlp_endpoint,
+        metrics_port=metrics_port,
     )
 
 
