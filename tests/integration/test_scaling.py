@@ -30,7 +30,8 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
         num_prefill=2,
         num_decode=2,
         can_change=True,
-        router_arguments=("--find-every-s", "0.1"),
+        # Every node gets its share, wherever prefixes are.
+        router_arguments=("--find-every-s", "0.1", "--policy", "round_robin"),
     )
     with LocalCluster(options) as running:
         yield running
