@@ -80,10 +80,10 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
     """None: plain text."""
     if tls.cert is None or tls.key is None:
         return None
-    pairs = [(tls.key.read_bytes(), tls.cert.read_bytes())]
+    pairs = [(tls.pem(tls.key), tls.pem(tls.cert))]
     if tls.client_ca is None:
         return grpc.ssl_server_credentials(pairs)
-    return grpc.ssl_server_credentials(pairs, tls.client_ca.read_bytes(), require_client_auth=True)
+    return grpc.ssl_server_credentials(pairs, tls.pem(tls.client_ca), require_client_auth=True)
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials | None:
@@ -91,10 +91,8 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials | None:
     if tls.ca is None:
         return None
     if tls.cert is None or tls.key is None:
-        return grpc.ssl_channel_credentials(tls.ca.read_bytes())
-    return grpc.ssl_channel_credentials(
-        tls.ca.read_bytes(), tls.key.read_bytes(), tls.cert.read_bytes()
-    )
+        return grpc.ssl_channel_credentials(tls.pem(tls.ca))
+    return grpc.ssl_channel_credentials(tls.pem(tls.ca), tls.pem(tls.key), tls.pem(tls.cert))
 
 
 def _options(tls: TlsConfig, keepalive: Keepalive = KEEPALIVE) -> Options:

@@ -9,7 +9,8 @@ signed. KV bytes go over UCX, not over these channels: TLS does not encrypt them
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import InvalidConfig
@@ -25,17 +26,21 @@ class TlsConfig:
     client_ca: Path | None = None  # None: serves whoever comes
     # What the certificates of those it dials must carry; else it is the host that was dialled.
     server_name: str = ""
+    # Kept: a file that is replaced or gone later on does not come between two processes.
+    _pem_by_path: Mapping[Path, bytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_what_belongs_together()
+        object.__setattr__(self, "_pem_by_path", dict(self._read_files()))
         if self.cert is not None and self.key is not None:
-            _check_readable("cert", self.cert)
-            _check_readable("key", self.key)
             _check_pair(self.cert, self.key)
         for name, path in (("ca", self.ca), ("client-ca", self.client_ca)):
             if path is not None:
-                _check_readable(name, path)
                 _check_authorities(name, path)
+
+    def pem(self, path: Path) -> bytes:
+        """What one of its files held."""
+        return self._pem_by_path[path]
 
     @property
     def listens(self) -> bool:
@@ -44,6 +49,12 @@ class TlsConfig:
     @property
     def dials(self) -> bool:
         return self.ca is not None
+
+    def _read_files(self) -> Iterator[tuple[Path, bytes]]:
+        files = {"cert": self.cert, "key": self.key, "ca": self.ca, "client-ca": self.client_ca}
+        for name, path in files.items():
+            if path is not None:
+                yield path, _read(name, path)
 
     def _check_what_belongs_together(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -63,9 +74,9 @@ class TlsConfig:
 PLAIN = TlsConfig()
 
 
-def _check_readable(name: str, path: Path) -> None:
+def _read(name: str, path: Path) -> bytes:
     try:
-        path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise InvalidConfig(
             f"--tls-{name} {path} cannot be read: {error.strerror}; name a PEM file that this "

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.client import Answer, AsyncClient, BatonError, Client, Finish, Generation
+from baton.client import Answer, AsyncClient, BatonError, Client, Finish, Generation, Model
 from baton.cluster import LocalCluster
 from baton.llm import LLM
 from engine.sampling import SamplingParams
@@ -115,6 +115,21 @@ def test_tokenize_and_detokenize_are_each_others_way_back(client: Client) -> Non
     assert client.detokenize(client.tokenize(text)) == text
 
 
+def test_both_kinds_of_client_tell_alike_of_tokens_and_model(
+    client: Client, cluster: LocalCluster
+) -> None:
+    async def ask() -> tuple[list[int], str, Model]:
+        async with AsyncClient(cluster.address, timeout_s=60) as other:
+            token_ids = await other.tokenize("the lazy dog")
+            return token_ids, await other.detokenize(token_ids), await other.model()
+
+    token_ids, text, model = asyncio.run(ask())
+
+    assert (token_ids, text) == (client.tokenize("the lazy dog"), "the lazy dog")
+    assert model == client.model()
+    assert (model.name, model.vocab_size) == ("tiny", VOCAB_SIZE)
+
+
 def test_prompts_at_the_same_time_never_get_each_others_answers(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
@@ -159,7 +174,7 @@ def test_the_command_line_prints_the_text_that_a_client_gets(
     client: Client, cluster: LocalCluster
 ) -> None:
     text = client.generate("the quick brown", Generation(SamplingParams(8, temperature=0.0))).text
-    options = ["--address", cluster.address, "--max-tokens", "8"]
+    options = ["--address", cluster.address, "--max-tokens", "8", "--temperature", "0"]
 
     printed = subprocess.run(
         [sys.executable, "-m", "baton", "generate", *options, "the quick brown"],

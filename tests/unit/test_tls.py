@@ -26,6 +26,16 @@ def test_files_that_belong_together_are_taken(authority: Authority) -> None:
     assert channel_credentials(tls) is not None
 
 
+def test_files_that_are_gone_later_on_are_not_missed(authority: Authority) -> None:
+    tls = authority.mutual("node", "localhost")
+
+    for path in authority.folder.iterdir():
+        path.unlink()
+
+    assert server_credentials(tls) is not None
+    assert channel_credentials(tls) is not None
+
+
 def test_without_any_file_everything_is_plain_text() -> None:
     tls = TlsConfig()
 
