@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.doctor.findings import Finding, fail, ok, warn
+from engine.runner.kernels.build import best_variant, built, compiler_path, cpu_features
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -18,7 +19,18 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 def look_at_software() -> Iterator[Finding]:
     yield ok("Baton", f"{_version('baton')}, Python {platform.python_version()}, {sys.platform}")
     yield from _torch()
+    variant = best_variant(cpu_features())
+    yield kernels_finding(variant.name, built(variant), compiler_path())
     yield from package_findings(_version("nixl"), _version("ucxx-cu12"))
+
+
+def kernels_finding(variant: str, library: Path | None, compiler: str | None) -> Finding:
+    if library is not None:
+        return ok("kernels", f"{variant}, in {library.parent}")
+    if compiler is not None:
+        return ok("kernels", f"{variant}, to be built by {compiler} when a model is first loaded")
+    advice = "install a C++ compiler, or bring libraries by BATON_KERNELS; else torch computes"
+    return warn("kernels", f"{variant}, not built, and no compiler is here", advice)
 
 
 def package_findings(nixl: str | None, ucxx: str | None) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from baton.doctor.machine import (
     shm_finding,
 )
 from baton.doctor.model import room_finding
-from baton.doctor.software import gpu_finding, package_findings, port_findings
+from baton.doctor.software import gpu_finding, kernels_finding, package_findings, port_findings
 from baton.doctor.wire import Way, broken_finding, speed_finding
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -138,6 +138,14 @@ def test_a_gpu_that_cannot_be_used_is_told(
     names: list[str], has_driver: bool, torch_cuda: str | None, status: Status
 ) -> None:
     assert gpu_finding(names, has_driver=has_driver, torch_cuda=torch_cuda).status is status
+
+
+def test_without_a_compiler_kernels_must_have_been_built_before() -> None:
+    built = kernels_finding("avx2", Path("/cache/x.so"), None)
+
+    assert (built.status, built.found) == (Status.OK, "avx2, in /cache")
+    assert kernels_finding("avx2", None, "/usr/bin/c++").status is Status.OK
+    assert kernels_finding("avx2", None, None).status is Status.WARN
 
 
 def test_without_nixl_nodes_cannot_start_as_they_are_and_ucxx_may_be_missing() -> None:

@@ -61,11 +61,22 @@ def cpu_features() -> frozenset[str]:
 
 def library(variant: Variant) -> Path:
     """Where the variant's library is, built if need be. Raises KernelsMissing."""
-    name = f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
-    for folder in _folders():
-        if (folder / name).exists():
-            return folder / name
-    return _build(variant, _folders()[-1] / name)
+    return built(variant) or _build(variant, _folders()[-1] / _name(variant))
+
+
+def built(variant: Variant) -> Path | None:
+    """Where it is, if it was built before."""
+    places = (folder / _name(variant) for folder in _folders())
+    return next((place for place in places if place.exists()), None)
+
+
+def compiler_path() -> str | None:
+    """What would build it."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def _name(variant: Variant) -> str:
+    return f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
 
 
 def _folders() -> list[Path]:
@@ -84,7 +95,7 @@ def _digest(variant: Variant) -> str:
 
 def _build(variant: Variant, target: Path) -> Path:
     """Into a file beside it, which is then moved there: others may be building it too."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = compiler_path()
     if compiler is None:
         raise KernelsMissing("there is no C++ compiler (c++, g++ or clang++): install one")
     try:
