@@ -13,7 +13,8 @@ from serving.tls import PLAIN, TlsConfig
 from telemetry.options import TelemetryOptions
 
 KV_TRANSPORTS = ("nixl", "ucxx")
-PUSH_GRAINS = ("layer", "chunk")  # each layer of a chunk as it ends, or all of it at its end
+# Each layer of a chunk as it ends, or all of it at its end; auto is layer where the transport can.
+PUSH_GRAINS = ("auto", "layer", "chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class NodeOptions:
     kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
     kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
-    push: str = "layer"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
+    push: str = "auto"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
     # The engine's heart beats with each step and each layer: a step may take longer than this.
     stuck_after_s: float = 60.0
@@ -47,3 +48,7 @@ class NodeOptions:
             raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
         if self.push == "layer" and self.kv_transport == "ucxx":
             raise InvalidConfig("--push layer needs --kv-transport nixl: ucxx sends whole blocks")
+
+    @property
+    def pushes_layers(self) -> bool:
+        return self.push == "layer" or (self.push == "auto" and self.kv_transport == "nixl")

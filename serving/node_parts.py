@@ -150,5 +150,5 @@ def _open_transport(options: NodeOptions, region: Region) -> Transport:
 
 
 def engine_options(options: NodeOptions) -> EngineOptions:
-    scheduling = replace(options.scheduling, push_layers=options.push == "layer")
+    scheduling = replace(options.scheduling, push_layers=options.pushes_layers)
     return EngineOptions(scheduling, options.enable_prefix_caching, collect_kv_events=True)

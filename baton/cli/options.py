@@ -101,7 +101,8 @@ KvSilence = Annotated[
 Push = Annotated[
     str,
     typer.Option(
-        help="What prefill nodes push as soon as it is computed: layer or chunk.",
+        help="What prefill nodes push as soon as it is computed: layer or chunk; auto is layer "
+        "where the transport can.",
         rich_help_panel=KV_PANEL,
     ),
 ]

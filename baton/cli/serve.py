@@ -78,7 +78,7 @@ def node_options(
     kv_tls: KvTls = "",
     kv_net_device: KvNetDevice = "",
     kv_verify: KvVerify = True,
-    push: Push = "layer",
+    push: Push = "auto",
     kv_lease_s: KvLease = 5.0,
     kv_silence_s: KvSilence = 10.0,
     max_num_seqs: MaxNumSeqs = 128,

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any, cast
 
+import grpc
+
 import decode_node.__main__
 import kv_transfer.nixl_transport
 import prefill_node.__main__
@@ -156,6 +158,8 @@ class EngineNode:
         self._is_held = False
 
     def await_ready(self) -> EngineNode:
+        with grpc.insecure_channel(self.address) as channel:
+            grpc.channel_ready_future(channel).result(WAIT_S)
         await_serving(self.address, WAIT_S)
         return self
 

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 CTRL_C, CTRL_D = "\x03", "\x04"
-# Makes the terminal the one whose Ctrl-C the program gets.
+# Makes the terminal the one whose Ctrl-C the program gets, even if the tests run in the background,
+# where a shell has SIGINT ignored.
 IN_TERMINAL = (
-    "import fcntl, os, sys, termios;"
+    "import fcntl, os, signal, sys, termios;"
+    "signal.signal(signal.SIGINT, signal.SIG_DFL);"
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
