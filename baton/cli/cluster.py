@@ -47,6 +47,14 @@ def up(
             min=1, help="How long each process may take to load.", rich_help_panel=CLUSTER_PANEL
         ),
     ] = 600.0,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="How long each process may take to finish what it has.",
+            rich_help_panel=CLUSTER_PANEL,
+        ),
+    ] = 30.0,
     host: Host = "127.0.0.1",
     port: Port = 50051,
     **given: Any,
@@ -78,6 +86,7 @@ def up(
         router_arguments=passed_on(context, router_options, without=GIVEN),
         tls=tls_config(**for_tls),
         start_timeout_s=start_timeout_s,
+        drain_timeout_s=drain_timeout_s,
         show_logs=True,
     )
     run_cluster(options, num_processes=num_nodes + 1)

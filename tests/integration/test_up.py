@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,19 +69,25 @@ def test_up_shows_who_serves_and_ends_all_of_them_on_ctrl_c(up: Callable[..., Te
 def test_a_second_ctrl_c_ends_a_cluster_that_does_not_come_to_its_end(
     up: Callable[..., Terminal],
 ) -> None:
-    with up("--prefill", "0") as screen:
+    with up("--prefill", "0", "--drain-timeout-s", "3600") as screen:
         shown = processes(screen)
         with Client(shown["router"][1]) as client:
             generation = Generation(SamplingParams(max_tokens=400, ignore_eos=True))
             stream = client.stream(prompt_of(20), generation)
             next(stream)
-            os.kill(shown["decode-0"][0], signal.SIGSTOP)
+            stopped = os.pidfd_open(shown["decode-0"][0])
+            signal.pidfd_send_signal(stopped, signal.SIGSTOP)
             screen.type(CTRL_C)
             screen.await_text("draining")
 
             screen.type(CTRL_C)
 
-            screen.await_end()
+            try:
+                screen.await_end()
+            finally:
+                with suppress(ProcessLookupError):  # else it stays, whatever failed
+                    signal.pidfd_send_signal(stopped, signal.SIGKILL)
+                os.close(stopped)
             stream.close()
         assert screen.process.returncode == 130
         assert all(is_gone(pid) for pid, _ in shown.values())
