@@ -43,6 +43,9 @@ def _latency(measured: Sequence[Measured], path: Path) -> None:
         first.set(title="time to first token", ylabel="share of requests that had it")
         first.set_ylim(0, 1.01)
         gaps.set(title="gaps between tokens", ylabel="share of gaps that are longer", yscale="log")
+        num_gaps = sum(len(gaps_of(sample)) for one in measured for sample in one.run.samples)
+        gaps.set_ylim(0.5 / max(num_gaps, 50), 1.2)
+        gaps.set_xlim(left=min(_usual_gap(one) for one in measured) / 4)
         gaps.axhline(0.01, color="grey", linewidth=0.8, linestyle=":")
         gaps.text(0.01, 0.0105, "p99", transform=gaps.get_yaxis_transform(), va="bottom", **SMALL)
         for axes in (first, gaps):
@@ -50,6 +53,11 @@ def _latency(measured: Sequence[Measured], path: Path) -> None:
             axes.xaxis.set_major_formatter(_plain)
         gaps.yaxis.set_major_formatter(_plain)
         first.legend(frameon=False, loc="lower right")
+
+
+def _usual_gap(one: Measured) -> float:
+    """Much shorter ones say how messages were read, not how tokens were made."""
+    return (one.figures.itl_ms.p50 if one.figures.itl_ms else 0.0) or 1.0
 
 
 SMALL: dict[str, Any] = {"fontsize": 8, "color": "grey"}
@@ -74,7 +82,7 @@ def _timeline(measured: Sequence[Measured], path: Path) -> None:
     """The last round of each cluster, at the highest rate: one under the other, on one scale."""
     last = {one.name: one for one in sorted(measured, key=lambda one: one.rate)}
     with picture(path, 11, 1.0 + 2.7 * len(last), rows=len(last)) as rows:
-        highest = 0.0
+        highest = 10.0
         for colour, axes, (name, one) in zip(COLOURS, rows[:, 0], last.items(), strict=False):
             points = [point for sample in one.run.samples for point in _points(sample)]
             highest = max([highest, *(gap for _, gap in points)])

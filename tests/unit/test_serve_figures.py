@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from baton.bench.serve import Measured, compare
 from baton.bench.serve_client import Run, Sample
 from baton.bench.serve_figures import Quantiles, Slo, gaps_of, parse_slo, quantile, summarise
+from baton.bench.serve_plots import draw
 from baton.client import Finish, Served
 from engine.errors import InvalidConfig
 
@@ -89,6 +91,19 @@ def test_objectives_have_units() -> None:
 def test_what_is_no_objective_is_refused(written: str) -> None:
     with pytest.raises(InvalidConfig, match="write it like"):
         parse_slo(written)
+
+
+@pytest.mark.parametrize("arrivals", [[(0.5, 1)], [(0.5, 4)], [(0.5, 1), (0.6, 1)]])
+def test_pictures_are_drawn_of_the_shortest_answers(
+    tmp_path: Path, arrivals: list[tuple[float, int]]
+) -> None:
+    pytest.importorskip("matplotlib")
+    run = Run([a_sample(arrivals)], 1, 1.0)
+
+    paths = draw([Measured("a", 1.0, [], run, summarise(run))], tmp_path)
+
+    assert [path.name for path in paths] == ["latency.png", "timeline.png"]
+    assert all(path.exists() for path in paths)
 
 
 def test_a_comparison_pairs_rounds_and_leaves_out_what_was_cut_short() -> None:
