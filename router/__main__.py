@@ -7,8 +7,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,6 +26,7 @@ from router.node_sources import NodeSource, refuse_two_roles
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Routing
+from router.readiness import PREFILL_PATIENCE_S, Readiness
 from router.servicer import InferenceServicer
 from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
@@ -123,16 +124,36 @@ async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_
         ) as server,
         node_calls,
     ):
+        wants_prefill = bool(options.prefill_nodes)
+        readiness = Readiness(wants_prefill=wants_prefill, now=time.monotonic())
 
         async def note_change() -> None:
             pipeline.nodes_changed()
-            is_ready = _can_serve(table, options, server.health.is_ready)
+            is_ready = readiness.is_ready(table, time.monotonic())
             await server.health.set_ready(is_ready and not pipeline.is_draining)
 
         read = partial(_reading, pipeline, table, tracer)
-        async with watching(options.discovery, table, node_calls, note_change):
+        async with (
+            watching(options.discovery, table, node_calls, note_change),
+            _later(PREFILL_PATIENCE_S, note_change),
+        ):
             with _metrics(options, metrics, read):
                 await _until_drained(server, pipeline)
+
+
+@asynccontextmanager
+async def _later(wait_s: float, do: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Does something once, unless the block ends before that."""
+
+    async def wait_and_do() -> None:
+        await asyncio.sleep(wait_s)
+        await do()
+
+    waiting = asyncio.ensure_future(wait_and_do())
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 @contextmanager
@@ -161,12 +182,6 @@ def _gates(options: RouterOptions) -> Sequence[aio.ServerInterceptor]:
     if not options.tls.listens:
         log.warning("clients send their tokens in plain text; give --tls-cert and --tls-key")
     return (TokenGate(options.tokens),)
-
-
-def _can_serve(table: NodeTable, options: RouterOptions, was_ready: bool) -> bool:
-    """It begins as it was meant to be; later on, decode nodes can do without prefill nodes."""
-    is_short = options.prefill_nodes and not table.open_nodes(NodeRole.PREFILL)
-    return bool(table.open_nodes(NodeRole.DECODE)) and (was_ready or not is_short)
 
 
 async def _until_drained(server: Running, pipeline: Pipeline) -> None:

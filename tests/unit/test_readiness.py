@@ -1,0 +1,42 @@
+"""When a router says that it can serve."""
+
+from __future__ import annotations
+
+from router.nodes import NodeTable
+from router.readiness import PREFILL_PATIENCE_S, Readiness
+from serving.node import NodeRole
+from tests.support.node_calls import a_node
+
+PREFILL, DECODE = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
+
+
+def test_it_begins_with_both_roles_and_goes_on_with_decode_alone() -> None:
+    table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
+    told = [readiness.is_ready(table, 1.0)]
+    table.join(DECODE.address, DECODE.card)
+    told.append(readiness.is_ready(table, 2.0))
+    table.join(PREFILL.address, PREFILL.card)
+    told.append(readiness.is_ready(table, 3.0))
+    table.lose(PREFILL.address)
+    told.append(readiness.is_ready(table, 4.0))
+    table.lose(DECODE.address)
+    told.append(readiness.is_ready(table, 5.0))
+    table.join(DECODE.address, DECODE.card)
+    told.append(readiness.is_ready(table, 6.0))
+
+    assert told == [False, False, True, True, False, True]
+
+
+def test_prefill_nodes_that_stay_away_are_not_waited_for_for_ever() -> None:
+    table, readiness = NodeTable(), Readiness(wants_prefill=True, now=7.0)
+    table.join(DECODE.address, DECODE.card)
+
+    assert not readiness.is_ready(table, 7.0 + PREFILL_PATIENCE_S - 1)
+    assert readiness.is_ready(table, 7.0 + PREFILL_PATIENCE_S)
+
+
+def test_without_prefill_nodes_to_wait_for_decode_is_enough() -> None:
+    table, readiness = NodeTable(), Readiness(wants_prefill=False, now=0.0)
+    table.join(DECODE.address, DECODE.card)
+
+    assert readiness.is_ready(table, 0.0)
