@@ -12,6 +12,7 @@ from rich.console import Console
 
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
+from baton.cli.bench_trace import trace
 from baton.cli.examples import examples
 from baton.cli.options import JsonFile
 from baton.cli.show import show_table
@@ -20,6 +21,7 @@ from engine.errors import InvalidConfig
 
 bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
 bench.command()(router)
+bench.command()(trace)
 bench.command(
     epilog=examples(
         "baton bench serve --router 127.0.0.1:50051 --rates 1,2,4,8 --plots plots",

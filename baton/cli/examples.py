@@ -36,6 +36,7 @@ EXAMPLES = {
         "baton serve router --model models/demo --decode-nodes dns:///decode:50071",
     ),
     "bench router": ("baton bench router --streams 64 --json router.json",),
+    "bench trace": ("baton bench trace --rounds 9 --json trace.json",),
     "bench scheduler": ("baton bench scheduler --running 256,1024",),
     "bench engine": ("baton bench engine --model models/demo --batches 1,8 --json engine.json",),
     "bench kv": ("baton bench kv --paths nixl,nixl:tcp --sizes 8MiB,64MiB",),

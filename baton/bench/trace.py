@@ -1,0 +1,134 @@
+"""What tracing costs: the same load on two clusters in turn, one of which traces."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+
+from baton.client import AsyncClient, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+from telemetry.spans import TraceContext
+from telemetry.tracer import new_span_id, new_trace_id
+
+# By name, the share of the requests that are traced; off has no tracing in its processes at all.
+RATIOS = {"off": None, "1 %": 0.01, "100 %": 1.0}
+OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceBench:
+    model: str
+    num_streams: int = 16
+    num_requests: int = 100  # in each round
+    prompt_tokens: int = 64
+    answer_tokens: int = 24
+    num_rounds: int = 5
+    node_arguments: tuple[str, ...] = ("--kv-cache-memory", "128MiB", "--threads", "1")
+
+
+@dataclass(slots=True)
+class Load:
+    """What one way of tracing gave, round by round."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    intervals_s: list[float] = field(default_factory=list)  # from token to token
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    tracing: str
+    tokens_per_s: float  # median of the rounds
+    of_off: float  # median of the rounds' ratios to the round without tracing beside it
+    lowest_of_off: float
+    highest_of_off: float
+    p99_itl_ms: float
+
+
+OnRound = Callable[[str, float], None]
+
+
+def run(what: TraceBench, on_round: OnRound) -> list[Figure]:
+    loads = {name: Load() for name in RATIOS}
+    with ExitStack() as lifetime:
+        folder = lifetime.enter_context(TemporaryDirectory(prefix="baton-bench-"))
+        off = lifetime.enter_context(LocalCluster(_options(what, "off")))
+        on = lifetime.enter_context(LocalCluster(_options(what, folder)))
+        addresses = {name: (off if name == OFF else on).address for name in RATIOS}
+        for address in (off.address, on.address):
+            asyncio.run(_round(what, address, None, Load(), seed=0))  # warms up
+        for number in range(what.num_rounds):
+            # Nobody is always first: what runs beside it on the machine drifts.
+            names = list(RATIOS)[number % 3 :] + list(RATIOS)[: number % 3]
+            for place, name in enumerate(names, start=1):
+                load, seed = loads[name], number * len(names) + place
+                asyncio.run(_round(what, addresses[name], RATIOS[name], load, seed=seed))
+                on_round(name, load.tokens_per_s[-1])
+    return [figure(name, load, loads[OFF]) for name, load in loads.items()]
+
+
+def _options(what: TraceBench, trace_dir: str) -> ClusterOptions:
+    traces = ("--trace-dir", trace_dir)
+    return ClusterOptions(
+        model=what.model,
+        node_arguments=(*what.node_arguments, *traces),
+        router_arguments=traces,
+    )
+
+
+async def _round(
+    what: TraceBench, address: str, ratio: float | None, load: Load, *, seed: int
+) -> None:
+    """Each round has prompts of its own, alike in length: none is found in a cache."""
+    draw = random.Random(seed)
+    prompts = [
+        [draw.randrange(5, 500) for _ in range(what.prompt_tokens)]
+        for _ in range(what.num_requests)
+    ]
+    waiting = asyncio.Semaphore(what.num_streams)
+    async with AsyncClient(address, timeout_s=120) as client:
+
+        async def ask(number: int) -> int:
+            is_traced = ratio is not None and number % round(1 / ratio) == 0
+            async with waiting:
+                return await _ask(client, what, prompts[number], is_traced, load)
+
+        began_s = time.perf_counter()
+        counts = await asyncio.gather(*(ask(number) for number in range(what.num_requests)))
+        load.tokens_per_s.append(sum(counts) / (time.perf_counter() - began_s))
+
+
+async def _ask(
+    client: AsyncClient, what: TraceBench, prompt: list[int], is_traced: bool, load: Load
+) -> int:
+    sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
+    context = TraceContext(new_trace_id(), new_span_id(), is_traced)
+    num_tokens, last_s = 0, None
+    async for chunk in client.stream(prompt, Generation(sampling, traceparent=context.traceparent)):
+        if not chunk.token_ids:
+            continue
+        now_s = time.perf_counter()
+        num_tokens += len(chunk.token_ids)
+        if last_s is not None:
+            load.intervals_s += [(now_s - last_s) / len(chunk.token_ids)] * len(chunk.token_ids)
+        last_s = now_s
+    return num_tokens
+
+
+def figure(name: str, load: Load, off: Load) -> Figure:
+    pairs = zip(load.tokens_per_s, off.tokens_per_s, strict=True)
+    ratios = [ours / without for ours, without in pairs]
+    return Figure(
+        tracing=name,
+        tokens_per_s=statistics.median(load.tokens_per_s),
+        of_off=statistics.median(ratios),
+        lowest_of_off=min(ratios),
+        highest_of_off=max(ratios),
+        p99_itl_ms=statistics.quantiles(load.intervals_s, n=100)[98] * 1000,
+    )

@@ -1,0 +1,39 @@
+"""`baton bench trace`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.cli.options import JsonFile
+from baton.cli.show import show_table
+
+
+def trace(
+    model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
+    streams: Annotated[int, typer.Option(min=1, help="Answers at the same time.")] = 16,
+    requests: Annotated[int, typer.Option(min=3, help="Requests of a round.")] = 100,
+    answer: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 24,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each way.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """What tracing costs: off, 1 % and 100 % of the requests, in turn on one machine."""
+    from baton.bench.trace import TraceBench, run
+
+    what = TraceBench(
+        model, num_streams=streams, num_requests=requests, answer_tokens=answer, num_rounds=rounds
+    )
+    with Console(stderr=True).status("starting two clusters") as status:
+
+        def on_round(name: str, tokens_per_s: float) -> None:
+            status.update(f"{name}: {tokens_per_s:.0f} tokens/s")
+
+        figures = [asdict(figure) for figure in run(what, on_round)]
+    show_table(f"{streams} streams, {rounds} rounds of {requests} requests", figures)
+    if json_file is not None:
+        told = json.dumps({"what": asdict(what), "figures": figures}, indent=2)
+        json_file.write_text(told + "\n", encoding="utf-8")
