@@ -93,7 +93,8 @@ async def _measure(
             if stop.is_set():
                 break
             requests = plan(load, vocab_size, what.lines)
-            told = _Teller(name, load.rate, len(requests), on_progress)
+            rate = _true_rate(load, what.lines, requests)
+            told = _Teller(name, rate, len(requests), on_progress)
             run = await send(
                 clients[name],
                 requests,
@@ -102,8 +103,17 @@ async def _measure(
                 on_sample=told.sample,
             )
             figures = summarise(run, what.slo)
-            measured.append(Measured(name, load.rate, requests, run, figures))
+            measured.append(Measured(name, rate, requests, run, figures))
     return measured
+
+
+def _true_rate(
+    load: Load, lines: Sequence[PromptLine], requests: Sequence[PlannedRequest]
+) -> float:
+    """Prompts that come at times of their own do not keep to the load's rate."""
+    if all(line.at_s is None for line in lines) or not requests[-1].at_s:
+        return load.rate
+    return round(len(requests) / requests[-1].at_s, 2)
 
 
 def _runs(what: ServeBench, names: Sequence[str]) -> list[tuple[str, Load]]:
@@ -163,6 +173,7 @@ RATIOS = (
     ("itl_ms", "p50"),
     ("itl_ms", "p90"),
     ("itl_ms", "p99"),
+    ("itl_ms", "most"),
     ("tpot_ms", "p50"),
     ("e2e_ms", "p50"),
     ("output_tokens_per_s", ""),

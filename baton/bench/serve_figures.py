@@ -25,6 +25,7 @@ class Quantiles:
     p50: float
     p90: float
     p99: float
+    most: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def quantiles_ms(values_s: Sequence[float]) -> Quantiles | None:
     if not values_s:
         return None
     p50, p90, p99 = (quantile(values_s, share) * 1e3 for share in (0.5, 0.9, 0.99))
-    return Quantiles(sum(values_s) / len(values_s) * 1e3, p50, p90, p99)
+    return Quantiles(sum(values_s) / len(values_s) * 1e3, p50, p90, p99, max(values_s) * 1e3)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

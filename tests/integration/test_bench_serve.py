@@ -12,7 +12,13 @@ import pytest
 
 from baton.bench.serve import Progress, ServeBench, bench_clusters, bench_router
 from baton.bench.serve_client import Sample, send
-from baton.bench.serve_load import Arrivals, Load, PlannedRequest, parse_lengths
+from baton.bench.serve_load import (
+    Arrivals,
+    Load,
+    PlannedRequest,
+    PromptLine,
+    parse_lengths,
+)
 from baton.bench.serve_plots import draw
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
@@ -86,6 +92,16 @@ def test_an_interrupt_tells_what_was_measured_so_far(cluster: LocalCluster) -> N
     assert measured.figures.is_cut_short
     assert 3 <= measured.figures.num_answered < 1000
     assert measured.figures.ttft_ms is not None
+
+
+def test_prompts_that_come_at_their_own_times_tell_the_rate(cluster: LocalCluster) -> None:
+    lines = [PromptLine("a", 2, at_s=0.0), PromptLine((1, 2, 3), 2, at_s=0.5)]
+    what = ServeBench(replace(LOAD, num_requests=2), lines=lines)
+
+    [measured] = bench_router(what, cluster.address, connect, lambda _: None)
+
+    assert measured.rate == 4
+    assert [one.prompt for one in measured.requests] == ["a", (1, 2, 3)]
 
 
 def test_rates_are_run_one_after_the_other_and_drawn(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_the_wait_counts_from_when_a_request_was_due_not_from_when_it_was_sent()
 
     figures = summarise(Run([sample], 1, 3.0))
 
-    assert figures.ttft_ms == Quantiles(2000, 2000, 2000, 2000)
+    assert figures.ttft_ms == Quantiles(2000, 2000, 2000, 2000, 2000)
     assert figures.num_late == 1
 
 
