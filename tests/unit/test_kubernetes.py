@@ -99,7 +99,7 @@ def test_probes_and_services_use_the_port_that_is_listened_on(component: str) ->
     probes = [runs[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")]
     [served] = find("Service", component)["spec"]["ports"]
 
-    assert [one["containerPort"] for one in runs["ports"]] == [port]
+    assert runs["ports"][0]["containerPort"] == port
     assert [probe["port"] for probe in probes] == [port] * 3
     assert [probe.get("service") for probe in probes] == [LIVENESS, None, LIVENESS]
     assert (served["port"], served["targetPort"]) == (port, runs["ports"][0]["name"])
@@ -144,6 +144,24 @@ def test_the_network_lets_through_who_dials_whom() -> None:
     }
 
     assert dialled_by == {"prefill": {"router", "decode"}, "decode": {"router", "prefill"}}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
+def test_metrics_are_served_where_they_are_let_in(component: str, settings: Path) -> None:
+    port = tomllib.loads(settings.read_text())["serve"]["metrics-port"]
+    rules = find("NetworkPolicy", component)["spec"]["ingress"]
+
+    assert {"name": "metrics", "containerPort": port} in container(component)["ports"]
+    assert {"ports": [{"port": port}]} in rules
+
+
+@pytest.mark.parametrize("role", NODES)
+def test_an_autoscaler_goes_by_a_metric_that_nodes_have(role: str) -> None:
+    [metric] = find("HorizontalPodAutoscaler", role)["spec"]["metrics"]
+    names = (REPOSITORY / "telemetry/metric_names.py").read_text().replace(".", "_")
+
+    assert f'"{metric["pods"]["metric"]["name"]}"' in names
 
 
 @pytest.mark.parametrize("role", NODES)
