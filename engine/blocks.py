@@ -34,6 +34,10 @@ class BlockPool:
         return len(self._blank) + len(self._cached_free)
 
     @property
+    def num_cached_free(self) -> int:
+        return len(self._cached_free)
+
+    @property
     def num_cached(self) -> int:
         return len(self._block_by_hash)
 

@@ -143,6 +143,8 @@ class RequestBook:
             num_waiting_for_remote_kvs=self.num_waiting_for_remote_kvs,
             num_blocks=self.cache.pool.num_blocks,
             num_free_blocks=self.cache.pool.num_free,
+            num_cached_free_blocks=self.cache.pool.num_cached_free,
+            num_granted_blocks=self.handoffs.num_granted_blocks,
             num_pending_receives=self.handoffs.num_receiving,
             num_pending_sends=self.handoffs.num_sending,
             total_preemptions=self.total_preemptions,

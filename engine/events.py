@@ -59,6 +59,8 @@ class SchedulerStats:
     num_waiting_for_remote_kvs: int
     num_blocks: int
     num_free_blocks: int  # cached ones that nobody uses are free
+    num_cached_free_blocks: int  # of these, those that a prefix could still hit
+    num_granted_blocks: int  # that peers may still write
     num_pending_receives: int  # hand-offs whose blocks may still be written
     num_pending_sends: int  # hand-offs whose blocks may still be read
     total_preemptions: int

@@ -65,6 +65,10 @@ class HandOffs:
         return len(self._receiving)
 
     @property
+    def num_granted_blocks(self) -> int:
+        return sum(len(receiving.block_ids) for receiving in self._receiving.values())
+
+    @property
     def num_sending(self) -> int:
         return len(self._sending)
 

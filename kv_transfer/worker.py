@@ -59,6 +59,8 @@ class KvCounters:
     num_cut_pairs: int
     num_digest_mismatches: int
     num_fenced_blocks: int  # now
+    num_linked_peers: int  # now
+    num_linking_peers: int  # now: they have not answered yet
 
 
 class KvTransferWorker:
@@ -210,6 +212,8 @@ class KvTransferWorker:
             num_cut_pairs=self._pairs.num_cut,
             num_digest_mismatches=self._digests.num_mismatches,
             num_fenced_blocks=sum(len(incoming.order.block_ids) for incoming in fenced),
+            num_linked_peers=sum(pair.peer is not None for pair in self._pairs),
+            num_linking_peers=sum(pair.peer is None for pair in self._pairs),
         )
 
     def open_handoffs(self) -> tuple[HandoffId, ...]:

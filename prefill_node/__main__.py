@@ -29,12 +29,12 @@ from serving.node_parts import (
     log_start,
     make_kv_worker,
     pin,
+    process_of,
     trace_node,
 )
 from serving.node_state import NodeState
 from serving.server import Service, serving
 from serving.servicer import KvLinkServicer, NodeServicer
-from telemetry.resource import Process
 from telemetry.tracer import Tracer, tracing
 
 
@@ -43,8 +43,7 @@ def main(options: NodeOptions) -> None:
     pin(options.cpus)
     with load_runner(options.runner) as runner:
         identity = identify(options, NodeRole.PREFILL, runner)
-        process = Process(NodeRole.PREFILL.value, identity.node_id, identity.incarnation)
-        with tracing(options.telemetry, process) as tracer:
+        with tracing(options.telemetry, process_of(NodeRole.PREFILL, identity)) as tracer:
             asyncio.run(serve(options, runner, identity, tracer))
 
 
@@ -93,7 +92,9 @@ async def serve(
             lambda server: kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server(link, server),
         ),
     )
+    process = process_of(NodeRole.PREFILL, identity)
+    metrics = node_metrics(options, process, traced, engine, scheduler, worker)
     # From the inside out at the end: the last words on the links need links and server still.
     async with serving(options.host, options.port, services, tls=options.tls) as server, links:
-        with worker, engine, calls, node_metrics(options, traced, engine, scheduler, worker):
+        with worker, engine, calls, metrics:
             await until_drained(server, state, engine, options.stuck_after_s)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from grpc import aio
-from prometheus_client import CollectorRegistry
 
 from baton.text import Tokenizer
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
@@ -36,10 +35,11 @@ from serving.scrapes import asked_on
 from serving.server import Running, Service, announce, serving, stop_signal
 from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
-from serving.token_gate import TokenGate
+from serving.token_gate import TokenGate, nobody_counts
 from telemetry import metric_names
-from telemetry.metrics import Read, Reading, RouterMetrics, metrics_served
+from telemetry.metrics import Read, Reading, RouterMetrics
 from telemetry.options import TelemetryOptions
+from telemetry.readers import metrics_read
 from telemetry.resource import Process
 from telemetry.tracer import NO_TRACER, Tracer, tracing
 
@@ -86,10 +86,12 @@ def main(options: RouterOptions) -> None:
         text = ModelText(Tokenizer.from_folder(resolve_model_folder(options.model)))
     process = Process("router", f"router-{os.getpid()}", secrets.token_hex(ID_BYTES))
     with tracing(options.telemetry, process) as tracer:
-        asyncio.run(serve(options, text, tracer))
+        asyncio.run(serve(options, text, process, tracer))
 
 
-async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_TRACER) -> None:
+async def serve(
+    options: RouterOptions, text: TextBoundary, process: Process, tracer: Tracer = NO_TRACER
+) -> None:
     table, node_calls = NodeTable(), GrpcNodeCalls(options.tls)
     pipeline = Pipeline(
         table=table,
@@ -100,8 +102,7 @@ async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_
             node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
         ),
     )
-    port = options.telemetry.metrics_port
-    metrics = None if port is None else RouterMetrics(CollectorRegistry())
+    metrics = RouterMetrics() if options.telemetry.counts else None
     servicer = InferenceServicer(pipeline, table, Tracing(tracer, metrics))
     cluster_servicer = ClusterServicer(table)
     services = (
@@ -120,7 +121,11 @@ async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_
     )
     async with (
         serving(
-            options.host, options.port, services, tls=options.tls, interceptors=_gates(options)
+            options.host,
+            options.port,
+            services,
+            tls=options.tls,
+            interceptors=_gates(options, metrics),
         ) as server,
         node_calls,
     ):
@@ -137,7 +142,7 @@ async def serve(options: RouterOptions, text: TextBoundary, tracer: Tracer = NO_
             watching(options.discovery, table, node_calls, note_change),
             _later(PREFILL_PATIENCE_S, note_change),
         ):
-            with _metrics(options, metrics, read):
+            with _metrics(options, process, metrics, read):
                 await _until_drained(server, pipeline)
 
 
@@ -157,13 +162,14 @@ async def _later(wait_s: float, do: Callable[[], Awaitable[None]]) -> AsyncItera
 
 
 @contextmanager
-def _metrics(options: RouterOptions, metrics: RouterMetrics | None, read: Read) -> Iterator[None]:
-    port = options.telemetry.metrics_port
-    if port is None or metrics is None:
+def _metrics(
+    options: RouterOptions, process: Process, metrics: RouterMetrics | None, read: Read
+) -> Iterator[None]:
+    if metrics is None:
         yield
         return
     here = asked_on(asyncio.get_running_loop().call_soon_threadsafe, read)
-    with metrics_served(metrics.registry, options.host, port, here):
+    with metrics_read(options.telemetry, process, metrics.registry, here):
         yield
 
 
@@ -176,12 +182,15 @@ def _reading(pipeline: Pipeline, table: NodeTable, tracer: Tracer) -> Reading:
     }
 
 
-def _gates(options: RouterOptions) -> Sequence[aio.ServerInterceptor]:
+def _gates(
+    options: RouterOptions, metrics: RouterMetrics | None
+) -> Sequence[aio.ServerInterceptor]:
     if options.tokens is None:
         return ()
+    on_refusal = nobody_counts if metrics is None else metrics.refused
     if not options.tls.listens:
         log.warning("clients send their tokens in plain text; give --tls-cert and --tls-key")
-    return (TokenGate(options.tokens),)
+    return (TokenGate(options.tokens, on_refusal),)
 
 
 async def _until_drained(server: Running, pipeline: Pipeline) -> None:

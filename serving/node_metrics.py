@@ -5,59 +5,78 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from engine.events import SchedulerStats
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from kv_transfer.worker import KvTransferWorker
 from serving.node_options import NodeOptions
 from serving.node_tracing import NodeTracing
 from serving.scrapes import asked_on
-from telemetry import metric_names as names
-from telemetry.metrics import Reading, metrics_served
+from telemetry import metric_names as counted
+from telemetry.metrics import Reading
+from telemetry.readers import metrics_read
+from telemetry.resource import Process
 
 
 @contextmanager
 def node_metrics(
     options: NodeOptions,
+    process: Process,
     traced: NodeTracing,
     engine: EngineLoop,
     scheduler: Scheduler,
     worker: KvTransferWorker,
 ) -> Iterator[None]:
-    """Served from here to the end of the block, if they are wanted."""
-    port = options.telemetry.metrics_port
-    if port is None or traced.metrics is None:
+    """Can be read from here to the end of the block, if somebody wants to."""
+    if traced.metrics is None:
         yield
         return
-    read = asked_on(engine.post, lambda: read_node(scheduler, worker, traced))
-    with metrics_served(traced.metrics.registry, options.host, port, read):
+    facts = {counted.TRANSPORT: {options.kv_transport: 1.0}}
+    on_engine = asked_on(engine.post, lambda: read_node(scheduler, worker))
+
+    def read() -> Reading:
+        """Those that do not need the engine come even while it has no time."""
+        silence = {counted.SILENCE: engine.since_last_beat_s()}
+        return {**facts, **silence, counted.TRACES_LOST: traced.num_lost, **on_engine()}
+
+    with metrics_read(options.telemetry, process, traced.metrics.registry, read):
         yield
 
 
-def read_node(scheduler: Scheduler, worker: KvTransferWorker, traced: NodeTracing) -> Reading:
+def read_node(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
     stats, counters = scheduler.stats(), worker.counters()
     return {
-        names.RUNNING: stats.num_running,
-        names.WAITING: {
-            "in line": stats.num_waiting,
-            "for remote kv": stats.num_waiting_for_remote_kvs,
+        counted.RUNNING: stats.num_running,
+        counted.WAITING: {
+            "waiting": stats.num_waiting,
+            "waiting_for_remote_kvs": stats.num_waiting_for_remote_kvs,
             "ready": stats.num_ready,
         },
-        names.BLOCKS: {
-            "all": stats.num_blocks,
-            "free": stats.num_free_blocks,
-            "fenced": counters.num_fenced_blocks,
-        },
-        names.OPEN_HANDOFFS: {
+        counted.BLOCKS: blocks_by_state(stats, counters.num_fenced_blocks),
+        counted.OPEN_HANDOFFS: {
             "received": stats.num_pending_receives,
             "sent": stats.num_pending_sends,
         },
-        names.PREEMPTIONS: stats.total_preemptions,
-        names.PREFIX_TOKENS: {
+        counted.PREEMPTIONS: stats.total_preemptions,
+        counted.PREFIX_TOKENS: {
             "asked": stats.total_prefix_query_tokens,
             "found": stats.total_prefix_hit_tokens,
         },
-        names.DIGEST_MISMATCHES: counters.num_digest_mismatches,
-        names.CUT_PAIRS: counters.num_cut_pairs,
-        names.LINKS: len(worker.connected_peers()),
-        names.TRACES_LOST: traced.num_lost,
+        counted.SAMPLED_TOKENS: stats.total_sampled_tokens,
+        counted.DIGEST_MISMATCHES: counters.num_digest_mismatches,
+        counted.LINKS: {"up": counters.num_linked_peers, "opening": counters.num_linking_peers},
+        counted.LINKS_CUT: counters.num_cut_pairs,
+        counted.MESSAGES_DROPPED: counters.num_dropped,
+    }
+
+
+def blocks_by_state(stats: SchedulerStats, num_fenced: int) -> dict[str, float]:
+    """Each block once. To the scheduler, fenced ones are granted still."""
+    num_lent = max(stats.num_granted_blocks, num_fenced)
+    return {
+        "free": stats.num_free_blocks - stats.num_cached_free_blocks,
+        "cached": stats.num_cached_free_blocks,
+        "granted": num_lent - num_fenced,
+        "fenced": num_fenced,
+        "owned": stats.num_blocks - stats.num_free_blocks - num_lent,
     }

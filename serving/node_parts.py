@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry
-
 from engine.assembly import EngineOptions
 from engine.errors import InvalidConfig
 from engine.runner.runner import TorchRunner
@@ -29,6 +27,7 @@ from serving.node_options import KV_TRANSPORTS, NodeOptions
 from serving.node_tracing import NodeTracing
 from telemetry.metrics import NodeMetrics
 from telemetry.node_timeline import NodeFacts
+from telemetry.resource import Process
 from telemetry.tracer import Tracer
 
 # The axes inside one block, outermost first.
@@ -85,13 +84,17 @@ def card_of(
     )
 
 
+def process_of(role: NodeRole, identity: Identity) -> Process:
+    return Process(role.value, identity.node_id, identity.incarnation)
+
+
 def trace_node(
     options: NodeOptions, role: NodeRole, identity: Identity, tracer: Tracer
 ) -> NodeTracing:
     facts = NodeFacts(role.value, identity.node_id, identity.incarnation, options.kv_verify)
-    if options.telemetry.metrics_port is None:
+    if not options.telemetry.counts:
         return NodeTracing(tracer, facts)
-    return NodeTracing(tracer, facts, NodeMetrics(CollectorRegistry(), role.value))
+    return NodeTracing(tracer, facts, NodeMetrics(role.value))
 
 
 def log_start(card: NodeCard, runner: TorchRunner) -> None:

@@ -165,10 +165,10 @@ class NodeTracing:
                 timeline.began_moving()
 
     def note_record(self, record: TransferRecord) -> None:
-        if self.metrics is not None:
-            self.metrics.take(record)
         request_id = engine_id(record.handoff_id)
         timeline = self._timelines.get(request_id)
+        if self.metrics is not None:
+            self.metrics.take(record, None if timeline is None else timeline.parent)
         if timeline is not None and timeline.note_record(record):
             self._close(request_id, timeline)
 
@@ -207,20 +207,37 @@ class TracedRunner:
 
 
 class CountedRunner:
+    """Counts per step; a request is looked at until its prompt is through."""
+
     def __init__(self, runner: Runner, metrics: NodeMetrics) -> None:
         self._runner = runner
         self._metrics = metrics
+        self._num_missing: dict[RequestId, int] = {}  # of the prompts that are not through
 
     def run(self, plan: Plan) -> RunResult:
+        for request_id in plan.dropped:
+            self._num_missing.pop(request_id, None)
         for row in plan.started:
-            num_known = min(row.num_prompt_tokens, row.num_computed_tokens)
-            self._metrics.prompt_started(row.num_prompt_tokens - num_known)
+            num_missing = row.num_prompt_tokens - row.num_computed_tokens
+            if num_missing > 0:
+                self._num_missing[row.request_id] = num_missing
         began_s = time.monotonic()
         result = self._runner.run(plan)
         if plan.num_scheduled_tokens:
             took_s = time.monotonic() - began_s
-            self._metrics.step_ended(took_s, len(plan.num_scheduled_tokens))
+            num_computed = self._num_computed(plan) if self._num_missing else 0
+            self._metrics.step_ended(took_s, len(plan.num_scheduled_tokens), num_computed)
         return result
+
+    def _num_computed(self, plan: Plan) -> int:
+        num_computed = 0
+        for request_id, num_missing in list(self._num_missing.items()):
+            num = min(num_missing, plan.num_scheduled_tokens.get(request_id, 0))
+            num_computed += num
+            self._num_missing[request_id] = num_missing - num
+            if num == num_missing:
+                del self._num_missing[request_id]
+        return num_computed
 
 
 class TracedKvWorker:

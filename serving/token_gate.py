@@ -11,7 +11,7 @@ from grpc_status import rpc_status
 
 from serving.errors import Unauthenticated
 from serving.health import HEALTH
-from serving.status import status_of
+from serving.status import reason_of, status_of
 from serving.token import HEADER, AcceptedTokens
 
 # In quotes: gRPC's own class takes no parameters.
@@ -26,11 +26,18 @@ MAKE_HANDLER = {
 }
 
 
+def nobody_counts(_reason: str) -> None:
+    """For servers without metrics."""
+
+
 class TokenGate(aio.ServerInterceptor):
     """Before every service but health, whose probes carry no tokens and learn nothing else."""
 
-    def __init__(self, accepted: AcceptedTokens) -> None:
+    def __init__(
+        self, accepted: AcceptedTokens, on_refusal: Callable[[str], None] = nobody_counts
+    ) -> None:
         self._accepted = accepted
+        self._on_refusal = on_refusal  # hears the reason
 
     async def intercept_service(
         self,
@@ -43,6 +50,7 @@ class TokenGate(aio.ServerInterceptor):
         try:
             self._accepted.check(_shown(handler_call_details))
         except Unauthenticated as refusal:
+            self._on_refusal(reason_of(Unauthenticated))
             return _refusing(handler, refusal)
         return handler
 

@@ -1,73 +1,79 @@
-"""What a process counts, for Prometheus. OpenMetrics adds an exemplar: the trace of a request."""
+"""What a process counts. OpenMetrics adds exemplars: the trace of a request.
+
+All of it is in one registry of prometheus_client; whoever reads that, reads copies.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from engine.errors import InvalidConfig
 from kv_transfer.records import Role, TransferRecord
-from telemetry import metric_names as names
-from telemetry.node_timeline import DONE
+from telemetry import metric_names as counted
+from telemetry import names
+from telemetry.metric_names import Kind, Metric
+from telemetry.node_timeline import DONE, WITHDRAWN
 from telemetry.request_timeline import RequestTimeline
-from telemetry.spans import Outcome
+from telemetry.spans import Outcome, TraceContext
 
-log = logging.getLogger(__name__)
+PROVIDER = "baton"
 
-# Told at each scrape: by name, or by name and the value of its one label.
-Reading = Mapping[str, float | Mapping[str, float]]
+# Told to each reader: by metric, or by metric and the value of its one label.
+Reading = Mapping[Metric, float | Mapping[str, float]]
 Read = Callable[[], Reading]
 
 
 class RouterMetrics:
     """Every request counts, traced or not."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self._duration = _histogram(registry, names.DURATION, names.DURATION_BUCKETS, "outcome")
-        self._ttft = _histogram(registry, names.TIME_TO_FIRST_TOKEN, names.FIRST_TOKEN_BUCKETS)
-        self._per_token = _histogram(registry, names.TIME_PER_TOKEN, names.PER_TOKEN_BUCKETS)
-        self._queue_wait = _histogram(registry, names.QUEUE_WAIT, names.FIRST_TOKEN_BUCKETS)
-        self._requests = _counter(registry, names.REQUESTS, "outcome", "served")
-        self._refusals = _counter(registry, names.REFUSALS, "reason")
-        self._tokens = _counter(registry, names.TOKENS, "kind")
-        self._attempts = _counter(registry, names.ATTEMPTS)
-        self._again = _counter(registry, names.AGAIN, "kind")
-        self._kv_bytes = _counter(registry, names.REQUEST_KV_BYTES)
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._duration = _histogram(registry, counted.DURATION)
+        self._ttft = _histogram(registry, counted.TIME_TO_FIRST_TOKEN)
+        self._per_token = _histogram(registry, counted.TIME_PER_TOKEN)
+        self._queue_wait = _histogram(registry, counted.QUEUE_WAIT)
+        self._requests = _counter(registry, counted.REQUESTS)
+        self._refusals = _counter(registry, counted.REFUSALS)
+        self._tokens = _counter(registry, counted.TOKENS)
+        self._attempts = _counter(registry, counted.ATTEMPTS)
+        self._kv_bytes = _counter(registry, counted.REQUEST_KV_BYTES)
+
+    def refused(self, reason: str) -> None:
+        """Before it was a request of anybody."""
+        self._refusals.labels(reason).inc()
 
     def take(self, timeline: RequestTimeline) -> None:
         """Once, when the request has ended."""
         end, usage = timeline.end, timeline.usage
         if end is None:
             return
-        exemplar = _exemplar(timeline)
-        outcome = end.outcome.name.lower()
-        self._requests.labels(outcome, usage.served if usage else "").inc()
-        self._duration.labels(outcome).observe(end.at_s - timeline.received_s, exemplar)
+        exemplar = _exemplar(timeline.context)
+        self._requests.labels(end.outcome.name.lower(), usage.served if usage else "").inc()
+        duration = self._duration.labels(*_call(timeline), end.error_type)
+        duration.observe(end.at_s - timeline.received_s, exemplar)
         if end.outcome is Outcome.REFUSED:
-            self._refusals.labels(end.error_type).inc()
+            self.refused(end.error_type)
         if timeline.admitted_s is not None and timeline.tokenized_s is not None:
             self._queue_wait.observe(timeline.admitted_s - timeline.tokenized_s, exemplar)
         self._take_tries(timeline)
         self._take_tokens(timeline, end.at_s, exemplar)
 
     def _take_tries(self, timeline: RequestTimeline) -> None:
-        self._attempts.inc(len(timeline.tries))
-        for one in timeline.tries[1:]:
-            self._again.labels("migrate" if one.num_prior_tokens else "retry").inc()
+        for one in timeline.tries:
+            again = "migrate" if one.num_prior_tokens else "retry"
+            self._attempts.labels("first" if one.number == 1 else again).inc()
 
     def _take_tokens(
         self, timeline: RequestTimeline, ended_s: float, exemplar: dict[str, str] | None
     ) -> None:
-        usage, first_s = timeline.usage, timeline.first_token_s
+        usage, first_s, call = timeline.usage, timeline.first_token_s, _call(timeline)
         if first_s is not None:
-            self._ttft.observe(first_s - timeline.received_s, exemplar)
+            self._ttft.labels(*call).observe(first_s - timeline.received_s, exemplar)
         if usage is None:
             return
         self._tokens.labels("input").inc(timeline.num_prompt_tokens or 0)
@@ -75,93 +81,90 @@ class RouterMetrics:
         self._kv_bytes.inc(usage.kv_bytes)
         if first_s is not None and usage.num_output_tokens > 1:
             per_token_s = (ended_s - first_s) / (usage.num_output_tokens - 1)
-            self._per_token.observe(per_token_s, exemplar)
+            self._per_token.labels(*call).observe(per_token_s, exemplar)
 
 
 class NodeMetrics:
-    """Fed on the engine's thread."""
+    """Fed on the engine's thread, per step and per hand-off."""
 
-    def __init__(self, registry: CollectorRegistry, role: str) -> None:
-        self.registry = registry
-        self._role = role
-        self._step = _histogram(registry, names.STEP, names.STEP_BUCKETS)
-        self._batch = _histogram(registry, names.BATCH, names.BATCH_BUCKETS)
-        self._computed = _counter(registry, names.PROMPT_TOKENS_COMPUTED, "role")
-        self._computed.labels(role)  # 0 is worth telling, too
-        self._handoffs = _counter(registry, names.HANDOFFS, "direction", "outcome")
-        self._kv_bytes = _counter(registry, names.KV_BYTES, "direction", "transport")
-        self._transfer = _histogram(registry, names.TRANSFER, names.STEP_BUCKETS, "direction")
-        self._rate = _histogram(registry, names.RATE, names.RATE_BUCKETS)
-        self._overlap = _histogram(registry, names.OVERLAP, names.SHARE_BUCKETS)
+    def __init__(self, role: str) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._step = _histogram(registry, counted.STEP)
+        self._batch = _histogram(registry, counted.BATCH)
+        # 0 is worth telling, too.
+        self._computed = _counter(registry, counted.PROMPT_TOKENS_COMPUTED).labels(role)
+        self._handoffs = _counter(registry, counted.HANDOFFS)
+        self._kv_bytes = _counter(registry, counted.KV_BYTES)
+        self._transfer = _histogram(registry, counted.TRANSFER)
+        self._rate = _histogram(registry, counted.RATE)
+        self._overlap = _histogram(registry, counted.OVERLAP)
 
-    def step_ended(self, took_s: float, num_requests: int) -> None:
+    def step_ended(self, took_s: float, num_requests: int, num_prompt_tokens: int) -> None:
         self._step.observe(took_s)
         self._batch.observe(num_requests)
+        if num_prompt_tokens:
+            self._computed.inc(num_prompt_tokens)
 
-    def prompt_started(self, num_tokens: int) -> None:
-        """So many tokens of a prompt will be run through the model here."""
-        self._computed.labels(self._role).inc(num_tokens)
-
-    def take(self, record: TransferRecord) -> None:
-        direction = record.role.value
-        outcome = "done" if record.outcome in DONE else "failed"
+    def take(self, record: TransferRecord, trace: TraceContext | None) -> None:
+        """Once, when a hand-off has ended here."""
+        direction, outcome = record.role.value, _outcome(record)
         self._handoffs.labels(direction, outcome).inc()
+        if outcome != "done" or not record.num_bytes:
+            return
+        exemplar = None if trace is None else _exemplar(trace)
         self._kv_bytes.labels(direction, record.transport).inc(record.num_bytes)
         if record.ended_s is not None:
-            self._transfer.labels(direction).observe(record.ended_s - record.began_s)
-        if record.role is Role.SENT and record.num_bytes:
-            self._overlap.observe(record.overlap)
+            took_s = record.ended_s - record.began_s
+            self._transfer.labels(direction).observe(took_s, exemplar)
+        if record.role is Role.SENT:
+            self._overlap.observe(record.overlap, exemplar)
             if record.gigabytes_per_s is not None:
-                self._rate.observe(record.gigabytes_per_s)
+                self._rate.observe(record.gigabytes_per_s, exemplar)
 
 
 @dataclass(frozen=True, slots=True)
-class _Readings(Collector):
-    """Asked at each scrape."""
+class Readings(Collector):
+    """What the rooms count anyway, asked for by each reader."""
 
     read: Read
 
-    def collect(self) -> Iterator[Metric]:
-        for name, value in self.read().items():
-            family = CounterMetricFamily if name in names.TOTALS else GaugeMetricFamily
-            if isinstance(value, Mapping):
-                metric = family(name, names.HELP[name], labels=[names.LABELS[name]])
-                for label, number in value.items():
-                    metric.add_metric([label], number)
-            else:
-                metric = family(name, names.HELP[name], value=value)
-            yield metric
+    def collect(self) -> Iterator[Family]:
+        for metric, value in self.read().items():
+            is_total = metric.kind is Kind.COUNTER
+            kind = CounterMetricFamily if is_total else GaugeMetricFamily
+            family = kind(metric.prometheus, metric.help, labels=metric.labels)
+            by_label = value if isinstance(value, Mapping) else {None: value}
+            for label, number in by_label.items():
+                family.add_metric([] if label is None else [label], number)
+            yield family
+
+    def describe(self) -> tuple[Family, ...]:
+        """Nobody is asked before there is somebody to answer."""
+        return ()
 
 
-@contextmanager
-def metrics_served(registry: CollectorRegistry, host: str, port: int, read: Read) -> Iterator[int]:
-    """The port that was taken, from here to the end of the block."""
-    registry.register(_Readings(read))
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise InvalidConfig(
-            f"cannot serve metrics on {host}:{port} ({error}); choose another --metrics-port"
-        ) from error
-    log.info("metrics on http://%s:%d/metrics", host, server.server_port)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def _counter(registry: CollectorRegistry, metric: Metric) -> Counter:
+    return Counter(metric.prometheus, metric.help, metric.labels, registry=registry)
 
 
-def _counter(registry: CollectorRegistry, name: str, *labels: str) -> Counter:
-    return Counter(name, names.HELP[name], labels, registry=registry)
+def _histogram(registry: CollectorRegistry, metric: Metric) -> Histogram:
+    return Histogram(
+        metric.prometheus, metric.help, metric.labels, buckets=metric.buckets, registry=registry
+    )
 
 
-def _histogram(
-    registry: CollectorRegistry, name: str, buckets: tuple[float, ...], *labels: str
-) -> Histogram:
-    return Histogram(name, names.HELP[name], labels, buckets=buckets, registry=registry)
+def _call(timeline: RequestTimeline) -> tuple[str, str, str]:
+    """The model is the one that answered: what clients ask for may be anything."""
+    asked = timeline.asked
+    operation, model = asked.get(names.OPERATION, ""), asked.get(names.RESPONSE_MODEL, "")
+    return str(operation), PROVIDER, str(model)
 
 
-def _exemplar(timeline: RequestTimeline) -> dict[str, str] | None:
-    context = timeline.context
-    return {"trace_id": context.trace_hex} if context.is_sampled else None
+def _outcome(record: TransferRecord) -> str:
+    if record.outcome in DONE:
+        return "done"
+    return "withdrawn" if record.outcome in WITHDRAWN else "failed"
+
+
+def _exemplar(trace: TraceContext) -> dict[str, str] | None:
+    return {"trace_id": trace.trace_hex} if trace.is_sampled else None

@@ -1,4 +1,4 @@
-"""What a person may choose of tracing. The command line is read once, into this."""
+"""What a person may choose of tracing and metrics. The command line is read once, into this."""
 
 from __future__ import annotations
 
@@ -27,12 +27,28 @@ class TelemetryOptions:
     trace_dir_bytes: int = 64 * MIB  # of all processes that write there
     otlp_endpoint: str = ""  # such as http://127.0.0.1:4317
     metrics_port: int | None = None  # 0 takes any that is free; None: no metrics are served
+    metrics_host: str = "127.0.0.1"
+    otlp_metrics_every_s: float = 15.0  # 0: the endpoint gets no metrics
 
     def __post_init__(self) -> None:
         if not 0 <= self.trace_ratio <= 1:
             raise InvalidConfig(f"--trace-ratio is {self.trace_ratio}; choose one from 0 to 1")
         if self.trace_dir_bytes < MIB:
             raise InvalidConfig("the trace folder's limit is below 1 MiB; give it more")
+
+        if self.otlp_metrics_every_s < 0:
+            raise InvalidConfig(
+                f"--otlp-metrics-every-s {self.otlp_metrics_every_s} is below 0; 0 is off"
+            )
+
+    @property
+    def sends_metrics(self) -> bool:
+        return bool(self.otlp_endpoint) and self.otlp_metrics_every_s > 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether anybody wants to know of metrics."""
+        return self.metrics_port is not None or self.sends_metrics
 
     @property
     def is_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""Options that say what is traced and where traces go."""
+"""Options that say what is traced and counted, and where traces and metrics go."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ OtlpEndpoint = Annotated[
     str,
     typer.Option(
         envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-        help="Collector to send traces to by OTLP over gRPC, such as http://127.0.0.1:4317.",
+        help="Collector to send traces and metrics to by OTLP over gRPC, such as "
+        "http://127.0.0.1:4317.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
@@ -56,6 +57,20 @@ MetricsPort = Annotated[
         rich_help_panel=TRACING_PANEL,
     ),
 ]
+MetricsHost = Annotated[
+    str,
+    typer.Option(
+        help="Address to serve metrics on; whoever reaches it can read them.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
+OtlpMetricsEvery = Annotated[
+    float,
+    typer.Option(
+        help="Seconds between two times that metrics go to the OTLP collector; 0 is never.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
 
 
 def telemetry_options(
@@ -64,6 +79,8 @@ def telemetry_options(
     trace_limit: TraceLimit = "64MiB",
     otlp_endpoint: OtlpEndpoint = "",
     metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
+    otlp_metrics_every_s: OtlpMetricsEvery = 15.0,
 ) -> TelemetryOptions:
     """Every process of a cluster takes these."""
     return TelemetryOptions(
@@ -72,6 +89,8 @@ def telemetry_options(
         trace_dir_bytes=parse_bytes(trace_limit),
         otlp_endpoint=otlp_endpoint,
         metrics_port=metrics_port,
+        metrics_host=metrics_host,
+        otlp_metrics_every_s=otlp_metrics_every_s,
     )
 
 

@@ -6,22 +6,28 @@ import re
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
+from telemetry.metric_names import NODE_METRICS, ROUTER_METRICS
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy
 
+GOLDEN = Path(__file__).parent.parent / "golden" / "metrics.txt"
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 REQUESTS = "baton_requests_total"
+NUM_CANCELLED_TOKENS = 20
 MOST_SCRAPES = 500
 ANY_PORT = ("--metrics-port", "0")
 
@@ -35,6 +41,8 @@ def counted(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
 
 
 def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
+    router_before = Scrape(counted.router)
+    prefill_before, decode_before = map(Scrape, (*counted.prefills, *counted.decodes))
     with Client(counted.address, timeout_s=60) as client:
         finishes = [served(client, number) for number in range(4)]
         reasons = Counter(refused(client, *one) for one in (((5,), "other"), ((), ""), ((5,), "x")))
@@ -42,8 +50,13 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     for child in (*counted.prefills, *counted.decodes):
         await_load(child.address, lambda load: not is_busy(load))
 
-    router = scraped(counted.router, lambda one: one.total(REQUESTS, outcome="cancelled") > 0)
-    prefill, decode = (Scrape(child) for child in (*counted.prefills, *counted.decodes))
+    router = scraped(
+        counted.router,
+        lambda one: (one - router_before).total(REQUESTS, outcome="cancelled") > 0,
+    )
+    router -= router_before
+    prefill = Scrape(counted.prefills[0]) - prefill_before
+    decode = Scrape(counted.decodes[0]) - decode_before
 
     assert router.total(REQUESTS, outcome="ok") == len(finishes)
     assert router.total(REQUESTS, outcome="cancelled") == 1
@@ -55,18 +68,64 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     kv_bytes = sum(one.served.kv_bytes for one in finishes)
     assert router.total("baton_request_kv_bytes_total") == kv_bytes
     assert router.total("gen_ai_server_time_to_first_token_seconds_count") == len(finishes) + 1
-    assert router.by_label("baton_nodes_open", "role") == {"prefill": 1, "decode": 1}
     # The cancelled one may have been handed over before it was.
     received = decode.total("baton_kv_bytes_total", direction="received")
     assert received >= kv_bytes
     assert prefill.total("baton_kv_bytes_total", direction="sent") >= received
     assert prefill.total("baton_handoffs_total", outcome="done") >= len(finishes)
     assert decode.total("baton_prompt_tokens_computed_total") == 0
-    assert prefill.total("baton_prompt_tokens_computed_total") >= asked
-    for node in (prefill, decode):
+    assert prefill.total("baton_prompt_tokens_computed_total") == asked + NUM_CANCELLED_TOKENS
+    assert router.by_label("baton_attempts_total", "kind") == {"first": len(finishes) + 1}
+
+
+def test_a_cluster_at_rest_has_every_block_back(counted: LocalCluster) -> None:
+    with Client(counted.address, timeout_s=60) as client:
+        served(client, 40)
+    for child in (*counted.prefills, *counted.decodes):
+        await_load(child.address, lambda load: not is_busy(load))
+
+    nodes = Scrape(counted.router).by_label("baton_nodes_open", "role")
+    assert nodes == {"prefill": 1, "decode": 1}
+    for node in map(Scrape, (*counted.prefills, *counted.decodes)):
         blocks = node.by_label("baton_kv_blocks", "state")
-        assert blocks["free"] == blocks["all"] > 0
+        assert blocks["free"] + blocks["cached"] == sum(blocks.values()) > 0
+        assert node.by_label("baton_kv_links", "state") == {"up": 1, "opening": 0}
+        assert node.by_label("baton_kv_transport", "transport") == {"nixl": 1}
+        waiting = node.by_label("baton_requests_waiting", "status")
+        assert waiting == {"waiting": 0, "waiting_for_remote_kvs": 0, "ready": 0}
         assert node.total("baton_requests_running") == 0
+
+
+def test_every_metric_is_told_by_its_documented_name_and_labels(counted: LocalCluster) -> None:
+    with Client(counted.address, timeout_s=60) as client:
+        served(client, 50)
+        refused(client, (5,), "other")
+    for child in (*counted.prefills, *counted.decodes):
+        await_load(child.address, lambda load: not is_busy(load))
+
+    told: dict[str, set[str]] = {}
+    for child, metrics in (
+        (counted.router, ROUTER_METRICS),
+        (counted.prefills[0], NODE_METRICS),
+        (counted.decodes[0], NODE_METRICS),
+    ):
+        scrape = Scrape(child)
+        assert {family.name for family in scrape.families} == {one.prometheus for one in metrics}
+        for sample in scrape.samples:
+            if not sample.name.endswith("_created"):
+                told.setdefault(sample.name, set()).update(sample.labels)
+
+    lines = [" ".join([name, *sorted(labels)]) for name, labels in sorted(told.items())]
+    assert lines == GOLDEN.read_text(encoding="utf-8").splitlines()
+
+
+def test_hand_offs_have_exemplars_on_both_sides(counted: LocalCluster) -> None:
+    with Client(counted.address, timeout_s=60) as client:
+        trace_id = served(client, 60).served.trace_id
+
+    for child in (*counted.prefills, *counted.decodes):
+        scrape = scraped(child, lambda one: trace_id in one.exemplars)
+        assert scrape.exemplars[trace_id].startswith("baton_kv_")
 
 
 def test_the_exemplar_of_a_slow_request_is_its_trace(counted: LocalCluster) -> None:
@@ -94,7 +153,7 @@ def refused(client: Client, prompt: tuple[int, ...], model: str) -> str:
 
 
 def cancelled(client: Client) -> None:
-    stream = client.stream(prompt_of(20, seed=9), greedy(400))
+    stream = client.stream(prompt_of(NUM_CANCELLED_TOKENS, seed=9), greedy(400))
     next(stream)
     stream.close()
 
@@ -123,7 +182,18 @@ class Scrape:
             text = response.read().decode()
         parse: Any = text_string_to_metric_families
         families = parse(text)
-        self.samples: list[Sample] = [one for family in families for one in family.samples]
+        self.families: list[Metric] = list(families)
+        self.samples: list[Sample] = [one for family in self.families for one in family.samples]
+
+    def __sub__(self, before: Scrape) -> Scrape:
+        """What came since. For all that only grows."""
+        since = copy(self)
+        was = {(one.name, frozenset(one.labels.items())): one.value for one in before.samples}
+        since.samples = [
+            one._replace(value=one.value - was.get((one.name, frozenset(one.labels.items())), 0))
+            for one in self.samples
+        ]
+        return since
 
     @property
     def exemplars(self) -> dict[str, str]:

@@ -1,0 +1,124 @@
+"""Metrics as an OTLP collector gets them: the real exporter, a real gRPC server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.metrics.v1 import (
+    metrics_service_pb2 as service_pb2,
+)
+from opentelemetry.proto.collector.metrics.v1 import (
+    metrics_service_pb2_grpc as service_pb2_grpc,
+)
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
+
+from kv_transfer.records import Role, TransferRecord
+from kv_transfer.types import HandoffId
+from telemetry import metric_names as counted
+from telemetry.metrics import NodeMetrics, Reading
+from telemetry.options import TelemetryOptions
+from telemetry.readers import metrics_read
+from telemetry.resource import Process
+from telemetry.spans import TraceContext
+
+PROCESS = Process("prefill", "p0", "1")
+TRACE = TraceContext(0xABC, 0xDEF)
+RECORD = TransferRecord(
+    handoff_id=HandoffId("a", 1),
+    role=Role.SENT,
+    transport="nixl",
+    began_s=1.0,
+    outcome="announced",
+    num_bytes=4_000_000,
+    first_post_s=1.0,
+    last_written_s=1.002,
+    ended_s=1.02,
+)
+
+
+class MetricsCollector(service_pb2_grpc.MetricsServiceServicer):
+    def __init__(self) -> None:
+        self.address = ""
+        self.got: list[ResourceMetrics] = []
+        self.has_some = threading.Event()
+
+    def Export(  # noqa: N802 - gRPC's name
+        self, request: service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> service_pb2.ExportMetricsServiceResponse:
+        self.got.extend(request.resource_metrics)
+        self.has_some.set()
+        return service_pb2.ExportMetricsServiceResponse()
+
+    @property
+    def last(self) -> dict[str, Metric]:
+        return {one.name: one for one in self.got[-1].scope_metrics[0].metrics}
+
+
+@pytest.fixture
+def collector() -> Iterator[MetricsCollector]:
+    servicer = MetricsCollector()
+    server = grpc.server(ThreadPoolExecutor(max_workers=1))
+    add: Any = service_pb2_grpc.add_MetricsServiceServicer_to_server
+    add(servicer, server)
+    servicer.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer
+    server.stop(None).wait()
+
+
+def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> None:
+    metrics = NodeMetrics("prefill")
+    metrics.step_ended(0.003, num_requests=2, num_prompt_tokens=17)
+    metrics.take(RECORD, TRACE)
+    read: Reading = {
+        counted.RUNNING: 3.0,
+        counted.WAITING: {"ready": 1.0},
+        counted.PREEMPTIONS: 5.0,
+    }
+    options = TelemetryOptions(otlp_endpoint=collector.address, otlp_metrics_every_s=3600)
+
+    with metrics_read(options, PROCESS, metrics.registry, lambda: read):
+        pass  # all is sent at the end
+
+    told = collector.last
+    assert set(told) >= {"baton.kv.transfer", "baton.requests.running", "baton.preemptions"}
+    assert set(told) <= {metric.name for metric in counted.METRICS}
+    [transfer] = told["baton.kv.transfer"].histogram.data_points
+    assert told["baton.kv.transfer"].unit == "s"
+    assert transfer.count == 1
+    assert transfer.sum == pytest.approx(0.02)
+    assert sum(transfer.bucket_counts) == 1
+    assert transfer.bucket_counts[list(transfer.explicit_bounds).index(0.025)] == 1
+    assert transfer.exemplars[0].trace_id.hex() == TRACE.trace_hex
+    [computed] = told["baton.prompt_tokens.computed"].sum.data_points
+    assert computed.as_double == 17
+    assert told["baton.preemptions"].sum.is_monotonic
+    [waiting] = told["baton.requests.waiting"].gauge.data_points
+    assert [(one.key, one.value.string_value) for one in waiting.attributes] == [
+        ("status", "ready")
+    ]
+    resource = {one.key: one.value.string_value for one in collector.got[-1].resource.attributes}
+    assert resource["service.name"] == "baton-prefill"
+
+
+def test_metrics_are_sent_while_the_process_runs(collector: MetricsCollector) -> None:
+    metrics = NodeMetrics("decode")
+    options = TelemetryOptions(otlp_endpoint=collector.address, otlp_metrics_every_s=0.01)
+
+    with metrics_read(options, PROCESS, metrics.registry, lambda: {counted.RUNNING: 1.0}):
+        assert collector.has_some.wait(60)
+
+
+def test_a_collector_that_is_gone_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = NodeMetrics("decode")
+    options = TelemetryOptions(otlp_endpoint="http://127.0.0.1:1", otlp_metrics_every_s=3600)
+
+    with metrics_read(options, PROCESS, metrics.registry, dict):
+        pass
+
+    assert any("metrics do not get through" in one.getMessage() for one in caplog.records)
