@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 from engine.errors import InvalidConfig
 
@@ -13,8 +14,13 @@ MIB = 1 << 20
 
 def default_trace_dir() -> Path:
     """Where traces lie if nobody says otherwise."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "baton" / "traces"
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    if chosen:
+        return Path(chosen) / "baton" / "traces"
+    try:
+        return Path.home() / ".cache" / "baton" / "traces"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(gettempdir()) / f"baton-traces-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)
