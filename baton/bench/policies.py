@@ -297,7 +297,7 @@ def plot(figures: Sequence[PolicyFigures], path: Path) -> None:
     with picture(path, 10, 4, columns=2) as [[rates, waits]]:
         rates.bar([at - 0.2 for at in places], [one.prefill_hit_rate for one in figures], 0.4)
         rates.bar([at + 0.2 for at in places], [one.decode_hit_rate for one in figures], 0.4)
-        rates.legend(["prefill", "decode"], frameon=False)
+        rates.legend(["prefill", "decode"], frameon=False, loc="upper left")
         rates.set(title="prompt tokens found in the cache", ylim=(0, 1))
         waits.bar(places, [one.p99_wait_s * 1e3 for one in figures], 0.5, color="tab:gray")
         waits.set(title="99th percentile of the wait for the first token, ms")

@@ -245,11 +245,14 @@ def _tell(
 
     if any(one.figures.is_cut_short for one in measured) or not measured:
         console(stderr=True).print("cut short: this is what was measured so far")
-    if measured:
+    if len(measured) == 1:
+        _show_one(measured[0])
+    elif measured:
         show_table("rates", [_head(one) | _rates_of(one.figures) for one in measured])
-        show_table("latencies, ms", [row for one in measured for row in _latencies(one)])
+        rows = [_head(one) | row for one in measured for row in _latencies(one.figures)]
+        show_table("latencies, ms", rows)
         show_table("how they were served", [_head(one) | _service(one.figures) for one in measured])
-        _tell_errors(measured)
+    _tell_errors(measured)
     ratios = compare(measured, DISAGGREGATED, COLOCATED) if is_comparison else []
     if ratios:
         title = f"{DISAGGREGATED} (first) over {COLOCATED} (second): medians, ratios of the rounds"
@@ -263,6 +266,14 @@ def _tell(
         json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
     for path in draw(measured, plots) if plots is not None else ():
         print(path)
+
+
+def _show_one(one: Measured) -> None:
+    """Narrow enough for any terminal."""
+    told = _rates_of(one.figures) | _service(one.figures)
+    rows = [{"what": name, "figure": cell} for name, cell in told.items()]
+    show_table(f"{one.name}, {one.rate:g} requests/s", rows)
+    show_table("latencies, ms", list(_latencies(one.figures)))
 
 
 def _head(one: Measured) -> dict[str, object]:
@@ -281,16 +292,15 @@ def _rates_of(figures: ServeFigures) -> dict[str, object]:
     }
 
 
-def _latencies(one: Measured) -> Iterator[dict[str, object]]:
-    figures = one.figures
+def _latencies(figures: ServeFigures) -> Iterator[dict[str, object]]:
     for name, quantiles in (
         ("first token", figures.ttft_ms),
-        ("gap between tokens", figures.itl_ms),
-        ("mean per token", figures.tpot_ms),
+        ("gap", figures.itl_ms),
+        ("per token", figures.tpot_ms),
         ("whole answer", figures.e2e_ms),
     ):
         if quantiles is not None:
-            yield _head(one) | {"time": name} | asdict(quantiles)
+            yield {"time": name} | asdict(quantiles)
 
 
 def _service(figures: ServeFigures) -> dict[str, object]:

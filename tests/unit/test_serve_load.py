@@ -61,8 +61,9 @@ def test_prompts_of_one_group_begin_alike_and_end_apart() -> None:
     assert len({one.prompt[8:] for one in requests}) == len(requests)
 
 
-def test_the_warm_up_tells_the_caches_nothing_of_the_plan() -> None:
-    load = replace(LOAD, prefix_tokens=8)
+@pytest.mark.parametrize("prefix_tokens", [0, 8])
+def test_the_warm_up_tells_the_caches_nothing_of_the_plan(prefix_tokens: int) -> None:
+    load = replace(LOAD, prefix_tokens=prefix_tokens)
 
     warm = warm_up(load, VOCAB_SIZE)
 
