@@ -8,6 +8,7 @@ set -eu
 extra=${1:-}
 python=${PYTHON:-python3}
 venv=.venv
+cpu_builds=https://download.pytorch.org/whl/cpu  # the project's own, where the index has none
 
 "$python" - <<'PYTHON' || exit 1
 import sys
@@ -26,7 +27,8 @@ install_torch() {
         $pip install $index "$TORCH"
     elif [ "$(uname -sm)" != "Linux x86_64" ] || has_gpu; then
         $pip install $index torch==2.13.0
-    elif ! $pip install $index "torch==2.13.0+cpu"; then
+    elif ! $pip install $index "torch==2.13.0+cpu" &&
+        ! $pip install --index-url "$cpu_builds" "torch==2.13.0+cpu"; then
         echo "The package index offers no CPU build of torch 2.13.0, and the default build brings" >&2
         echo "gigabytes of CUDA libraries. Set TORCH_INDEX to an index that has the CPU build, or" >&2
         echo "TORCH=torch==2.13.0 to take the default one all the same." >&2

@@ -149,7 +149,9 @@ def test_the_network_lets_through_who_dials_whom() -> None:
 @pytest.mark.parametrize("component", COMPONENTS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
 def test_metrics_are_served_where_they_are_let_in(component: str, settings: Path) -> None:
-    port = tomllib.loads(settings.read_text())["serve"]["metrics-port"]
+    serve = tomllib.loads(settings.read_text())["serve"]
+    port = serve["metrics-port"]
+    assert serve["metrics-host"] == "0.0.0.0"
     rules = find("NetworkPolicy", component)["spec"]["ingress"]
 
     assert {"name": "metrics", "containerPort": port} in container(component)["ports"]
