@@ -52,7 +52,7 @@ def _latency(measured: Sequence[Measured], path: Path) -> None:
             axes.set(xscale="log", xlabel="ms")
             axes.xaxis.set_major_formatter(_plain)
         gaps.yaxis.set_major_formatter(_plain)
-        first.legend(frameon=False, loc="lower right")
+        gaps.legend(frameon=False, loc="lower left")
 
 
 def _usual_gap(one: Measured) -> float:
