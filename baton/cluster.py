@@ -27,6 +27,7 @@ from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 
 LINES_KEPT = 40
+LOGS_FOR_PEOPLE = ("--log-format", "text")  # they are shown, or told when a process fails
 ERROR_PREFIX = "baton: error: "
 
 
@@ -263,7 +264,7 @@ class LocalCluster:
             if self._nodes(role)
             for argument in (f"--{role}-nodes", self._named(role))
         ]
-        fixed = ["router", "--model", options.model, *where, *nodes]
+        fixed = ["router", *LOGS_FOR_PEOPLE, "--model", options.model, *where, *nodes]
         return self._spawn("router", [*fixed, *options.router_arguments])
 
     def _named(self, role: str) -> str:
@@ -278,7 +279,7 @@ class LocalCluster:
         name = name or f"{role}-{next(self._numbers[role])}"
         options = self._options
         where = ["--host", options.host, "--port", str(port)]
-        fixed = [role, "--model", options.model, *where, "--node-id", name]
+        fixed = [role, *LOGS_FOR_PEOPLE, "--model", options.model, *where, "--node-id", name]
         return self._spawn(name, [*fixed, *options.node_arguments, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:

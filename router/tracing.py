@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +13,19 @@ from router.values import Call, ChatPrompt, Ending, PrefillPlace
 from serving.ends import end_of
 from serving.node import NodeRole
 from telemetry import names
+from telemetry.logs import log_event
 from telemetry.metrics import RouterMetrics
 from telemetry.request_timeline import Choice, LegTimeline, RequestTimeline, TryTimeline, Usage
 from telemetry.spans import End, Metadata, Outcome, TraceContext
 from telemetry.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
+
+LOG_LEVELS = {
+    Outcome.OK: logging.DEBUG,
+    Outcome.CANCELLED: logging.INFO,
+    Outcome.REFUSED: logging.INFO,
+}
+
+log = logging.getLogger(__name__)
 
 
 class LegTrace:
@@ -168,6 +178,7 @@ class RecordedTrace(Trace):
             raise
         finally:
             self._timeline.end = end
+            log_end(self._timeline, self.trace_id)
             if self._metrics is not None:
                 self._metrics.take(self._timeline)
             if self._timeline.context.is_sampled:
@@ -196,6 +207,29 @@ class Tracing:
             received_s,
         )
         return RecordedTrace(timeline, self._tracer, self._metrics)
+
+
+def log_end(timeline: RequestTimeline, trace_id: str) -> None:
+    """Those that ended well are told to whoever wants to know more than usual."""
+    end, usage = timeline.end, timeline.usage
+    if end is None:
+        return
+    level = LOG_LEVELS.get(end.outcome, logging.WARNING)
+    if not log.isEnabledFor(level):
+        return
+    first_s = timeline.first_token_s
+    fields = {
+        "request_id": timeline.request_id,
+        "outcome": end.outcome.name.lower(),
+        "error_type": end.error_type,
+        "num_prompt_tokens": timeline.num_prompt_tokens,
+        "num_output_tokens": None if usage is None else usage.num_output_tokens,
+        "served": None if usage is None else usage.served,
+        "num_tries": len(timeline.tries),
+        "first_token_s": None if first_s is None else round(first_s - timeline.received_s, 6),
+        "duration_s": round(end.at_s - timeline.received_s, 6),
+    }
+    log_event(log, level, "request ended", fields, trace_id)
 
 
 TRACES_NOTHING = Tracing(NO_TRACER)

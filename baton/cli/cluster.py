@@ -13,6 +13,7 @@ from baton.cli.security import tls_config
 from baton.cli.serve import node_options, router_options
 from baton.cli.signatures import is_chosen, options_of, passed_on, split, takes_options_of
 from baton.cli.telemetry import NOWHERE, TraceDir, trace_folder
+from engine.errors import InvalidConfig
 
 FOR_TLS = tuple(one.name for one in options_of(tls_config))
 # What `baton up` decides itself, for each process.
@@ -66,6 +67,11 @@ def up(
     from baton.cli.up import run_cluster
     from baton.cluster import ClusterOptions
 
+    if given.get("metrics_port"):
+        raise InvalidConfig(
+            f"--metrics-port {given['metrics_port']} cannot be had by several processes; 0 gives "
+            "each a port of its own, which its log tells"
+        )
     for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
     # What is wrong with them is better told before three processes load a model.
     node_options(model=model, **for_nodes)

@@ -186,6 +186,21 @@ MaxQueue = Annotated[
     ),
 ]
 
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        help="auto, text or json: auto is text on a terminal and JSON elsewhere.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+LogLevel = Annotated[
+    str,
+    typer.Option(
+        help="debug, info or warning; debug tells of each request that ended well, too.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", help="Write the figures here, too.", rich_help_panel=OUTPUT_PANEL),

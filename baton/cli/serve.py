@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,8 @@ from baton.cli.options import (
     KvTls,
     KvVerify,
     LocalPrefill,
+    LogFormat,
+    LogLevel,
     MaxInFlight,
     MaxModelLen,
     MaxNumSeqs,
@@ -50,13 +50,13 @@ from baton.cli.telemetry import telemetry_options
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 from serving.parent import end_when_told, end_with_parent
+from telemetry.logs import start_logging
 
 if TYPE_CHECKING:
     from router.__main__ import RouterOptions
     from serving.node_options import NodeOptions
 
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
 
@@ -129,11 +129,16 @@ def node_options(
     )
 
 
-def _node_command(run: Callable[[NodeOptions], None]) -> Callable[..., None]:
+def _node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[..., None]:
     @takes_options_of(node_options)
-    def command(parent_pid: ParentPid = 0, **given: Any) -> None:
+    def command(
+        parent_pid: ParentPid = 0,
+        log_format: LogFormat = "auto",
+        log_level: LogLevel = "info",
+        **given: Any,
+    ) -> None:
         options = node_options(**given)
-        _begin(parent_pid)
+        _begin(role, parent_pid, log_format, log_level)
         run(options)
 
     return command
@@ -154,11 +159,11 @@ def _run_decode(options: NodeOptions) -> None:
 serve.command(
     "prefill",
     help="Run a prefill node: it computes prompts and pushes their KV to decode nodes.",
-)(_node_command(_run_prefill))
+)(_node_command("prefill", _run_prefill))
 serve.command(
     "decode",
     help="Run a decode node: it takes KV from prefill nodes and writes answers.",
-)(_node_command(_run_decode))
+)(_node_command("decode", _run_decode))
 
 
 @takes_options_of(tls_config, telemetry_options)
@@ -202,24 +207,25 @@ def router_options(
 
 @serve.command()
 @takes_options_of(router_options)
-def router(parent_pid: ParentPid = 0, **given: Any) -> None:
+def router(
+    parent_pid: ParentPid = 0,
+    log_format: LogFormat = "auto",
+    log_level: LogLevel = "info",
+    **given: Any,
+) -> None:
     """Run the router: the door for clients. Without --model it takes token ids alone."""
     from router.__main__ import main
 
     options = router_options(**given)
-    _begin(parent_pid)
+    _begin("router", parent_pid, log_format, log_level)
     main(options)
 
 
-def _begin(parent_pid: int) -> None:
+def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
     end_when_told()
     if parent_pid:
         end_with_parent(parent_pid)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=LOG_FORMAT,
-    )
+    start_logging(role, log_format, log_level)
 
 
 def parse_cpus(written: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
 from collections import Counter
@@ -138,6 +139,32 @@ def test_the_exemplar_of_a_slow_request_is_its_trace(counted: LocalCluster) -> N
     scrape = scraped(counted.router, lambda one: trace_id in one.exemplars)
 
     assert scrape.exemplars[trace_id] == "gen_ai_server_request_duration_seconds_bucket"
+
+
+def test_a_refusal_is_one_log_line_with_its_trace_and_no_word_of_the_prompt(
+    counted: LocalCluster,
+) -> None:
+    with Client(counted.address, timeout_s=60) as client:
+        refused(client, (5, 31337), "other")
+    scraped(counted.router, lambda _: "UNKNOWN_MODEL" in counted.router.log)
+
+    [line] = [one for one in counted.router.log.splitlines() if "UNKNOWN_MODEL" in one][-1:]
+
+    assert re.search(r"request ended request_id=\S+ outcome=refused .*trace_id=[0-9a-f]{32}$", line)
+    assert "31337" not in line
+
+
+def test_a_process_without_a_terminal_logs_json() -> None:
+    arguments = ("router", "--decode-nodes", "127.0.0.1:1", "--port", "0", *ANY_PORT)
+    child = Child("router", arguments, ClusterOptions(""))
+    try:
+        child.await_address(60)
+    finally:
+        child.stop()
+
+    lines = [json.loads(line) for line in child.log.splitlines()]
+    assert any("metrics on http://127.0.0.1:" in line["message"] for line in lines)
+    assert {line["role"] for line in lines} == {"router"}
 
 
 def served(client: Client, number: int) -> Finish:

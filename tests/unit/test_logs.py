@@ -1,0 +1,67 @@
+"""Log lines: for people on a terminal, for programs elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from engine.errors import InvalidConfig
+from telemetry.logs import FIELDS, TEXT, JsonFormatter, TextFormatter, log_event, start_logging
+
+
+def a_record(message: str = "request ended", **fields: object) -> logging.LogRecord:
+    record = logging.LogRecord("router", logging.INFO, __file__, 1, message, (), None)
+    record.__dict__[FIELDS] = fields
+    return record
+
+
+def test_a_json_line_is_one_object_with_its_trace() -> None:
+    line = JsonFormatter("router").format(a_record(request_id="a\nb", trace_id="ab" * 16))
+
+    assert "\n" not in line
+    told = json.loads(line)
+    assert told["trace_id"] == "ab" * 16
+    assert told["request_id"] == "a\nb"
+    assert (told["level"], told["role"], told["logger"]) == ("info", "router", "router")
+    assert told["time"].endswith("Z")
+
+
+def test_a_failure_keeps_its_traceback_in_the_one_line() -> None:
+    try:
+        raise RuntimeError("a bug")
+    except RuntimeError:
+        record = logging.LogRecord("engine", logging.ERROR, "", 1, "x", (), sys.exc_info())
+
+    line = JsonFormatter("decode").format(record)
+
+    assert "\n" not in line
+    assert "RuntimeError: a bug" in json.loads(line)["exception"]
+
+
+def test_a_line_for_people_ends_with_the_fields() -> None:
+    line = TextFormatter(TEXT).format(a_record(outcome="failed", num_tries=2))
+
+    assert line.endswith("INFO router: request ended outcome=failed num_tries=2")
+
+
+def test_an_event_leaves_out_what_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("router.told")
+
+    with caplog.at_level(logging.INFO):
+        log_event(log, logging.INFO, "ended", {"a": None, "b": "", "c": 0}, trace_id="1")
+        log_event(log, logging.DEBUG, "not wanted", {})
+
+    [record] = caplog.records
+    assert record.__dict__[FIELDS] == {"c": 0, "trace_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("written_as", "level", "named"),
+    [("xml", "info", "--log-format"), ("json", "loud", "--log-level")],
+)
+def test_unknown_settings_are_refused_by_name(written_as: str, level: str, named: str) -> None:
+    with pytest.raises(InvalidConfig, match=named):
+        start_logging("router", written_as, level)
