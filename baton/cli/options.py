@@ -113,6 +113,15 @@ MaxNumSeqs = Annotated[
 MaxTokens = Annotated[
     int, typer.Option(help="Most tokens in one step.", rich_help_panel=BATCH_PANEL)
 ]
+LongPrefill = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Most tokens of one prompt in one step, so that short prompts go along with long "
+        "ones; 0 is no limit.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
 
 Host = Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=NETWORK_PANEL)]
 Port = Annotated[

@@ -25,6 +25,7 @@ from baton.cli.options import (
     LocalPrefill,
     LogFormat,
     LogLevel,
+    LongPrefill,
     MaxInFlight,
     MaxModelLen,
     MaxNumSeqs,
@@ -83,6 +84,7 @@ def node_options(
     kv_silence_s: KvSilence = 10.0,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxTokens = 2048,
+    long_prefill_token_threshold: LongPrefill = 512,
     host: Host = "127.0.0.1",
     port: Port = 0,
     node_id: NodeName = "",
@@ -109,7 +111,10 @@ def node_options(
             kernels=kernels,
         ),
         scheduling=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            max_long_partial_prefills=1 if long_prefill_token_threshold else None,
         ),
         host=host,
         port=port,
