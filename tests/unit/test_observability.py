@@ -1,0 +1,146 @@
+"""deploy/observability names what processes really tell, where they really tell it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.command_lines import option
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy/observability"
+DASHBOARD = FOLDER / "grafana/dashboards/baton.json"
+METRIC = re.compile(r"\b(?:baton|gen_ai)_\w+\b")
+RECORDED = re.compile(r"\bbaton:[\w:]+")
+LABELS = re.compile(r"(\w+)\s*(?:=~|!=|!~|=)\s*\"|(?:by|on) \(([^)]*)\)")
+OF_PROMETHEUS = {"job", "instance", "le"}
+
+
+def golden() -> dict[str, set[str]]:
+    lines = (ROOT / "tests/golden/metrics.txt").read_text().splitlines()
+    return {name: set(labels) for name, *labels in map(str.split, lines)}
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def targets() -> Iterator[tuple[str, dict[str, Any]]]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", []):
+            yield panel["title"], target
+
+
+def expressions() -> list[str]:
+    return [rule["expr"] for rule in rules()] + [target["expr"] for _, target in targets()]
+
+
+def used_labels(expression: str) -> set[str]:
+    found = LABELS.findall(expression)
+    return {name.strip() for one, several in found for name in (one, *several.split(",")) if name}
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_every_metric_and_label_that_is_asked_for_is_told(expression: str) -> None:
+    known, recorded = golden(), {rule.get("record") for rule in rules()}
+    metrics = set(METRIC.findall(RECORDED.sub("", expression)))
+
+    assert metrics <= set(known)
+    assert set(RECORDED.findall(expression)) <= recorded
+    assert metrics or RECORDED.search(expression)
+    told = OF_PROMETHEUS.union(*(known[name] for name in metrics))
+    assert used_labels(expression) <= told
+
+
+@pytest.mark.parametrize(("panel", "target"), list(targets()), ids=lambda one: str(one)[:30])
+def test_every_legend_names_labels_that_are_left(panel: str, target: dict[str, Any]) -> None:
+    wanted = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+    recorded = {rule.get("record"): rule["expr"] for rule in rules()}
+    expression = RECORDED.sub(lambda one: recorded[one[0]], target["expr"])
+
+    assert wanted <= used_labels(expression), panel
+
+
+def test_every_metric_is_drawn_or_watched() -> None:
+    used = {name for expression in expressions() for name in METRIC.findall(expression)}
+    left_out = {
+        "baton_handoffs_open",
+        "baton_kv_transport",
+        "baton_queue_wait_seconds",
+        "baton_request_kv_bytes",
+        "baton_tokens_sampled",
+        "gen_ai_server_request_duration_seconds",
+    }
+    families = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in golden()}
+
+    drawn = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in used}
+    assert families - drawn == left_out
+
+
+def test_every_alert_says_what_is_wrong_and_how_bad_it_is() -> None:
+    alerts = [rule for rule in rules() if "alert" in rule]
+
+    assert alerts
+    for alert in alerts:
+        assert (
+            alert["annotations"]["summary"].endswith(".") or "?" in alert["annotations"]["summary"]
+        )
+        assert alert["labels"]["severity"] in ("page", "warn")
+
+
+def test_no_two_panels_lie_on_each_other() -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    cells = [
+        (x, y)
+        for panel in panels
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+
+    assert len(cells) == len(set(cells))
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert max(x for x, _ in cells) < 24
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_prometheus_asks_each_process_where_it_tells(role: str) -> None:
+    jobs = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())["scrape_configs"]
+    [asked] = [job["dns_sd_configs"][0] for job in jobs if job["job_name"] == role]
+    command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][role]["command"]
+
+    assert asked["names"] == [role, f"{role}-gpu"]
+    assert option(command, "metrics-port") == str(asked["port"])
+    assert option(command, "metrics-host") == "0.0.0.0"
+
+
+def test_grafana_finds_what_it_is_given() -> None:
+    provisioning = FOLDER / "grafana/provisioning"
+    [source] = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    [provider] = yaml.safe_load((provisioning / "dashboards/baton.yaml").read_text())["providers"]
+    mounts = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["grafana"][
+        "volumes"
+    ]
+
+    assert {target["datasource"]["uid"] for _, target in targets()} == {source["uid"]}
+    assert provider["options"]["path"] in {mount.split(":")[1] for mount in mounts}
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_prometheus_itself_takes_the_rules() -> None:
+    command = ["promtool", "check", "rules", str(FOLDER / "rules.yaml")]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
