@@ -75,7 +75,7 @@ def main() -> None:
     # could use. With two processes on two cores, spinning costs a factor, not a percentage.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A message that a gRPC client reads hops through four threads of the event engine, at half
-    # of what a token costs the router. The loop that it replaces is still there (ADR 0018).
+    # of what a token costs the router. The loop that it replaces is still there (ADR 0015).
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
     # gRPC's library would write of each failed handshake on standard error; Baton tells of them.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
