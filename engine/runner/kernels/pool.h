@@ -2,7 +2,7 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -21,17 +21,17 @@ class Pool {
 
     // Calls part(i, count) for each i below count, at the same time; returns when all are done.
     void run(int count, const std::function<void(int, int)>& part) {
+        count = count < kMost ? count : kMost;
         if (count <= 1) return part(0, 1);
         std::lock_guard<std::mutex> one_at_a_time(turn_);
         while (int(threads_.size()) < count - 1) {
             const int index = int(threads_.size()) + 1;
-            const int seen = round_.load();
+            const std::uint32_t seen = round_.load();
             threads_.emplace_back([this, index, seen] { serve(index, seen); });
         }
         part_ = &part;
-        count_ = count;
         left_.store(count - 1);
-        round_.fetch_add(1);
+        round_.store((round_.load() / (kMost + 1) + 1) * (kMost + 1) + count);
         round_.notify_all();
         part(0, count);
         wait_while_not(left_, 0);
@@ -39,14 +39,17 @@ class Pool {
 
   private:
     static constexpr int kLooks = 2000;
+    static constexpr int kMost = 255;  // threads in one round
 
-    void serve(int index, int seen) {
+    // Who is not in a round may sleep through it, so what it needs to know of it is one number.
+    void serve(int index, std::uint32_t seen) {
         for (;;) {
             for (int i = 0; i < kLooks && round_.load() == seen; ++i) pause();
             round_.wait(seen);
             seen = round_.load();
-            if (index >= count_) continue;
-            (*part_)(index, count_);
+            const int count = seen % (kMost + 1);
+            if (index >= count) continue;
+            (*part_)(index, count);
             if (left_.fetch_sub(1) == 1) left_.notify_one();
         }
     }
@@ -64,10 +67,9 @@ class Pool {
 
     std::mutex turn_;
     std::vector<std::thread> threads_;
-    std::atomic<int> round_{0};
+    std::atomic<std::uint32_t> round_{0};  // its number, times kMost + 1, and how many take part
     std::atomic<int> left_{0};
     const std::function<void(int, int)>* part_ = nullptr;
-    int count_ = 0;
 };
 
 // The i-th of so many equal runs of whole units.
