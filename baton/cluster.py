@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,16 +74,36 @@ class Child:
         self._on_up, self._on_end = options.on_up, options.on_end
         self._is_told = False
         self._drain_timeout_s = options.drain_timeout_s
-        self.process = subprocess.Popen(
-            [*_command(options), *arguments, "--parent-pid", str(os.getpid())],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **options.environment},
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which drains in order
+        command = [*_command(options), *arguments, "--parent-pid", str(os.getpid())]
+        environment = {**os.environ, **options.environment}
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._live, args=(started, command, environment), name=f"life of {name}"
         )
-        self._reader = threading.Thread(target=self._read, name=f"log of {name}")
-        self._reader.start()
+        self._thread.start()
+        started.result()
+
+    def _live(
+        self,
+        started: Future[None],
+        command: Sequence[str],
+        environment: dict[str, str],
+    ) -> None:
+        """On a thread of its own, since the system ends the child with the thread that made it."""
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which drains in order
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._read()
 
     def await_address(self, timeout_s: float) -> str:
         """Where it listens, once it does. Raises ClusterFailed."""
@@ -119,7 +140,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
-        self._reader.join()
+        self._thread.join()
         return code
 
     def _read(self) -> None:

@@ -252,5 +252,6 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_1(model_folder: Path) -> No
 
 
 def children_of(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
-    return [int(child) for child in listed.split()]
+    """Of all its threads: each child has one that made it."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for listed in lists for child in listed.read_text(encoding="ascii").split()]
