@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -103,17 +102,14 @@ def test_the_time_to_first_token_has_no_unnamed_gap(
 
     traces = [collector.trace(finish.served.trace_id, is_whole) for finish in finishes]
 
-    shares = []
     for finish, spans in zip(finishes, traces, strict=True):
         root = one(spans, names.GENERATE)
         ttft_ns = finish.first_token_s * 1e9
         named_ns = covered_ns(root, [s for s in spans if s.parent_id == root.span_id], ttft_ns)
-        shares.append(named_ns / ttft_ns)
+        assert named_ns >= 0.95 * ttft_ns
         assert root.attributes[names.TIME_TO_FIRST_TOKEN] == pytest.approx(
             finish.first_token_s, abs=0.005
         )
-    # Of a few milliseconds, a busy machine may spend one between two spans.
-    assert statistics.median(shares) >= 0.95
 
 
 def test_a_cancelled_request_is_cancelled_on_every_node(
