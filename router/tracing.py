@@ -105,7 +105,7 @@ class RecordedTrace(Trace):
         self._timeline.admitted_s = time.monotonic()
 
     def try_began(self, number: int, num_prior_tokens: int) -> None:
-        one = TryTimeline(number, time.monotonic(), num_prior_tokens, new_span_id(), new_span_id())
+        one = TryTimeline(number, num_prior_tokens, new_span_id(), new_span_id())
         self._timeline.tries.append(one)
 
     def routed(self, route: Route, policy: Policy, table: NodeTable) -> None:

@@ -12,7 +12,7 @@ SCOPE = "baton"
 
 GENERATE = "generate"  # router, from the call to its end
 ADMIT = "admit"  # until it is its turn
-ROUTE = "route"  # choosing the nodes
+ROUTE = "route"  # choosing the nodes, until the first is called
 RETRY = "retry"  # another try, of which the client has no token yet
 MIGRATE = "migrate"  # another try that goes on where the answer broke off
 PREFILL = "prefill"  # the prefill leg, told by the router and by the node
@@ -33,6 +33,7 @@ SPANS = (
 # --- Events inside spans ---------------------------------------------------------------------
 
 TOKENIZED = "tokenized"
+CHOSEN = "chosen"
 FIRST_TOKEN = "first_token"
 CHUNK = "chunk"
 PREEMPTED = "preempted"

@@ -58,14 +58,28 @@ class LegTimeline:
 
 @dataclass(slots=True)
 class TryTimeline:
+    """It begins when its turn has come, or with the failure of the try before it."""
+
     number: int
-    began_s: float
     num_prior_tokens: int
     span_id: int  # of its retry or migrate; unused by the first
     kv_push_span_id: int
     choice: Choice | None = None
     legs: list[LegTimeline] = field(default_factory=list)
     end: End | None = None
+
+    @property
+    def blamed(self) -> list[LegTimeline]:
+        """Why there is another try: the legs that failed, or all when none said so."""
+        return [leg for leg in self.legs if leg.has_failed] or self.legs
+
+    @property
+    def broke_off_s(self) -> float | None:
+        """With the first failure, or with the last leg that ended without a word."""
+        ends = [leg.end.at_s for leg in self.blamed if leg.end is not None]
+        if not ends:
+            return None if self.end is None else self.end.at_s
+        return min(ends) if self.blamed[0].has_failed else max(ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +126,10 @@ class _Telling:
     def spans(self) -> Iterator[Span]:
         yield self._generate()
         yield self._admit()
-        failed: list[LegTimeline] = []
+        before: TryTimeline | None = None
         for one in self._timeline.tries:
-            yield from self._try(one, failed)
-            failed = [leg for leg in one.legs if leg.has_failed] or one.legs
+            yield from self._try(one, before)
+            before = one
 
     def _generate(self) -> Span:
         timeline, usage = self._timeline, self._timeline.usage
@@ -153,16 +167,20 @@ class _Telling:
             names.ADMIT, self._root_id, timeline.received_s, end, attributes, events=events
         )
 
-    def _try(self, one: TryTimeline, failed: list[LegTimeline]) -> Iterator[Span]:
-        parent_id = self._root_id
-        if one.number > 1:
-            parent_id = one.span_id
-            yield self._again(one, failed)
-        yield self._route(one, parent_id)
+    def _try(self, one: TryTimeline, before: TryTimeline | None) -> Iterator[Span]:
+        """Its parts share their boundaries: each instant is some part's."""
+        if before is None:
+            began_s, failed, parent_id = self._timeline.admitted_s, [], self._root_id
+        else:
+            began_s, failed, parent_id = before.broke_off_s, before.blamed, one.span_id
+        began_s = self._end.at_s if began_s is None else began_s
+        if before is not None:
+            yield self._again(one, began_s, failed)
+        yield self._route(one, began_s, parent_id)
         for leg in one.legs:
             yield self._leg(one, leg, parent_id, [other.span_id for other in failed])
 
-    def _again(self, one: TryTimeline, failed: list[LegTimeline]) -> Span:
+    def _again(self, one: TryTimeline, began_s: float, failed: list[LegTimeline]) -> Span:
         """Why there is another try, and what it goes on from."""
         events = tuple(
             self._make.event(
@@ -177,7 +195,7 @@ class _Telling:
         return self._make.span(
             names.MIGRATE if one.num_prior_tokens else names.RETRY,
             self._root_id,
-            one.began_s,
+            began_s,
             one.end or self._end,
             attributes,
             span_id=one.span_id,
@@ -185,14 +203,15 @@ class _Telling:
             links=[leg.span_id for leg in failed],
         )
 
-    def _route(self, one: TryTimeline, parent_id: int) -> Span:
-        choice = one.choice
-        if choice is None:
-            end, told = one.end or self._end, {}
-        else:
-            end, told = End(choice.at_s), _why(choice)
+    def _route(self, one: TryTimeline, began_s: float, parent_id: int) -> Span:
+        """Until the first node is called; the event tells when the choice was made."""
+        choice, end = one.choice, one.end or self._end
+        if one.legs:
+            end = End(min(leg.began_s for leg in one.legs))
+        told = {} if choice is None else _why(choice)
+        events = () if choice is None else (self._make.event(names.CHOSEN, choice.at_s),)
         attributes = {names.ATTEMPT: one.number, **told}
-        return self._make.span(names.ROUTE, parent_id, one.began_s, end, attributes)
+        return self._make.span(names.ROUTE, parent_id, began_s, end, attributes, events=events)
 
     def _leg(self, one: TryTimeline, leg: LegTimeline, parent_id: int, links: list[int]) -> Span:
         end = leg.end or self._end

@@ -30,9 +30,9 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
     if has_failed_try:
         broken = a_try(1, 10.002, 100)
         broken.legs[1].end = End(10.4, Outcome.FAILED, "UNAVAILABLE", "<gone> & away")
-        broken.end = End(10.4, Outcome.FAILED, "NODE_FAILED")
+        broken.end = End(10.41, Outcome.FAILED, "NODE_FAILED")
         timeline.tries.append(broken)
-    began_s = 10.4 if has_failed_try else 10.002
+    began_s = 10.42 if has_failed_try else 10.002
     timeline.tries.append(a_try(len(timeline.tries) + 1, began_s, 200))
     timeline.first_token_s = 10.1
     timeline.usage = Usage(9, "length", "remote", "", 4096, 3, "nixl")
@@ -41,11 +41,11 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
 
 
 def a_try(number: int, began_s: float, span_id: int) -> TryTimeline:
-    one = TryTimeline(number, began_s, 5 * (number - 1), span_id, span_id + 9)
+    one = TryTimeline(number, 5 * (number - 1), span_id, span_id + 9)
     one.choice = Choice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0)
     one.legs = [
-        LegTimeline("prefill", span_id + 1, "p0", "i1", "h:1", began_s + 0.001, End(10.3)),
-        LegTimeline("decode", span_id + 2, "d0", "i2", "h:2", began_s + 0.001, End(11.0)),
+        LegTimeline("prefill", span_id + 1, "p0", "i1", "h:1", began_s + 0.002, End(10.3)),
+        LegTimeline("decode", span_id + 2, "d0", "i2", "h:2", began_s + 0.002, End(11.0)),
     ]
     return one
 

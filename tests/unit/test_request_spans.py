@@ -1,0 +1,84 @@
+"""The spans that a request's timeline tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from telemetry import names
+from telemetry.request_timeline import RequestTimeline, TryTimeline
+from telemetry.spans import End, Outcome, Span
+from tests.support.traces import a_request, to_unix_ns
+
+
+@pytest.mark.parametrize("has_failed_try", [False, True])
+def test_each_instant_of_a_request_is_in_some_part_of_it(has_failed_try: bool) -> None:
+    timeline = a_request(has_failed_try=has_failed_try)
+
+    spans = timeline.spans(to_unix_ns)
+
+    for parent in spans:
+        assert_no_gap(parent, [one for one in spans if one.parent_id == parent.span_id])
+
+
+def test_choosing_ends_with_the_call_of_the_first_node_and_says_when_the_choice_was_made() -> None:
+    spans = a_request().spans(to_unix_ns)
+
+    route, prefill = the(spans, names.ROUTE), the(spans, names.PREFILL)
+    assert route.began_ns == the(spans, names.ADMIT).ended_ns
+    assert route.ended_ns == prefill.began_ns
+    assert [(one.name, one.at_ns) for one in route.events] == [(names.CHOSEN, to_unix_ns(10.003))]
+
+
+def test_a_try_goes_on_from_the_first_failure_of_the_one_before() -> None:
+    timeline = a_request(has_failed_try=True)
+    for leg, at_s in zip(timeline.tries[0].legs, (10.39, 10.395), strict=True):
+        leg.end = End(at_s, Outcome.FAILED, "UNAVAILABLE")
+
+    again = the(timeline.spans(to_unix_ns), names.MIGRATE)
+
+    assert again.began_ns == to_unix_ns(10.39)
+
+
+def test_a_try_goes_on_from_the_last_leg_when_none_said_why() -> None:
+    timeline = a_request(has_failed_try=True)
+    for leg, at_s in zip(timeline.tries[0].legs, (10.3, 10.395), strict=True):
+        leg.end = End(at_s)
+
+    again = the(timeline.spans(to_unix_ns), names.MIGRATE)
+
+    assert again.began_ns == to_unix_ns(10.395)
+
+
+def test_a_request_for_which_no_node_was_found_ends_while_choosing() -> None:
+    timeline = a_request()
+    timeline.tries = [TryTimeline(1, 0, 100, 109)]
+    timeline.end = End(10.5, Outcome.REFUSED, "NO_NODES")
+    timeline.first_token_s = timeline.usage = None
+
+    route = the(timeline.spans(to_unix_ns), names.ROUTE)
+
+    assert (route.began_ns, route.ended_ns) == (to_unix_ns(10.002), to_unix_ns(10.5))
+    assert route.attributes[names.ERROR_TYPE] == "NO_NODES"
+
+
+def test_a_request_that_never_had_its_turn_waited_until_its_end() -> None:
+    timeline = RequestTimeline("r1", a_request().context, None, 10.0, end=End(10.7))
+
+    admit = the(timeline.spans(to_unix_ns), names.ADMIT)
+
+    assert (admit.began_ns, admit.ended_ns) == (to_unix_ns(10.0), to_unix_ns(10.7))
+
+
+def the(spans: list[Span], name: str) -> Span:
+    [found] = [span for span in spans if span.name == name]
+    return found
+
+
+def assert_no_gap(parent: Span, children: list[Span]) -> None:
+    if not children:
+        return
+    reached = parent.began_ns
+    for child in sorted(children, key=lambda span: span.began_ns):
+        assert child.began_ns <= reached, f"nothing tells of the time before {child.name}"
+        reached = max(reached, child.ended_ns)
+    assert reached >= parent.ended_ns
