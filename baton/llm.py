@@ -50,6 +50,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
         kernels: str = "auto",
+        quantize: str = "none",
         show_progress: bool | None = None,
     ) -> None:
         self._shows_progress = sys.stderr.isatty() if show_progress is None else show_progress
@@ -63,6 +64,7 @@ class LLM:
             max_model_len=max_model_len,
             num_threads=num_threads,
             kernels=kernels,
+            quantize=quantize,
         )
         scheduling = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.runner.config import read_model_config
-from engine.runner.model import expected_tensors
+from engine.runner.tensors import expected_tensors
 from engine.runner.weights import Shape
 
 QWEN3 = {

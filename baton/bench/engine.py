@@ -5,6 +5,7 @@ One process, no servers. Prompts are random token ids, so that no prefix is ever
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from engine.runner.runner import TorchRunner
 from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
 
+Made = tuple[str, str]  # with which kernels, quantised to what
+
 NUM_WARM_UP_STEPS = 2
 DECODE_PROMPT_LEN = 32
 
@@ -32,6 +35,7 @@ class EngineBench:
     dtype: str = "auto"
     num_threads: int | None = None
     kernels: Sequence[str] = ("auto",)
+    quantize: Sequence[str] = ("none",)
     prompt_lens: Sequence[int] = (128, 512)
     batch_sizes: Sequence[int] = (1, 4, 16, 32)
     num_decode_steps: int = 16
@@ -43,6 +47,7 @@ class Rate:
     """Tokens per second over the runs of one setting."""
 
     kernels: str  # as asked for
+    quantize: str
     phase: str  # prefill or decode
     size: int  # tokens of the prompt, or requests in the batch
     median_tokens_per_s: float
@@ -54,8 +59,8 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
     """`on_rate` hears of each figure as it is there: the whole takes minutes."""
     with ExitStack() as stack:
         meters = {
-            kernels: _Meter(stack.enter_context(load_runner(_config(bench, kernels))), bench)
-            for kernels in bench.kernels
+            made: _Meter(stack.enter_context(load_runner(_config(bench, *made))), bench)
+            for made in itertools.product(bench.kernels, bench.quantize)
         }
         rates = []
         for prompt_len in bench.prompt_lens:
@@ -67,7 +72,7 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
     return rates
 
 
-def _config(bench: EngineBench, kernels: str) -> RunnerConfig:
+def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
     return RunnerConfig(
         model=bench.model,
         dtype=bench.dtype,
@@ -76,6 +81,7 @@ def _config(bench: EngineBench, kernels: str) -> RunnerConfig:
         kv_cache_share=0.1,
         max_model_len=_longest(bench),
         kernels=kernels,
+        quantize=quantize,
     )
 
 
@@ -88,16 +94,16 @@ def _rates(
     phase: str,
     size: int,
     num_runs: int,
-    meters: Mapping[str, _Meter],
+    meters: Mapping[Made, _Meter],
     measure: Callable[[_Meter, int], float],
 ) -> list[Rate]:
-    """Of all kernels in turns, so that they meet the same weather."""
+    """Of all in turns, so that they meet the same weather."""
     for meter in meters.values():
         measure(meter, size)  # the first is slower: memory is touched, threads start
     rounds = [[measure(meter, size) for meter in meters.values()] for _ in range(num_runs)]
     return [
-        Rate(kernels, phase, size, statistics.median(runs), min(runs), max(runs))
-        for kernels, runs in zip(meters, zip(*rounds, strict=True), strict=True)
+        Rate(*made, phase, size, statistics.median(runs), min(runs), max(runs))
+        for made, runs in zip(meters, zip(*rounds, strict=True), strict=True)
     ]
 
 

@@ -56,6 +56,9 @@ def engine(
     kernels: Annotated[
         str, typer.Option(help="auto, native or torch; with commas between, in turns.")
     ] = "auto",
+    quantize: Annotated[
+        str, typer.Option(help="none, int8 or int4; with commas between, in turns.")
+    ] = "none",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "128,512",
     batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
     steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
@@ -65,9 +68,9 @@ def engine(
     """How many tokens per second the engine reads and writes."""
     from baton.bench.engine import EngineBench, Rate, run
 
-    named = tuple(part.strip() for part in kernels.split(","))
+    made = _names(kernels), _names(quantize)
     sizes = _numbers(prompts), _numbers(batches)
-    what = EngineBench(model, dtype, threads, named, *sizes, steps, runs)
+    what = EngineBench(model, dtype, threads, *made, *sizes, steps, runs)
     with Console(stderr=True).status("measuring") as status:
 
         def on_rate(rate: Rate) -> None:
@@ -158,6 +161,10 @@ def _path(written: str) -> tuple[str, str]:
     if transport not in ("nixl", "ucxx"):
         raise InvalidConfig(f"{written!r}: the transport is nixl or ucxx")
     return transport, tls
+
+
+def _names(written: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in written.split(","))
 
 
 def _numbers(written: str) -> tuple[int, ...]:

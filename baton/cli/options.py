@@ -46,6 +46,13 @@ Kernels = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        help="none, int8 or int4: what the weights become as they are loaded.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of torch.", rich_help_panel=MACHINE_PANEL)
 ]

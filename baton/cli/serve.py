@@ -41,6 +41,7 @@ from baton.cli.options import (
     Port,
     PrefixCaching,
     Push,
+    Quantize,
     StuckAfter,
     Threads,
     Transport,
@@ -71,6 +72,7 @@ def node_options(
     device: Device = "cpu",
     threads: Threads = None,
     kernels: Kernels = "auto",
+    quantize: Quantize = "none",
     cpus: Cpus = "",
     kv_cache_memory: KvMemory = "256MiB",
     block_size: BlockSize = 16,
@@ -109,6 +111,7 @@ def node_options(
             max_model_len=max_model_len,
             num_threads=threads,
             kernels=kernels,
+            quantize=quantize,
         ),
         scheduling=SchedulerConfig(
             max_num_seqs=max_num_seqs,

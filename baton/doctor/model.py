@@ -44,7 +44,7 @@ def _weights(folder: Path, kv_bytes: int) -> Iterator[Finding]:
     from engine.runner.config import read_model_config
     from engine.runner.kv_cache import KvShape, free_bytes
     from engine.runner.load import DTYPES
-    from engine.runner.model import check_tensors, expected_tensors
+    from engine.runner.tensors import check_tensors, expected_tensors
     from engine.runner.weights import WeightFiles
 
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.model_folder import JsonFields
+from engine.runner.quantization import Quantization, read_quantization
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -56,6 +57,7 @@ class ModelConfig:
     has_mlp_bias: bool
     has_qk_norm: bool
     dtype: str  # float32, bfloat16 or float16: what the weights were saved in
+    quantization: Quantization | None  # of the folder's own weights
 
     def longest_context(self) -> int:
         """How many tokens the positions were made for, stretched as the rope says."""
@@ -96,6 +98,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         has_mlp_bias=architecture == "LlamaForCausalLM" and raw.flag("mlp_bias", False),
         has_qk_norm=is_qwen3,
         dtype=_dtype(raw),
+        quantization=read_quantization(raw),
     )
     _check_heads(config, raw)
     return config
@@ -109,8 +112,6 @@ def _architecture(raw: JsonFields) -> str:
 
 
 def _refuse_what_is_not_supported(raw: JsonFields) -> None:
-    if raw.has("quantization_config"):
-        raise raw.wrong("quantization_config", "must be absent: use an unquantised model")
     if raw.has("hidden_act") and raw.get("hidden_act") != "silu":
         raise raw.wrong("hidden_act", "must be 'silu'")
     if raw.number("partial_rotary_factor", 1.0) != 1.0:

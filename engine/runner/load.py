@@ -11,10 +11,10 @@ from engine.errors import InvalidConfig
 from engine.model_folder import read_generation_defaults, resolve_model_folder
 from engine.runner.batch import PersistentBatch
 from engine.runner.config import ModelConfig, read_model_config
+from engine.runner.decoder_loading import Target, load_decoder
 from engine.runner.facts import ModelInfo, OnLoad
 from engine.runner.kernels.choose import choose_parts
 from engine.runner.kv_cache import KvShape, free_bytes, num_blocks_within
-from engine.runner.model import load_decoder
 from engine.runner.rope import Rope
 from engine.runner.runner import TorchRunner
 from engine.runner.settings import RunnerConfig as RunnerConfig
@@ -36,8 +36,9 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
     device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
     parts = choose_parts(config.kernels, dtype, device)
     with WeightFiles(folder) as files:
-        decoder = load_decoder(model, files, dtype, device, parts.ops, on_progress)
-        fingerprint = _fingerprint(model, files)
+        target = Target(dtype, device, parts.ops, config.quantize)
+        decoder = load_decoder(model, files, target, on_progress)
+        fingerprint = _fingerprint(model, config.quantize, files)
     info = _describe(config, model, folder, fingerprint)
     shape = KvShape.of(model, config.block_size, dtype)
     kv = shape.allocate(_num_blocks(config, shape, device), device)
@@ -52,7 +53,12 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
 
 
 def _dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
-    return model.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype != "auto":
+        return config.dtype
+    # Quantised folders say float16 for the sake of GPUs' kernels; the CPU's compute bfloat16.
+    if model.quantization is not None and config.device == "cpu":
+        return "bfloat16"
+    return model.dtype
 
 
 def _describe(
@@ -88,8 +94,8 @@ def _num_blocks(config: RunnerConfig, shape: KvShape, device: torch.device) -> i
     return num_blocks_within(budget, shape.block_bytes)
 
 
-def _fingerprint(model: ModelConfig, files: WeightFiles) -> str:
-    return hashlib.sha256(f"{model}\n{files.digest()}".encode()).hexdigest()
+def _fingerprint(model: ModelConfig, quantize: str, files: WeightFiles) -> str:
+    return hashlib.sha256(f"{model}\n{quantize}\n{files.digest()}".encode()).hexdigest()
 
 
 def _check(is_good: bool, message: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.runner.quantize import Quantized
 from engine.runner.rope import rotate
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, each [tokens, 1, head_dim]
@@ -29,7 +30,7 @@ class Linear(Protocol):
 class Ops(Protocol):
     """Each rounds to the dtype of its input where torch does."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
         """The tensors may be kept or copied; the caller lets go of them."""
         ...
 
@@ -49,8 +50,9 @@ class Ops(Protocol):
 class TorchOps:
     """The reference."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
-        return TorchLinear(weight, bias)
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> TorchLinear:
+        plain = weight.restored() if isinstance(weight, Quantized) else weight
+        return TorchLinear(plain, bias)
 
     def normed(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = states.float()

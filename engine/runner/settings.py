@@ -9,6 +9,7 @@ from engine.errors import InvalidConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KERNEL_NAMES = ("auto", "native", "torch")
+QUANTIZE_NAMES = ("none", "int8", "int4")
 DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -27,6 +28,7 @@ class RunnerConfig:
     num_threads: int | None = None  # of torch, for the whole process
     offline: bool = False
     kernels: str = "auto"  # native where there are any for this dtype and device, else torch
+    quantize: str = "none"  # what the weights are made into as they are loaded
 
     def __post_init__(self) -> None:
         _check(
@@ -41,6 +43,8 @@ class RunnerConfig:
             _check(value is None or value >= 1, f"{name} {value}: at least 1, or left out")
         is_known = self.kernels in KERNEL_NAMES
         _check(is_known, f"kernels {self.kernels!r}: {', '.join(KERNEL_NAMES)}")
+        is_known = self.quantize in QUANTIZE_NAMES
+        _check(is_known, f"quantize {self.quantize!r}: {', '.join(QUANTIZE_NAMES)}")
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         _check(is_device, f"device {self.device!r}: cpu, cuda or cuda:N")
 

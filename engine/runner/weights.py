@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -18,11 +19,20 @@ from engine.model_folder import JsonFields
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = ("F32", "F16", "BF16")
+WHOLE = ("I8", "I32", "I64")
 # How many rows of each tensor the fingerprint reads.
 SAMPLED_ROWS = 4
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a tensor must be."""
+
+    shape: Shape
+    dtypes: tuple[str, ...]
 
 
 class TensorSlice(Protocol):
@@ -73,17 +83,20 @@ class WeightFiles:
     def names(self) -> list[str]:
         return sorted(self._file_by_tensor)
 
-    def check(self, expected: Mapping[str, Shape], ignored: frozenset[str]) -> None:
-        """Every expected tensor is there, in its shape and in floats, and no other."""
+    def check(self, expected: Mapping[str, Expected], ignored: frozenset[str]) -> None:
+        """Every expected tensor is there, in its shape and one of its types, and no other."""
         found = set(self._file_by_tensor)
         _refuse("lacks", sorted(set(expected) - found), self._folder)
         unknown = sorted(found - set(expected) - ignored)
         _refuse("has what this architecture does not use:", unknown, self._folder)
-        for name, shape in expected.items():
-            self._check_one(name, shape)
+        for name, tensor in expected.items():
+            self._check_one(name, tensor)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._file_by_tensor[name].get_tensor(name)
 
     def copy_into(self, name: str, destination: Tensor) -> None:
-        destination.copy_(self._file_by_tensor[name].get_tensor(name))
+        destination.copy_(self.tensor(name))
 
     def digest(self) -> str:
         """Names, shapes and types of all tensors, and the bytes of a few rows of each.
@@ -130,14 +143,17 @@ class WeightFiles:
             self._file_by_tensor[name] = opened
             self._path_by_tensor[name] = path
 
-    def _check_one(self, name: str, shape: Shape) -> None:
+    def _check_one(self, name: str, expected: Expected) -> None:
         part = self._file_by_tensor[name].get_slice(name)
         found = tuple(part.get_shape())
         where = f"{self._path_by_tensor[name]}: {name}"
-        if found != shape:
-            raise ModelError(f"{where} has the shape {found}; config.json asks for {shape}")
-        if part.get_dtype() not in FLOATS:
-            raise ModelError(f"{where} is {part.get_dtype()}; it must be one of {list(FLOATS)}")
+        if found != expected.shape:
+            raise ModelError(
+                f"{where} has the shape {found}; config.json asks for {expected.shape}"
+            )
+        if part.get_dtype() not in expected.dtypes:
+            wanted = list(expected.dtypes)
+            raise ModelError(f"{where} is {part.get_dtype()}; it must be one of {wanted}")
 
 
 def _refuse(fault: str, names: list[str], folder: Path) -> None:

@@ -23,6 +23,7 @@ from engine.runner.kernels.build import (
 from engine.runner.kernels.choose import TORCH, choose_parts
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.ops import TorchOps
+from engine.runner.quantize import Quantize, Quantized, to_int4, to_int8
 from tests.support.kernels import kernels_by_variant
 
 EPSILON = 1e-6
@@ -69,11 +70,104 @@ def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
 ) -> None:
     states, weight = drawn(1, num_tokens, 96), drawn(2, 300, 96)
     linear = NativeOps(kernels).linear(weight, None)
-    alone = replace(linear, kernels=_with_threads(kernels, 1))
+    alone = NativeOps(_with_threads(kernels, 1)).linear(weight, None)
 
     together = linear(states)
 
     assert torch.equal(together, torch.cat([alone(states[i : i + 1]) for i in range(num_tokens)]))
+
+
+def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int) -> Quantized:
+    """Any numbers, scales and zeros, as folders may hold them."""
+    generator = torch.Generator().manual_seed(seed)
+    num_groups = -(-num_columns // group)
+
+    def whole(num: int) -> Tensor:
+        drawn = torch.randint(0, 1 << bits, (num_rows, num), generator=generator)
+        return drawn.to(torch.uint8)
+
+    scales = torch.rand(num_rows, num_groups, generator=generator) + 0.01
+    numbers, zeros = whole(num_columns), whole(num_groups)
+    return Quantized(numbers, scales, zeros, bits, group, torch.bfloat16)
+
+
+@each_variant
+@pytest.mark.parametrize("bits", [4, 8])
+@given(
+    num_tokens=st.integers(1, 8),
+    num_rows=st.integers(1, 200),
+    num_columns=st.integers(1, 150),
+    eights=st.integers(0, 5),
+    has_order=st.booleans(),
+    seed=SEEDS,
+)
+@settings(max_examples=60, deadline=None)
+def test_a_product_of_whole_numbers_is_that_of_what_they_stand_for(
+    kernels: Kernels,
+    bits: int,
+    num_tokens: int,
+    num_rows: int,
+    num_columns: int,
+    eights: int,
+    has_order: bool,
+    seed: int,
+) -> None:
+    states, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
+    weight = quantized(seed, num_rows, num_columns, bits, 8 * eights or num_columns)
+    if has_order:
+        order = torch.randperm(num_columns, generator=torch.Generator().manual_seed(seed))
+        weight = replace(weight, order=order)
+
+    found = NativeOps(kernels).linear(weight, bias)(states)
+
+    exact = replace(weight, dtype=torch.float64).restored()
+    wanted = states.double() @ exact.T + bias.double()
+    # A state is off by a 32512th of half the token's largest, an answer by half a rounding.
+    most = states.double().abs().amax(dim=1, keepdim=True)
+    bound = most / 65024 * exact.abs().sum(dim=1) + wanted.abs() * 2**-8
+    assert ((found.double() - wanted).abs() <= bound * 1.01 + 1e-5).all()
+
+
+@each_variant
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_whole_numbers_are_what_they_stand_for(kernels: Kernels, bits: int) -> None:
+    weight = quantized(3, 150, 88, bits, 24)
+    row_ids = torch.tensor([149, 0, 64, 63, 64])
+
+    rows = NativeOps(kernels).linear(weight, None).rows(row_ids)
+
+    assert torch.equal(rows, weight.restored()[row_ids])
+
+
+@each_variant
+@pytest.mark.parametrize("make", [to_int8, to_int4])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
+def test_tokens_times_whole_numbers_are_computed_alike_in_any_company(
+    kernels: Kernels, make: Quantize, num_tokens: int
+) -> None:
+    states, weight = drawn(1, num_tokens, 96), make(drawn(2, 300, 96))
+    linear = NativeOps(kernels).linear(weight, None)
+    alone = NativeOps(_with_threads(kernels, 1)).linear(weight, None)
+
+    together = linear(states)
+
+    assert torch.equal(together, torch.cat([alone(states[i : i + 1]) for i in range(num_tokens)]))
+    assert torch.equal(together, linear(states))
+
+
+@pytest.mark.parametrize("columns", [8, 33, 96])
+def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
+    weight = drawn(11, 70, columns)
+    weight[3] = 0
+    wide = weight.float()
+
+    eight, four = (replace(make(weight), dtype=torch.float32) for make in (to_int8, to_int4))
+
+    assert torch.all((eight.restored() - wide).abs() <= eight.scales * 0.501)
+    # Where zero falls between two steps, the ends of a group may be off by one half more.
+    steps = four.scales.repeat_interleave(four.group, dim=1)[:, :columns]
+    assert torch.all((four.restored() - wide).abs() <= steps * 1.001)
+    assert torch.equal(four.restored()[3], torch.zeros(columns))
 
 
 @each_variant
@@ -119,9 +213,10 @@ def test_what_is_not_a_number_stays_so_in_its_own_row(kernels: Kernels) -> None:
     states = drawn(8, 3, 64)
     states[1, 5] = float("nan")
     ops = NativeOps(kernels)
-    linear = ops.linear(drawn(9, 70, 64), None)
+    plain = ops.linear(drawn(9, 70, 64), None)
+    whole = ops.linear(to_int8(drawn(9, 70, 64)), None)
 
-    for answer in (linear(states), ops.normed(states, drawn(10, 64), EPSILON)):
+    for answer in (plain(states), whole(states), ops.normed(states, drawn(10, 64), EPSILON)):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]
 
 

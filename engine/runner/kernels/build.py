@@ -17,6 +17,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -36,8 +37,8 @@ class Variant:
 VARIANTS = (
     Variant(
         "avx512bf16",
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
-        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}),
+        (*AVX512, "-mavx512bf16", "-mavx512vnni", "-mfma"),
     ),
     Variant("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
     Variant("plain", frozenset(), ()),

@@ -17,6 +17,7 @@ using Bf16 = std::uint16_t;  // its bits
 constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef std::int32_t Whole __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 
 inline float wide(Bf16 value) {
@@ -80,6 +81,20 @@ inline void add_products(Floats& total, Words left, Words right) {
     const Words high = Words{} + 0xffff0000u;
     total += (Floats)(left << 16) * (Floats)(right << 16);
     total += (Floats)(left & high) * (Floats)(right & high);
+#endif
+}
+
+// Each lane: total += the four bytes of weights, without signs, times those of states, with signs.
+inline void add_bytes(Whole& total, Words weights, Words states) {
+#if defined(__AVX512VNNI__)
+    total = (Whole)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)states);
+#else
+    typedef std::int16_t Shorts __attribute__((vector_size(64)));
+    // A byte times a byte fits sixteen bits.
+    const Shorts even = (Shorts)(weights & 0x00ff00ffu) * ((Shorts)(states << 8) >> 8);
+    const Shorts odd = (Shorts)(weights >> 8 & 0x00ff00ffu) * ((Shorts)states >> 8);
+    for (const Shorts products : {even, odd})
+        total += ((Whole)products << 16 >> 16) + ((Whole)products >> 16);
 #endif
 }
 

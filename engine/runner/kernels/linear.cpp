@@ -26,18 +26,7 @@ void multiply(const Product& p, std::int64_t panel, std::int64_t first) {
         states[t] = reinterpret_cast<const std::uint32_t*>(p.states + (first + t) * p.num_columns);
     Totals<TOKENS> totals = {};
     add_panel<TOKENS>(totals, states, p.packed + panel * pairs * kVectors, pairs);
-    const std::int64_t row = panel * kPanelRows;
-    for (int t = 0; t < TOKENS; ++t)
-        for (int v = 0; v < kVectors; ++v) {
-            const std::int64_t at = row + v * kLanes;
-            const std::int64_t left = p.num_rows - at;
-            if (left <= 0) break;
-            Bf16 numbers[kLanes], bias[kLanes] = {};
-            const int count = left < kLanes ? int(left) : kLanes;
-            if (p.bias != nullptr) std::memcpy(bias, p.bias + at, count * sizeof(Bf16));
-            store(numbers, totals[t][v] + wide(bias));
-            std::memcpy(p.answer + (first + t) * p.num_rows + at, numbers, count * sizeof(Bf16));
-        }
+    store_panel<TOKENS>(totals, p.bias, p.answer + first * p.num_rows, panel, p.num_rows);
 }
 
 using Multiply = void (*)(const Product&, std::int64_t, std::int64_t);

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from engine.runner.attention import AttentionPass
 from engine.runner.layout import Ints, PassLayout
-from engine.runner.ops import Angles, TorchOps
+from engine.runner.ops import Angles, Linear
+from engine.runner.quantize import Quantized
 
 _INT, _THREADS, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 _CACHE = (_POINTER, *(_INT,) * 5)  # blocks; layers, KV heads, block size, head dim; layer
@@ -27,6 +28,9 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "baton_pack": (_POINTER, _POINTER, _INT, _INT, _THREADS),
     "baton_unpack_rows": (_POINTER, _POINTER, _INT, _POINTER, _INT),
     "baton_linear": (*(_POINTER,) * 4, _INT, _INT, _INT, _THREADS),
+    "baton_pack_quantized": (*(_POINTER,) * 4, *(_INT,) * 4, _THREADS),
+    "baton_unpack_quantized": (_POINTER, _POINTER, _INT, _POINTER, *(_INT,) * 4),
+    "baton_quantized_linear": (*(_POINTER,) * 4, *(_INT,) * 5, _THREADS),
     "baton_norm": (*(_POINTER,) * 3, _INT, _INT, _FLOAT, _THREADS),
     "baton_rotate": (
         *(_POINTER, _INT, *(_POINTER,) * 4),
@@ -56,12 +60,17 @@ class Kernels:
         self.num_threads = num_threads
         self._library.baton_packed_bytes.restype = _INT
         self._library.baton_packed_bytes.argtypes = (_INT, _INT)
+        self._library.baton_quantized_bytes.restype = _INT
+        self._library.baton_quantized_bytes.argtypes = (_INT,) * 4
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = None, arguments
         self.pack = self._library.baton_pack
         self.unpack_rows = self._library.baton_unpack_rows
         self.linear = self._library.baton_linear
+        self.pack_quantized = self._library.baton_pack_quantized
+        self.unpack_quantized = self._library.baton_unpack_quantized
+        self.quantized_linear = self._library.baton_quantized_linear
         self.norm = self._library.baton_norm
         self.rotate = self._library.baton_rotate
         self.gate = self._library.baton_gate
@@ -71,14 +80,26 @@ class Kernels:
 
     def packed(self, weight: Tensor) -> Tensor:
         """A copy of the weight in the order in which it is read, on huge pages where there are."""
-        num_bytes = self._library.baton_packed_bytes(*weight.shape)
-        memory = mmap.mmap(-1, num_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        packed = torch.frombuffer(memory, dtype=torch.uint8)
+        packed = _huge_pages(self._library.baton_packed_bytes(*weight.shape))
         weight = weight.contiguous()
         self.pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, self.num_threads)
         return packed
+
+    def packed_numbers(self, weight: Quantized) -> Tensor:
+        """The same of whole numbers, with their scales."""
+        form = (weight.bits, *weight.numbers.shape, weight.group)
+        packed = _huge_pages(self._library.baton_quantized_bytes(*form))
+        tensors = [each.contiguous() for each in (weight.numbers, weight.scales, weight.zeros)]
+        addresses = [each.data_ptr() for each in (*tensors, packed)]
+        self.pack_quantized(*addresses, *form, self.num_threads)
+        return packed
+
+
+def _huge_pages(num_bytes: int) -> Tensor:
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class NativeOps:
@@ -86,9 +107,13 @@ class NativeOps:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._torch = TorchOps()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
+        if isinstance(weight, Quantized):
+            packed = self._kernels.packed_numbers(weight)
+            num_rows, num_columns = weight.numbers.shape
+            form = (weight.bits, num_rows, num_columns, weight.group)
+            return NativeQuantizedLinear(self._kernels, packed, bias, form, weight.order)
         num_rows, num_columns = weight.shape
         if num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels take them in pairs")
@@ -172,6 +197,42 @@ class NativeLinear:
             len(row_ids),
             target.data_ptr(),
             self.num_columns,
+        )
+        return target
+
+
+@dataclass(frozen=True, slots=True)
+class NativeQuantizedLinear:
+    """Keeps to Linear."""
+
+    kernels: Kernels
+    packed: Tensor
+    bias: Tensor | None
+    form: tuple[int, int, int, int]  # bits, rows, columns, columns of a group
+    order: Tensor | None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        states = states.contiguous() if self.order is None else states[:, self.order]
+        answer = torch.empty(len(states), self.form[1], dtype=states.dtype)
+        self.kernels.quantized_linear(
+            states.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            answer.data_ptr(),
+            len(states),
+            *self.form,
+            self.kernels.num_threads,
+        )
+        return answer
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        target = torch.empty(len(row_ids), self.form[2], dtype=torch.bfloat16)
+        self.kernels.unpack_quantized(
+            self.packed.data_ptr(),
+            row_ids.contiguous().data_ptr(),
+            len(row_ids),
+            target.data_ptr(),
+            *self.form,
         )
         return target
 

@@ -33,10 +33,27 @@ inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[R
     }
 }
 
+// Rounds what a panel gave into its columns of the answer, whose rows are `num_rows` wide.
+template <int ROWS>
+inline void store_panel(const Totals<ROWS>& totals, const Bf16* bias, Bf16* answer,
+                        std::int64_t panel, std::int64_t num_rows) {
+    for (int row = 0; row < ROWS; ++row)
+        for (int v = 0; v < kVectors; ++v) {
+            const std::int64_t at = panel * kPanelRows + v * kLanes;
+            const std::int64_t left = num_rows - at;
+            if (left <= 0) break;
+            Bf16 numbers[kLanes], added[kLanes] = {};
+            const int count = left < kLanes ? int(left) : kLanes;
+            if (bias != nullptr) std::memcpy(added, bias + at, count * sizeof(Bf16));
+            store(numbers, totals[row][v] + wide(added));
+            std::memcpy(answer + row * num_rows + at, numbers, count * sizeof(Bf16));
+        }
+}
+
 // The length of the next run when so many rows are left: runs are about equally long, so that
 // none of them is too short to be worth the reading.
-inline int next_run(std::int64_t left) {
-    const std::int64_t num_runs = (left + kMostRows - 1) / kMostRows;
+inline int next_run(std::int64_t left, int most = kMostRows) {
+    const std::int64_t num_runs = (left + most - 1) / most;
     return int((left + num_runs - 1) / num_runs);
 }
 

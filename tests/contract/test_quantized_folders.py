@@ -1,0 +1,131 @@
+"""Folders that were quantised before, and weights that are quantised as they are loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.llm import LLM
+from baton.text import Tokenizer
+from engine.errors import InvalidConfig, ModelError
+from engine.runner.load import RunnerConfig, load_runner
+from engine.sampling import SamplingParams
+from tests.support.kernels import kernels_by_variant
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.packed_folders import FORMATS, write_quantized
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+SOURCES = DEMO.parents[1] / "router"
+PERPLEXITY_BOUND = {"int8": 1.01, "int4": 1.03}
+
+needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
+
+
+def logprobs_of(model: Path, prompt: tuple[int, ...], **settings: Any) -> torch.Tensor:
+    """Of each token but the first, given those before it."""
+    with LLM(str(model), kv_cache_memory="16MiB", **settings) as llm:
+        [answer] = llm.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert answer.prompt_logprobs is not None
+    return torch.tensor([one.logprob for one in answer.prompt_logprobs if one is not None])
+
+
+@pytest.mark.parametrize("written", FORMATS.values(), ids=FORMATS.keys())
+def test_a_quantised_folder_answers_as_the_weights_it_stands_for(
+    source: Path, tmp_path: Path, written: Any
+) -> None:
+    packed, plain = write_quantized(source, tmp_path, written)
+    prompt = prompt_of(60)
+
+    found, wanted = (logprobs_of(each, prompt, dtype="float32") for each in (packed, plain))
+
+    assert len(wanted) == 59
+    assert torch.equal(found, wanted)
+
+
+@needs_kernels
+@pytest.mark.parametrize("written", FORMATS.values(), ids=FORMATS.keys())
+def test_native_kernels_read_quantised_folders_too(
+    source: Path, tmp_path: Path, written: Any
+) -> None:
+    packed, plain = write_quantized(source, tmp_path, written)
+    prompt = prompt_of(60)
+
+    found = logprobs_of(packed, prompt, kernels="native")
+
+    assert (found - logprobs_of(plain, prompt, dtype="float32")).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method.*bitsandbytes"),
+        ({"quant_method": None}, "quant_method.*missing"),
+        ({"bits": 3}, "bits.*3"),
+        ({"group_size": 12}, "group_size.*12"),
+        ({"group_size": None}, "group_size.*missing"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
+        ({"quant_method": "awq", "version": "gemv"}, "version.*gemv"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format.*float"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "config_groups.*missing",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"type": "float"}}},
+            },
+            "type.*float",
+        ),
+    ],
+    ids=str,
+)
+def test_a_quantisation_that_is_not_known_is_named(
+    source: Path, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    packed, _ = write_quantized(source, tmp_path, FORMATS["gptq"])
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] |= change
+    (packed / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ModelError, match=f"quantization_config.*{named}"):
+        load_runner(RunnerConfig(str(packed), kv_cache_bytes=1 << 20))
+
+
+def test_only_known_quantisations_are_made() -> None:
+    with pytest.raises(InvalidConfig, match="quantize 'int3'"):
+        RunnerConfig(str(DEMO), quantize="int3")
+
+
+def test_nodes_that_quantise_differently_do_not_share_kv(source: Path) -> None:
+    fingerprints = set()
+    for quantize in ("none", "int8", "int4"):
+        config = RunnerConfig(str(source), kv_cache_bytes=1 << 20, quantize=quantize)
+        with load_runner(config) as runner:
+            fingerprints.add(runner.info.fingerprint)
+
+    assert len(fingerprints) == 3
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_kernels)])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_the_demo_model_hardly_loses_by_quantisation(kernels: str, quantize: str) -> None:
+    text = "".join(path.read_text() for path in sorted(SOURCES.glob("*.py")))
+    prompt = tuple(Tokenizer.from_folder(DEMO).encode(text)[:1000])
+
+    plain = logprobs_of(DEMO, prompt, kernels="torch", dtype="bfloat16")
+    found = logprobs_of(DEMO, prompt, kernels=kernels, dtype="bfloat16", quantize=quantize)
+
+    # Perplexity, relative to that of the model as it is.
+    assert math.exp((plain - found).mean()) < PERPLEXITY_BOUND[quantize]

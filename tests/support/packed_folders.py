@@ -1,0 +1,148 @@
+"""Model folders with quantised weights, written as GPTQ, AWQ and compressed-tensors write them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.runner.quantize import Quantized
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to write a quantised folder."""
+
+    config: Mapping[str, Any]
+    bits: int = 4
+    group: int = 16
+    is_symmetric: bool = False
+    settings: Mapping[str, bool] = field(default_factory=dict)
+
+
+def _compressed(written: str, bits: int, group: int, strategy: str = "group") -> Mapping[str, Any]:
+    weights = {"type": "int", "num_bits": bits, "strategy": strategy, "group_size": group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": written,
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS: Mapping[str, Format] = {
+    "gptq": Format({"quant_method": "gptq", "bits": 4, "group_size": 16}),
+    "gptq-8-bits": Format({"quant_method": "gptq", "bits": 8, "group_size": 32}, 8, 32),
+    "gptq-v2-ordered": Format(
+        {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "group_size": 16},
+        settings={"is_ordered": True},
+    ),
+    "awq": Format({"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16}),
+    "packed": Format(_compressed("pack-quantized", 4, 16), is_symmetric=True),
+    "packed-with-zeros": Format(_compressed("pack-quantized", 4, 16)),
+    "bytes": Format(_compressed("int-quantized", 8, 0, "channel"), 8, 0, is_symmetric=True),
+}
+
+
+def write_quantized(source: Path, target: Path, written: Format) -> tuple[Path, Path]:
+    """Two folders made of the source's shapes: quantised, and plain with what that stands for."""
+    generator = torch.Generator().manual_seed(3)
+    packed, plain = target / "packed", target / "plain"
+    for folder in (packed, plain):
+        shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    stored, restored = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith("_proj.weight"):
+            matrix = _drawn(weight, written, generator)
+            del stored[name]
+            linear = name.removesuffix("weight")
+            for part, tensor in _stored(matrix, written).items():
+                stored[linear + part] = tensor.contiguous()
+            restored[name] = matrix.restored()
+    save_file(stored, packed / "model.safetensors")
+    save_file(restored, plain / "model.safetensors")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = dict(written.config)
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed, plain
+
+
+def _drawn(weight: Tensor, written: Format, generator: torch.Generator) -> Quantized:
+    rows, columns = weight.shape
+    group, middle = written.group or columns, 1 << (written.bits - 1)
+    num_groups = columns // group
+    numbers = torch.randint(0, 2 * middle, (rows, columns), generator=generator)
+    zeros = torch.randint(1, 2 * middle, (rows, num_groups), generator=generator)
+    if written.is_symmetric:
+        zeros[:] = middle
+    scales = (torch.rand(rows, num_groups, generator=generator) + 0.5) / middle / 4
+    matrix = Quantized(
+        numbers.to(torch.uint8),
+        scales.half().float(),
+        zeros.to(torch.uint8),
+        written.bits,
+        group,
+        torch.float32,
+    )
+    if not written.settings.get("is_ordered"):
+        return matrix
+    # The same in every matrix of that many columns, as those that share their input have it.
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    return replace(matrix, order=order)
+
+
+def _stored(matrix: Quantized, written: Format) -> dict[str, Tensor]:
+    method = written.config["quant_method"]
+    if method == "gptq":
+        return _as_gptq(matrix, written)
+    if method == "awq":
+        return _as_awq(matrix)
+    scales = {"weight_scale": matrix.scales.half()}
+    if written.config["format"] == "int-quantized":
+        return {"weight": (matrix.numbers.int() - 128).to(torch.int8), **scales}
+    parts = {"weight_packed": _words(matrix.numbers, matrix.bits), **scales}
+    parts["weight_shape"] = torch.tensor(matrix.numbers.shape)
+    if not written.is_symmetric:
+        parts["weight_zero_point"] = _words(matrix.zeros.T, matrix.bits).T
+    return parts
+
+
+def _as_gptq(matrix: Quantized, written: Format) -> dict[str, Tensor]:
+    columns = torch.arange(matrix.numbers.shape[1])
+    numbers, groups = matrix.numbers, columns // matrix.group
+    if matrix.order is not None:
+        places = matrix.order.argsort()
+        numbers, groups = numbers[:, places], groups[places]
+    one_less = written.config.get("checkpoint_format", "gptq") == "gptq"
+    return {
+        "qweight": _words(numbers, matrix.bits).T,
+        "qzeros": _words((matrix.zeros - int(one_less)).T, matrix.bits),
+        "scales": matrix.scales.T.half(),
+        "g_idx": groups.int(),
+    }
+
+
+def _as_awq(matrix: Quantized) -> dict[str, Tensor]:
+    def words(numbers: Tensor) -> Tensor:
+        eights = numbers.unflatten(1, (-1, 8))
+        return _words(eights[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
+
+    scales = matrix.scales.T.half()
+    return {"qweight": words(matrix.numbers.T), "qzeros": words(matrix.zeros.T), "scales": scales}
+
+
+def _words(numbers: Tensor, bits: int) -> Tensor:
+    """[rows, numbers] → [rows, words], the first in the lowest bits."""
+    per_word = 32 // bits
+    words = torch.zeros(len(numbers), numbers.shape[1] // per_word, dtype=torch.int64)
+    for place in range(per_word):
+        words |= numbers[:, place::per_word].long() << (bits * place)
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
