@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Protocol
 
+from engine.errors import EngineStopped
 from engine.loop import Deliver
-from engine.request import ClientId, Output, RequestId, RequestSpec
+from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
 from serving.errors import RequestIdInUse
 
 CLIENT_ID = ClientId("grpc")
@@ -16,6 +17,9 @@ CLIENT_ID = ClientId("grpc")
 
 class Engine(Protocol):
     """What a servicer may ask of the engine's loop."""
+
+    @property
+    def failure(self) -> BaseException | None: ...
 
     def attach(self, client_id: ClientId, deliver: Deliver) -> None: ...
 
@@ -65,7 +69,11 @@ class EngineCalls:
         self._loop.call_soon_threadsafe(self.touch)
 
     async def outputs(self, spec: RequestSpec) -> AsyncGenerator[Output, None]:
-        """Whatever the request gets, to its end. Left early, the request is aborted."""
+        """Whatever the request gets, to its end. Left early, the request is aborted.
+
+        Raises EngineStopped if the engine dies of something: that is no fault of the request,
+        and another node can go on with it.
+        """
         inbox = self._open(spec.request_id)
         is_finished = False
         try:
@@ -73,6 +81,8 @@ class EngineCalls:
             while not is_finished:
                 output = await inbox.get()
                 is_finished = output.finish_reason is not None
+                if output.finish_reason is FinishReason.ERROR and self._engine.failure is not None:
+                    raise EngineStopped(output.error or "the engine of this node has stopped")
                 yield output
         finally:
             if not is_finished:

@@ -1,14 +1,15 @@
-"""Nodes with real servers and no engine, in this process: they tell of themselves."""
+"""Nodes with real servers in this process: they tell of themselves, and serve if they may."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
+from engine.core import EngineCore
 from engine.loop import EngineLoop
 from kv_transfer.types import Incarnation
 from serving.engine_calls import EngineCalls
@@ -33,11 +34,18 @@ class NodeServer:
 
 @asynccontextmanager
 async def a_node_server(
-    role: NodeRole = NodeRole.DECODE, name: str = "", *, port: int = 0, incarnation: str = "1"
+    role: NodeRole = NodeRole.DECODE,
+    name: str = "",
+    *,
+    port: int = 0,
+    incarnation: str = "1",
+    core: EngineCore | None = None,
 ) -> AsyncIterator[NodeServer]:
-    """Well and idle, until the test says otherwise."""
+    """Well and idle, until the test says otherwise. Its engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
-    state = NodeState(card, EngineCalls(EngineLoop(an_engine())), _no_news)
+    engine = EngineLoop(core or an_engine())
+    calls = EngineCalls(engine)
+    state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
     node = NodeServicer(state)
     decode = DecodeServicer(state, Ledger(16), connected.put_nowait)
@@ -58,7 +66,11 @@ async def a_node_server(
     try:
         async with serving("127.0.0.1", port, services) as server:
             await server.health.set_ready(True)
-            yield NodeServer(server.address, state, server.health, connected)
+            with ExitStack() as running:
+                if core is not None:
+                    running.enter_context(engine)
+                    running.enter_context(calls)
+                yield NodeServer(server.address, state, server.health, connected)
     finally:
         following.cancel()
 

@@ -1,0 +1,137 @@
+"""An engine that dies of a bug: the router goes on elsewhere, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from engine.core import EngineCore
+from engine.plan import Plan, RunResult
+from engine.sampling import SamplingParams
+from router.context import RequestContext
+from router.node_calls import GrpcNodeCalls
+from router.nodes import Node
+from router.pipeline import Pipeline, PipelineConfig
+from router.policy import Policy, Routing
+from router.text import TokenIdsOnly
+from router.values import Call, Ending, Piece, TokenPrompt
+from serving.errors import GenerationFailed, NodeFailed
+from serving.node import NodeRole
+from tests.support.engines import VOCAB_SIZE, an_engine
+from tests.support.fake_runner import FakeRunner, KvTensor, tokens_alone
+from tests.support.node_calls import a_card, a_table
+from tests.support.node_servers import a_node_server
+
+PATIENCE_S = 30
+NUM_BLOCKS, BLOCK_SIZE = 64, 4  # of an_engine
+PROMPT, SEED, NUM_TOKENS = (3, 4, 5), 7, 12
+
+
+class Bug(Exception):
+    """Something that nobody thought of."""
+
+
+@dataclass(slots=True)
+class Fate:
+    """Which engines die: as many as it says, whoever is asked first."""
+
+    num_passes: int  # that each of them does before
+    num_deaths: int
+
+
+@dataclass(slots=True)
+class DyingRunner:
+    runner: FakeRunner
+    fate: Fate
+    num_passes: int = 0
+
+    def run(self, plan: Plan) -> RunResult:
+        if plan.num_scheduled_tokens:
+            self._die_if_due()
+            self.num_passes += 1
+        return self.runner.run(plan)
+
+    def _die_if_due(self) -> None:
+        if self.fate.num_deaths and self.num_passes == self.fate.num_passes:
+            self.fate.num_deaths -= 1
+            raise Bug("index out of range")
+
+
+def a_runner() -> FakeRunner:
+    return FakeRunner(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE)
+
+
+def engines(num_engines: int, fate: Fate) -> list[EngineCore]:
+    return [
+        an_engine(num_blocks=NUM_BLOCKS, runner=DyingRunner(a_runner(), fate))
+        for _ in range(num_engines)
+    ]
+
+
+async def ask(pipeline: Pipeline) -> tuple[list[int], Ending]:
+    token_ids: list[int] = []
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, ignore_eos=True)
+    call = Call("r", TokenPrompt(PROMPT), sampling)
+    async for part in pipeline.generate(call, RequestContext(time.monotonic())):
+        if isinstance(part, Ending):
+            return token_ids, part
+        assert isinstance(part, Piece)
+        assert part.first_index == len(token_ids), "a token came twice, or was left out"
+        token_ids += part.token_ids
+    raise AssertionError("the answer had no end")
+
+
+def ask_nodes(*engines: EngineCore) -> tuple[list[int], Ending]:
+    """One request over a decode node for each engine."""
+
+    async def scene() -> tuple[list[int], Ending]:
+        async with AsyncExitStack() as running, asyncio.timeout(PATIENCE_S):
+            nodes = []
+            for number, core in enumerate(engines):
+                name = f"d{number}"
+                node = await running.enter_async_context(a_node_server(name=name, core=core))
+                nodes.append(Node(node.address, a_card(NodeRole.DECODE, name)))
+            node_calls = await running.enter_async_context(GrpcNodeCalls())
+            routing = Routing(Policy.ROUND_ROBIN)
+            config = PipelineConfig(retry_pause_s=0.0, routing=routing)
+            pipeline = Pipeline(
+                table=a_table(*nodes),
+                node_calls=node_calls,
+                text=TokenIdsOnly(),
+                clock=time.monotonic,
+                config=config,
+            )
+            return await ask(pipeline)
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize("num_passes", [0, 1, 5])
+def test_a_stream_goes_on_elsewhere_when_an_engine_dies(num_passes: int) -> None:
+    token_ids, ending = ask_nodes(*engines(2, Fate(num_passes, num_deaths=1)))
+
+    assert token_ids == tokens_alone(PROMPT, SEED, NUM_TOKENS, VOCAB_SIZE)
+    assert ending.served.attempts == 2
+
+
+def test_when_every_engine_dies_the_client_hears_of_the_last_one() -> None:
+    with pytest.raises(NodeFailed, match="the engine stopped: Bug"):
+        ask_nodes(*engines(3, Fate(num_passes=1, num_deaths=3)))
+
+
+def test_an_error_of_the_request_alone_is_not_tried_again() -> None:
+    class Failing(FakeRunner):
+        def run(self, plan: Plan) -> RunResult:
+            self.failing.update(plan.num_scheduled_tokens)
+            return super().run(plan)
+
+    runners = [Failing(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE) for _ in range(2)]
+
+    with pytest.raises(GenerationFailed, match="not finite"):
+        ask_nodes(*(an_engine(runner=runner) for runner in runners))
+
+    assert sum(bool(runner.num_computed) for runner in runners) == 1
