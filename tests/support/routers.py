@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,34 +17,58 @@ from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
 from router.servicer import InferenceServicer
 from router.text import TokenIdsOnly
+from router.values import Prompt
 from serving.server import Service, serving
 from serving.status import named_errors
 from serving.tls import PLAIN, TlsConfig
 from tests.support.node_calls import FakeNodeCalls, a_table
+
+UNCROWDED = LineConfig()
+
+
+class ToldOfPrompts(TokenIdsOnly):
+    """Tells which prompts were read: their requests have a turn, or wait for one in line."""
+
+    def __init__(self) -> None:
+        self.read: asyncio.Queue[Prompt] = asyncio.Queue()
+
+    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        token_ids = super().token_ids(prompt)
+        self.read.put_nowait(prompt)
+        return token_ids
 
 
 class MoodyRouter(InferenceServicer):
     """The real one, but for faults that it has first, one for each call."""
 
     def __init__(
-        self, node_calls: FakeNodeCalls, faults: Sequence[Exception], table: NodeTable
+        self,
+        node_calls: FakeNodeCalls,
+        faults: Sequence[Exception],
+        table: NodeTable,
+        line: LineConfig,
     ) -> None:
+        self.text = ToldOfPrompts()
         self.pipeline = Pipeline(
             table=table,
             node_calls=node_calls,
-            text=TokenIdsOnly(),
+            text=self.text,
             clock=time.monotonic,
-            config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=LineConfig()),
+            config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=line),
         )
         super().__init__(self.pipeline, table)
         self.faults = list(faults)
         self.num_asked = 0
+        self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of requests that left nothing here
 
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> None:
         await self._fail_first(context)
-        await super().Generate(request, context)  # type: ignore[misc]
+        try:
+            await super().Generate(request, context)  # type: ignore[misc]
+        finally:
+            self.ended.put_nowait(request.request_id)
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: aio.ServicerContext[Any, Any]
@@ -65,10 +90,11 @@ async def a_router(
     table: NodeTable | None = None,
     tls: TlsConfig = PLAIN,
     interceptors: Sequence[aio.ServerInterceptor] = (),
+    line: LineConfig = UNCROWDED,
     port: int = 0,
 ) -> AsyncIterator[tuple[MoodyRouter, str]]:
     """The router and its address."""
-    router = MoodyRouter(node_calls or FakeNodeCalls(), faults, table or a_table())
+    router = MoodyRouter(node_calls or FakeNodeCalls(), faults, table or a_table(), line)
     service = Service(
         "baton.v1.InferenceService",
         lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),

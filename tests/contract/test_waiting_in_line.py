@@ -1,0 +1,92 @@
+"""Clients that leave, or run out of time, while their request waits for its turn in the router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, BatonError, Generation
+from engine.sampling import SamplingParams
+from router.line import LineConfig
+from tests.support.node_calls import FakeNodeCalls
+from tests.support.routers import MoodyRouter, a_router
+
+PATIENCE_S = 30
+ONE_AT_A_TIME = LineConfig(max_in_flight=1, max_queue=1)
+FIRST, LEAVER, NEXT, REFUSED = (1,), (2,), (3,), (4,)
+
+Leave = Callable[[MoodyRouter, str], Awaitable[None]]
+
+
+def named(request_id: str) -> Generation:
+    return Generation(SamplingParams(max_tokens=6), request_id=request_id)
+
+
+async def until_in_line(router: MoodyRouter) -> None:
+    """A prompt that was read has its place before anybody else can look."""
+    await router.text.read.get()
+
+
+async def cancel(router: MoodyRouter, address: str) -> None:
+    async with AsyncClient(address) as client:
+        asking = asyncio.ensure_future(client.generate(LEAVER, named("leaver")))
+        await until_in_line(router)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+async def run_out_of_time(router: MoodyRouter, address: str) -> None:
+    async with AsyncClient(address) as client:
+        await client.model()  # the connection is there: the time is for the request alone
+        asking = asyncio.ensure_future(client.generate(LEAVER, named("leaver"), timeout_s=1.0))
+        await until_in_line(router)
+        with pytest.raises(BatonError) as late:
+            await asking
+    assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def hang_up(router: MoodyRouter, address: str) -> None:
+    """The whole connection goes, as when a client's process is killed."""
+    client = AsyncClient(address)
+    asking = asyncio.ensure_future(client.generate(LEAVER, named("leaver")))
+    await until_in_line(router)
+    await client.__aexit__(None, None, None)
+    with pytest.raises((BatonError, asyncio.CancelledError)):
+        await asking
+
+
+@pytest.mark.parametrize("leave", [cancel, run_out_of_time, hang_up])
+def test_whoever_leaves_the_line_gives_up_the_place_and_no_node_hears_of_it(leave: Leave) -> None:
+    nodes = FakeNodeCalls(is_endless=True)
+
+    async def scene() -> None:
+        async with (
+            a_router(node_calls=nodes, line=ONE_AT_A_TIME) as (router, address),
+            AsyncClient(address) as client,
+        ):
+            async with aclosing(client.stream(FIRST, named("first"))) as first:
+                await anext(first)
+                await until_in_line(router)
+                await nodes.decode_told_all.wait()
+                nodes.is_endless = False  # those after it come to their end
+
+                await leave(router, address)
+                assert await router.ended.get() == "leaver"
+
+                following = asyncio.ensure_future(client.generate(NEXT, named("next")))
+                await until_in_line(router)
+                with pytest.raises(BatonError) as full:
+                    await client.generate(REFUSED, named("refused"))
+            answer = await following
+            await router.pipeline.drain()
+
+        assert full.value.reason == "QUEUE_FULL"
+        assert len(answer.token_ids) == 6
+        assert {asked.sequence.prompt_token_ids for asked in nodes.asked} == {FIRST, NEXT}
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
