@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
@@ -30,6 +31,7 @@ from baton.generation import (
     tokenize_request_from,
 )
 from baton.node_status import NodeStatus, statuses_from
+from baton.reading import read_elsewhere
 from baton.retries import FEW, BatonError, Retries, Tries
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from engine.errors import InvalidConfig
@@ -129,7 +131,7 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Generator[Chunk, None, None]:
-        """The answer as it comes. Leaving its loop, or closing it, cancels the request."""
+        """The answer as it comes. Leaving its loop, closing it, or Ctrl-C cancels the request."""
         request = request_from(prompt, generation)
         tries = self._access.tries(timeout_s)
         while True:
@@ -139,14 +141,13 @@ class Client:
                 metadata=(*self._access.metadata, *generation.metadata),
             )
             try:
-                for response in call:
-                    tries.is_begun = True
-                    yield chunk_from(response)
+                with closing(read_elsewhere(call)) as responses:
+                    for response in responses:
+                        tries.is_begun = True
+                        yield chunk_from(response)
                 return
             except grpc.RpcError as error:
                 pause_s = tries.failed(error)
-            finally:
-                call.cancel()
             time.sleep(pause_s)
 
     def generate(

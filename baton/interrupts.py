@@ -1,12 +1,27 @@
-"""Ctrl-C that waits for a good moment."""
+"""Ctrl-C that waits for a good moment, and waits that Ctrl-C can break off."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# A signal that comes in the instant before a wait begins does not end it, and Python runs its
+# handler when the wait is over. So no wait is longer than this.
+LOOK_EVERY_S = 0.1
+
+
+def get_interruptibly(letters: SimpleQueue[T]) -> T:
+    """The next letter; signals are heard meanwhile."""
+    while True:
+        with suppress(Empty):
+            return letters.get(timeout=LOOK_EVERY_S)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import typer
 
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
+from baton.interrupts import get_interruptibly
 from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.model_folder import resolve_model_folder
@@ -88,7 +89,7 @@ class Life:
     def _until_told(self, cluster: LocalCluster) -> None:
         """A cluster that cannot serve any more is over."""
         ended: set[str] = set()
-        while (child := self._news.get()) is not None:
+        while (child := get_interruptibly(self._news)) is not None:
             ended.add(child.name)
             code = child.process.wait()
             if child is cluster.router or ended.issuperset(one.name for one in cluster.decodes):

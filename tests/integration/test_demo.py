@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 
 def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
@@ -21,3 +23,24 @@ def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
     assert "the decode node computed no" in ended.stdout
     assert "kv_push" in ended.stdout
     assert re.search(r"UCX says that it wrote the KV over \S+/\S+", ended.stdout)
+
+
+def test_ctrl_c_in_the_middle_of_an_answer_ends_the_demo_and_all_its_processes() -> None:
+    command = [sys.executable, "-m", "baton", "demo"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        shown = ""
+        while "def read_config" not in shown:
+            line = demo.stdout.readline()
+            assert line, f"it ended before its first prompt: {shown}"
+            shown += line
+
+        demo.send_signal(signal.SIGINT)
+
+        _, errors = demo.communicate(timeout=120)
+    pids = re.findall(r"pid\s(\d+)", shown)
+    assert (demo.returncode, errors) == (130, "")
+    assert len(pids) == 3
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,67 @@
+"""Ctrl-C in the middle of an answer that a blocking client waits for."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from tests.support.told_router import WAIT_S, told_router
+
+NUM_ROUNDS = 25
+# It goes on after each signal: a lock of gRPC's that was left in a wrong state would show.
+SCRIPT = """
+import sys
+from contextlib import closing
+from baton.client import Client
+
+with Client(sys.argv[1]) as client:
+    for _ in range(int(sys.argv[2])):
+        try:
+            with closing(client.stream("hi")) as stream:
+                for chunk in stream:
+                    print(chunk.text, flush=True)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    print(client.generate("the last").text, flush=True)
+    try:
+        for chunk in client.stream("bye"):
+            print(chunk.text, flush=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_a_blocking_client_survives_every_ctrl_c_and_its_process_ends_as_it_will() -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    with (
+        told_router() as router,
+        subprocess.Popen(
+            [*command, router.address, str(NUM_ROUNDS)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as script,
+    ):
+        assert script.stdout is not None
+        for number in range(NUM_ROUNDS):
+            asked = router.next_asked()
+            asked.say(f"piece {number}")
+            assert script.stdout.readline() == f"piece {number}\n"
+
+            script.send_signal(signal.SIGINT)
+
+            assert script.stdout.readline() == "interrupted\n"
+            assert asked.was_cancelled.wait(WAIT_S)
+        whole = router.next_asked()
+        whole.say("well")
+        whole.end()
+        assert script.stdout.readline() == "well\n"
+        last = router.next_asked()
+        last.say("bye")
+        assert script.stdout.readline() == "bye\n"
+        script.send_signal(signal.SIGINT)
+        _, errors = script.communicate(timeout=WAIT_S)
+
+    assert (script.returncode, errors) == (130, "")
+    assert last.was_cancelled.wait(WAIT_S)
