@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc
 from grpc import aio
 
+from serving.certificates import ServerCertificates
 from serving.sizes import MAX_MESSAGE_BYTES
 from serving.tls import PLAIN, TlsConfig
 
@@ -78,12 +79,7 @@ def open_blocking_channel(address: str, tls: TlsConfig = PLAIN) -> grpc.Channel:
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
     """None: plain text."""
-    if tls.cert is None or tls.key is None:
-        return None
-    pairs = [(tls.pem(tls.key), tls.pem(tls.cert))]
-    if tls.client_ca is None:
-        return grpc.ssl_server_credentials(pairs)
-    return grpc.ssl_server_credentials(pairs, tls.pem(tls.client_ca), require_client_auth=True)
+    return ServerCertificates(tls).credentials() if tls.listens else None
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials | None:

@@ -173,3 +173,38 @@ def test_a_client_certificate_without_an_authority_is_refused(
 
     with pytest.raises(InvalidConfig, match=r"tls\.ca"):
         Client("127.0.0.1:1", tls=TlsConfig(cert, key))
+
+
+def test_a_renewed_certificate_is_shown_to_those_who_connect_from_then_on(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a cluster's secret changes under a process that runs."""
+    trusting = TlsConfig(ca=authority.ca)
+    old_cert, old_key = authority.issue("old", "old.example")
+    new_cert, new_key = authority.issue("new", "new.example")
+    shown, key = authority.folder / "shown.pem", authority.folder / "shown.key"
+
+    def put(source_cert: Path, source_key: Path) -> None:
+        shown.write_bytes(source_cert.read_bytes())
+        key.write_bytes(source_key.read_bytes())
+
+    async def scene() -> None:
+        put(old_cert, old_key)
+        by_name = {
+            name: replace(trusting, server_name=f"{name}.example") for name in ("old", "new")
+        }
+        async with (
+            a_router(tls=TlsConfig(shown, key)) as (_, address),
+            AsyncClient(address, tls=by_name["old"], timeout_s=PATIENCE_S) as early,
+        ):
+            assert (await early.model()).name == "tiny"
+            put(new_cert, old_key)  # half of the change
+            assert await asyncio.to_thread(model_at, address, by_name["old"]) == "tiny"
+            assert "the old certificate stays in use" in caplog.text
+            put(new_cert, new_key)
+            assert await asyncio.to_thread(model_at, address, by_name["new"]) == "tiny"
+            with pytest.raises(BatonError, match=r"old\.example"):
+                await asyncio.to_thread(model_at, address, by_name["old"])
+            assert (await early.model()).name == "tiny"  # by the connection that it has
+
+    asyncio.run(scene())

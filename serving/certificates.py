@@ -1,0 +1,76 @@
+"""What a server shows by TLS, read again when its files have changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from engine.errors import InvalidConfig
+from serving.tls import TlsConfig
+
+# Of each file: which one it is, when it was written, how long it is.
+Stamp = tuple[tuple[int, int, int], ...]
+
+log = logging.getLogger(__name__)
+
+
+class ServerCertificates:
+    """Asked by gRPC at each new connection, on a thread of its choice."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._seen = self._stamp()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._tls),
+            self._changed,  # type: ignore[arg-type]  # gRPC takes None for "as before"
+            require_client_authentication=self._tls.client_ca is not None,
+        )
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: as before. Files that do not go together, such as half of a change, wait."""
+        with self._lock:
+            stamp = self._stamp()
+            if stamp is None or stamp == self._seen:
+                return None
+            self._seen = stamp
+            try:
+                self._tls = replace(self._tls)  # reads and checks them
+            except InvalidConfig as error:
+                log.warning("the old certificate stays in use: %s", error)
+                return None
+        log.info("%s is shown from now on", self._tls.cert)
+        return _configuration(self._tls)
+
+    def _stamp(self) -> Stamp | None:
+        """None: one of them is not there, as in the middle of a change."""
+        try:
+            return tuple(_stamp_of(path) for path in self._files())
+        except OSError:
+            return None
+
+    def _files(self) -> Iterator[Path]:
+        for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
+            if path is not None:
+                yield path
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _configuration(tls: TlsConfig) -> grpc.ServerCertificateConfiguration:
+    if tls.cert is None or tls.key is None:
+        raise InvalidConfig("a server without a certificate cannot speak TLS; give --tls-cert")
+    pairs = [(tls.pem(tls.key), tls.pem(tls.cert))]
+    authorities = None if tls.client_ca is None else tls.pem(tls.client_ca)
+    return grpc.ssl_server_certificate_configuration(pairs, root_certificates=authorities)
