@@ -15,6 +15,7 @@ from prefill_node.sends import Sends
 from prefill_node.servicer import PrefillServicer
 from serving.drain import until_drained
 from serving.engine_calls import EngineCalls
+from serving.grace import Grace
 from serving.kv_link import GrpcLinks
 from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
 from serving.node import NodeRole
@@ -95,6 +96,7 @@ async def serve(
     process = process_of(NodeRole.PREFILL, identity)
     metrics = node_metrics(options, process, traced, engine, scheduler, worker)
     # From the inside out at the end: the last words on the links need links and server still.
-    async with serving(options.host, options.port, services, tls=options.tls) as server, links:
-        with worker, engine, calls, metrics:
-            await until_drained(server, state, engine, options.stuck_after_s)
+    with Grace(options.drain_timeout_s) as grace:
+        async with serving(options.host, options.port, services, tls=options.tls) as server, links:
+            with worker, engine, calls, metrics:
+                await until_drained(server, state, engine, options.stuck_after_s, grace)

@@ -30,6 +30,7 @@ from router.servicer import InferenceServicer
 from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
 from router.watching import Discovery, watching
+from serving.grace import DRAIN_TIMEOUT_S, Grace
 from serving.node import NodeRole
 from serving.scrapes import asked_on
 from serving.server import Running, Service, announce, serving, stop_signal
@@ -54,6 +55,7 @@ class RouterOptions:
     prefill_nodes: tuple[NodeSource, ...] = ()
     find_every_s: float = 5.0  # how often names are resolved and lists are read again
     node_patience_s: float = 5.0  # how long a request waits for a decode node to be there
+    drain_timeout_s: float = DRAIN_TIMEOUT_S  # when told to end; then it ends at once
     host: str = "127.0.0.1"
     port: int = 50051  # 0 takes any that is free
     model: str = ""  # whose tokenizer to use; empty takes token ids only
@@ -143,7 +145,7 @@ async def serve(
             _later(PREFILL_PATIENCE_S, note_change),
         ):
             with _metrics(options, process, metrics, read):
-                await _until_drained(server, pipeline)
+                await _until_drained(server, pipeline, options.drain_timeout_s)
 
 
 @asynccontextmanager
@@ -193,9 +195,11 @@ def _gates(
     return (TokenGate(options.tokens, on_refusal),)
 
 
-async def _until_drained(server: Running, pipeline: Pipeline) -> None:
+async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) -> None:
     async with stop_signal() as told:
         announce("router", server.address)
         await told.wait()
-        await server.health.set_ready(False)
-        await pipeline.drain()
+        with Grace(timeout_s) as grace:
+            grace.begin(lambda: pipeline.num_in_flight + pipeline.num_waiting)
+            await server.health.set_ready(False)
+            await pipeline.drain()

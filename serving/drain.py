@@ -7,15 +7,18 @@ from collections.abc import Awaitable
 from typing import Any
 
 from engine.errors import EngineStopped
+from serving.grace import Grace
 from serving.heartbeat import HasHeartbeat, follow_heartbeat
 from serving.node_state import NodeState
 from serving.server import Running, announce, stop_signal
 
 
 async def until_drained(
-    server: Running, state: NodeState, engine: HasHeartbeat, stuck_after_s: float
+    server: Running, state: NodeState, engine: HasHeartbeat, stuck_after_s: float, grace: Grace
 ) -> None:
     """Serves until told to stop, then takes nothing new and finishes what there is.
+
+    From then on it has the grace's time, to the end of the process.
 
     Raises EngineStopped if the engine fails.
     """
@@ -27,6 +30,7 @@ async def until_drained(
             await _first(told.wait(), state.drain_wanted(), _wait(heartbeat), _wait(following))
             if following.done():
                 following.result()  # a bug: it never ends by itself
+            grace.begin(lambda: state.num_calls)
             if not heartbeat.done():
                 await _drain(server, state, heartbeat)
         finally:

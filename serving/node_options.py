@@ -9,6 +9,7 @@ from engine.loop import HEARTBEAT_S
 from engine.runner.settings import RunnerConfig
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig
+from serving.grace import DRAIN_TIMEOUT_S
 from serving.tls import PLAIN, TlsConfig
 from telemetry.options import TelemetryOptions
 
@@ -34,6 +35,7 @@ class NodeOptions:
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
     # The engine's heart beats with each step and each layer: a step may take longer than this.
     stuck_after_s: float = 60.0
+    drain_timeout_s: float = DRAIN_TIMEOUT_S  # when told to end; then it ends at once
     enable_prefix_caching: bool = True
     cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system
     telemetry: TelemetryOptions = TelemetryOptions()

@@ -19,6 +19,7 @@ FOR_TLS = tuple(one.name for one in options_of(tls_config))
 # What `baton up` decides itself, for each process.
 GIVEN = (
     *("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid"),
+    "drain_timeout_s",
     *FOR_TLS,
 )
 CLUSTER_PANEL = "Cluster"

@@ -154,6 +154,14 @@ StuckAfter = Annotated[
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
+DrainTimeout = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Seconds to finish what it has when told to end; then it ends at once.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
+]
 NodeName = Annotated[
     str, typer.Option(help="Name of the node; drawn when left out.", rich_help_panel=NETWORK_PANEL)
 ]

@@ -12,6 +12,7 @@ from baton.cli.options import (
     BlockSize,
     Cpus,
     Device,
+    DrainTimeout,
     Dtype,
     FindEvery,
     Host,
@@ -51,6 +52,7 @@ from baton.cli.signatures import split, takes_options_of
 from baton.cli.telemetry import telemetry_options
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
+from serving.grace import DRAIN_TIMEOUT_S
 from serving.parent import end_when_told, end_with_parent
 from telemetry.logs import start_logging
 
@@ -91,6 +93,7 @@ def node_options(
     port: Port = 0,
     node_id: NodeName = "",
     stuck_after_s: StuckAfter = 60.0,
+    drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
     **given: Any,
 ) -> NodeOptions:
     """Both kinds of node take these."""
@@ -124,6 +127,7 @@ def node_options(
         tls=tls_config(**for_tls),
         node_id=node_id,
         stuck_after_s=stuck_after_s,
+        drain_timeout_s=drain_timeout_s,
         model_name=served_model_name,
         kv_transport=kv_transport,
         kv_tls=kv_tls,
@@ -180,6 +184,7 @@ def router_options(
     prefill_nodes: Nodes = "",
     find_every_s: FindEvery = 5.0,
     node_patience_s: NodePatience = 5.0,
+    drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
     model: Model = "",
     host: Host = "127.0.0.1",
     port: Port = 50051,
@@ -202,6 +207,7 @@ def router_options(
         prefill_nodes=parse_sources(prefill_nodes),
         find_every_s=find_every_s,
         node_patience_s=node_patience_s,
+        drain_timeout_s=drain_timeout_s,
         host=host,
         port=port,
         model=model,

@@ -210,6 +210,14 @@ class EngineNode:
         self._process.kill()
         self._process.join()
 
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Once it has ended; None if it has not by then."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
     def end(self) -> int | None:
         """Its exit code, after a drain; it is gone in any case."""
         if self.is_alive:

@@ -58,6 +58,14 @@ def test_every_probe_asks_the_port_that_is_listened_on(name: str) -> None:
     assert service["healthcheck"]["test"] == ["CMD", "baton", "health", f"127.0.0.1:{port}"]
 
 
+@pytest.mark.parametrize("name", of_baton())
+def test_every_process_has_ended_by_itself_before_it_is_killed(name: str) -> None:
+    service = of_baton()[name]
+
+    given_s = float(service["stop_grace_period"].removesuffix("s"))
+    assert given_s > float(option(service["command"], "drain-timeout-s"))
+
+
 @pytest.mark.parametrize("router", ["router", "router-gpu"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_router_looks_for_nodes_where_they_are_and_stops_before_them(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from baton.cli.serve import router_options
+from serving.grace import DRAIN_TIMEOUT_S
 from serving.health import LIVENESS
 from tests.support import manifests
 from tests.support.command_lines import complaint_about, option
@@ -29,6 +32,8 @@ from tests.support.manifests import (
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 COMPONENTS = ("router", *NODES)
 REPOSITORY = Path(__file__).parents[2]
+FIND_EVERY_S = inspect.signature(router_options).parameters["find_every_s"].default
+SERVICES_HEAR_WITHIN_S = 5  # by when proxies and DNS know that a pod is on its way out
 SETTINGS = sorted(manifests.ROOT.rglob("baton.toml"))
 
 
@@ -185,10 +190,17 @@ def test_pods_run_as_the_user_of_the_image_and_write_where_it_may(component: str
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_a_pod_has_more_time_to_drain_than_its_hook_takes(component: str) -> None:
-    hook_s = container(component).get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+def test_a_pod_lets_others_forget_it_and_has_the_time_to_drain_after_that(component: str) -> None:
+    hook_s = container(component)["lifecycle"]["preStop"]["sleep"]["seconds"]
 
-    assert pod(component)["spec"]["terminationGracePeriodSeconds"] > hook_s.get("seconds", 0) + 60
+    assert hook_s >= (FIND_EVERY_S if component in NODES else 0) + SERVICES_HEAR_WITHIN_S
+    assert pod(component)["spec"]["terminationGracePeriodSeconds"] > hook_s + DRAIN_TIMEOUT_S
+
+
+def test_no_settings_change_what_the_hooks_count_on() -> None:
+    for path in SETTINGS:
+        assert "drain-timeout-s" not in path.read_text()
+        assert "find-every-s" not in path.read_text()
 
 
 def test_kustomizations_are_of_the_kinds_that_kustomize_knows() -> None:

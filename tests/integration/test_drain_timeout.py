@@ -1,0 +1,82 @@
+"""A process that is told to end and cannot come to its end: its time is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.client import Client, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.v1 import node_pb2_grpc
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId
+from serving.grace import CUT_OFF
+from serving.node import NodeRole
+from serving.translate_sequence import Sequence, decode_request
+from tests.support.engine_nodes import EngineNode
+from tests.support.engine_pair import PairOptions, greedy
+from tests.support.life import standing_still
+from tests.support.models import prompt_of
+from tests.support.nodes import drain
+
+GRACE_S = 1.0
+WAIT_S = 60.0
+
+Tell = Callable[[EngineNode], None]
+
+
+def by_signal(node: EngineNode) -> None:
+    node.terminate()
+
+
+def by_drain_call(node: EngineNode) -> None:
+    drain(node.address)
+
+
+@pytest.fixture
+def node(model_folder: Path) -> Iterator[EngineNode]:
+    options = replace(PairOptions(model_folder).of(NodeRole.DECODE), drain_timeout_s=GRACE_S)
+    one = EngineNode(NodeRole.DECODE, options).await_ready()
+    yield one
+    one.kill()
+
+
+@pytest.mark.parametrize("tell", [by_signal, by_drain_call])
+@pytest.mark.parametrize("client_stays", [True, False])
+def test_a_node_whose_engine_hangs_ends_by_itself(
+    node: EngineNode, tell: Tell, client_stays: bool
+) -> None:
+    node.hold_before_pass(1)
+    with grpc.insecure_channel(node.address) as channel:
+        request = decode_request(HandoffId("a", 1), Sequence(prompt_of(9), greedy(4), seed=0), None)
+        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(request)
+        node.await_held()
+        if not client_stays:
+            call.cancel()
+
+        tell(node)
+
+        assert node.exit_code(WAIT_S) == CUT_OFF
+
+
+def test_a_router_whose_requests_do_not_end_ends_by_itself(
+    cluster_options: Callable[..., ClusterOptions],
+) -> None:
+    options = cluster_options(num_prefill=0, router_arguments=("--drain-timeout-s", f"{GRACE_S:g}"))
+    generation = Generation(SamplingParams(max_tokens=400, ignore_eos=True))
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        [decode] = cluster.decodes
+        stream = client.stream(prompt_of(20), generation)
+        next(stream)
+        with standing_still(decode):
+            cluster.router.ask_to_stop()
+            code = cluster.router.process.wait(WAIT_S)
+        stream.close()
+
+    assert code == CUT_OFF
+    assert "1 requests unfinished: it is cut off" in cluster.router.log
+    assert decode.process.returncode == 0
