@@ -13,6 +13,8 @@ FROM ${BUILD_IMAGE} AS build
 # As in tools/install.sh: the CPU build, so that no CUDA libraries are pulled in.
 ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Extras of pyproject.toml, such as ucxx.
+ARG EXTRAS
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 # For the native kernels; it stays behind with this stage.
@@ -28,6 +30,9 @@ WORKDIR /src
 COPY pyproject.toml ./
 COPY deploy/image/requirements.py deploy/image/slim.sh deploy/image/
 RUN python3 deploy/image/requirements.py project.dependencies > /tmp/run.txt \
+    && for extra in ${EXTRAS}; do \
+        python3 deploy/image/requirements.py "project.optional-dependencies.${extra}" \
+            >> /tmp/run.txt || exit 1; done \
     && python3 deploy/image/requirements.py build-system.requires > /tmp/build.txt \
     && ${PIP} install -r /tmp/run.txt \
     && /pip/bin/pip install -r /tmp/build.txt \

@@ -38,7 +38,7 @@ def written() -> list[Manifest]:
     files = [
         folder / name
         for folder, told in lists.items()
-        for name in told["resources"]
+        for name in told.get("resources", [])
         if name.endswith(".yaml")
     ]
     return [one for file in files for one in yaml.safe_load_all(file.read_text())]

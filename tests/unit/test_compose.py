@@ -38,6 +38,20 @@ def services() -> dict[str, dict[str, Any]]:
     return {name: bases.get(name, {}) | one for name, one in found.items()}
 
 
+def with_tls() -> dict[str, dict[str, Any]]:
+    """What deploy/compose.tls.yaml adds, merged by Compose's rules as far as it needs them."""
+    text = with_defaults((ROOT / "deploy/compose.tls.yaml").read_text())
+    added = yaml.safe_load(text)["services"]
+    return {
+        name: one
+        | {
+            "environment": one["environment"] | added[name]["environment"],
+            "volumes": [*one["volumes"], *added[name]["volumes"]],
+        }
+        for name, one in of_baton().items()
+    }
+
+
 def of_baton() -> dict[str, dict[str, Any]]:
     return {name: one for name, one in services().items() if one["image"].startswith("baton")}
 
@@ -47,6 +61,22 @@ def test_every_process_is_started_with_options_that_exist(name: str) -> None:
     service = of_baton()[name]
 
     assert not complaint_about(service["command"], service["environment"])
+
+
+@pytest.mark.parametrize("name", of_baton())
+def test_with_tls_every_process_and_its_probe_take_the_certificates(name: str) -> None:
+    service = with_tls()[name]
+    role = service["command"][1]
+    [folder] = {one["target"] for one in service["volumes"] if isinstance(one, dict)}
+    files = {Path(one) for one in service["environment"].values() if str(one).startswith("/")}
+
+    assert not complaint_about(service["command"], service["environment"])
+    assert not complaint_about(service["healthcheck"]["test"][2:], service["environment"])
+    assert {str(file.parent) for file in files} == {folder}
+    who = "router" if role == "router" else "node"
+    assert {file.name for file in files} == {f"{who}.crt", f"{who}.key", "ca.crt"}
+    asks_for_certificates = f"BATON_SERVE_{role.upper()}_TLS_CLIENT_CA" in service["environment"]
+    assert asks_for_certificates == (role != "router")
 
 
 @pytest.mark.parametrize("name", of_baton())

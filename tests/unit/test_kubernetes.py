@@ -97,6 +97,55 @@ def test_every_process_is_started_with_options_that_exist(component: str, settin
     assert not complaint_about([f"--config={settings}", *args[1:]])
 
 
+def secured(component: str) -> Manifest:
+    """The pod of a process with components/tls."""
+    [found] = [
+        one["spec"]["template"]["spec"]
+        for one in rendered("cpu-demo-tls")
+        if one["kind"] in ("Deployment", "StatefulSet") and one["metadata"]["name"] == component
+    ]
+    spec: Manifest = found
+    return spec
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_with_tls_a_process_finds_its_certificates_in_its_secret(component: str) -> None:
+    spec = secured(component)
+    [runs] = spec["containers"]
+    environment = {one["name"]: one.get("value", "") for one in runs["env"]}
+    mounts = {one["mountPath"]: one["name"] for one in runs["volumeMounts"]}
+    volumes = {one["name"]: one for one in spec["volumes"]}
+
+    settings = manifests.ROOT / "overlays/cpu-demo/baton.toml"
+    assert not complaint_about([f"--config={settings}", *runs["args"][1:]], environment)
+    files = {value for value in environment.values() if value.startswith("/")}
+    assert {Path(file).name for file in files} == {"tls.crt", "tls.key", "ca.crt"}
+    [folder] = {str(Path(file).parent) for file in files}
+    secret = volumes[mounts[folder]]["secret"]
+    assert secret == {
+        "secretName": f"{'router' if component == 'router' else 'node'}-tls",
+        "defaultMode": 0o440,
+    }
+    asks_for_certificates = f"BATON_SERVE_{component.upper()}_TLS_CLIENT_CA" in environment
+    assert asks_for_certificates == (component in NODES)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_with_tls_probes_ask_the_same_by_a_command_that_exists(component: str) -> None:
+    [runs] = secured(component)["containers"]
+    environment = {one["name"]: one.get("value", "") for one in runs["env"]}
+
+    for kind in ("startup", "readiness", "liveness"):
+        plain, probe = container(component)[f"{kind}Probe"], runs[f"{kind}Probe"]
+        program, *arguments = probe["exec"]["command"]
+        assert "grpc" not in probe
+        assert (program, arguments[0]) == ("baton", "health")
+        assert f"127.0.0.1:{plain['grpc']['port']}" in arguments
+        assert ("--live" in arguments) == (plain["grpc"].get("service") == LIVENESS)
+        assert probe["timeoutSeconds"] > float(option(arguments, "timeout"))
+        assert not complaint_about(arguments, environment)
+
+
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_probes_and_services_use_the_port_that_is_listened_on(component: str) -> None:
     runs = container(component)

@@ -1,0 +1,75 @@
+"""What tools/make_certificates.sh makes is what Compose and Kubernetes are wired for."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.client import AsyncClient, BatonError
+from serving.tls import TlsConfig
+from tests.support.routers import a_router
+
+PATIENCE_S = 30
+SCRIPT = Path(__file__).parents[2] / "tools/make_certificates.sh"
+
+pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run([SCRIPT, folder, "llm.example"], check=True, capture_output=True)
+    return folder
+
+
+def identity(made: Path, who: str) -> TlsConfig:
+    """As a process of the cluster is told."""
+    ca = made / "ca.crt"
+    return TlsConfig(made / f"{who}.crt", made / f"{who}.key", ca, None, "node.baton")
+
+
+async def model_of(server: TlsConfig, client: TlsConfig) -> str:
+    async with (
+        a_router(tls=server) as (_, address),
+        AsyncClient(address, tls=client, timeout_s=PATIENCE_S) as asking,
+    ):
+        return (await asking.model()).name
+
+
+@pytest.mark.parametrize("name", ["", "localhost", "router", "router.baton.svc", "llm.example"])
+def test_clients_reach_the_router_by_all_its_names(made: Path, name: str) -> None:
+    client = TlsConfig(ca=made / "ca.crt", server_name=name)
+
+    assert asyncio.run(model_of(identity(made, "router"), client)) == "tiny"
+
+
+@pytest.mark.parametrize("who", ["router", "node"])
+def test_nodes_let_in_routers_and_other_nodes_by_the_one_name_of_nodes(
+    made: Path, who: str
+) -> None:
+    node = replace(identity(made, "node"), client_ca=made / "ca.crt")
+
+    assert asyncio.run(model_of(node, identity(made, who))) == "tiny"
+
+
+def test_nodes_let_in_nobody_else(made: Path) -> None:
+    node = replace(identity(made, "node"), client_ca=made / "ca.crt")
+    client = TlsConfig(ca=made / "ca.crt", server_name="node.baton")
+
+    with pytest.raises(BatonError) as refusal:
+        asyncio.run(model_of(node, client))
+
+    assert refusal.value.reason == "TLS_FAILED"
+
+
+def test_keys_are_for_their_owner_alone(made: Path) -> None:
+    keys = sorted(made.glob("*.key"))
+
+    assert [key.name for key in keys] == ["ca.key", "node.key", "router.key"]
+    assert {key.stat().st_mode & 0o077 for key in keys} == {0}
+    assert not list(made.glob("*.csr")) + list(made.glob("*.ext"))
