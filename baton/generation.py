@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from baton.encoding import valid_text
 from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingDefaults, SamplingParams
@@ -152,7 +153,8 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
         priority=generation.priority,
         cache_salt=generation.cache_salt,
     )
-    _set_prompt(request, prompt)
+    with valid_text():
+        _set_prompt(request, prompt)
     return request
 
 
@@ -183,9 +185,10 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
 
 
 def tokenize_request_from(prompt: str | Sequence[Message]) -> inference_pb2.TokenizeRequest:
-    if isinstance(prompt, str):
-        return inference_pb2.TokenizeRequest(text=prompt)
-    return inference_pb2.TokenizeRequest(chat=_chat(prompt))
+    with valid_text():
+        if isinstance(prompt, str):
+            return inference_pb2.TokenizeRequest(text=prompt)
+        return inference_pb2.TokenizeRequest(chat=_chat(prompt))
 
 
 def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:

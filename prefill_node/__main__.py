@@ -18,6 +18,7 @@ from serving.engine_calls import EngineCalls
 from serving.grace import Grace
 from serving.kv_link import GrpcLinks
 from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
+from serving.listening import check_port
 from serving.node import NodeRole
 from serving.node_metrics import node_metrics
 from serving.node_news import news_reader
@@ -41,6 +42,7 @@ from telemetry.tracer import Tracer, tracing
 
 def main(options: NodeOptions) -> None:
     """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
+    check_port(options.host, options.port)  # before a model is loaded
     pin(options.cpus)
     with load_runner(options.runner) as runner:
         identity = identify(options, NodeRole.PREFILL, runner)

@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -38,9 +39,15 @@ log = logging.getLogger(__name__)
 
 
 def pin(cpus: tuple[int, ...]) -> None:
-    """Before any thread is started: threads inherit it."""
-    if cpus:
+    """Before any thread is started: threads inherit it. Raises InvalidConfig."""
+    if not cpus:
+        return
+    allowed = os.sched_getaffinity(0)
+    with suppress(OSError):  # none of them is there; some that are not go by in silence
         os.sched_setaffinity(0, cpus)
+    if os.sched_getaffinity(0) != set(cpus):
+        wanted, free = (",".join(map(str, sorted(some))) for some in (cpus, allowed))
+        raise InvalidConfig(f"--cpus {wanted}: not all of them may be used here; these may: {free}")
 
 
 def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Identity:

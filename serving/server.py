@@ -16,6 +16,7 @@ from serving.channel import KEEPALIVE, Keepalive, server_credentials, server_opt
 from serving.errors import AddressInUse
 from serving.health import HEALTH, Health
 from serving.health_servicer import HealthServicer
+from serving.listening import check_port
 from serving.tls import PLAIN, TlsConfig
 
 READY_PREFIX = "baton ready:"
@@ -94,6 +95,7 @@ async def stop_signal() -> AsyncIterator[asyncio.Event]:
 
 
 def _bind(server: aio.Server, host: str, port: int, tls: TlsConfig) -> int:
+    check_port(host, port)  # gRPC tells no reasons
     credentials = server_credentials(tls)
     try:
         if credentials is None:

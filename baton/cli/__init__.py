@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -19,7 +20,7 @@ from baton.cli.command import (
     unwrapped,
 )
 from baton.cli.doctor import doctor
-from baton.cli.errors import NAMED, tell_named, tell_usage
+from baton.cli.errors import NAMED, tell_named, tell_no_space, tell_usage
 from baton.cli.examples import examples
 from baton.cli.generate import generate
 from baton.cli.health import health
@@ -27,6 +28,7 @@ from baton.cli.nodes import nodes
 from baton.cli.run import run
 from baton.cli.serve import serve
 from baton.cli.trace import trace
+from baton.encoding import read_anything
 
 app = typer.Typer(
     name="baton",
@@ -79,6 +81,7 @@ def main() -> None:
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
     # gRPC's library would write of each failed handshake on standard error; Baton tells of them.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    read_anything()
     sys.exit(_run())
 
 
@@ -95,4 +98,8 @@ def _run() -> int:
         return tell_usage(error)
     except typer.Abort:
         return 130
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return tell_no_space(error)
     return code if isinstance(code, int) else 0

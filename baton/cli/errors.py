@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -25,6 +26,14 @@ def tell_named(error: Exception) -> int:
     """Tells of an error that was raised on purpose; the exit code."""
     tell(str(error))
     return WRONG_USAGE if isinstance(error, USAGE) else FAILED
+
+
+def tell_no_space(error: OSError) -> int:
+    """Tells that what was written, on standard output mostly, has no room; the exit code."""
+    tell(f"what came could not be written: {error.strerror}")
+    # Python would try to write the rest at its end, and complain again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
 
 
 def tell_usage(error: typer.TyperException) -> int:

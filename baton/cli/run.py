@@ -11,6 +11,7 @@ from baton.cli.errors import FAILED, tell
 from baton.cli.options import KV_PANEL, Device, Dtype, Model, Threads
 from baton.cli.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import takes_options_of
+from baton.encoding import valid_text
 from baton.units import format_bytes
 
 
@@ -39,6 +40,8 @@ def run(
 
     chosen = sampling(**given)
     asked = prompts or [sys.stdin.read()]
+    with valid_text():
+        "".join(asked).encode()
     with LLM(
         model, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory, num_threads=threads
     ) as llm:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +19,7 @@ from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.model_folder import resolve_model_folder
 from serving.channel import open_blocking_channel
-from serving.errors import AddressInUse
+from serving.listening import check_port
 from serving.node import NodeCard, card_from
 from serving.tls import TlsConfig
 
@@ -132,21 +129,6 @@ class Life:
             self._status.update(
                 f"loading: {self._num_up} of {self._num_processes} processes are up"
             )
-
-
-def check_port(host: str, port: int) -> None:
-    """Before anything is loaded. Raises AddressInUse."""
-    try:
-        [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        socket.create_server(found[4][:2], family=found[0]).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise AddressInUse(
-                f"port {port} of {host} is in use; choose another --port, or --port 0 for any"
-            ) from error
-        number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror  # no words around it
-        raise AddressInUse(f"cannot listen on {host}:{port}: {reason}") from error
 
 
 def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, object]]:

@@ -17,6 +17,7 @@ from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 from tests.support.told_router import WAIT_S, told_router
 
 BATON = (sys.executable, "-m", "baton")
+NOBODY = "127.0.0.1:1"  # where no router is
 
 
 def run_baton(*arguments: str, piped: str = "") -> subprocess.CompletedProcess[str]:
@@ -166,6 +167,39 @@ def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
     assert told["finish_reason"] == "length"
     assert told["served"]["prefill_node"] == "prefill-0"
     assert "prefill-0 → decode-0" in done.stderr
+
+
+def test_a_disk_that_is_full_is_one_line_and_no_traceback() -> None:
+    with told_router("an answer") as router, open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [*BATON, "generate", "hi", "--address", router.address],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        "baton: error: what came could not be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "--address", NOBODY], ["chat", "--address", NOBODY], ["run"]]
+)
+def test_input_in_another_encoding_is_refused_by_name(command: list[str]) -> None:
+    done = subprocess.run(
+        [*BATON, *command],
+        input="gr\u00fcn".encode("latin-1"),
+        capture_output=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == (
+        b"baton: error: the text is no valid UTF-8 (at character 2); convert it first\n"
+    )
 
 
 def test_generate_shows_each_token_with_its_likeliest_rivals(cluster: LocalCluster) -> None:

@@ -232,10 +232,17 @@ def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
     return decode_request(HandoffId("a", 1), sequence, peer)
 
 
-def test_a_busy_port_is_one_clear_line_and_exit_code_1(model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["router", "--decode-nodes", "127.0.0.1:1"],
+        ["decode", "--model", "not looked at before the port is"],
+    ],
+)
+def test_a_busy_port_is_one_clear_line_and_exit_code_1(command: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        arguments = ["serve", "router", "--decode-nodes", "127.0.0.1:1", "--port", port]
+        arguments = ["serve", *command, "--port", port]
 
         ended = subprocess.run(
             [sys.executable, "-m", "baton", *arguments],
@@ -246,8 +253,43 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_1(model_folder: Path) -> No
         )
 
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith(
-        f"baton: error: cannot listen on 127.0.0.1:{port}"
+    assert ended.stderr == (
+        f"baton: error: port {port} of 127.0.0.1 is in use; choose another --port, "
+        "or --port 0 for any\n"
+    )
+
+
+def test_cores_that_are_not_there_are_told_with_those_that_are() -> None:
+    there = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "baton", "serve", "decode", "--model", "m", "--cpus", "1022-1023"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"baton: error: --cpus 1022,1023: not all of them may be used here; these may: {there}\n"
+    )
+
+
+def test_an_address_of_another_machine_is_one_clear_line_too() -> None:
+    arguments = ["serve", "router", "--decode-nodes", "127.0.0.1:1", "--host", "192.0.2.1"]
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "baton", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "baton: error: cannot listen on 192.0.2.1:50051: Cannot assign requested address\n"
     )
 
 

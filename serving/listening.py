@@ -1,0 +1,26 @@
+"""Whether an address can be listened on, told in words before anything depends on it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from serving.errors import AddressInUse
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises AddressInUse."""
+    try:
+        [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        socket.create_server(found[4][:2], family=found[0]).close()
+    except OSError as error:
+        raise AddressInUse(_told(host, port, error)) from error
+
+
+def _told(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; choose another --port, or --port 0 for any"
+    number = error.errno or 0
+    reason = os.strerror(number) if number > 0 else error.strerror  # no words around it
+    return f"cannot listen on {host}:{port}: {reason}"
