@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.errors import InvalidConfig
 from engine.runner.config import ModelConfig
 from engine.runner.facts import KvMemory
+from engine.runner.memory import huge_page_memory
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -40,7 +41,10 @@ class KvShape:
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
         per_block = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        return torch.zeros((num_blocks, *per_block), dtype=self.dtype, device=device)
+        if device.type != "cpu":
+            return torch.zeros((num_blocks, *per_block), dtype=self.dtype, device=device)
+        memory = huge_page_memory(num_blocks * self.block_bytes)
+        return torch.frombuffer(memory, dtype=self.dtype).view(num_blocks, *per_block)
 
 
 def describe(kv: Tensor) -> KvMemory:
