@@ -22,12 +22,12 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from baton.bench.kv_end import EndPlan, HandOffTimes, serve_end
+from baton.bench.kv_figures import MIB, KvFigure, KvRound, TailFigure, figure_of
 from baton.bench.kv_prefill import Prefill, PrefillTimes
 from kv_transfer.errors import KvTransferError
 from kv_transfer.transport import Write
 from kv_transfer.types import BlockId, HandoffId
 
-MIB = 1 << 20
 MEMORY_BYTES = 256 * MIB
 TAIL_BYTES = 64 * MIB
 LEAST_LAYER_BYTES = 8192
@@ -52,41 +52,6 @@ class KvBench:
     num_chunks: int
     chunk_s: float
     num_runs: int
-
-
-@dataclass(frozen=True, slots=True)
-class KvFigure:
-    """Medians of one size over one path. Rates in GB/s; ratios are of the contiguous write's."""
-
-    path: str
-    block_kib: float
-    handoff_mib: float
-    memcpy: float
-    contiguous: float  # one NIXL write, both sides doing nothing but poll
-    scattered: float  # the blocks, by the bare channel
-    written: float  # the blocks, by the worker halves: first post to last write landed
-    verified: float  # the same with the digest of P in it
-    scattered_ratio: float
-    written_ratio: float
-    verified_ratio: float
-    handoff_us: float  # the order on D until landed, all of it computed before
-    handoff_verified_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class TailFigure:
-    """What is left of a hand-off when the last chunk of its prefill has ended; medians."""
-
-    path: str
-    block_kib: float
-    push: str
-    verify: bool
-    num_chunks: int
-    handoff_mib: float
-    whole_ms: float  # the same bytes handed over in one go
-    tail_ms: float
-    tail_share: float
-    cost_ms: float  # by which pushing made the prefill itself longer
 
 
 def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[KvFigure], list[TailFigure]]:
@@ -131,6 +96,14 @@ def _num_layers(bench: KvBench, block_bytes: int) -> int:
     """Small blocks are those of small models."""
     most = max(1, min(bench.num_layers, block_bytes // LEAST_LAYER_BYTES))
     return next(number for number in range(most, 0, -1) if block_bytes % number == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RawTimes:
+    """Seconds from the post of one bare write, nothing else being done on either side."""
+
+    written_s: float  # until P sees it ended
+    noticed_s: float  # until D has the notification
 
 
 class _End:
@@ -192,24 +165,7 @@ class _Pair:
         num_blocks = max(1, size // self._block_bytes)
         self._round(size, num_blocks)  # connections are made, pages mapped
         rounds = [self._round(size, num_blocks) for _ in range(self._bench.num_runs)]
-        s = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-        moved = num_blocks * self._block_bytes
-        contiguous = size / s["contiguous"]
-        return KvFigure(
-            path=self.path,
-            block_kib=self._block_bytes / 1024,
-            handoff_mib=moved / MIB,
-            memcpy=size / s["memcpy"] / 1e9,
-            contiguous=contiguous / 1e9,
-            scattered=moved / s["scattered"] / 1e9,
-            written=moved / s["written"] / 1e9,
-            verified=moved / s["verified"] / 1e9,
-            scattered_ratio=moved / s["scattered"] / contiguous,
-            written_ratio=moved / s["written"] / contiguous,
-            verified_ratio=moved / s["verified"] / contiguous,
-            handoff_us=s["landed"] * 1e6,
-            handoff_verified_us=s["landed verified"] * 1e6,
-        )
+        return figure_of(self.path, self._block_bytes, num_blocks, size, rounds)
 
     def measure_tails(self) -> list[TailFigure]:
         # UCXX sends whole blocks only.
@@ -218,19 +174,27 @@ class _Pair:
 
     # --- One of each -------------------------------------------------------------------------
 
-    def _round(self, size: int, num_blocks: int) -> dict[str, float]:
+    def _round(self, size: int, num_blocks: int) -> KvRound:
         num_slots = MEMORY_BYTES // size
         places = [self._draw.randrange(num_slots) for _ in range(4)]
-        seconds = {
-            "memcpy": self._p.ask("copy", places[0] * size, places[1] * size, size),
-            "contiguous": self._write(size, (BlockId(places[2]),), (BlockId(places[3]),)),
-            "scattered": self._write(None, self._blocks(num_blocks), self._blocks(num_blocks)),
-        }
-        for verify, name in ((False, ""), (True, " verified")):
-            sent, landed = self._hand_over(num_blocks, verify)
-            seconds["verified" if verify else "written"] = sent.ended_s - sent.began_s
-            seconds[f"landed{name}"] = landed.ended_s - landed.began_s
-        return seconds
+        memcpy = self._p.ask("copy", places[0] * size, places[1] * size, size)
+        contiguous = self._write(size, (BlockId(places[2]),), (BlockId(places[3]),))
+        scattered = self._write(None, self._blocks(num_blocks), self._blocks(num_blocks))
+        (sent, landed), (sent_verified, landed_verified) = (
+            self._hand_over(num_blocks, verify) for verify in (False, True)
+        )
+        return KvRound(
+            memcpy,
+            contiguous.written_s,
+            contiguous.noticed_s,
+            scattered.written_s,
+            written=sent.ended_s - sent.began_s,
+            landed=landed.ended_s - sent.began_s,
+            verified_written=sent_verified.ended_s - sent_verified.began_s,
+            verified_landed=landed_verified.ended_s - sent_verified.began_s,
+            handoff=landed.ended_s - landed.began_s,
+            handoff_verified=landed_verified.ended_s - landed_verified.began_s,
+        )
 
     def _hand_over(self, num_blocks: int, verify: bool) -> tuple[HandOffTimes, HandOffTimes]:
         handoff_id = self._next_id()
@@ -241,15 +205,15 @@ class _Pair:
 
     def _write(
         self, size: int | None, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]
-    ) -> float:
+    ) -> RawTimes:
         ticket = self._next_ticket()
         self._d.tell("take_write", size, ticket, targets)
         self._p.tell("write", size, Write(ticket, ticket, 0, sources, targets))
-        self._d.answer()
+        noticed_s: float = self._d.answer()
         self._p.tell("rest")
-        seconds: float = self._p.answer()
+        times: HandOffTimes = self._p.answer()
         self._p.answer()
-        return seconds
+        return RawTimes(times.ended_s - times.began_s, noticed_s - times.began_s)
 
     def _tail(self, push: str, verify: bool) -> TailFigure:
         num_blocks = max(self._bench.num_chunks, TAIL_BYTES // self._block_bytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import math
-import mmap
 import os
 import queue
 import signal
@@ -27,6 +26,7 @@ import numpy as np
 
 from baton.bench.kv_prefill import Prefill, PrefillTimes, compute
 from baton.v1 import kv_link_pb2_grpc
+from engine.runner.memory import huge_page_memory
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.messages import Fingerprint, Region
 from kv_transfer.nixl_transport import NixlConfig, NixlTransport
@@ -154,8 +154,7 @@ class _Memory:
 
     def __init__(self, plan: EndPlan) -> None:
         num_blocks = plan.memory_bytes // plan.block_bytes
-        self._map = mmap.mmap(-1, plan.memory_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes = np.frombuffer(huge_page_memory(plan.memory_bytes), dtype=np.uint8)
         noise = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
         for start in range(0, plan.memory_bytes, len(noise)):
             part = self._bytes[start : start + len(noise)]
@@ -307,17 +306,17 @@ class _End:
             pass
         return time.monotonic()
 
-    def write(self, size: int | None, write: Write) -> float:
+    def write(self, size: int | None, write: Write) -> HandOffTimes:
         """P: how long one write takes that nothing else is done beside."""
         channel = self._raw(size)
-        began_s = time.perf_counter()
+        began_s = time.monotonic()
         channel.post(write)
         self._poll_until_written(channel, write)
-        took_s = time.perf_counter() - began_s
-        channel.notify(write.ticket)
+        times = HandOffTimes(began_s, time.monotonic())
+        channel.notify(write.ticket, b"")
         while not self._mail.qsize():  # the notification needs us until D has it
             channel.poll()
-        return took_s
+        return times
 
     def rest(self) -> bool:
         """P: D has it all."""

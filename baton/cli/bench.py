@@ -96,7 +96,12 @@ def kv(
     runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
-    """What passing KV blocks costs, beside a contiguous NIXL write and memcpy."""
+    """What passing KV blocks costs, beside a contiguous NIXL write and memcpy.
+
+    Written is from the first post until the prefill side has seen the last write end, landed
+    until the decode side has seen data and Done and may decode; verified is the same with
+    digests on both sides. docs/handoff-figures.md tells more.
+    """
     from baton.bench.kv import KvBench, run
 
     what = KvBench(
