@@ -13,11 +13,18 @@ class ReceiverConfig:
 
     lease_s: float = 5.0  # how long P may post without hearing of D; renewed at a third of it
     silence_s: float = 10.0  # a peer that says nothing for so long while asked is given up
-    fence_age_s: float = 10.0  # a revoke unanswered for so long costs the pair its channel
+    # A revoke unanswered for so long costs the pair its channel though P lives: longer than
+    # a layer takes, in which its engine's thread can answer nothing.
+    fence_age_s: float = 60.0
     give_up_s: float = 300.0  # backstop: no receive waits longer, however alive P is
 
     def __post_init__(self) -> None:
         _check_positive(self)
+
+    @property
+    def renew_every_s(self) -> float:
+        """Often enough that one letter may be lost, or late."""
+        return min(self.lease_s, self.silence_s) / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,7 @@ class SenderConfig:
     """P's side."""
 
     hold_s: float = 60.0  # how long a computed result waits for D's grant
-    write_timeout_s: float = 30.0  # a write that D does not take for so long is given up
+    write_timeout_s: float = 60.0  # a write that D, busy or not, has not taken is given up
     max_in_flight_bytes: int = 64 << 20  # per peer; what may still land after a lease ended
     max_write_bytes: int = 16 << 20  # in one post
     num_remembered: int = 10_000  # ended hand-offs whose late grant is refused by name
@@ -47,6 +54,7 @@ class KvWorkerConfig:
     idle_poll_s: float = 0.01  # while a grant is out and nothing is known to move
     linger_s: float = 0.1  # P polls on for so long, so that its last notification leaves
     tick_s: float = 0.02  # how often deadlines are looked at
+    busy_s: float = 60.0  # an engine's thread away for longer is no longer spoken for
     redial_s: float = 1.0  # how often a lost peer is asked whether it lives, for a fence's sake
 
     def __post_init__(self) -> None:
@@ -57,6 +65,7 @@ class KvWorkerConfig:
             "idle_poll_s",
             "linger_s",
             "tick_s",
+            "busy_s",
             "redial_s",
         )
         for name in times:

@@ -2,7 +2,7 @@
 
 A link is one ordered, reliable stream of messages between a D and a P. D dials, P
 accepts. What carries it (a gRPC stream in production, plain lists in tests) implements
-`Link`, called on the engine's thread alone, and calls `LinkEvents`, from any thread.
+`Link`, and calls `LinkEvents`, from any thread.
 
 Losing the stream says nothing about the peer's process or its data path; the worker half
 draws no conclusion from it but that the pair has to start anew.
@@ -19,7 +19,10 @@ LinkId = NewType("LinkId", int)
 
 
 class Link(Protocol):
-    """What the worker half may ask of the carrier. No call blocks or raises."""
+    """What the worker half may ask of the carrier. No call blocks or raises.
+
+    On the engine's thread alone, but for `send`, which any thread may call.
+    """
 
     def dial(self, address: str) -> LinkId:
         """Begin a stream to the peer at host:port.
@@ -47,4 +50,8 @@ class LinkEvents(Protocol):
 
     def lost(self, link_id: LinkId, reason: str) -> None:
         """The stream is over: closed by the other side, broken, or never came to be."""
+        ...
+
+    def pulse(self) -> None:
+        """Called about every second: what must be said although the engine is in a long pass."""
         ...

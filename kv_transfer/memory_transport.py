@@ -52,7 +52,7 @@ class Wire:
     is_prompt: bool = False
     witness: Witness | None = None
     flights: list[Flight] = field(default_factory=list)
-    notices: list[tuple[MemoryChannel, int]] = field(default_factory=list)
+    notices: list[tuple[MemoryChannel, int, bytes]] = field(default_factory=list)
     cancels: list[tuple[MemoryChannel, int]] = field(default_factory=list)
     channels: dict[bytes, MemoryChannel] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -89,9 +89,9 @@ class Wire:
         """What is missing of this write never lands, and nobody is told."""
         self.flights.remove(flight)
 
-    def notice(self, channel: MemoryChannel, ticket: int) -> None:
-        self.notices.remove((channel, ticket))
-        channel.tell(Arrived(ticket))
+    def notice(self, channel: MemoryChannel, ticket: int, note: bytes) -> None:
+        self.notices.remove((channel, ticket, note))
+        channel.tell(Arrived(ticket, note))
 
     def quiet(self, channel: MemoryChannel, ticket: int) -> None:
         """The cancelled receives of this ticket are gone."""
@@ -107,8 +107,8 @@ class Wire:
                 self.flights.remove(flight)
             else:
                 self.acknowledge(flight)
-        for channel, ticket in list(self.notices):
-            self.notice(channel, ticket)
+        for channel, ticket, note in list(self.notices):
+            self.notice(channel, ticket, note)
         for channel, ticket in list(self.cancels):
             self.quiet(channel, ticket)
 
@@ -194,9 +194,9 @@ class MemoryChannel:
         missing = list(range(len(write.sources)))
         self._wire.flights.append(Flight(self, self._peer, write, missing))
 
-    def notify(self, ticket: int) -> None:
+    def notify(self, ticket: int, note: bytes) -> None:
         if self._wire.is_one_sided and self._peer is not None:
-            self._wire.notices.append((self._peer, ticket))
+            self._wire.notices.append((self._peer, ticket, note))
 
     def poll(self) -> list[ChannelEvent]:
         if self._wire.is_prompt:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """From D: still wanted. P answers with Renewed, which shows that it is alive."""
+    """From D: these are still wanted. P answers with Renewed, at once, on whatever thread hears."""
 
     handoff_ids: tuple[HandoffId, ...]
     lease_s: float
@@ -75,14 +75,14 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """From P: it has heard the Renew for these and will go on."""
+    """From P: it lives, and its engine has not been away for too long."""
 
     handoff_ids: tuple[HandoffId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """From P: bytes of this hand-off are on their way; D polls often for a while."""
+    """From P: bytes of this hand-off are on their way, or have come; D polls often for a while."""
 
     handoff_id: HandoffId
     num_written: int = 0  # of the grant's blocks, from its first on: P has seen them written
@@ -105,7 +105,10 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """From P, when every write is known to have landed: the blocks are complete."""
+    """From P, when every write is known to have landed: the blocks are complete.
+
+    A one-sided transport carries it behind the data; otherwise it goes over the link.
+    """
 
     handoff_id: HandoffId
     num_tokens: int

@@ -171,9 +171,10 @@ class NixlChannel:
         except self._errors as error:
             self._fail(write.write_id, f"post: {error!r}")
 
-    def notify(self, ticket: int) -> None:
+    def notify(self, ticket: int, note: bytes) -> None:
         try:
-            self._agent.genNotif(self._connected().peer, ticket.to_bytes(_TICKET_BYTES, "big"))
+            payload = ticket.to_bytes(_TICKET_BYTES, "big") + note
+            self._agent.genNotif(self._connected().peer, payload)
         except self._errors as error:
             self._failures.append(Severed(f"notify: {error!r}"))
 
@@ -184,7 +185,7 @@ class NixlChannel:
                 events.append(Written(write_id))
         # Also what makes UCX move when no write of ours is in flight.
         for payloads in self._agent.getNotifs({}, []).values():
-            events += [Arrived(int.from_bytes(payload, "big")) for payload in payloads]
+            events += [_arrived(payload) for payload in payloads]
         failures, self._failures = self._failures, []
         return events + failures
 
@@ -245,6 +246,10 @@ class _Lists:
 
     local: int
     remote: int
+
+
+def _arrived(payload: bytes) -> Arrived:
+    return Arrived(int.from_bytes(payload[:_TICKET_BYTES], "big"), payload[_TICKET_BYTES:])
 
 
 def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:

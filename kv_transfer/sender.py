@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 from kv_transfer.actions import AddToDigest, Announce, Break, Post, Say, SenderAction
 from kv_transfer.config import SenderConfig
+from kv_transfer.flights import Flights
 from kv_transfer.link import LinkId
 from kv_transfer.messages import (
     Failed,
     Grant,
     LinkMessage,
     Renew,
-    Renewed,
     Revoked,
     RevokeGrant,
     Writing,
@@ -41,20 +41,17 @@ class _Pair:
     """What is known of one link to a D."""
 
     last_ticket: int = 0  # grants up to this one were seen, or came too late
-    num_bytes_in_flight: int = 0
     is_broken: bool = False  # a write failed; only the cut is awaited
 
 
 class Sender:
     def __init__(self, block_bytes: int, config: SenderConfig, num_layers: int = 1) -> None:
         self._config = config
-        self._max_in_flight = max(block_bytes, config.max_in_flight_bytes)
+        self._flights = Flights(max(block_bytes, config.max_in_flight_bytes))
         self._pieces = Pieces(block_bytes, num_layers, config.max_write_bytes)
         self._outgoing: dict[HandoffId, Outgoing] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._pairs: dict[LinkId, _Pair] = {}
-        self._handoff_by_write: dict[int, HandoffId] = {}
-        self._num_writes = 0
         self._actions: list[SenderAction] = []
         self._finished: list[HandoffId] = []
         self.num_dropped = 0
@@ -122,10 +119,9 @@ class Sender:
         """Our end of the data path is destroyed: nothing of it reads our memory any more."""
         if self._pairs.pop(link_id, None) is None:
             return
+        self._flights.forget(link_id)
         for outgoing in [one for one in self._outgoing.values() if one.link_id == link_id]:
-            for write_id in outgoing.in_flight:
-                del self._handoff_by_write[write_id]
-            outgoing.in_flight.clear()
+            self._flights.end_all(outgoing)
             outgoing.link_id = None
             self._fail(outgoing, reason)
             self._end_if_over(outgoing)
@@ -214,7 +210,7 @@ class Sender:
 
     @property
     def has_flights(self) -> bool:
-        return bool(self._handoff_by_write)
+        return bool(self._flights)
 
     # --- Answers to messages ---------------------------------------------------------------
 
@@ -246,7 +242,6 @@ class Sender:
                 outgoing.lease_until_s = now + renew.lease_s
                 self._push(outgoing, now)
                 self._end_if_over(outgoing)
-        self._say(link_id, Renewed(renew.handoff_ids))
 
     def _revoked(self, link_id: LinkId, pair: _Pair, message: RevokeGrant) -> None:
         pair.last_ticket = max(pair.last_ticket, message.ticket)
@@ -274,22 +269,18 @@ class Sender:
         if now >= outgoing.lease_until_s or pair.is_broken:
             return
         while True:
-            room_bytes = self._max_in_flight - pair.num_bytes_in_flight
+            room_bytes = self._flights.room_bytes(link_id)
             piece = self._pieces.take_next(outgoing, grant, room_bytes)
             if piece is None:
                 return
-            self._post(outgoing, grant, pair, piece, now)
+            self._post(outgoing, link_id, grant, piece, now)
 
     def _post(
-        self, outgoing: Outgoing, grant: Grant, pair: _Pair, piece: Piece, now: float
+        self, outgoing: Outgoing, link_id: LinkId, grant: Grant, piece: Piece, now: float
     ) -> None:
-        link_id = self._link_of(outgoing)
         if piece.num_bytes:
-            self._num_writes += 1
-            write_id, first = self._num_writes, piece.places.start
-            outgoing.in_flight[write_id] = Flight(now, piece.num_bytes, first)
-            self._handoff_by_write[write_id] = outgoing.handoff_id
-            pair.num_bytes_in_flight += piece.num_bytes
+            flight = Flight(now, piece.num_bytes, piece.places.start)
+            write_id = self._flights.begin(outgoing, link_id, flight)
             write = _write_of(write_id, outgoing, grant, piece)
             self._actions.append(Post(link_id, outgoing.handoff_id, write))
         if piece.completed:
@@ -297,12 +288,11 @@ class Sender:
             self._actions.append(add)
 
     def _landing(self, link_id: LinkId, write_id: int) -> Outgoing | None:
-        handoff_id = self._handoff_by_write.pop(write_id, None)
+        handoff_id = self._flights.handoff_of(write_id)
         if handoff_id is None:
             return None
         outgoing = self._outgoing[handoff_id]
-        flight = outgoing.in_flight.pop(write_id)
-        self._pairs[link_id].num_bytes_in_flight -= flight.num_bytes
+        self._flights.end(outgoing, link_id, write_id)
         return outgoing
 
     def _fail(self, outgoing: Outgoing, reason: str) -> None:
@@ -359,11 +349,6 @@ class Sender:
         elif order.first_block != outgoing.first_block + len(outgoing.blocks):
             raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
         return outgoing
-
-    def _link_of(self, outgoing: Outgoing) -> LinkId:
-        if outgoing.link_id is None:
-            raise RuntimeError(f"{outgoing.handoff_id} has no link to write over")
-        return outgoing.link_id
 
     def _ordered(self, handoff_id: HandoffId) -> Outgoing:
         """The send that an order names; one that ended before its first order stays ended."""

@@ -51,9 +51,10 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """On D: P notified this ticket, and all that it wrote before has landed."""
+    """On D: all that P wrote under this ticket has landed."""
 
     ticket: int
+    note: bytes = b""  # one-sided: what P said with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ class Channel(Protocol):
         """On P: begin a write; ends in Written or WriteFailed, once."""
         ...
 
-    def notify(self, ticket: int) -> None:
-        """On P, when every write of the ticket is Written: let D have its Arrived."""
+    def notify(self, ticket: int, note: bytes) -> None:
+        """On P, one-sided, when every write of the ticket is Written: let D have its Arrived."""
         ...
 
     def poll(self) -> list[ChannelEvent]:

@@ -224,7 +224,7 @@ class UcxxChannel:
             return
         self._sends_by_write[write.write_id] = sends
 
-    def notify(self, ticket: int) -> None:
+    def notify(self, ticket: int, note: bytes) -> None:
         """D counts what comes and needs no notice."""
 
     def _connected(self) -> tuple[Any, Region]:

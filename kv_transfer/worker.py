@@ -1,8 +1,8 @@
 """The worker half: carries out what the two state machines decide, on a link and a transport.
 
-Single-threaded but for `deliver` and `lost`, which only put a letter into the inbox: whoever
-calls them wakes the engine afterwards. Everything else runs on the engine's thread, and never
-waits.
+Single-threaded but for `deliver` and `lost`, which put a letter into the inbox (whoever calls
+them wakes the engine afterwards), and for the signs of life that a node in a long pass gives on
+other threads. Everything else runs on the engine's thread, and never waits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,21 @@ from kv_transfer.actions import (
 )
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.digest import Digests
+from kv_transfer.done_note import done_of, note_of
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
 from kv_transfer.meetings import Meetings
-from kv_transfer.messages import Closed, Done, Hello, LinkMessage, Region, Writing
+from kv_transfer.messages import (
+    Closed,
+    Done,
+    Hello,
+    LinkMessage,
+    Region,
+    Renew,
+    Renewed,
+    Writing,
+)
 from kv_transfer.pairs import Identity, Pair, Pairs
 from kv_transfer.receiver import Receiver
 from kv_transfer.records import Ledger, Role, TransferRecord
@@ -73,7 +83,7 @@ class KvTransferWorker:
         transport: Transport,
         link: Link,
         config: KvWorkerConfig | None = None,
-        clock: Callable[[], float] = time.monotonic,  # of the records; writes take place in a step
+        clock: Callable[[], float] = time.monotonic,  # of the records, and of other threads
     ) -> None:
         self._config = config = config or KvWorkerConfig()
         self._region = region
@@ -92,6 +102,9 @@ class KvTransferWorker:
         self._ticked_s = self._lingers_until_s = float("-inf")
         self._bursts_until_s = float("-inf")
         self._num_dropped = 0
+        self._clock = clock
+        self._turned_s = clock()
+        self._renewals: tuple[tuple[LinkId, Renew], ...] = ()
 
     def __enter__(self) -> KvTransferWorker:
         return self
@@ -110,13 +123,25 @@ class KvTransferWorker:
 
     def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
         self._inbox.append((link_id, message))
+        if isinstance(message, Renew) and self._away_s() < self._config.busy_s:
+            self._link.send(link_id, Renewed(message.handoff_ids))
 
     def lost(self, link_id: LinkId, reason: str) -> None:
         self._inbox.append((link_id, reason))
 
+    def pulse(self) -> None:
+        if self._config.receiver.renew_every_s <= self._away_s() < self._config.busy_s:
+            for link_id, renew in self._renewals:
+                self._link.send(link_id, renew)
+
+    def _away_s(self) -> float:
+        """For how long the engine's thread has not come by."""
+        return self._clock() - self._turned_s
+
     # --- KvWorker: the engine's thread -----------------------------------------------------
 
     def start(self, orders: KvOrders, now: float) -> None:
+        self._turned_s = self._clock()
         self._read_inbox(now)
         for receive in orders.receives:
             self._receive(receive, now)
@@ -137,6 +162,7 @@ class KvTransferWorker:
             self._ledger.begin(withdraw.handoff_id, Role.SENT)
             self._sender.withdraw(withdraw, now)
         self._act(now)
+        self._renewals = self._receiver.renewals()
 
     def layer_done(self, layer: int, now: float) -> None:
         """A pass has ended this layer; what was ordered of it may leave while the next one runs."""
@@ -146,6 +172,7 @@ class KvTransferWorker:
 
     def progress(self, now: float) -> None:
         """Move bytes. Call it from inside a long step, too; what ends is reported by `poll`."""
+        self._turned_s = self._clock()
         self._read_inbox(now)
         for pair in self._pairs:
             for event in pair.channel.poll():
@@ -157,6 +184,7 @@ class KvTransferWorker:
             self._ticked_s = now
             self._tick(now)
             self._act(now)
+            self._renewals = self._receiver.renewals()
 
     def poll(self, now: float) -> KvReports:
         self.progress(now)
@@ -239,6 +267,8 @@ class KvTransferWorker:
     # --- Letters -----------------------------------------------------------------------------
 
     def _read_inbox(self, now: float) -> None:
+        if not self._inbox:
+            return
         while self._inbox:
             link_id, letter = self._inbox.popleft()
             if isinstance(letter, str):
@@ -250,6 +280,7 @@ class KvTransferWorker:
             else:
                 self._hear(link_id, letter, now)
             self._act(now)
+        self._renewals = self._receiver.renewals()
 
     def _hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         pair = self._pairs.get(link_id)
@@ -271,12 +302,20 @@ class KvTransferWorker:
                 self._sender.written(pair.link_id, write_id, now)
             case WriteFailed(write_id, reason):
                 self._sender.write_failed(pair.link_id, write_id, reason)
-            case Arrived(ticket):
-                self._receiver.arrived(pair.link_id, ticket)
+            case Arrived(ticket, note):
+                self._arrived(pair, ticket, note, now)
             case Quieted(ticket):
                 self._receiver.quieted(pair.link_id, ticket)
             case Severed(reason):
                 self._meetings.cut(pair.link_id, reason, now)
+
+    def _arrived(self, pair: Pair, ticket: int, note: bytes, now: float) -> None:
+        try:
+            done = done_of(note) if note else None
+        except PeerUnreachable as error:
+            self._meetings.cut(pair.link_id, str(error), now)
+            return
+        self._receiver.arrived(pair.link_id, ticket, done)
 
     def _tick(self, now: float) -> None:
         self._receiver.tick(now)
@@ -333,18 +372,16 @@ class KvTransferWorker:
             pair.channel.post(write)
 
     def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
+        """One-sided, Done goes behind the data, and the link only wakes a D that sleeps."""
         complete = announce.complete
-        pair.channel.notify(announce.ticket)
+        digest = self._digests.of_sent(complete.handoff_id)
+        done = Done(complete.handoff_id, complete.num_tokens, complete.first_token, digest)
         self._lingers_until_s = now + self._config.linger_s
-        self._link.send(
-            pair.link_id,
-            Done(
-                complete.handoff_id,
-                complete.num_tokens,
-                complete.first_token,
-                self._digests.of_sent(complete.handoff_id),
-            ),
-        )
+        if self._transport.is_one_sided:
+            pair.channel.notify(announce.ticket, note_of(done))
+            self._link.send(pair.link_id, Writing(complete.handoff_id))
+        else:
+            self._link.send(pair.link_id, done)
 
     def _close_records(self, reports: KvReports, finished: tuple[HandoffId, ...]) -> None:
         for landed in reports.finished_recving:

@@ -27,6 +27,7 @@ from serving.translate_link import link_message_from, link_message_to
 
 # How long a silent peer may hold up the end of a link.
 CLOSE_TIMEOUT_S = 1.0
+PULSE_S = 1.0
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -61,6 +62,7 @@ class GrpcLinks:
         self._post = post
 
     async def __aenter__(self) -> GrpcLinks:
+        self._pulse = asyncio.ensure_future(self._beat())
         return self
 
     async def __aexit__(
@@ -70,6 +72,7 @@ class GrpcLinks:
         trace: TracebackType | None,
     ) -> None:
         """End every link after what was sent on it."""
+        self._pulse.cancel()
         for link_id in list(self._outbox_by_link):
             self._close(link_id)
         if self._streams:
@@ -77,7 +80,7 @@ class GrpcLinks:
             for stream in stuck:
                 stream.cancel()
 
-    # --- Called on the engine's thread. ---
+    # --- Called on the engine's thread; `send` on any. ---
 
     def dial(self, address: str) -> LinkId:
         link_id = LinkId(next(self._ids))
@@ -106,6 +109,11 @@ class GrpcLinks:
         finally:
             reading.cancel()
             self._lose(link_id, "the peer broke off the link")
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(PULSE_S)
+            self._events.pulse()
 
     def _begin(self, link_id: LinkId, address: str) -> None:
         outbox = self._outbox_by_link[link_id] = asyncio.Queue()

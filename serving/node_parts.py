@@ -129,7 +129,8 @@ def make_kv_worker(
 ) -> KvTransferWorker:
     """Raises TransportMissing if the transport's library is not installed."""
     region = region_of(runner)
-    config = replace(options.kv_worker, verify=options.kv_verify and region.device == "cpu")
+    verify = options.kv_verify and region.device == "cpu"
+    config = replace(options.kv_worker, verify=verify, busy_s=options.stuck_after_s)
     return KvTransferWorker(identity, region, _open_transport(options, region), link, config)
 
 

@@ -101,7 +101,8 @@ KvLease = Annotated[
 KvSilence = Annotated[
     float,
     typer.Option(
-        help="A peer that says nothing for so long while asked is given up.",
+        help="A peer that says nothing for so long while asked is given up. Nodes in a long pass "
+        "go on saying that they live, up to --stuck-after-s.",
         rich_help_panel=KV_PANEL,
     ),
 ]

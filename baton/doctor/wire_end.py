@@ -92,7 +92,7 @@ class _End:
             for event in events:
                 _refuse(event)
         took_s = time.perf_counter() - began_s
-        channel.notify(ticket)
+        channel.notify(ticket, b"")
         return took_s
 
     def rest(self) -> None:

@@ -31,12 +31,16 @@ class Heard:
     """What one side's worker is told, in order; a loss is told as its reason."""
 
     letters: asyncio.Queue[tuple[LinkId, LinkMessage | str]] = field(default_factory=asyncio.Queue)
+    pulsed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
         self.letters.put_nowait((link_id, message))
 
     def lost(self, link_id: LinkId, reason: str) -> None:
         self.letters.put_nowait((link_id, reason))
+
+    def pulse(self) -> None:
+        self.pulsed.set()
 
     async def next(self) -> tuple[LinkId, LinkMessage | str]:
         return await asyncio.wait_for(self.letters.get(), PATIENCE_S)
@@ -90,6 +94,14 @@ def test_messages_sent_before_the_stream_stands_arrive_first_and_in_order() -> N
 
             assert [message for _, message in heard] == [a_message(n) for n in range(50)]
             assert len({link for link, _ in heard}) == 1
+
+    in_time(scene)
+
+
+def test_the_worker_half_is_given_a_pulse_though_nothing_is_said() -> None:
+    async def scene() -> None:
+        async with a_side() as alone:
+            await alone.heard.pulsed.wait()
 
     in_time(scene)
 

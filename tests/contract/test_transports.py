@@ -35,7 +35,11 @@ BETWEEN_PROCESSES = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKE
 EVERYWHERE = ["memory", "memory two-sided", *BETWEEN_PROCESSES]
 UCXX = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS if "ucxx" in kind]
 TWO_SIDED = ["memory two-sided", *UCXX]
-TICKET = 5
+ONE_SIDED = [
+    "memory",
+    *(pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS if "nixl" in kind),
+]
+TICKET, NOTE = 5, b"{all of it}"
 
 pytestmark = pytest.mark.slow
 
@@ -85,8 +89,12 @@ def push(pair: Ends, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...])
         write = Write(write_id, TICKET, start, sources[start:end], targets[start:end])
         pair.p.ask("post", write)
     wait_for(pair.p, *(Written(write_id) for write_id in range(len(spans))))
-    pair.p.ask("notify", TICKET)
-    wait_for(pair.d, Arrived(TICKET))
+    pair.p.ask("notify", TICKET, NOTE)
+    wait_until(lambda: arrivals(pair.d) == {TICKET}, "the arrival")
+
+
+def arrivals(d: End) -> set[int]:
+    return {event.ticket for event in d.ask("seen") if isinstance(event, Arrived)}
 
 
 def wait_for(end: End, *events: ChannelEvent) -> None:
@@ -139,7 +147,19 @@ def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndPool, kind
         for _ in range(20):
             pair.p.ask("seen"), pair.d.ask("seen")
         assert sorted(pair.p.ask("seen"), key=str) == [Written(0), Written(1)]
-        assert pair.d.ask("seen") == [Arrived(TICKET)]
+        [arrived] = pair.d.ask("seen")
+        assert arrived.ticket == TICKET
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+@pytest.mark.parametrize("note", [b"", NOTE, bytes(range(256)) * 16], ids=["none", "some", "4 KiB"])
+def test_what_is_said_with_a_notification_arrives_with_it(
+    pool: EndPool, kind: str, note: bytes
+) -> None:
+    with ends(pool, kind) as pair:
+        pair.p.ask("notify", TICKET, note)
+
+        wait_for(pair.d, Arrived(TICKET, note))
 
 
 @pytest.mark.parametrize("kind", TWO_SIDED)
@@ -181,7 +201,7 @@ def test_the_other_end_killed_during_a_write_leaves_d_able_to_serve_the_next(
             pair.connect()
             push(pair, ids(0, 1), ids(3, 5))
             assert d.ask("read", BlockId(5)) == content(1, 65536)
-            assert Arrived(TICKET) in d.ask("seen")
+            assert TICKET in arrivals(d)
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)

@@ -62,6 +62,9 @@ class History:
             self.a_letter_is_lost: 1,
             self.a_link_breaks: 1,
             self.a_write_fails: 2,
+            self.a_notice_comes_twice: 2,
+            self.a_notice_is_lost: 1,
+            self.a_notice_is_garbled: 1,
             self.a_process_stops: 1,
             self.a_process_continues: 2,
             self.a_prefill_node_restarts: 1,
@@ -158,7 +161,7 @@ class History:
     # --- The link ---------------------------------------------------------------------------
 
     def letters_come(self) -> None:
-        for node in self.world.nodes:
+        for node in [one for one in self.world.nodes if not one.is_stopped]:
             for _ in range(self.draw.randrange(6)):
                 if node.link.letters:
                     node.link.pass_on(node.link.letters.pop(0))
@@ -207,6 +210,20 @@ class History:
         for notice in list(self.world.wire.notices):
             if self.draw.random() < 0.7:
                 self.world.wire.notice(*notice)
+
+    def a_notice_comes_twice(self) -> None:
+        if self.world.wire.notices:
+            self.world.wire.notices.append(self.draw.choice(self.world.wire.notices))
+
+    def a_notice_is_lost(self) -> None:
+        if self.world.wire.notices:
+            self.world.wire.notices.pop(self.draw.randrange(len(self.world.wire.notices)))
+
+    def a_notice_is_garbled(self) -> None:
+        if self.world.wire.notices:
+            channel, ticket, note = self.world.wire.notices.pop()
+            cut_short = note[: self.draw.randint(1, len(note))]
+            self.world.wire.notices.append((channel, ticket, cut_short))
 
     def cancels_are_done(self) -> None:
         if self.world.wire.cancels:

@@ -104,8 +104,8 @@ class EndState:
     def post(self, write: Write) -> None:
         self.channel.post(write)
 
-    def notify(self, ticket: int) -> None:
-        self.channel.notify(ticket)
+    def notify(self, ticket: int, note: bytes = b"") -> None:
+        self.channel.notify(ticket, note)
 
     def seen(self) -> list[ChannelEvent]:
         return list(self.events)

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -57,6 +58,7 @@ class Hold:
     place: Place
     count: int  # 1 is the next one
     moves_bytes: bool = False  # whether the wire is looked after meanwhile, as in a long pass
+    lasts_s: float | None = None  # as long as a layer takes; None: until told
 
 
 class Gate:
@@ -74,7 +76,10 @@ class Gate:
             return
         self._hold = replace(hold, count=hold.count - 1) if hold.count > 1 else None
         if self._hold is None:
-            self._stand_still(hook if hold.moves_bytes else None)
+            if hold.lasts_s is not None:
+                time.sleep(hold.lasts_s)
+            else:
+                self._stand_still(hook if hold.moves_bytes else None)
 
     def _stand_still(self, hook: PassHook | None) -> None:
         self._orders.send("held")
@@ -187,6 +192,10 @@ class EngineNode:
 
     def hold_before_pass(self, count: int) -> None:
         self._hold(Hold(Place.PASS, count, moves_bytes=True))
+
+    def slow_down_pass(self, count: int, by_s: float) -> None:
+        """As if the first layer of that pass took so long: nobody looks after anything."""
+        self._orders.send(Hold(Place.PASS, count, lasts_s=by_s))
 
     def hold_before_post(self, count: int) -> None:
         self._hold(Hold(Place.POST, count))

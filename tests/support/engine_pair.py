@@ -56,6 +56,7 @@ class PairOptions:
     lease_s: float = LEASE_S
     silence_s: float = 1.5
     has_fence: bool = True
+    write_timeout_s: float = 2.0
 
     def of(self, role: NodeRole) -> NodeOptions:
         is_prefill = role is NodeRole.PREFILL
@@ -77,7 +78,9 @@ class PairOptions:
     def _limits(self) -> KvWorkerConfig:
         return KvWorkerConfig(
             receiver=ReceiverConfig(self.lease_s, self.silence_s, fence_age_s=self.silence_s),
-            sender=SenderConfig(hold_s=60.0, write_timeout_s=2.0, max_write_bytes=4 << 20),
+            sender=SenderConfig(
+                hold_s=60.0, write_timeout_s=self.write_timeout_s, max_write_bytes=4 << 20
+            ),
             redial_s=0.2,
         )
 

@@ -79,6 +79,7 @@ class Node:
             MemoryTransport(self.memory.region, world.wire),
             self.link,
             config,
+            clock=lambda: world.now,
         )
         self.link.events = self.worker
         self.free = [BlockId(block) for block in range(num_blocks)]

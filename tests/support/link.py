@@ -142,6 +142,7 @@ class SocketLink:
         self._numbers = itertools.count(1)
         self._connections: dict[LinkId, Connection] = {}
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self.events: LinkEvents
         self._listener = Listener(address, family="AF_UNIX", backlog=64) if address else None
         if self._listener is not None:
@@ -161,7 +162,8 @@ class SocketLink:
         connection = self._connections.get(link_id)
         if connection is not None:
             try:
-                connection.send(message)
+                with self._sending:
+                    connection.send(message)
             except OSError:
                 return  # its reader reports the loss
 

@@ -90,6 +90,51 @@ def test_data_that_arrives_before_done_does_not_land_by_itself() -> None:
     assert receiver.take_reports().finished_recving == (Landed(ID, 20, FIRST),)
 
 
+def test_done_that_comes_with_the_data_is_enough_and_lands_once() -> None:
+    receiver = granted()
+
+    receiver.arrived(LINK, 1, done())
+    landed = receiver.take_reports().finished_recving
+    receiver.arrived(LINK, 1, done())
+    receiver.hear(LINK, done(), 1.0)
+
+    assert landed == (Landed(ID, 20, FIRST),)
+    assert receiver.take_reports().finished_recving == ()
+    assert receiver.num_dropped == 2
+
+
+def test_done_that_comes_with_the_data_of_another_hand_off_lands_nothing() -> None:
+    receiver = granted()
+
+    receiver.arrived(LINK, 1, done(HandoffId("r", 1)))
+    receiver.arrived(OTHER_LINK, 1, done())
+    receiver.arrived(LINK, 2, done())
+
+    assert receiver.take_reports().finished_recving == ()
+    assert receiver.num_dropped == 3
+
+
+def test_done_that_comes_with_the_data_after_a_revoke_lands_nothing() -> None:
+    receiver = granted()
+    receiver.revoke(ID, 0.5)
+
+    receiver.arrived(LINK, 1, done())
+    reports = receiver.take_reports()
+    receiver.hear(LINK, Revoked(ID), 1.0)
+
+    assert (reports.finished_recving, reports.released) == ((), ())
+    assert receiver.take_reports().released == (ID,)
+
+
+def test_a_doorbell_that_the_data_overtook_is_not_counted_as_dropped() -> None:
+    receiver = granted()
+    receiver.arrived(LINK, 1, done())
+
+    receiver.hear(LINK, Writing(ID), 1.0)
+
+    assert receiver.num_dropped == 0
+
+
 def test_what_is_said_on_another_link_or_of_another_attempt_is_dropped() -> None:
     receiver = granted()
     receiver.link_up(OTHER_LINK, 0.0)
@@ -180,6 +225,22 @@ def test_a_grant_is_renewed_at_a_third_of_its_lease() -> None:
     assert early == []
     assert said(receiver) == [Renew((ID,), 3)]
     assert receiver.next_tick_s() == 2.0
+
+
+def test_a_peer_is_asked_for_a_sign_of_life_for_as_long_as_blocks_are_fenced() -> None:
+    receiver = granted()
+    receiver.revoke(ID, 0.5)
+    receiver.take_actions()
+
+    receiver.tick(1.0)
+
+    assert said(receiver) == [Renew((), 3)]
+
+
+def test_a_peer_is_asked_three_times_before_its_silence_counts_however_long_a_lease_is() -> None:
+    config = ReceiverConfig(lease_s=600, silence_s=6)
+
+    assert config.renew_every_s == 2
 
 
 def test_a_silent_peer_costs_the_pair_and_one_that_answers_does_not() -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.errors import InvalidKvSetting
-from kv_transfer.memory_transport import MemoryTransport, Wire
+from kv_transfer.memory_transport import Flight, MemoryTransport, Wire
 from kv_transfer.messages import Hello, why_refused
 from kv_transfer.pairs import Identity
 from kv_transfer.process_mark import ProcessMark, own_mark
 from kv_transfer.types import HandoffId, Incarnation, NodeId
 from kv_transfer.worker import KvTransferWorker
-from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, World
+from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, Node, World
 
 ID, NEXT_ID = HandoffId("r", 0), HandoffId("r", 1)
 
@@ -186,6 +186,82 @@ def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -
 
     assert ID in world.ended
     world.wire.deliver_all()  # too late: the witness would object
+
+
+def pass_in_a_long_layer(world: World, busy: Node, seconds: int) -> None:
+    """Time goes by; the node's process lives, but its engine's thread is in a layer."""
+    for _ in range(seconds):
+        world.now += 1.0
+        for node in world.nodes:
+            node.link.pass_all()
+            if node is busy:
+                node.worker.pulse()
+            else:
+                world.turn(node)
+
+
+def test_a_prefill_node_in_a_layer_longer_than_the_silence_limit_is_not_cut_off() -> None:
+    world = World()
+    half_sent(world)
+
+    pass_in_a_long_layer(world, world.ps["p0"], seconds=int(3 * CONFIG.receiver.silence_s))
+    fenced_or_cut = world.d.worker.counters().num_cut_pairs
+    world.settle()
+
+    assert fenced_or_cut == 0
+    assert world.landed == {ID}
+
+
+def test_a_decode_node_in_a_layer_longer_than_its_leases_keeps_them() -> None:
+    world = World()
+    half_sent(world)
+    world.wire.acknowledge(landed_whole(world))
+
+    pass_in_a_long_layer(world, world.d, seconds=int(3 * CONFIG.receiver.lease_s))
+    world.settle()
+
+    assert world.landed == {ID}
+
+
+def landed_whole(world: World) -> Flight:
+    flight = world.wire.flights[0]
+    for place in list(flight.missing):
+        world.wire.land(flight, place)
+    return flight
+
+
+@pytest.mark.parametrize("busy", ["d", "p0"])
+def test_an_engine_that_does_not_come_back_is_spoken_for_no_longer(busy: str) -> None:
+    world = World(config=replace(CONFIG, busy_s=8))
+    half_sent(world)
+
+    node = world.d if busy == "d" else world.ps[busy]
+    limits = CONFIG.receiver
+    limit_s = limits.lease_s if busy == "d" else limits.silence_s
+    pass_in_a_long_layer(world, node, seconds=8 + int(limit_s) + 1)
+    world.settle()
+
+    assert world.landed == set()
+    world.check_all_free()
+
+
+def test_a_notification_that_cannot_be_read_costs_the_pair() -> None:
+    world = World()
+    half_sent(world)
+    for flight in list(world.wire.flights):
+        for place in list(flight.missing):
+            world.wire.land(flight, place)
+        world.wire.acknowledge(flight)
+    world.turn(world.ps["p0"])
+    [(channel, ticket, note)] = world.wire.notices
+    world.wire.notices = [(channel, ticket, note[:-1])]
+
+    world.exchange()
+    world.settle()
+
+    assert world.landed == set()
+    assert world.d.worker.counters().num_cut_pairs == 1
+    world.check_all_free()
 
 
 def test_peers_that_do_not_fit_are_refused_by_name() -> None:

@@ -13,6 +13,8 @@ from engine.errors import InvalidRequest
 from engine.hashing import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingDefaults, SamplingParams
+from kv_transfer.done_note import done_of, note_of
+from kv_transfer.errors import PeerUnreachable
 from kv_transfer.messages import (
     Closed,
     Done,
@@ -102,6 +104,37 @@ def test_link_messages_survive_the_wire(message: LinkMessage) -> None:
     wire = link_message_to(message).SerializeToString()
 
     assert link_message_from(kv_link_pb2.LinkMessage.FromString(wire)) == message
+
+
+DONES = [message for message in LINK_MESSAGES if isinstance(message, Done)]
+
+
+@pytest.mark.parametrize("done", DONES, ids=lambda done: str(done.first_token.token_id))
+def test_done_survives_a_notification(done: Done) -> None:
+    assert done_of(note_of(done)) == done
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"\xff",
+        b"7",
+        b"[]",
+        b"null",
+        b'["r", 0, 5, null, 7]',
+        b'["r", true, 5, null, 7, null]',
+        b'["r", 0, 5.5, null, 7, null]',
+        b'[["r"], 0, 5, null, 7, null]',
+        b'["r", 0, 5, "x", 7, null]',
+        b'["r", 0, 5, null, 7, [1, 2, 3, 4]]',
+        b'["r", 0, 5, null, 7, [1, -0.5, 3, [[1]]]]',
+        b"[" * 100_000,
+    ],
+    ids=range(12),
+)
+def test_a_notification_that_is_no_done_is_a_named_error(note: bytes) -> None:
+    with pytest.raises(PeerUnreachable, match="cannot be read"):
+        done_of(note)
 
 
 def test_every_kind_of_link_message_is_tried() -> None:

@@ -1,0 +1,65 @@
+"""A layer that takes longer than every limit of a hand-off ends no hand-off and cuts nobody off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_pair import Answered, Pair, PairOptions, greedy
+from tests.support.models import prompt_of, reference_greedy
+
+LENGTH, CHUNK, NUM_TOKENS = 200, 24, 8
+LIMIT_S = 3.0  # lease and silence alike
+LAYER_S = 2.5 * LIMIT_S
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["nixl", "ucxx"])
+def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
+    options = PairOptions(
+        model_folder,
+        request.param,
+        chunk_tokens=CHUNK,
+        lease_s=LIMIT_S,
+        silence_s=LIMIT_S,
+        write_timeout_s=60.0,
+    )
+    with Pair(options) as running:
+        yield running
+
+
+def test_prefill_may_be_in_a_layer_for_longer_than_decode_bears_silence(
+    pair: Pair, model_folder: Path
+) -> None:
+    prompt = prompt_of(LENGTH, seed=900)
+    pair.p.slow_down_pass(3, LAYER_S)
+
+    answer = pair.answer(prompt, greedy(NUM_TOKENS))
+
+    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    assert answer.was_handed_over
+    pair.await_all_free()
+
+
+def test_decode_may_be_in_a_layer_for_longer_than_its_leases_last(
+    pair: Pair, model_folder: Path
+) -> None:
+    prompt, handoff_id = prompt_of(LENGTH, seed=901), pair.new_id()
+    decode = pair.decode(handoff_id, prompt, greedy(NUM_TOKENS))
+    pair.await_granted()
+    pair.p.hold_before_pass(3)
+    prefill = pair.prefill(handoff_id, prompt, greedy(NUM_TOKENS))
+    pair.p.await_held()
+
+    pair.d.slow_down_pass(1, LAYER_S)
+    beside = pair.decode(pair.new_id(), (5, 6, 7), greedy(2), is_local=True)
+    beside.to_its_end()  # decode is back
+    pair.p.let_go()
+
+    answer = Answered(prefill.to_its_end(), decode.to_its_end())
+    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    assert answer.was_handed_over
+    pair.await_all_free()
