@@ -136,15 +136,31 @@ LinkMessage = (
 )
 
 
+_ONE_VERSION = "run one version of baton on all nodes"
+_ONE_MODEL = "serve one model from all nodes"
+_ADVICE = {
+    "wire_version": _ONE_VERSION,
+    "model": _ONE_MODEL,
+    "dtype": "give all nodes one --dtype",
+    "layout": _ONE_VERSION,
+    "block_size": "give all nodes one --block-size",
+    "num_layers": _ONE_MODEL,
+    "num_kv_heads": _ONE_MODEL,
+    "head_dim": _ONE_MODEL,
+}
+
+
 def why_refused(ours: Hello, theirs: Hello) -> str | None:
-    """What keeps two sides from working together, in words; None if nothing does."""
-    for name in ("model", "dtype", "layout", "block_size", "num_layers", "num_kv_heads",
-                 "head_dim", "wire_version"):  # fmt: skip
+    """What keeps two sides from working together, and what to do; None if nothing does."""
+    places = f"on {ours.node_id} and {theirs.node_id}"
+    for name, advice in _ADVICE.items():
         mine, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
         if mine != other:
-            return f"{name} differs: {mine} on {ours.node_id}, {other} on {theirs.node_id}"
-    if ours.region.block_bytes != theirs.region.block_bytes:
-        return f"block_bytes differs: {ours.region.block_bytes}, {theirs.region.block_bytes}"
+            return f"{name} differs: {mine} and {other} {places}; {advice}"
+    mine, other = ours.region.block_bytes, theirs.region.block_bytes
+    if mine != other:
+        return f"block_bytes differs: {mine} and {other} {places}; {_ONE_MODEL}"
     if ours.transport != theirs.transport:
-        return f"transport differs: {ours.transport}, {theirs.transport}"
+        which = f"{ours.transport} and {theirs.transport}"
+        return f"transport differs: {which} {places}; give all nodes one --kv-transport"
     return None

@@ -76,6 +76,10 @@ def until_released(d: NodeProcess, handoff_id: HandoffId) -> KvReports:
     return d.until(lambda seen: handoff_id in seen.released, f"the release of {handoff_id}")
 
 
+def until_source_back(p: NodeProcess, handoff_id: HandoffId) -> KvReports:
+    return p.until(lambda seen: handoff_id in seen.finished_sending, f"the end of {handoff_id}")
+
+
 def hand_over(d: NodeProcess, p: NodeProcess, handoff_id: HandoffId) -> None:
     """A small hand-off that must land."""
     sources, targets = blocks(3, 1, 2), blocks(7, 8, 5)
@@ -84,7 +88,7 @@ def hand_over(d: NodeProcess, p: NodeProcess, handoff_id: HandoffId) -> None:
     p.order(send(handoff_id, sources))
     p.order(complete(handoff_id))
     d.until(lambda seen: has_landed(handoff_id, seen), f"{handoff_id} on D")
-    p.until(lambda seen: handoff_id in seen.finished_sending, f"{handoff_id} on P")
+    until_source_back(p, handoff_id)
     assert d.ask("num_filled", DATA, targets) == len(targets)
 
 
@@ -146,22 +150,26 @@ def test_three_restarts_of_prefill_on_the_same_address_leave_decode_serving(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decode_killed_while_prefill_writes_gives_the_source_back_and_the_next_one_is_served(
+def test_three_decode_nodes_killed_at_the_same_address_while_prefill_writes_leave_it_serving(
     nodes: Nodes, kind: str
 ) -> None:
-    p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
-    hand_over(d, p, HandoffId("small", 0))
-    doomed, everything = HandoffId("doomed", 0), blocks(*range(64, NUM_MANY))
+    p = nodes.start("p", kind, NUM_MANY)
+    pid, everything = p.pid, blocks(*range(64, NUM_MANY))
 
-    d.order(receive(doomed, p, everything))
-    p.order_blindly(send(doomed, everything))
-    d.kill()
-    p.answer_late()
-    p.order(complete(doomed))
-    p.until(lambda seen: doomed in seen.finished_sending, "the source back")
+    for restart in range(3):
+        d = nodes.start("d", kind, NUM_MANY)
+        hand_over(d, p, HandoffId("small", restart))
+        doomed = HandoffId("doomed", restart)
+        d.order(receive(doomed, p, everything))
+        p.order_blindly(send(doomed, everything))
+        d.kill()
+        p.answer_late()
+        p.order(complete(doomed))
+        until_source_back(p, doomed)
 
-    next_d = nodes.start("d", kind, NUM_MANY)
-    hand_over(next_d, p, HandoffId("small", 1))
+    hand_over(nodes.start("d", kind, NUM_MANY), p, HandoffId("small", 3))
+    assert p.pid == pid
+    assert p.is_alive
 
 
 @pytest.mark.parametrize("kind", NIXL)

@@ -43,6 +43,7 @@ from telemetry.tracer import NO_TRACER
 
 WAIT_S = 30.0  # for what must come
 PROGRESS_S = 0.002
+NO_LAYER = -1  # the last one that has ended: nothing of this pass may leave yet
 PR_SET_PDEATHSIG = 1
 
 
@@ -85,7 +86,7 @@ class Gate:
         self._orders.send("held")
         while not self._orders.poll(None if hook is None else PROGRESS_S):
             if hook is not None:
-                hook.layer_done(0)
+                hook.layer_done(NO_LAYER)
         self._orders.recv()
 
 
