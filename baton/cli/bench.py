@@ -14,7 +14,7 @@ from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
 from baton.cli.bench_trace import trace
 from baton.cli.examples import examples
-from baton.cli.options import JsonFile
+from baton.cli.options import JsonFile, can_be_written
 from baton.cli.show import show_table
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
@@ -145,7 +145,8 @@ def policies(
     seed: Annotated[int, typer.Option(help="Same seed, same figures.")] = 0,
     json_file: JsonFile = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the figures into this PNG.")
+        Path | None,
+        typer.Option("--plot", help="Draw the figures into this PNG.", callback=can_be_written),
     ] = None,
 ) -> None:
     """The router's policies on a simulated cluster: hit rates and waits."""

@@ -126,6 +126,11 @@ def _transports(written: str) -> list[str]:
 
 def _ports(written: str) -> list[int]:
     try:
-        return [int(one) for one in written.split(",") if one.strip()]
+        ports = [int(one) for one in written.split(",") if one.strip()]
     except ValueError:
-        raise InvalidConfig(f"--ports {written!r}: write it like 50051,50061") from None
+        ports = [-1]
+    if not all(0 <= port < 1 << 16 for port in ports):
+        raise InvalidConfig(
+            f"--ports {written!r}: write it like 50051,50061, none of them above 65535"
+        )
+    return ports

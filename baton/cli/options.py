@@ -226,7 +226,22 @@ LogLevel = Annotated[
     ),
 ]
 
+
+def can_be_written(path: Path | None) -> Path | None:
+    """Told before the work whose outcome goes there."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; name a file")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.absolute().parent}; make it first")
+    return path
+
+
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", help="Write the figures here, too.", rich_help_panel=OUTPUT_PANEL),
+    typer.Option(
+        "--json",
+        help="Write the figures here, too.",
+        callback=can_be_written,
+        rich_help_panel=OUTPUT_PANEL,
+    ),
 ]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.examples import examples
+from baton.cli.options import can_be_written
 from baton.cli.telemetry import TRACE_DIR_VARIABLE, trace_folder
 from engine.errors import EngineError
 from telemetry.store import read_spans
@@ -86,7 +87,10 @@ def list_traces(
 def show(
     wanted: Wanted = "",
     html: Annotated[
-        Path | None, typer.Option(help="Write a page to this file instead; it needs no network.")
+        Path | None,
+        typer.Option(
+            help="Write a page to this file instead; it needs no network.", callback=can_be_written
+        ),
     ] = None,
     trace_dir: Folder = "",
 ) -> None:

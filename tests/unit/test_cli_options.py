@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from baton.cli import app
 from baton.cli.cluster import GIVEN, up
 from baton.cli.serve import node_options, parse_cpus, router_options
 from baton.cli.signatures import options_of, passed_on, takes_options_of
@@ -26,6 +30,35 @@ def test_cpus_are_written_as_numbers_and_ranges() -> None:
 def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
     with pytest.raises(InvalidConfig, match="--cpus"):
         parse_cpus(written)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "serve", "--router", "127.0.0.1:1", "--json"],
+        ["bench", "policies", "--plot"],
+        ["trace", "show", "--html"],
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [("nowhere/file", "there is no folder"), (".", "is a folder; name a file")],
+)
+def test_where_an_outcome_goes_is_looked_at_before_the_work(
+    arguments: list[str], path: str, complaint: str, tmp_path: Path
+) -> None:
+    ended = CliRunner().invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "400"})
+
+    assert ended.exit_code == 2
+    assert complaint in ended.output
+
+
+@pytest.mark.parametrize("written", ["x", "99999", "-1", "1,,70000"])
+def test_ports_that_cannot_be_are_refused_by_the_doctor(written: str) -> None:
+    ended = CliRunner().invoke(app, ["doctor", "--ports", written])
+
+    assert isinstance(ended.exception, InvalidConfig)
+    assert "write it like 50051,50061" in str(ended.exception)
 
 
 def test_only_the_line_that_announces_an_address_is_taken_for_one() -> None:
