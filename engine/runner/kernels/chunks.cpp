@@ -143,7 +143,8 @@ class Rows {
         for (int row = 0; row < ROWS; ++row)
             queries[row] = reinterpret_cast<const std::uint32_t*>(chunk_.queries + at_[row]);
         Totals<ROWS> totals = {};
-        add_panel<ROWS>(totals, queries, packed_.keys(panel), packed_.pairs());
+        add_panel<ROWS>(totals, queries, packed_.keys(panel), packed_.pairs(),
+                        packed_.keys(panel) + kAhead);
         for (int row = 0; row < ROWS; ++row) {
             for (int v = 0; v < kVectors; ++v) totals[row][v] *= chunk_.scale;
             const std::int64_t begin = first_slot_[row] - panel * kPanelRows;
@@ -169,7 +170,7 @@ class Rows {
         const float shift = most == kNever ? 0.0f : most;  // none of these is seen by this row
         Floats total{};
         for (int v = 0; v < kVectors; ++v) {
-            const Floats weights = exponential(scores[v] - shift);
+            const Floats weights = attention_weight(scores[v] - shift);
             store(weights_[row] + v * kLanes, weights);
             total += weights;
         }
@@ -194,7 +195,8 @@ class Rows {
             Totals<ROWS> totals;
             for (int row = 0; row < ROWS; ++row)
                 std::memcpy(totals[row], sums + sum_at(row), sizeof totals[row]);
-            add_panel<ROWS>(totals, weights, packed_.values(panel, part), kPanelRows / 2);
+            const Words* values = packed_.values(panel, part);
+            add_panel<ROWS>(totals, weights, values, kPanelRows / 2, values + kAhead);
             for (int row = 0; row < ROWS; ++row)
                 std::memcpy(sums + sum_at(row), totals[row], sizeof totals[row]);
         }

@@ -43,34 +43,54 @@ inline Floats wide(const Bf16* values) {
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
+// As `narrow` does, but where the processor rounds by itself what is below 2^-126 becomes zero.
 inline void store(Bf16* target, Floats numbers) {
+#if defined(__AVX512BF16__)
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)numbers);
+#else
     const Words bits = (Words)numbers;
     const Words kept = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const Words is_nan = (Words)(numbers != numbers);
     const Words narrowed = (kept & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
     const Halves halves = __builtin_convertvector(narrowed, Halves);
+#endif
     std::memcpy(target, &halves, sizeof halves);
 }
 
 inline Floats fill(float number) { return Floats{} + number; }
 
-// Halves are added until one is left: the same order on every machine.
-inline float sum(Floats numbers) {
+// Halves are put together until one number is left: the same order on every machine.
+template <typename Join>
+inline float joined(Floats numbers, Join join) {
     typedef float Eight __attribute__((vector_size(32)));
     typedef float Four __attribute__((vector_size(16)));
     Eight eights[2];
     std::memcpy(eights, &numbers, sizeof eights);
-    const Eight eight = eights[0] + eights[1];
+    const Eight eight = join(eights[0], eights[1]);
     Four fours[2];
     std::memcpy(fours, &eight, sizeof fours);
-    const Four four = fours[0] + fours[1];
-    return (four[0] + four[2]) + (four[1] + four[3]);
+    const Four four = join(fours[0], fours[1]);
+    return join(join(four[0], four[2]), join(four[1], four[3]));
+}
+
+inline float sum(Floats numbers) {
+    return joined(numbers, [](auto left, auto right) { return left + right; });
 }
 
 inline float largest(Floats numbers) {
-    float most = numbers[0];
-    for (int i = 1; i < kLanes; ++i) most = numbers[i] > most ? numbers[i] : most;
-    return most;
+    return joined(numbers, [](auto left, auto right) { return left > right ? left : right; });
+}
+
+// The sum of each of sixteen vectors. Neighbours are added until there is one number left of each.
+inline Floats sums(Floats (&vectors)[kLanes]) {
+    constexpr Words kEven = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    for (int left = kLanes / 2; left >= 1; left /= 2)
+        for (int i = 0; i < left; ++i) {
+            const Floats one = vectors[2 * i], other = vectors[2 * i + 1];
+            vectors[i] = __builtin_shuffle(one, other, kEven) +
+                         __builtin_shuffle(one, other, kEven + 1);
+        }
+    return vectors[0];
 }
 
 // Each lane: total += low half of left * low half of right + the same of the high halves.
@@ -112,6 +132,17 @@ inline Floats exponential(Floats x) {
     const Words scale = ((Words)shifted + 127) << 23;
     const Floats answer = power * (Floats)scale;
     return (Floats)((Words)answer & ~is_low);
+}
+
+// For what is not above zero: e to the power of it, near enough to be rounded to bf16.
+inline Floats attention_weight(Floats x) {
+    const Words is_low = (Words)(x < fill(-87.3f));
+    const Floats shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
+    const Floats rest = x - (shifted - 12582912.0f) * 0.693147181f;
+    Floats power = fill(1.0f / 24);
+    for (const float factor : {1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * rest + factor;
+    const Words scale = ((Words)shifted + 127) << 23;
+    return (Floats)((Words)(power * (Floats)scale) & ~is_low);
 }
 
 }  // namespace baton

@@ -16,32 +16,45 @@ struct Product {
     const Bf16* bias;  // or null
     Bf16* answer;      // [tokens, rows]
     std::int64_t num_tokens, num_rows, num_columns;
+
+    const Words* panel(std::int64_t which) const {
+        return packed + which * num_columns / 2 * kVectors;
+    }
 };
 
-template <int TOKENS>
-void multiply(const Product& p, std::int64_t panel, std::int64_t first) {
+// Some tokens times a panel. A run alone fetches what it is about to read; where several runs read
+// the same panel, each fetches a part of the next one.
+template <int TOKENS, int FETCHED>
+void multiply(const Product& p, std::int64_t panel, std::int64_t first, const Words* ahead) {
     const std::int64_t pairs = p.num_columns / 2;
     const std::uint32_t* states[TOKENS];
     for (int t = 0; t < TOKENS; ++t)
         states[t] = reinterpret_cast<const std::uint32_t*>(p.states + (first + t) * p.num_columns);
     Totals<TOKENS> totals = {};
-    add_panel<TOKENS>(totals, states, p.packed + panel * pairs * kVectors, pairs);
+    add_panel<TOKENS, FETCHED>(totals, states, p.panel(panel), pairs, ahead);
     store_panel<TOKENS>(totals, p.bias, p.answer + first * p.num_rows, panel, p.num_rows);
 }
 
-using Multiply = void (*)(const Product&, std::int64_t, std::int64_t);
+using Multiply = void (*)(const Product&, std::int64_t, std::int64_t, const Words*);
 
+template <int FETCHED>
 constexpr Multiply kMultiply[] = {
-    nullptr, multiply<1>, multiply<2>,
+    nullptr, multiply<1, FETCHED>, multiply<2, FETCHED>,
 #if defined(__AVX512BF16__)
-    multiply<3>, multiply<4>, multiply<5>, multiply<6>,
+    multiply<3, FETCHED>, multiply<4, FETCHED>, multiply<5, FETCHED>, multiply<6, FETCHED>,
 #endif
 };
 
-void multiply_panel(const Product& p, std::int64_t panel) {
-    for (std::int64_t first = 0; first < p.num_tokens;) {
+void multiply_panel(const Product& p, std::int64_t panel, std::int64_t next) {
+    const std::int64_t num_runs = (p.num_tokens + kMostRows - 1) / kMostRows;
+    for (std::int64_t run = 0, first = 0; first < p.num_tokens; ++run) {
         const int count = next_run(p.num_tokens - first);
-        kMultiply[count](p, panel, first);
+        if (num_runs == 1)
+            kMultiply<4>[count](p, panel, first, p.panel(panel) + kAhead);
+        else if (num_runs < 4)
+            kMultiply<2>[count](p, panel, first, p.panel(next) + (run == 0 ? 0 : 2));
+        else
+            kMultiply<1>[count](p, panel, first, p.panel(next) + (run < 3 ? run : 3));
         first += count;
     }
 }
@@ -94,7 +107,7 @@ void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16
     Pool::of_process().run(num_threads, [&](int i, int count) {
         const Share share(panels, i, count);
         for (std::int64_t panel = share.first; panel < share.end; ++panel)
-            multiply_panel(product, panel);
+            multiply_panel(product, panel, panel + 1 < share.end ? panel + 1 : panel);
     });
 }
 

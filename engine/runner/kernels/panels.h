@@ -19,13 +19,15 @@ constexpr int kMostRows = 2;
 template <int ROWS>
 using Totals = Floats[ROWS][kVectors];
 
-// totals += each row, given as pairs of columns, times the panel.
-template <int ROWS>
+constexpr int kAhead = 16;  // vectors: about a kilobyte
+
+// totals += each row, given as pairs of columns, times the panel. For each vector of the panel,
+// so many of those at `ahead` are fetched.
+template <int ROWS, int FETCHED = kVectors>
 inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[ROWS],
-                      const Words* panel, std::int64_t pairs) {
-    constexpr int kAhead = 16;  // vectors: about a kilobyte
-    for (std::int64_t pair = 0; pair < pairs; ++pair, panel += kVectors) {
-        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(panel + kAhead + v);
+                      const Words* panel, std::int64_t pairs, const Words* ahead) {
+    for (std::int64_t pair = 0; pair < pairs; ++pair, panel += kVectors, ahead += kVectors) {
+        for (int v = 0; v < FETCHED; ++v) __builtin_prefetch(ahead + v, 0, FETCHED == kVectors ? 3 : 2);
         for (int row = 0; row < ROWS; ++row) {
             const Words state = Words{} + rows[row][pair];
             for (int v = 0; v < kVectors; ++v) add_products(totals[row][v], panel[v], state);
