@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -72,6 +72,13 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
     return rates
 
 
+@contextmanager
+def engine_meter(bench: EngineBench) -> Iterator[_Meter]:
+    """With the first kernels and the first quantisation that are asked for."""
+    with load_runner(_config(bench, bench.kernels[0], bench.quantize[0])) as runner:
+        yield _Meter(runner, bench)
+
+
 def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
     return RunnerConfig(
         model=bench.model,
@@ -79,13 +86,14 @@ def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
         num_threads=bench.num_threads,
         max_num_seqs=max(bench.batch_sizes),
         kv_cache_share=0.1,
-        max_model_len=_longest(bench),
+        max_model_len=longest(bench),
         kernels=kernels,
         quantize=quantize,
     )
 
 
-def _longest(bench: EngineBench) -> int:
+def longest(bench: EngineBench) -> int:
+    """Tokens of the longest sequence that is measured."""
     decoding = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps
     return max(*bench.prompt_lens, decoding) + 2
 

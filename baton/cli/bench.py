@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.bench_peer import peer
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
 from baton.cli.bench_trace import trace
@@ -20,6 +21,7 @@ from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 
 bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
+bench.command()(peer)
 bench.command()(router)
 bench.command()(trace)
 bench.command(
@@ -40,7 +42,7 @@ def scheduler(
     """What a step of the scheduler costs: µs per decoding request."""
     from baton.bench.scheduler import run
 
-    figures = run(_numbers(running), waiting, _numbers(contexts))
+    figures = run(numbers(running), waiting, numbers(contexts))
     rows = [row for rows in figures.values() for row in rows]
     show_table("one schedule and one update, medians", rows)
     _write(json_file, figures)
@@ -69,7 +71,7 @@ def engine(
     from baton.bench.engine import EngineBench, Rate, run
 
     made = _names(kernels), _names(quantize)
-    sizes = _numbers(prompts), _numbers(batches)
+    sizes = numbers(prompts), numbers(batches)
     what = EngineBench(model, dtype, threads, *made, *sizes, steps, runs)
     with Console(stderr=True).status("measuring") as status:
 
@@ -173,7 +175,7 @@ def _names(written: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in written.split(","))
 
 
-def _numbers(written: str) -> tuple[int, ...]:
+def numbers(written: str) -> tuple[int, ...]:
     try:
         numbers = tuple(int(one) for one in written.split(","))
     except ValueError:

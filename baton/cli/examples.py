@@ -35,6 +35,7 @@ EXAMPLES = {
         "baton serve router --prefill-nodes 127.0.0.1:50061 --decode-nodes 127.0.0.1:50071",
         "baton serve router --model models/demo --decode-nodes dns:///decode:50071",
     ),
+    "bench peer": ("baton bench peer --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm",),
     "bench router": ("baton bench router --streams 64 --json router.json",),
     "bench trace": ("baton bench trace --rounds 9 --json trace.json",),
     "bench scheduler": ("baton bench scheduler --running 256,1024",),

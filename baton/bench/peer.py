@@ -1,0 +1,198 @@
+"""Baton and other engines on the same model folder and load, in turns, as ratios.
+
+Each peer runs in an environment of its own, as a process that loads the model once and then
+measures what it is asked for, while the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from baton.bench.engine import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
+from engine.errors import EngineError, InvalidConfig
+
+ENDS = Path(__file__).resolve().parent / "peers"
+MARK = "BATON "
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBench:
+    """What to measure, and where the peers are installed."""
+
+    engine: EngineBench
+    vllm_venv: Path | None
+    llamacpp_venv: Path | None
+    scratch: Path  # where llama.cpp's copy of the weights goes
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Medians of tokens per second; the ratio is the median of the pairs'."""
+
+    peer: str
+    phase: str  # prefill or decode
+    size: int
+    baton_tokens_per_s: float
+    peer_tokens_per_s: float
+    ratio: float
+    worst_ratio: float
+    best_ratio: float
+
+
+class Meter(Protocol):
+    def prefill(self, prompt_len: int) -> float: ...
+
+    def decode(self, batch_size: int) -> float: ...
+
+
+class PeerFailed(EngineError):
+    """A peer ended before it answered."""
+
+
+class _Peer:
+    """A process on the other side of two pipes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._answer()  # it is ready
+
+    def prefill(self, prompt_len: int) -> float:
+        return self._ask("prefill", prompt_len)
+
+    def decode(self, batch_size: int) -> float:
+        return self._ask("decode", batch_size)
+
+    def _ask(self, phase: str, size: int) -> float:
+        if self._process.stdin is not None:
+            self._process.stdin.write(json.dumps({"phase": phase, "size": size}) + "\n")
+            self._process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        # Engines write lines of their own to the same place.
+        for line in self._process.stdout or ():
+            if line.startswith(MARK):
+                return line.removeprefix(MARK).strip()
+        raise PeerFailed(f"{self._process.args!r} ended with code {self._process.wait()}")
+
+
+def run(bench: PeerBench, on_comparison: Callable[[Comparison], None]) -> list[Comparison]:
+    """`on_comparison` hears of each as it is there: the whole takes minutes."""
+    with ExitStack() as stack:
+        peers = dict(_peers(bench, stack))
+        own = stack.enter_context(engine_meter(bench.engine))
+        compared = []
+        for phase, size in _settings(bench.engine):
+            able = {name: one for name, one in peers.items() if _can(name, phase, size)}
+            for one in _compared(phase, size, bench.engine.num_runs, own, able):
+                compared.append(one)
+                on_comparison(one)
+    return compared
+
+
+def _settings(bench: EngineBench) -> Iterator[tuple[str, int]]:
+    yield from (("decode", size) for size in bench.batch_sizes)
+    yield from (("prefill", size) for size in bench.prompt_lens)
+
+
+def _can(name: str, phase: str, size: int) -> bool:
+    return name == "vllm" or phase == "prefill" or size == 1
+
+
+def _compared(
+    phase: str, size: int, num_runs: int, own: Meter, peers: dict[str, Meter]
+) -> Iterator[Comparison]:
+    """Each pair is measured one right after the other."""
+    meters = {"baton": own, **peers}
+    for meter in meters.values():
+        getattr(meter, phase)(size)  # the first is slower: memory is touched, threads start
+    rounds = [
+        {name: float(getattr(meter, phase)(size)) for name, meter in meters.items()}
+        for _ in range(num_runs)
+    ]
+    for name in peers:
+        ratios = [rates["baton"] / rates[name] for rates in rounds]
+        yield Comparison(
+            name,
+            phase,
+            size,
+            statistics.median(rates["baton"] for rates in rounds),
+            statistics.median(rates[name] for rates in rounds),
+            statistics.median(ratios),
+            min(ratios),
+            max(ratios),
+        )
+
+
+def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, Meter]]:
+    num_threads = bench.engine.num_threads or os.cpu_count() or 1
+    given = {
+        "model": bench.engine.model,
+        "max_model_len": longest(bench.engine) + 64,
+        "num_threads": num_threads,
+        "num_decode_steps": bench.engine.num_decode_steps,
+        "decode_prompt_len": DECODE_PROMPT_LEN,
+        "scratch": str(bench.scratch),
+        "weights": "q8_0" if bench.engine.quantize == ("int8",) else "bf16",
+    }
+    if bench.vllm_venv is not None:
+        settings = _vllm_settings(bench.vllm_venv, num_threads)
+        process = _started(bench.vllm_venv, "vllm_end.py", given, settings)
+        yield "vllm", _Peer(stack.enter_context(process))
+    if bench.llamacpp_venv is not None:
+        process = _started(bench.llamacpp_venv, "llamacpp_end.py", given, {})
+        yield "llamacpp", _Peer(stack.enter_context(process))
+
+
+def _vllm_settings(venv: Path, num_threads: int) -> dict[str, str]:
+    """What it is fastest with on a CPU: a core for each thread, and Intel's OpenMP."""
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}" if num_threads > 1 else "0",
+    }
+    openmp = venv / "lib" / "libiomp5.so"
+    return settings | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
+
+
+@contextmanager
+def _started(
+    venv: Path, script: str, given: dict[str, object], settings: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    python = venv / "bin" / "python"
+    if not python.exists():
+        raise InvalidConfig(f"{venv} is no virtual environment: it has no bin/python")
+    # What was set for this process must not reach the peer: it is measured at its best.
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMP_", "KMP_", "PYTHON"))
+    }
+    process = subprocess.Popen(
+        _command(python, ENDS / script, given),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=kept | settings,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            # An engine's own processes outlive it when it is told alone.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _command(python: Path, script: Path, given: dict[str, object]) -> Sequence[str]:
+    return [str(python), str(script), json.dumps(given)]

@@ -1,0 +1,64 @@
+"""vLLM's end of `baton bench peer`: runs in vLLM's own environment, and imports nothing of Baton.
+
+Reads one JSON object a line, {"phase": "decode", "size": 4}, and answers with tokens per second.
+"""
+
+import json
+import random
+import sys
+import time
+
+NUM_WARM_UP_STEPS = 3
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=given["model"],
+        dtype="bfloat16",
+        max_model_len=given["max_model_len"],
+        max_num_seqs=64,
+        max_num_batched_tokens=max(4096, given["max_model_len"]),
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    drawn = random.Random(0)
+
+    def prompt(length: int) -> dict[str, list[int]]:
+        return {"prompt_token_ids": [drawn.randrange(5, 4000) for _ in range(length)]}
+
+    def sampling(max_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+
+    def prefill(length: int) -> float:
+        asked = [prompt(length)]
+        began_s = time.perf_counter()
+        llm.generate(asked, sampling(1), use_tqdm=False)
+        return length / (time.perf_counter() - began_s)
+
+    def decode(batch_size: int) -> float:
+        engine = llm.llm_engine
+        max_tokens = given["num_decode_steps"] + NUM_WARM_UP_STEPS + 1
+        for _ in range(batch_size):
+            name = f"{drawn.getrandbits(64):x}"
+            engine.add_request(name, prompt(given["decode_prompt_len"]), sampling(max_tokens))
+        ends_s = []
+        while engine.has_unfinished_requests():
+            if len(engine.step()) == batch_size:
+                ends_s.append(time.perf_counter())
+        taken = ends_s[NUM_WARM_UP_STEPS:]
+        return batch_size * (len(taken) - 1) / (taken[-1] - taken[0])
+
+    measures = {"prefill": prefill, "decode": decode}
+    print("BATON ready", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print("BATON", measures[asked["phase"]](asked["size"]), flush=True)
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file again
+    main()

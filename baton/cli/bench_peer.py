@@ -1,0 +1,68 @@
+"""`baton bench peer`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.cli.options import JsonFile, Quantize, Threads
+from baton.cli.show import show_table
+from engine.errors import InvalidConfig
+
+
+def peer(
+    model: Annotated[str, typer.Option(help="Model folder; all engines read the same.")],
+    vllm_venv: Annotated[
+        Path | None, typer.Option(help="Environment that vLLM (for the CPU) is installed in.")
+    ] = None,
+    llamacpp_venv: Annotated[
+        Path | None, typer.Option(help="Environment with llama-cpp-python, gguf and torch.")
+    ] = None,
+    threads: Threads = 2,
+    quantize: Quantize = "none",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "512,2048",
+    batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
+    steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
+    runs: Annotated[int, typer.Option(help="Pairs of each setting; medians are shown.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Baton and other engines in turns, on the same folder and load: tokens per second, ratios.
+
+    With --quantize int8 llama.cpp takes its Q8_0; vLLM has bfloat16 in any case.
+    """
+    from baton.bench.engine import EngineBench
+    from baton.bench.peer import Comparison, PeerBench, run
+    from baton.cli.bench import numbers
+
+    if vllm_venv is None and llamacpp_venv is None:
+        raise InvalidConfig("no peer: give --vllm-venv, --llamacpp-venv or both")
+    engine = EngineBench(
+        model=model,
+        dtype="bfloat16",
+        num_threads=threads,
+        quantize=(quantize,),
+        prompt_lens=numbers(prompts),
+        batch_sizes=numbers(batches),
+        num_decode_steps=steps,
+        num_runs=runs,
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-peer-") as scratch,
+        Console(stderr=True).status("loading") as status,
+    ):
+
+        def on_comparison(one: Comparison) -> None:
+            status.update(f"{one.peer}: {one.phase} {one.size}: {one.ratio:.2f} times")
+
+        what = PeerBench(engine, vllm_venv, llamacpp_venv, Path(scratch))
+        compared = [asdict(one) for one in run(what, on_comparison)]
+    show_table(f"{model}, {threads} threads, medians of {runs} pairs", compared)
+    if json_file is not None:
+        told = {"model": model, "threads": threads, "quantize": quantize, "compared": compared}
+        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,90 @@
+"""`baton bench peer` with a peer that is made up."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+import pytest
+
+from baton.bench.engine import EngineBench
+from baton.bench.peer import Comparison, PeerBench, PeerFailed, run
+from engine.errors import InvalidConfig
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
+ANSWERS = """#!/bin/sh
+echo an engine says something of its own
+echo BATON ready
+while read line; do echo BATON 10.0; done
+"""
+DIES = "#!/bin/sh\nexit 3\n"
+
+
+def environment(at: Path, python: str) -> Path:
+    (at / "bin").mkdir()
+    (at / "bin" / "python").write_text(python)
+    (at / "bin" / "python").chmod(0o755)
+    return at
+
+
+def bench(vllm: Path | None, llamacpp: Path | None) -> PeerBench:
+    engine = EngineBench(
+        str(MODEL), prompt_lens=(20,), batch_sizes=(1, 2), num_decode_steps=2, num_runs=3
+    )
+    return PeerBench(engine, vllm, llamacpp, Path("unused"))
+
+
+def test_each_setting_is_compared_with_each_peer_that_can_do_it(tmp_path: Path) -> None:
+    venv = environment(tmp_path, ANSWERS)
+    heard: list[Comparison] = []
+
+    compared = run(bench(venv, venv), heard.append)
+
+    assert compared == heard
+    assert [(one.peer, one.phase, one.size) for one in compared] == [
+        ("vllm", "decode", 1),
+        ("llamacpp", "decode", 1),
+        ("vllm", "decode", 2),
+        ("vllm", "prefill", 20),
+        ("llamacpp", "prefill", 20),
+    ]
+    for one in compared:
+        assert one.peer_tokens_per_s == 10
+        assert one.ratio == pytest.approx(one.baton_tokens_per_s / 10)
+        assert one.worst_ratio <= one.ratio <= one.best_ratio
+
+
+def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    begins = f"#!/bin/sh\nsleep 1000 & echo $! > {child}\n"
+    venv = environment(tmp_path, ANSWERS.replace("#!/bin/sh\n", begins))
+
+    run(bench(venv, None), lambda _: None)
+
+    assert ends(int(child.read_text()))
+
+
+def ends(pid: int) -> bool:
+    """Waits for it, but not for ever."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        readable, _, _ = select.select([process], [], [], 60)
+        return bool(readable)
+    finally:
+        os.close(process)
+
+
+def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
+    venv = environment(tmp_path, DIES)
+
+    with pytest.raises(PeerFailed, match=r"vllm_end\.py.* ended with code 3"):
+        run(bench(venv, None), lambda _: None)
+
+
+def test_a_folder_that_is_no_environment_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no virtual environment"):
+        run(bench(None, tmp_path), lambda _: None)
