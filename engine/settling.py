@@ -154,8 +154,8 @@ class Settler:
         self._book.handoffs.end_receiving(landed.handoff_id)
         if request is None:
             return
-        if landed.num_tokens != request.num_tokens:
-            reason = f"KV of {landed.num_tokens} tokens came for {request.num_tokens}"
+        reason = self._why_unfit(landed, request)
+        if reason is not None:
             self._go_on_without_peer(request, reason)
             return
         request.receive = None
@@ -164,6 +164,15 @@ class Settler:
         self._book.cache.register(request)
         self._book.note(request, RequestEventKind.LANDED)
         self._take_first_token(request, landed.first_token)
+
+    def _why_unfit(self, landed: Landed, request: Request) -> str | None:
+        """What is wrong with what a peer says of it."""
+        if landed.num_tokens != request.num_tokens:
+            return f"KV of {landed.num_tokens} tokens came for {request.num_tokens}"
+        vocab_size, token_id = self._book.config.vocab_size, landed.first_token.token_id
+        if vocab_size is not None and token_id >= vocab_size:
+            return f"token {token_id} came; the vocabulary has {vocab_size}"
+        return None
 
     def _take_first_token(self, request: Request, first_token: FirstToken) -> None:
         first_index = request.num_output_tokens

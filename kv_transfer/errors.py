@@ -15,5 +15,9 @@ class TransportMissing(KvTransferError):
     """The library of the chosen transport is not installed."""
 
 
+class InvalidMessage(KvTransferError):
+    """A peer says what cannot be; nothing it says on that link is believed any more."""
+
+
 class PeerUnreachable(KvTransferError):
     """The data path to a peer cannot be set up, or has failed; the pair must start anew."""

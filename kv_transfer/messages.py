@@ -7,11 +7,18 @@ Both say Hello first; the meaning of the others is in the ownership tables of
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from kv_transfer.errors import InvalidMessage
 from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
 
 WIRE_VERSION = 2
+# What a transport makes of a peer's blocks grows with their number.
+MOST_BLOCKS = 1 << 24
+END_OF_MEMORY = 1 << 64
+LONGEST_LEASE_S = 3600.0
+DEVICE = re.compile(r"[a-z]+(?::\d{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,13 @@ class Region:
     num_blocks: int
     block_bytes: int
     device: str = "cpu"  # "cpu", or "cuda:0" and the like
+
+    def __post_init__(self) -> None:
+        """Raises InvalidMessage: peers tell of theirs."""
+        _check(0 < self.num_blocks <= MOST_BLOCKS, f"{self.num_blocks} blocks are no region")
+        _check(self.block_bytes > 0, "blocks of no bytes are no region")
+        _check(self.base + self.num_bytes <= END_OF_MEMORY, "no memory is as large as the region")
+        _check(DEVICE.fullmatch(self.device) is not None, f"no device is {self.device[:40]!r}")
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +78,9 @@ class Grant:
     block_ids: tuple[BlockId, ...]  # in D's region
     lease_s: float  # counted on P's clock from when it hears of it
 
+    def __post_init__(self) -> None:
+        _check_lease(self.lease_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Renew:
@@ -71,6 +88,9 @@ class Renew:
 
     handoff_ids: tuple[HandoffId, ...]
     lease_s: float
+
+    def __post_init__(self) -> None:
+        _check_lease(self.lease_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +154,17 @@ class Closed:
 LinkMessage = (
     Hello | Grant | Renew | Renewed | Writing | RevokeGrant | Revoked | Done | Failed | Closed
 )
+
+
+def _check(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise InvalidMessage(otherwise)
+
+
+def _check_lease(lease_s: float) -> None:
+    # NaN fails every comparison, so it lands here too.
+    is_lease = 0 < lease_s <= LONGEST_LEASE_S
+    _check(is_lease, f"a lease of {lease_s} s; it must be above 0 and at most {LONGEST_LEASE_S:g}")
 
 
 _ONE_VERSION = "run one version of baton on all nodes"

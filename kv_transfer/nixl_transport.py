@@ -106,7 +106,10 @@ class NixlChannel:
         mark, separator, agent_metadata = metadata.partition(_SEPARATOR)
         if not separator:
             raise PeerUnreachable("the peer did not say how to reach it")
-        self._peer_mark = ProcessMark.from_bytes(mark)
+        try:
+            self._peer_mark = ProcessMark.from_bytes(mark)
+        except ValueError as error:
+            raise PeerUnreachable("the peer does not say which process it is") from error
         self._peer_metadata, self._peer_region = agent_metadata, region
 
     @property

@@ -13,7 +13,7 @@ from kv_transfer.errors import PeerUnreachable
 from kv_transfer.link import Link, LinkId
 from kv_transfer.messages import Closed, Fingerprint, Hello, Region, why_refused
 from kv_transfer.transport import Channel, Transport
-from kv_transfer.types import Incarnation, NodeId
+from kv_transfer.types import BlockId, Incarnation, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,10 @@ class Pair:
     @property
     def is_dialled(self) -> bool:
         return self.address is not None
+
+    def has_blocks(self, block_ids: tuple[BlockId, ...]) -> bool:
+        """Whether the peer's region has all of these."""
+        return self.peer is not None and max(block_ids, default=-1) < self.peer.region.num_blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class ProcessMark:
 
     @staticmethod
     def from_bytes(encoded: bytes) -> ProcessMark:
+        """Raises ValueError."""
         realm, pid, start_ticks = encoded.decode().split(" ")
         return ProcessMark(realm, int(pid), start_ticks)
 

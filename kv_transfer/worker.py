@@ -38,6 +38,7 @@ from kv_transfer.meetings import Meetings
 from kv_transfer.messages import (
     Closed,
     Done,
+    Grant,
     Hello,
     LinkMessage,
     Region,
@@ -290,6 +291,8 @@ class KvTransferWorker:
             if isinstance(message, Writing):
                 self._bursts_until_s = now + self._config.burst_s
             self._receiver.hear(link_id, message, now)
+        elif isinstance(message, Grant) and not pair.has_blocks(message.block_ids):
+            self._meetings.cut(link_id, "it granted blocks that it does not have", now)
         else:
             self._sender.hear(link_id, message, now)
 

@@ -48,9 +48,10 @@ SIZES: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 # A node that comes back on its address is found again soon.
+LONGEST_RECONNECT_S = 2.0
 RECONNECTION: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", round(LONGEST_RECONNECT_S * 1000)),
 )
 
 

@@ -27,6 +27,10 @@ class Unauthenticated(ServiceError):
     """The caller has shown no token, or none that is taken here."""
 
 
+class Unreadable(ServiceError):
+    """What came is no message of this method."""
+
+
 class MessageTooLarge(ServiceError):
     """A message is larger than one may be; another try would be as large."""
 

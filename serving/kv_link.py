@@ -20,7 +20,7 @@ from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from kv_transfer.link import LinkEvents, LinkId
 from kv_transfer.messages import LinkMessage
 from serving.channel import open_channel
-from serving.status import remote_error
+from serving.status import NAMED, remote_error
 from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 from serving.translate_link import link_message_from, link_message_to
@@ -98,7 +98,9 @@ class GrpcLinks:
     async def accept(
         self, requests: AsyncIterator[kv_link_pb2.LinkRequest]
     ) -> AsyncGenerator[kv_link_pb2.LinkResponse, None]:
-        """One accepted stream, for as long as either side wants it."""
+        """One accepted stream, for as long as either side wants it. Raises what is named of a
+        message that cannot be believed.
+        """
         link_id = LinkId(next(self._ids))
         outbox = self._outbox_by_link[link_id] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read(link_id, requests))
@@ -106,6 +108,8 @@ class GrpcLinks:
         try:
             while (message := await outbox.get()) is not None:
                 yield kv_link_pb2.LinkResponse(message=link_message_to(message))
+            if reading.done():
+                reading.result()  # tells what cannot be believed
         finally:
             reading.cancel()
             self._lose(link_id, "the peer broke off the link")
@@ -142,6 +146,10 @@ class GrpcLinks:
             if not is_made and dialled is not None and error.code() is StatusCode.UNAVAILABLE:
                 trouble = await asyncio.to_thread(tls_trouble, dialled, self._tls)
                 reason = trouble or reason
+        except NAMED as error:
+            reason = str(error)
+            if dialled is None:
+                raise  # who dialled is told
         finally:
             self._lose(link_id, reason)
 

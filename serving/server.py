@@ -18,6 +18,7 @@ from serving.health import HEALTH, Health
 from serving.health_servicer import HealthServicer
 from serving.listening import check_port
 from serving.tls import PLAIN, TlsConfig
+from serving.unreadable import NamesUnreadable
 
 READY_PREFIX = "baton ready:"
 # How long calls that outlived the drain may go on, such as watches: they are cut off anyway.
@@ -51,7 +52,9 @@ async def serving(
     """Serves from here to the end of the block, not ready until told so."""
     names = tuple(service.name for service in services)
     health = Health(names)
-    server = aio.server(interceptors=interceptors, options=server_options(keepalive))
+    server = aio.server(
+        interceptors=(*interceptors, NamesUnreadable()), options=server_options(keepalive)
+    )
     for service in services:
         service.add_to(server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)

@@ -12,6 +12,7 @@ from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 from serving.kv_link import GrpcLinks
 from serving.node import card_to, news_to
 from serving.node_state import NodeState
+from serving.status import named_errors
 from serving.streamed import streamed
 
 
@@ -27,7 +28,10 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
         request_iterator: AsyncIterator[kv_link_pb2.LinkRequest],
         context: aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[kv_link_pb2.LinkResponse, None]:
-        async with aclosing(self._links.accept(request_iterator)) as responses:
+        async with (
+            named_errors(context),
+            aclosing(self._links.accept(request_iterator)) as responses,
+        ):
             async for response in responses:
                 yield response
 

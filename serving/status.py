@@ -15,6 +15,7 @@ from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
 from engine.errors import EngineError, EngineStopped, InvalidRequest
+from kv_transfer.errors import InvalidMessage, KvTransferError
 from serving.errors import (
     DeadlineExceeded,
     Draining,
@@ -30,6 +31,7 @@ from serving.errors import (
     ServiceError,
     Unauthenticated,
     UnknownModel,
+    Unreadable,
     UnsupportedInput,
 )
 
@@ -43,6 +45,8 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     InvalidRequest: (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
     EmptyPrompt: (StatusCode.INVALID_ARGUMENT, "EMPTY_PROMPT"),
     UnsupportedInput: (StatusCode.INVALID_ARGUMENT, "UNSUPPORTED_INPUT"),
+    Unreadable: (StatusCode.INVALID_ARGUMENT, "UNREADABLE"),
+    InvalidMessage: (StatusCode.INVALID_ARGUMENT, "INVALID_MESSAGE"),
     UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     RequestIdInUse: (StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE"),
     Unauthenticated: (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
@@ -57,7 +61,9 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     EngineStopped: (StatusCode.UNAVAILABLE, "ENGINE_STOPPED"),
     GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
 }
-NAMED = (ServiceError, EngineError)
+NAMED = (ServiceError, EngineError, KvTransferError)
+# A status travels in a header, and those are small: what quotes a client may be long.
+MOST_MESSAGE_CHARACTERS, MOST_FIELD_CHARACTERS = 1000, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +90,20 @@ async def named_errors(
 
 def status_of(error: Exception, metadata: dict[str, str] | None = None) -> status_pb2.Status:
     code, reason = code_and_reason(error)
-    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata or {})
+    fields = {name: _cut(text, MOST_FIELD_CHARACTERS) for name, text in (metadata or {}).items()}
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=fields)
     details = [_packed(info)]
     if isinstance(error, QueueFull):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(_packed(retry))
     number: int = code.value[0]
-    return status_pb2.Status(code=number, message=str(error), details=details)
+    message = _cut(str(error), MOST_MESSAGE_CHARACTERS)
+    return status_pb2.Status(code=number, message=message, details=details)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _packed(message: Message) -> any_pb2.Any:

@@ -1,0 +1,167 @@
+"""A peer that says a good Hello, and then what cannot be; or whose Hello is that already."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from baton.cluster import LocalCluster
+from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
+from tests.support.neighbour import undisturbed
+
+PATIENCE_S = 30.0
+LinkMessage = kv_link_pb2.LinkMessage
+Hello = kv_link_pb2.Hello
+Change = Callable[[Hello], None]
+
+pytestmark = pytest.mark.slow
+
+
+def hello_to(channel: grpc.Channel) -> Hello:
+    """As an honest decode node would say it, which the node tells everybody how to do."""
+    node = node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest())
+    region = kv_link_pb2.Region(base=4096, num_blocks=8, block_bytes=node.block_bytes, device="cpu")
+    return Hello(
+        node_id="stranger",
+        incarnation="1",
+        fingerprint=node.fingerprint,
+        region=region,
+        transport=node.kv_transport,
+        metadata=b"elsewhere 1 2\0not an agent",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the node answered before it ended the link, and how it ended it."""
+
+    heard: list[LinkMessage]
+    code: grpc.StatusCode
+    details: str
+
+
+def last_word(channel: grpc.Channel, *said: LinkMessage) -> Word:
+    """Says these and holds the link open."""
+    is_over = threading.Event()
+
+    def requests() -> Iterator[kv_link_pb2.LinkRequest]:
+        for one in said:
+            yield kv_link_pb2.LinkRequest(message=one)
+        is_over.wait(PATIENCE_S)
+
+    call = kv_link_pb2_grpc.KvLinkServiceStub(channel).Link(requests(), timeout=PATIENCE_S)
+    heard: list[LinkMessage] = []
+    with suppress(grpc.RpcError):
+        heard += (response.message for response in call)
+    is_over.set()
+    return Word(heard, call.code(), call.details() or "")
+
+
+def grant(block_id: int = 0, lease_s: float = 5.0) -> LinkMessage:
+    return LinkMessage(
+        grant=kv_link_pb2.Grant(
+            handoff_id=node_pb2.HandoffId(request_id="stranger's", attempt=1),
+            ticket=1,
+            block_ids=[block_id],
+            lease_s=lease_s,
+        )
+    )
+
+
+@pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0, 0.0, 1e300])
+def test_a_lease_that_is_none_ends_the_link_by_name(
+    cluster: LocalCluster,
+    channel_of: dict[str, grpc.Channel],
+    right_answer: tuple[int, ...],
+    lease_s: float,
+) -> None:
+    channel = channel_of["prefill"]
+    renew = LinkMessage(renew=kv_link_pb2.Renew(lease_s=lease_s))
+
+    with undisturbed(cluster, right_answer):
+        for message in (grant(lease_s=lease_s), renew):
+            word = last_word(channel, LinkMessage(hello=hello_to(channel)), message)
+            assert word.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "a lease of" in word.details
+
+
+def region_of(size: int) -> Change:
+    def change(hello: Hello) -> None:
+        hello.region.num_blocks = size
+
+    return change
+
+
+def device_of(name: str) -> Change:
+    def change(hello: Hello) -> None:
+        hello.region.device = name
+
+    return change
+
+
+def base_of(address: int) -> Change:
+    def change(hello: Hello) -> None:
+        hello.region.base = address
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [region_of(0), region_of(2**40), device_of("cuda:x"), device_of("🙂"), base_of(2**64 - 1)],
+)
+def test_a_region_that_cannot_be_ends_the_link_by_name(
+    cluster: LocalCluster,
+    channel_of: dict[str, grpc.Channel],
+    right_answer: tuple[int, ...],
+    change: Change,
+) -> None:
+    channel = channel_of["prefill"]
+    hello = hello_to(channel)
+    change(hello)
+
+    with undisturbed(cluster, right_answer):
+        word = last_word(channel, LinkMessage(hello=hello))
+
+    assert word.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "metadata", [b"", b"\0", b"\xff\xfe\0x", b"a b c\0", b"a 1\0", b"x" * 9999]
+)
+def test_metadata_that_leads_nowhere_is_refused_with_a_word(
+    cluster: LocalCluster,
+    channel_of: dict[str, grpc.Channel],
+    right_answer: tuple[int, ...],
+    metadata: bytes,
+) -> None:
+    channel = channel_of["prefill"]
+    hello = hello_to(channel)
+    hello.metadata = metadata
+
+    with undisturbed(cluster, right_answer):
+        word = last_word(channel, LinkMessage(hello=hello))
+
+    assert [one.WhichOneof("message") for one in word.heard] == ["hello", "closed"]
+
+
+@pytest.mark.parametrize("block_id", [8, 2**31, 2**32 - 1])
+def test_blocks_that_the_peer_does_not_have_end_the_link(
+    cluster: LocalCluster,
+    channel_of: dict[str, grpc.Channel],
+    right_answer: tuple[int, ...],
+    block_id: int,
+) -> None:
+    channel = channel_of["prefill"]
+
+    with undisturbed(cluster, right_answer):
+        word = last_word(channel, LinkMessage(hello=hello_to(channel)), grant(block_id))
+
+    assert [one.WhichOneof("message") for one in word.heard] == ["hello", "closed"]
+    assert "blocks that it does not have" in word.heard[-1].closed.reason

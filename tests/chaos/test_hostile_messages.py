@@ -1,0 +1,110 @@
+"""Hostile messages on every RPC of a running cluster: each ends by name, and hurts nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from grpc import StatusCode
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.cluster import LocalCluster
+from baton.v1 import cluster_pb2, inference_pb2, kv_link_pb2, node_pb2
+from tests.support.hostile import on_the_wire
+from tests.support.neighbour import undisturbed
+
+NUM_EXAMPLES = 60
+# What takes this long for want of an answer hangs.
+PATIENCE_S = 30.0
+NUM_RESPONSES_READ = 3
+# UNKNOWN is what gRPC makes of an exception that nobody has named.
+UNNAMED = {StatusCode.UNKNOWN, StatusCode.DEADLINE_EXCEEDED, StatusCode.UNAVAILABLE}
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A method, and the process of the cluster that serves it."""
+
+    served_by: str
+    method: MethodDescriptor
+
+    @property
+    def path(self) -> str:
+        return f"/{self.method.containing_service.full_name}/{self.method.name}"
+
+
+def targets() -> Iterator[Target]:
+    for served_by, module in (
+        ("router", inference_pb2),
+        ("router", cluster_pb2),
+        ("prefill", node_pb2),
+        ("prefill", kv_link_pb2),
+    ):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                is_of_decode = service.name == "DecodeService"
+                yield Target("decode" if is_of_decode else served_by, method)
+
+
+# Drain has nothing that could be hostile in it, and ends the node.
+TARGETS = [target for target in targets() if target.method.name != "Drain"]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.method.full_name)
+def test_a_hostile_message_ends_by_name_and_hurts_nobody_else(
+    cluster: LocalCluster,
+    channel_of: dict[str, grpc.Channel],
+    right_answer: tuple[int, ...],
+    target: Target,
+) -> None:
+    channel = channel_of[target.served_by]
+    one = on_the_wire(target.method.input_type)
+    is_stream = target.method.client_streaming
+    sent = st.lists(one, min_size=1, max_size=4) if is_stream else st.tuples(one)
+
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(sent)
+    def sends(messages: Sequence[bytes]) -> None:
+        ended = outcome_of(channel, target, messages)
+        assert ended.code not in UNNAMED, ended
+        assert [child.process.poll() for child in cluster.children] == [None] * 3
+
+    with undisturbed(cluster, right_answer):
+        sends()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    code: StatusCode
+    details: str
+
+
+def outcome_of(channel: grpc.Channel, target: Target, messages: Sequence[bytes]) -> Ended:
+    """How the call ended; OK for one that goes on as it may, and is left after some responses."""
+    is_stream = target.method.client_streaming
+    make: Any = channel.stream_stream if is_stream else channel.unary_stream
+    method = make(target.path, request_serializer=bytes, response_deserializer=bytes)
+    call = method(iter(messages) if is_stream else messages[0], timeout=PATIENCE_S)
+    try:
+        for number, _ in enumerate(call, 1):
+            # A watch tells at once, and again when there is something to tell.
+            if number == NUM_RESPONSES_READ or target.method.name.startswith("Watch"):
+                break
+    except grpc.RpcError:
+        return Ended(call.code(), call.details() or "")
+    finally:
+        call.cancel()
+    return Ended(StatusCode.OK, "")
