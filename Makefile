@@ -5,18 +5,21 @@
 #   make check        format, lint, import rules, types and the fast tests, in under a minute
 #   make breaking     whether clients and nodes of main still understand the protos
 #   make bench        the engine's own figures, as tables
+#   make soak         a cluster under load and faults for MINUTES (20), every answer judged
 #   make containers   the cluster of docker-compose.yml, tried in real containers; needs Docker
 #
 # PYTHON, TORCH and TORCH_INDEX choose the interpreter and the build of torch (see README).
 
 VENV := .venv
+MINUTES := 20
+SEED := 0
 BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check containers breaking bench format clean
+.PHONY: demo test check soak containers breaking bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
@@ -31,6 +34,9 @@ check: $(VENV)/.dev $(STUBS)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow and not gpu" tests/unit tests/properties
+
+soak: $(VENV)/.runtime
+	$(BIN)/baton bench chaos --minutes $(MINUTES) --seed $(SEED)
 
 containers: $(VENV)/.dev $(STUBS)
 	$(PYTEST) -m containers tests/containers

@@ -40,6 +40,14 @@ def _ignore(_child: Child) -> None:
     """Nobody wants to know."""
 
 
+def _ignore_line(_child: Child, _line: str) -> None:
+    """Nobody wants to read it."""
+
+
+def _where_it_listens(child: Child) -> str:
+    return child.address
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
     model: str
@@ -60,6 +68,8 @@ class ClusterOptions:
     environment: dict[str, str] = field(default_factory=dict)
     on_up: Callable[[Child], None] = _ignore  # it listens
     on_end: Callable[[Child], None] = _ignore  # its output is closed; on a thread of its own
+    on_line: Callable[[Child, str], None] = _ignore_line  # of its log; on that thread, too
+    found_at: Callable[[Child], str] = _where_it_listens  # where the router finds a node
 
 
 class Child:
@@ -67,11 +77,12 @@ class Child:
 
     def __init__(self, name: str, arguments: Sequence[str], options: ClusterOptions) -> None:
         self.name = name
+        self.arguments = tuple(arguments)
         self.address = ""
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._show_logs = options.show_logs
         self._announced = threading.Event()
-        self._on_up, self._on_end = options.on_up, options.on_end
+        self._on_up, self._on_end, self._on_line = options.on_up, options.on_end, options.on_line
         self._is_told = False
         self._drain_timeout_s = options.drain_timeout_s
         command = [*_command(options), *arguments, "--parent-pid", str(os.getpid())]
@@ -161,6 +172,7 @@ class Child:
             self._announced.set()
             return
         self._lines.append(line)
+        self._on_line(self, line)
         if self._show_logs:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
 
@@ -191,6 +203,7 @@ class LocalCluster:
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self._spawned: list[Child] = []
         self._is_killed = False
+        self.router: Child
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
 
@@ -245,6 +258,20 @@ class LocalCluster:
         self._write_list(role)
         return child.stop()
 
+    def restart(self, gone: Child) -> Child:
+        """A new process for one that has ended, at the same address. Raises ClusterFailed."""
+        port = gone.address.rpartition(":")[2]
+        place = gone.arguments.index("--port") + 1
+        arguments = (*gone.arguments[:place], port, *gone.arguments[place + 1 :])
+        child = self._begin(gone.name, arguments)
+        if gone is self.router:
+            self.router = child
+        else:
+            siblings = self.prefills if gone in self.prefills else self.decodes
+            siblings[siblings.index(gone)] = child
+        child.await_address(self._options.start_timeout_s)
+        return child
+
     def _start(self) -> None:
         options = self._options
         num_prefill, num_decode = options.num_prefill, options.num_decode
@@ -269,7 +296,7 @@ class LocalCluster:
     def _write_list(self, role: str) -> None:
         """Without lists, the router knows the nodes it began with and no others."""
         if self._lists is not None:
-            self._lists.write(role, [child.address for child in self._nodes(role)])
+            self._lists.write(role, [self._options.found_at(node) for node in self._nodes(role)])
 
     def _ask_nodes_to_stop(self) -> None:
         """All at once, when the router has ended; each is then waited for."""
@@ -292,7 +319,7 @@ class LocalCluster:
         """Where the router finds the nodes of this role."""
         if self._lists is not None:
             return self._lists.source(role)
-        return ",".join(child.address for child in self._nodes(role))
+        return ",".join(self._options.found_at(node) for node in self._nodes(role))
 
     def _node(
         self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
@@ -304,9 +331,12 @@ class LocalCluster:
         return self._spawn(name, [*fixed, *options.node_arguments, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
+        return self._begin(name, [*arguments, *_tls_arguments(self._options.tls)])
+
+    def _begin(self, name: str, arguments: Sequence[str]) -> Child:
         if self._is_killed:
             raise ClusterFailed("told to end before it was up")
-        child = Child(name, [*arguments, *_tls_arguments(self._options.tls)], self._options)
+        child = Child(name, arguments, self._options)
         self._lifetime.callback(child.stop)
         self._spawned.append(child)
         return child

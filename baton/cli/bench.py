@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.bench_chaos import chaos
 from baton.cli.bench_peer import peer
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
@@ -23,6 +24,12 @@ from engine.errors import InvalidConfig
 bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
 bench.command()(peer)
 bench.command()(router)
+bench.command(
+    epilog=examples(
+        "baton bench chaos --minutes 20 --every 5",
+        "baton bench chaos --kinds kill --roles decode --logs logs",
+    )
+)(chaos)
 bench.command()(trace)
 bench.command(
     epilog=examples(

@@ -1,0 +1,251 @@
+"""A cluster under load while its processes are killed, stopped and cut off from each other.
+
+Faults come from outside: signals, and doors that bar links. The processes are those of
+everybody, and know nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from baton.bench.chaos_asks import Known, asks, known
+from baton.bench.chaos_faults import Fault, Kind, Role, Script, faults
+from baton.bench.chaos_leaks import grown, held
+from baton.bench.chaos_load import Load, Told
+from baton.bench.chaos_report import Attempts, Report, Struck, report
+from baton.bench.chaos_stage import Setting, Stage
+from baton.client import AsyncClient, BatonError, Retries
+from baton.cluster import Child, await_serving
+
+PHASE_PATIENCE_S = 2.0
+READY_WITHIN_S = 120.0
+LOOK_EVERY_S = 0.2
+CROWD_FACTOR = 4
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
+ONCE = Retries(max_attempts=1)  # whatever fails shall be seen
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosBench:
+    setting: Setting
+    script: Script
+    num_clients: int = 6
+    num_asks: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    elapsed_s: float
+    told: Sequence[Told]
+    num_under_way: int
+    num_struck: int
+    latest: str  # what went wrong last
+
+
+OnProgress = Callable[[Progress], None]
+
+
+async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -> Report:
+    """Ends early, and tells what came so far, once `stop` is set. Raises named errors."""
+    script = what.script
+    drawn = faults(script, what.setting.num_by_role)
+    async with Stage(what.setting) as stage, AsyncClient(stage.address, retries=ONCE) as client:
+        answers = await known(client, await asks(client, script.seed, what.num_asks))
+        chaos = Chaos(stage, client, answers, what.num_clients, script.seed)
+        return await chaos.run(drawn, script.duration_s, stop, on_progress)
+
+
+def nobody_looks(_: Progress) -> None:
+    """For those who wait for the report."""
+
+
+class Chaos:
+    def __init__(
+        self,
+        stage: Stage,
+        client: AsyncClient,
+        answers: Sequence[Known],
+        num_clients: int,
+        seed: int = 0,
+    ) -> None:
+        self._stage = stage
+        self._client = client
+        self._num_clients = num_clients
+        self._load = Load(client, answers, seed)
+        self._ailing: set[str] = set()
+        self._struck: list[Struck] = []
+        self._attempts = Attempts()
+        self._began_s = time.monotonic()
+
+    async def run(
+        self,
+        faults: Sequence[Fault],
+        duration_s: float,
+        stop: asyncio.Event,
+        on_progress: OnProgress = nobody_looks,
+    ) -> Report:
+        """Once. Lasts longer than asked for if that is what it takes until all are well."""
+        asking = asyncio.Event()
+        self._began_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            load = group.create_task(self._load.run(self._num_clients, asking))
+            telling = group.create_task(self._tell(on_progress))
+            await self._play(faults, duration_s, stop)
+            asking.set()
+            await load
+            telling.cancel()
+        ended_s = time.monotonic()
+        leaks = await self._leaks()
+        return report(
+            self._load.told,
+            self._struck,
+            self._attempts,
+            elapsed_s=ended_s - self._began_s,
+            leaks=leaks,
+            died=self._stage.died(),
+        )
+
+    # --- Faults -----------------------------------------------------------------------------
+
+    async def _play(self, faults: Sequence[Fault], duration_s: float, stop: asyncio.Event) -> None:
+        """Strike as the script says; returns when all are well again."""
+        async with asyncio.TaskGroup() as healing:
+            for fault in faults:
+                if not await self._wait_until(fault.at_s, stop):
+                    return
+                await self._load.reached(fault.phase, PHASE_PATIENCE_S)
+                victim = self._victim(fault)
+                if victim is not None:
+                    self._ailing.add(victim.name)
+                    healing.create_task(self._strike(fault, victim))
+            await self._wait_until(duration_s, stop)
+
+    async def _wait_until(self, at_s: float, stop: asyncio.Event) -> bool:
+        """False if told to stop before."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._loop_time(at_s)):
+                await stop.wait()
+        return not stop.is_set()
+
+    def _loop_time(self, at_s: float) -> float:
+        elapsed_s = time.monotonic() - self._began_s
+        return asyncio.get_running_loop().time() + at_s - elapsed_s
+
+    def _victim(self, fault: Fault) -> Child | None:
+        """One that is well. The last decode node that is well is spared: nobody could serve."""
+        count = self._stage.num_by_role[fault.role]
+        places = [(fault.place + step) % count for step in range(count)]
+        siblings = [self._stage.child(fault.role, place) for place in places]
+        well = [child for child in siblings if child.name not in self._ailing]
+        if fault.role is Role.DECODE and len(well) < 2:
+            return None
+        return well[0] if well else None
+
+    async def _strike(self, fault: Fault, victim: Child) -> None:
+        struck = Struck(fault, victim.name, time.monotonic())
+        self._struck.append(struck)
+        try:
+            match fault.kind:
+                case Kind.KILL:
+                    await self._kill(victim, struck)
+                case Kind.STOP:
+                    await self._stop(victim, fault.lasts_s)
+                case Kind.SLOW:
+                    await self._slow(victim, fault.lasts_s)
+                case Kind.CUT | Kind.HUSH:
+                    await self._bar(victim, fault)
+                case Kind.CROWD:
+                    await self._crowd(fault.lasts_s)
+        finally:
+            struck.healed_s = time.monotonic()
+            self._ailing.discard(victim.name)
+
+    async def _kill(self, victim: Child, struck: Struck) -> None:
+        if struck.fault.role is Role.ROUTER:
+            await self._count_attempts(victim)
+        struck.at_s = time.monotonic()
+        self._stage.kill(victim)
+        child = await self._stage.restart(victim)
+        struck.listens_s = time.monotonic()
+        if struck.fault.role is Role.ROUTER:
+            await asyncio.to_thread(await_serving, child.address, READY_WITHIN_S)
+        else:
+            await self._until_ready(child.name)
+
+    async def _count_attempts(self, router: Child) -> None:
+        with suppress(OSError):  # it may be stopped
+            self._attempts.note(router.process.pid, await self._stage.scrape(router))
+
+    async def _until_ready(self, name: str) -> None:
+        """As the router sees it, which may be away itself."""
+        async with asyncio.timeout(READY_WITHIN_S):
+            while True:
+                with suppress(BatonError):
+                    async for nodes in self._client.nodes(LOOK_EVERY_S):
+                        if any(one.node_id == name and one.state == "ready" for one in nodes):
+                            return
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _stop(self, victim: Child, lasts_s: float) -> None:
+        self._stage.signal(victim, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            self._stage.signal(victim, signal.SIGCONT)
+
+    async def _slow(self, victim: Child, lasts_s: float) -> None:
+        end_s = time.monotonic() + lasts_s
+        while time.monotonic() < end_s:
+            await self._stop(victim, SLOW_STOPPED_S)
+            await asyncio.sleep(SLOW_RUNNING_S)
+
+    async def _bar(self, victim: Child, fault: Fault) -> None:
+        door = self._stage.door(victim)
+        (door.cut if fault.kind is Kind.CUT else door.hush)()
+        try:
+            await asyncio.sleep(fault.lasts_s)
+        finally:
+            door.heal()
+
+    async def _crowd(self, lasts_s: float) -> None:
+        enough = asyncio.Event()
+        asyncio.get_running_loop().call_later(lasts_s, enough.set)
+        await self._load.run(CROWD_FACTOR * self._num_clients, enough)
+
+    # --- What is seen -----------------------------------------------------------------------
+
+    async def _tell(self, on_progress: OnProgress) -> None:
+        while True:
+            latest = str(self._struck[-1].fault) if self._struck else ""
+            elapsed_s = time.monotonic() - self._began_s
+            told, num_under_way = self._load.told, self._load.num_under_way
+            on_progress(Progress(elapsed_s, told, num_under_way, len(self._struck), latest))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _leaks(self) -> list[str]:
+        """What is still held two leases and a second after the last request and fault."""
+        end_s = time.monotonic() + 2 * self._stage.lease_s + 1
+        while True:
+            leaks = [
+                f"{child.name}: {leak}"
+                for child in self._stage.children
+                for leak in await self._leaks_of(child)
+            ]
+            if not leaks or time.monotonic() >= end_s:
+                return leaks
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _leaks_of(self, child: Child) -> list[str]:
+        try:
+            found = await self._stage.scrape(child)
+        except OSError as error:
+            return [f"does not tell of itself: {error}"]
+        if child.name == Role.ROUTER.value:
+            self._attempts.note(child.process.pid, found)
+        before, now = self._stage.at_start[child.name], self._stage.footprint(child)
+        return [*held(found), *grown(before, now)]

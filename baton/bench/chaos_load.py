@@ -1,0 +1,155 @@
+"""Clients that ask on and on while things go wrong, and what became of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.bench.chaos_asks import Known, difference_of, salted
+from baton.bench.chaos_faults import Phase
+from baton.client import Answer, AsyncClient, BatonError, Generation
+
+# A request takes seconds at most; one that nobody has ended after so long is hung.
+PATIENCE_S = 90.0
+CANCEL_SHARE = 0.08
+LONGEST_STAY_S = 1.5  # of those that leave before their answer is whole
+SHARING_SHARE = 0.3  # of the requests go by what caches hold of earlier ones
+PAUSE_AFTER_REFUSAL_S = 0.2
+FIRST_DECODED = 2  # tokens that an answer has when its decode node is at work
+
+
+class Outcome(Enum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    HUNG = "hung"
+    REFUSED = "refused"  # by name, before the answer began
+    BROKEN = "broken"  # by name, after it began
+    CANCELLED = "cancelled"  # by its client
+
+
+@dataclass(slots=True)
+class Told:
+    """One request as its client saw it. Times are of the monotonic clock."""
+
+    tag: int
+    kind: str
+    began_s: float
+    ended_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
+    outcome: Outcome = Outcome.RIGHT
+    reason: str = ""
+    attempts: int = 1
+    is_local: bool = False  # its decode node computed the prompt
+
+
+class Load:
+    """So many clients, each asking the next thing as soon as it was told the last one."""
+
+    def __init__(self, client: AsyncClient, known: Sequence[Known], seed: int) -> None:
+        self._client = client
+        self._known = known
+        self._draw = random.Random(seed)
+        self._numbers = 0
+        self._changed = asyncio.Event()
+        self._last_reached: Phase | None = None
+        self.told: list[Told] = []
+        self.num_under_way = 0
+
+    async def run(self, num_clients: int, stop: asyncio.Event) -> None:
+        """Asks nothing new once `stop` is set, and returns when all is told."""
+
+        async def ask_on() -> None:
+            while not stop.is_set():
+                told = await self._ask()
+                if told.outcome in (Outcome.REFUSED, Outcome.BROKEN):
+                    await asyncio.sleep(PAUSE_AFTER_REFUSAL_S)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_clients):
+                group.create_task(ask_on())
+
+    async def reached(self, phase: Phase, timeout_s: float) -> None:
+        """Returns when some request comes to this phase, or none does for so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    await self._changed.wait()
+                    if self._last_reached is phase:
+                        return
+        except TimeoutError:
+            return
+
+    def _note(self, phase: Phase) -> None:
+        self._last_reached = phase
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _ask(self) -> Told:
+        one = self._draw.choice(self._known)
+        self._numbers += 1
+        shares = self._draw.random() < SHARING_SHARE
+        salt = "" if shares else str(self._numbers)
+        leaves = self._draw.random() < CANCEL_SHARE
+        leaves_after_s = self._draw.random() * LONGEST_STAY_S if leaves else None
+        told = Told(one.ask.tag, one.ask.kind, time.monotonic())
+        self.num_under_way += 1
+        try:
+            async with asyncio.timeout(leaves_after_s):
+                await self._hear(one, salted(one.ask, salt), told)
+        except TimeoutError:
+            _judge(told, Outcome.CANCELLED)
+        finally:
+            self.num_under_way -= 1
+        told.ended_s = time.monotonic()
+        self.told.append(told)
+        return told
+
+    async def _hear(self, one: Known, generation: Generation, told: Told) -> None:
+        answer = Answer()
+        self._note(Phase.ASKED)
+        stream = self._client.stream(one.ask.prompt, generation, timeout_s=PATIENCE_S)
+        try:
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    if chunk.first_index != len(answer.token_ids):
+                        _judge(told, Outcome.WRONG, f"place {chunk.first_index} came out of turn")
+                        return
+                    answer.take(chunk)
+                    self._hear_tokens(answer, told)
+        except BatonError as error:
+            self._judge_error(told, error)
+        else:
+            self._judge_answer(one, answer, told)
+
+    def _hear_tokens(self, answer: Answer, told: Told) -> None:
+        if not answer.token_ids:
+            return
+        if not told.arrivals_s:
+            self._note(Phase.FIRST_TOKEN)
+        elif len(told.arrivals_s) == FIRST_DECODED:
+            self._note(Phase.DECODING)
+        told.arrivals_s.append(time.monotonic())
+
+    def _judge_answer(self, one: Known, answer: Answer, told: Told) -> None:
+        difference = difference_of(one, answer)
+        if difference is not None:
+            _judge(told, Outcome.WRONG, difference)
+        if answer.finish is not None:
+            told.attempts = answer.finish.served.attempts
+            told.is_local = not answer.finish.served.is_prefill_remote
+
+    def _judge_error(self, told: Told, error: BatonError) -> None:
+        reason = error.reason or error.code.name
+        if reason == "DEADLINE_EXCEEDED":
+            _judge(told, Outcome.HUNG, f"no end within {PATIENCE_S:.0f} s")
+        else:
+            _judge(told, Outcome.BROKEN if told.arrivals_s else Outcome.REFUSED, reason)
+
+
+def _judge(told: Told, outcome: Outcome, reason: str = "") -> None:
+    told.outcome, told.reason = outcome, reason

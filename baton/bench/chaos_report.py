@@ -1,0 +1,184 @@
+"""What became of all requests of a run with faults, and how fast it went on. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from baton.bench.chaos_faults import Fault, Kind, Role
+from baton.bench.chaos_leaks import Scrape
+from baton.bench.chaos_load import Outcome, Told
+from serving.channel import LONGEST_RECONNECT_S
+from telemetry import metric_names as counted
+from telemetry import names
+
+# A router that is full says so; that is no loss.
+FAIR_REASONS = ("QUEUE_FULL",)
+
+
+@dataclass(slots=True)
+class Struck:
+    """A fault that came to be."""
+
+    fault: Fault
+    victim: str
+    at_s: float
+    listens_s: float = 0.0  # the new process of one that was killed
+    healed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """From a death to the next token of the streams that it touched."""
+
+    of: str
+    num: int
+    median_s: float
+    most_s: float
+
+
+@dataclass(slots=True)
+class Attempts:
+    """Tries that routers counted, those of routers that are gone included."""
+
+    by_kind_by_pid: dict[int, Counter[str]] = field(default_factory=dict)
+
+    def note(self, pid: int, found: Scrape) -> None:
+        kinds = (names.RETRY, names.MIGRATE)
+        counts = {kind: round(found.total(counted.ATTEMPTS, kind)) for kind in kinds}
+        self.by_kind_by_pid[pid] = Counter(counts)
+
+    def total(self, kind: str) -> int:
+        return sum(counts[kind] for counts in self.by_kind_by_pid.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    elapsed_s: float
+    num_faults: int
+    counts: Mapping[str, int]
+    recoveries: Sequence[Recovery]
+    reasons: Mapping[str, int]  # of what was refused or broke off
+    num_by_fault: Mapping[str, int]
+    wrong: Sequence[str]
+    hung: Sequence[str]
+    lost: Sequence[str]
+    leaks: Sequence[str]
+    died: Sequence[str]
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.wrong or self.hung or self.lost or self.leaks or self.died)
+
+
+def report(
+    told: Sequence[Told],
+    struck: Sequence[Struck],
+    attempts: Attempts,
+    *,
+    elapsed_s: float,
+    leaks: Sequence[str],
+    died: Sequence[str],
+) -> Report:
+    by_outcome = Counter(one.outcome for one in told)
+    lost = [one for one in told if _is_lost(one, struck)]
+    failed = (one for one in told if one.outcome in (Outcome.REFUSED, Outcome.BROKEN))
+    counts = {
+        "requests": len(told),
+        **{outcome.value: by_outcome[outcome] for outcome in Outcome},
+        "retried": attempts.total(names.RETRY),
+        "migrated": attempts.total(names.MIGRATE),
+        "lost": len(lost),
+        "leaked": len(leaks),
+        "died": len(died),
+    }
+    return Report(
+        elapsed_s=elapsed_s,
+        num_faults=len(struck),
+        counts=counts,
+        recoveries=list(_recoveries(told, struck)),
+        reasons=dict(Counter(f"{one.outcome.value}: {one.reason}" for one in failed)),
+        num_by_fault=dict(Counter(_kind(one.fault) for one in struck)),
+        wrong=[_line(one, struck) for one in told if one.outcome is Outcome.WRONG],
+        hung=[_line(one, struck) for one in told if one.outcome is Outcome.HUNG],
+        lost=[_line(one, struck) for one in lost],
+        leaks=leaks,
+        died=died,
+    )
+
+
+def _is_lost(told: Told, struck: Sequence[Struck]) -> bool:
+    """It failed, and neither was its router gone nor had anybody too much to do."""
+    if told.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or told.reason in FAIR_REASONS:
+        return False
+    return not any(
+        told.began_s <= one.healed_s + LONGEST_RECONNECT_S and one.at_s <= told.ended_s
+        for one in struck
+        if _is_router_gone(one)
+    )
+
+
+def _is_router_gone(struck: Struck) -> bool:
+    return struck.fault.kind is Kind.KILL and struck.fault.role is Role.ROUTER
+
+
+def _overlap(told: Told, struck: Struck) -> bool:
+    return told.began_s <= struck.healed_s and struck.at_s <= told.ended_s
+
+
+def _kind(fault: Fault) -> str:
+    return f"{fault.kind.value} {fault.role.value}"
+
+
+def _line(told: Told, struck: Sequence[Struck]) -> str:
+    beside = ", ".join(
+        f"{one.fault.kind.value} {one.victim} from {one.at_s - told.began_s:.1f} "
+        f"to {one.healed_s - told.began_s:.1f} s"
+        for one in struck
+        if _overlap(told, one)
+    )
+    lasted_s = told.ended_s - told.began_s
+    what = f"request {told.tag} ({told.kind}), {len(told.arrivals_s)} pieces in {lasted_s:.1f} s"
+    return f"{what}: {told.reason}; beside it: {beside or 'nothing'}"
+
+
+def _recoveries(told: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Recovery]:
+    for role in (Role.PREFILL, Role.DECODE):
+        waits_s = [
+            next_s - one.at_s
+            for one in struck
+            if one.fault.kind is Kind.KILL and one.fault.role is role
+            for next_s in _next_tokens(told, one)
+        ]
+        if waits_s:
+            yield _recovery(f"{role.value} death to next token", waits_s)
+    waits_s = [
+        wait_s for one in struck if _is_router_gone(one) for wait_s in _first_tokens(told, one)
+    ]
+    if waits_s:
+        yield _recovery("router restart to first token", waits_s)
+
+
+def _next_tokens(told: Sequence[Told], struck: Struck) -> Iterator[float]:
+    """Of the streams that were under way and had to go on otherwise."""
+    for one in told:
+        is_touched = one.attempts > 1 or one.is_local
+        if is_touched and one.began_s < struck.at_s < one.ended_s:
+            later = [arrival_s for arrival_s in one.arrivals_s if arrival_s > struck.at_s]
+            yield from later[:1]
+
+
+def _first_tokens(told: Sequence[Told], struck: Struck) -> Iterator[float]:
+    arrivals_s = (one.arrivals_s[0] for one in told if one.arrivals_s)
+    later = [arrival_s - struck.listens_s for arrival_s in arrivals_s]
+    yield from sorted(wait_s for wait_s in later if wait_s > 0)[:1]
+
+
+def _recovery(of: str, waits_s: Sequence[float]) -> Recovery:
+    return Recovery(of, len(waits_s), statistics.median(waits_s), max(waits_s))
+
+
+def as_told(found: Report) -> dict[str, object]:
+    return asdict(found) | {"is_good": found.is_good}

@@ -1,0 +1,172 @@
+"""The cluster that things happen to: real processes, and a door in front of each prefill node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from baton.bench.chaos_door import Door
+from baton.bench.chaos_faults import Role
+from baton.bench.chaos_leaks import Footprint, Scrape, footprint, scrape
+from baton.cluster import Child, ClusterOptions, LocalCluster
+from telemetry import metric_names as names
+
+METRICS_AT = re.compile(r"metrics on (http://\S+)")
+ANY_PORT = ("--metrics-port", "0")
+LINKED_WITHIN_S, LOOK_EVERY_S = 60.0, 0.2
+UNTRACED = ("--trace-dir", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the cluster is made of."""
+
+    model: str
+    num_prefill: int = 2
+    num_decode: int = 2
+    lease_s: float = 2.0
+    silence_s: float = 3.0
+    node_arguments: tuple[str, ...] = ()
+    router_arguments: tuple[str, ...] = ()
+    log_dir: Path | None = None
+
+    @property
+    def num_by_role(self) -> dict[Role, int]:
+        return {Role.ROUTER: 1, Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode}
+
+
+class Stage:
+    """Up from `async with` to the end of the block. Its blocking steps take threads."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._loop = asyncio.get_running_loop()
+        self._door_by_name: dict[str, Door] = {}
+        self._metrics_by_pid: dict[int, str] = {}
+        self._wanted_gone: set[int] = set()  # pids
+        self._lifetime = AsyncExitStack()
+        self._cluster = LocalCluster(self._options())
+        self.at_start: dict[str, Footprint] = {}  # by name, with every pair linked
+
+    async def __aenter__(self) -> Stage:
+        await asyncio.to_thread(self._cluster.__enter__)
+        for role, peers in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            for place in range(self.num_by_role[role]):
+                await self._until_linked(self.child(role, place), self.num_by_role[peers])
+        self.at_start = {child.name: self.footprint(child) for child in self.children}
+        return self
+
+    async def _until_linked(self, child: Child, num_peers: int) -> None:
+        """The router introduces each pair; what a link takes is no leak."""
+        async with asyncio.timeout(LINKED_WITHIN_S):
+            while (await self.scrape(child)).total(names.LINKS, "up") < num_peers:
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in self._cluster.children:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGCONT)
+        await asyncio.to_thread(self._cluster.__exit__, None, None, None)
+        await self._lifetime.aclose()
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    @property
+    def num_by_role(self) -> dict[Role, int]:
+        return self._setting.num_by_role
+
+    @property
+    def lease_s(self) -> float:
+        return self._setting.lease_s
+
+    @property
+    def children(self) -> list[Child]:
+        return self._cluster.children
+
+    def child(self, role: Role, place: int) -> Child:
+        match role:
+            case Role.ROUTER:
+                return self._cluster.router
+            case Role.PREFILL:
+                return self._cluster.prefills[place]
+            case Role.DECODE:
+                return self._cluster.decodes[place]
+
+    def door(self, child: Child) -> Door:
+        return self._door_by_name[child.name]
+
+    def kill(self, child: Child) -> None:
+        self._wanted_gone.add(child.process.pid)
+        child.process.kill()
+
+    async def restart(self, gone: Child) -> Child:
+        """Raises ClusterFailed."""
+        await asyncio.to_thread(gone.process.wait)
+        return await asyncio.to_thread(self._cluster.restart, gone)
+
+    def signal(self, child: Child, number: signal.Signals) -> None:
+        if child.process.poll() is None:
+            os.kill(child.process.pid, number)
+
+    def died(self) -> list[str]:
+        """Processes that ended though nobody killed them, with their last words."""
+        return [
+            f"{child.name} ended with code {child.process.returncode}\n{child.log}"
+            for child in self.children
+            if child.process.poll() is not None and child.process.pid not in self._wanted_gone
+        ]
+
+    async def scrape(self, child: Child) -> Scrape:
+        """Raises OSError when it does not answer."""
+        return await asyncio.to_thread(scrape, self._metrics_by_pid[child.process.pid])
+
+    def footprint(self, child: Child) -> Footprint:
+        return footprint(child.process.pid)
+
+    def _options(self) -> ClusterOptions:
+        setting = self._setting
+        times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
+        return ClusterOptions(
+            model=setting.model,
+            num_prefill=setting.num_prefill,
+            num_decode=setting.num_decode,
+            node_arguments=(*times, *ANY_PORT, *UNTRACED, *setting.node_arguments),
+            router_arguments=(*ANY_PORT, *UNTRACED, *setting.router_arguments),
+            on_line=self._take_line,
+            found_at=self._found_at,
+        )
+
+    def _take_line(self, child: Child, line: str) -> None:
+        found = METRICS_AT.search(line)
+        if found is not None:
+            self._metrics_by_pid[child.process.pid] = found[1]
+        if self._setting.log_dir is not None:
+            with (self._setting.log_dir / f"{child.name}.log").open("a", encoding="utf-8") as log:
+                log.write(f"{child.process.pid} {line}")
+
+    def _found_at(self, child: Child) -> str:
+        """Prefill nodes are found behind their doors, which stay when a node is restarted."""
+        if not child.name.startswith(Role.PREFILL.value):
+            return child.address
+        door = self._door_by_name.get(child.name)
+        if door is None:
+            door = self._door_by_name[child.name] = Door(child.address)
+            asyncio.run_coroutine_threadsafe(self._open(door), self._loop).result()
+        return door.address
+
+    async def _open(self, door: Door) -> None:
+        await door.open()
+        self._lifetime.push_async_callback(door.close)

@@ -1,0 +1,148 @@
+"""`baton bench chaos`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.options import JsonFile
+from baton.cli.show import console, show_table
+from engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from baton.bench.chaos import ChaosBench, OnProgress, Progress
+    from baton.bench.chaos_faults import Kind, Role
+    from baton.bench.chaos_report import Report
+
+EVERYTHING = "all"
+
+
+def chaos(
+    model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
+    minutes: Annotated[float, typer.Option(help="How long things go wrong.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same requests and same faults.")] = 0,
+    every: Annotated[float, typer.Option(help="Seconds from fault to fault, on average.")] = 5.0,
+    kinds: Annotated[
+        str, typer.Option(help="kill, stop, slow, cut, hush, crowd; commas between.")
+    ] = EVERYTHING,
+    roles: Annotated[
+        str, typer.Option(help="Who is struck: router, prefill, decode; commas between.")
+    ] = EVERYTHING,
+    clients: Annotated[int, typer.Option(min=1, help="Each asks on and on.")] = 6,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 2,
+    decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
+    kv_cache_memory: Annotated[
+        str, typer.Option(help="Of each node; small enough for a crowd to fill it.")
+    ] = "6MiB",
+    transport: Annotated[str, typer.Option(help="What carries KV: nixl or ucxx.")] = "nixl",
+    kv_tls: Annotated[str, typer.Option(help="What UCX may use, such as tcp.")] = "",
+    logs: Annotated[Path | None, typer.Option(help="Folder for what the processes log.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill, stop and cut off a cluster's processes under load, and judge every answer.
+
+    Ends with 1 when an answer was wrong, a request hung or was lost, or something leaked.
+    """
+    from baton.bench.chaos import ChaosBench
+    from baton.bench.chaos_faults import Kind, Role, Script
+    from baton.bench.chaos_stage import Setting
+
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    what = ChaosBench(
+        setting=Setting(
+            model,
+            prefill,
+            decode,
+            node_arguments=(
+                *("--kv-cache-memory", kv_cache_memory, "--threads", "1", "--dtype", "float32"),
+                *("--kv-transport", transport, f"--kv-tls={kv_tls}"),
+            ),
+            log_dir=logs,
+        ),
+        script=Script(
+            seed=seed,
+            duration_s=minutes * 60,
+            every_s=every,
+            kinds=_named(Kind, kinds, "--kinds"),
+            roles=_named(Role, roles, "--roles"),
+        ),
+        num_clients=clients,
+    )
+    found = _run(what)
+    _tell(found, what)
+    if json_file is not None:
+        from baton.bench.chaos_report import as_told
+
+        told = {"what": asdict(what), **as_told(found)}
+        json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+    if not found.is_good:
+        raise typer.Exit(1)
+
+
+def _named(enum: type[Kind] | type[Role], written: str, option: str) -> tuple[Any, ...]:
+    if written == EVERYTHING:
+        return tuple(enum)
+    try:
+        return tuple(enum(one.strip()) for one in written.split(","))
+    except ValueError:
+        names = ", ".join(one.value for one in enum)
+        raise InvalidConfig(f"{option} {written}: choose from {names}") from None
+
+
+def _run(what: ChaosBench) -> Report:
+    from baton.bench.chaos import run
+
+    async def until_interrupted() -> Report:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+        try:
+            with _progress(what) as on_progress:
+                return await run(what, stop, on_progress)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    return asyncio.run(until_interrupted())
+
+
+@contextmanager
+def _progress(what: ChaosBench) -> Iterator[OnProgress]:
+    """One line that is kept true on a terminal; nothing elsewhere."""
+    with console(stderr=True).status("starting the cluster; asking with nothing wrong") as status:
+
+        def on_progress(now: Progress) -> None:
+            counts = Counter(one.outcome.value for one in now.told)
+            told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            clock = f"{now.elapsed_s:.0f}/{what.script.duration_s:.0f} s"
+            status.update(f"{clock}, {now.num_struck} faults ({now.latest}): {told}")
+
+        yield on_progress
+
+
+def _tell(found: Report, what: ChaosBench) -> None:
+    rows = [{"what": name, "count": count} for name, count in found.counts.items()]
+    took = f"{found.num_faults} faults in {found.elapsed_s:.0f} s, seed {what.script.seed}"
+    console().print(took)
+    show_table("", rows)
+    if found.num_by_fault:
+        show_table("faults", [{"fault": n, "times": c} for n, c in found.num_by_fault.items()])
+    if found.recoveries:
+        show_table("how soon it went on", [asdict(one) for one in found.recoveries])
+    if found.reasons:
+        show_table("what failed", [{"why": n, "times": c} for n, c in found.reasons.items()])
+    for name in ("wrong", "hung", "lost", "leaks", "died"):
+        _list(name, getattr(found, name))
+
+
+def _list(name: str, lines: Sequence[str]) -> None:
+    for line in lines:
+        console(stderr=True).print(f"{name}: {line}", markup=False, highlight=False)

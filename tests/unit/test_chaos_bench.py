@@ -1,0 +1,181 @@
+"""The pure parts of a run with faults: what is drawn, how answers are judged, what is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from baton.bench.chaos_asks import Ask, Known, difference_of
+from baton.bench.chaos_faults import ROLES_HIT_BY, Fault, Kind, Phase, Role, Script, faults
+from baton.bench.chaos_leaks import SPARE, Footprint, grown, held, parse
+from baton.bench.chaos_load import Outcome, Told
+from baton.bench.chaos_report import Attempts, Report, Struck, report
+from baton.generation import Answer, Finish, Generation, Served
+from engine.errors import InvalidConfig
+from kv_transfer.types import TokenLogprobs
+
+NUM_BY_ROLE = {Role.ROUTER: 1, Role.PREFILL: 2, Role.DECODE: 2}
+SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
+FINISH = Finish("length", None, None, 3, 2, 0.0, 0.0, 0.0, 0.0, SERVED)
+
+
+def test_the_same_seed_gives_the_same_faults_and_another_one_others() -> None:
+    first, again, other = (
+        faults(Script(seed=seed, duration_s=300), NUM_BY_ROLE) for seed in (1, 1, 2)
+    )
+
+    assert first == again
+    assert first != other
+
+
+def test_each_kind_strikes_each_role_it_can_equally_often() -> None:
+    drawn = faults(Script(duration_s=2000, every_s=1), NUM_BY_ROLE)
+
+    times = Counter((fault.kind, fault.role) for fault in drawn)
+    assert set(times) == {(kind, role) for kind, roles in ROLES_HIT_BY.items() for role in roles}
+    assert max(times.values()) - min(times.values()) <= 1
+    assert {fault.place for fault in drawn if fault.role is Role.DECODE} == {0, 1}
+    assert {fault.phase for fault in drawn} == set(Phase)
+
+
+def test_faults_that_can_strike_nobody_are_refused() -> None:
+    with pytest.raises(InvalidConfig):
+        Script(kinds=(Kind.CUT,), roles=(Role.DECODE,))
+
+
+def an_answer(token_ids: tuple[int, ...] = (4, 5), text: str = "ab", logprob: float = -1) -> Answer:
+    logprobs = [TokenLogprobs(token_id, logprob, 1, ()) for token_id in token_ids]
+    return Answer("r", list(token_ids), text, logprobs, finish=FINISH)
+
+
+KNOWN = Known(Ask(0, "greedy", (1, 2, 3), Generation()), an_answer())
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        (an_answer((4, 6)), "place 1"),
+        (an_answer((4,)), "place the end"),
+        (an_answer((4, 5, 5)), "place the end"),
+        (an_answer(text="aB"), "text"),
+        (an_answer(logprob=-1.1), "logprobs"),
+        (replace(an_answer(), finish=replace(FINISH, reason="stop")), "reason"),
+        (replace(an_answer(), logprobs=[]), "logprobs"),
+        (replace(an_answer(), finish=None), "no end"),
+    ],
+)
+def test_whatever_differs_from_the_known_answer_is_found(answer: Answer, word: str) -> None:
+    difference = difference_of(KNOWN, answer)
+
+    assert difference is not None
+    assert word in difference
+
+
+def test_an_answer_that_took_another_way_is_as_good() -> None:
+    elsewhere = replace(FINISH, served=replace(SERVED, attempts=3, decode_node="e"))
+
+    answer = replace(an_answer(logprob=-1.001), finish=elsewhere)
+
+    assert difference_of(KNOWN, answer) is None
+
+
+METRICS = """
+# HELP baton_kv_blocks KV blocks
+baton_kv_blocks{state="free"} 90.0
+baton_kv_blocks{state="cached"} 6.0
+baton_kv_blocks{state="granted"} 0.0
+baton_kv_blocks{state="fenced"} 2.0
+baton_handoffs_open{direction="received"} 0.0
+baton_handoffs_open{direction="sent"} 1.0
+baton_requests_waiting{status="ready"} 0.0
+baton_attempts_total{kind="migrate"} 4.0
+baton_attempts_created{kind="migrate"} 1.7e9
+"""
+
+
+def test_what_is_held_for_nobody_is_named() -> None:
+    assert list(held(parse(METRICS))) == ["1 open hand-offs", "2 fenced blocks"]
+
+
+def test_descriptors_and_threads_that_stay_are_named_beyond_a_few() -> None:
+    before = Footprint(20, 10, 0)
+
+    assert list(grown(before, Footprint(20 + SPARE, 10 + SPARE, 10**9))) == []
+    assert list(grown(before, Footprint(20, 11 + SPARE, 0))) == [
+        f"{SPARE + 1} more threads than the 10 at the start"
+    ]
+
+
+def test_tries_of_routers_that_are_gone_count_as_well() -> None:
+    attempts = Attempts()
+
+    attempts.note(1, parse(METRICS))
+    attempts.note(1, parse(METRICS))
+    attempts.note(2, parse(METRICS))
+
+    assert (attempts.total("migrate"), attempts.total("retry")) == (8, 0)
+
+
+def struck(kind: Kind, role: Role, at_s: float, healed_s: float) -> Struck:
+    fault = Fault(0, at_s, kind, role, 0, Phase.ASKED, 1.0)
+    return Struck(fault, role.value, at_s, listens_s=healed_s - 1, healed_s=healed_s)
+
+
+def told(outcome: Outcome = Outcome.RIGHT, reason: str = "", **given: object) -> Told:
+    one = Told(7, "greedy", began_s=10.0, ended_s=20.0, outcome=outcome, reason=reason)
+    for name, value in given.items():
+        setattr(one, name, value)
+    return one
+
+
+def reported(*tolds: Told, faults: tuple[Struck, ...] = (), leaks: tuple[str, ...] = ()) -> Report:
+    return report(tolds, faults, Attempts(), elapsed_s=60, leaks=leaks, died=())
+
+
+def test_a_run_in_which_all_is_right_is_good() -> None:
+    assert reported(told(), told(Outcome.CANCELLED)).is_good
+
+
+@pytest.mark.parametrize(
+    ("one", "name"),
+    [
+        (told(Outcome.WRONG, "tokens differ"), "wrong"),
+        (told(Outcome.HUNG, "no end"), "hung"),
+        (told(Outcome.REFUSED, "NO_NODES"), "lost"),
+        (told(Outcome.BROKEN, "NODE_FAILED"), "lost"),
+    ],
+)
+def test_what_went_wrong_is_told_with_the_faults_beside_it(one: Told, name: str) -> None:
+    found = reported(told(), one, faults=(struck(Kind.KILL, Role.DECODE, 12.0, 15.0),))
+
+    [line] = getattr(found, name)
+    assert one.reason in line
+    assert "kill decode from 2.0 to 5.0 s" in line
+    assert found.counts[name] == 1
+    assert not found.is_good
+
+
+def test_who_fails_with_the_router_gone_or_full_is_not_lost() -> None:
+    without_router = told(Outcome.BROKEN, "UNREACHABLE")
+    refused = told(Outcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
+
+    found = reported(without_router, refused, faults=(struck(Kind.KILL, Role.ROUTER, 12.0, 15.0),))
+
+    assert found.is_good
+    assert (found.counts["broken"], found.counts["refused"]) == (1, 1)
+
+
+def test_a_leak_makes_a_run_bad() -> None:
+    assert not reported(told(), leaks=("decode: 2 fenced blocks",)).is_good
+
+
+def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched() -> None:
+    touched = told(attempts=2, arrivals_s=[11.0, 12.5, 13.0])
+    untouched = told(arrivals_s=[11.0, 12.1])
+    death = struck(Kind.KILL, Role.DECODE, 12.0, 15.0)
+
+    [recovery] = reported(touched, untouched, faults=(death,)).recoveries
+
+    assert (recovery.num, recovery.median_s, recovery.most_s) == (1, 0.5, 0.5)
