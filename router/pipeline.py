@@ -15,11 +15,15 @@ from router.admission import Admission
 from router.answer import Answer
 from router.assignment import Assignment
 from router.attempt import Attempt
+from router.breakers import BreakerConfig, Breakers
 from router.context import RequestContext
+from router.failures import Failures
+from router.forecast import Forecast
 from router.legs import NodeCalls
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.policy import Ask, Route, Routing, choose
+from router.retry_budget import RetryBudget
 from router.sizes import check_prompt_logprobs_fit
 from router.text import TextBoundary
 from router.values import Call, Ending, Piece
@@ -30,6 +34,7 @@ from serving.errors import (
     NodeFailed,
     NoNodes,
     RequestIdInUse,
+    TooLate,
     UnknownModel,
 )
 from serving.translate_sequence import Sequence
@@ -41,10 +46,11 @@ MOST_TRIES = 50
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    max_attempts: int = 3
+    max_attempts: int = 3  # that bring no token, in a row
     node_patience_s: float = 0.0  # how long a request waits for a decode node to be there
     retry_pause_s: float = 0.2  # before a node that has just failed is asked again
     routing: Routing = field(default_factory=Routing)
+    breakers: BreakerConfig = field(default_factory=BreakerConfig)
     line: LineConfig = field(default_factory=LineConfig)
 
 
@@ -65,6 +71,9 @@ class Pipeline:
         self._config = config
         self._numbers = itertools.count()
         self._admission = Admission(config.line, clock)
+        self._forecast = Forecast()
+        self._breakers = Breakers(config.breakers)
+        self._retry_budget = RetryBudget(config.line.max_in_flight)
         self._ids_in_use: set[str] = set()
         self._became_idle = asyncio.Event()
         self._became_idle.set()
@@ -102,14 +111,46 @@ class Pipeline:
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
-        with self._id_held(call.request_id):
+        with self._id_held(call.request_id), self._awaiting(call.priority, context) as began:
             async with (
                 self._admission.turn(call.priority),
                 aclosing(self._tries(call, prompt, context)) as pieces,
             ):
                 context.trace.admitted()
                 async for piece in pieces:
+                    began()
                     yield piece
+
+    @contextmanager
+    def _awaiting(self, priority: int, context: RequestContext) -> Iterator[Callable[[], None]]:
+        """Yields what is called when its answer has begun. Raises TooLate."""
+        self._refuse_if_too_late(priority, context)
+        self._forecast.came(priority, self._clock())
+        self._retry_budget.request_came()
+        has_begun = False
+
+        def began() -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                self._forecast.began(priority, self._clock())
+
+        try:
+            yield began
+        finally:
+            if not has_begun:
+                self._forecast.left(priority)
+
+    def _refuse_if_too_late(self, priority: int, context: RequestContext) -> None:
+        """At once, while its client can still go elsewhere."""
+        remaining_s = context.remaining_s(self._clock())
+        wait_s = self._forecast.wait_s(priority)
+        if remaining_s is not None and wait_s > remaining_s:
+            raise TooLate(
+                f"the first token would come in about {wait_s:.1f} s; the client waits for "
+                f"{remaining_s:.1f} s",
+                wait_s - remaining_s,
+            )
 
     async def _tries(
         self, call: Call, prompt: tuple[int, ...], context: RequestContext
@@ -118,13 +159,14 @@ class Pipeline:
         answer = Answer(self.text.speller(), call.stop)
         seed = call.sampling.seed
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
-        failed: frozenset[str] = frozenset()
-        num_failures = 0
+        failures = Failures()
         for number in itertools.count(1):
-            context.trace.try_began(number, len(answer.token_ids))
-            route = await self._route(call, prompt, answer.token_ids, failed)
+            num_given = len(answer.token_ids)
+            context.trace.try_began(number, num_given)
+            route = await self._route(call, prompt, answer.token_ids, failures.addresses)
             context.trace.routed(route, self._config.routing.policy, self._table)
             assignment = Assignment(self._table, route)
+            self._breakers.sent(route.addresses, self._clock())
             attempt = Attempt(
                 route=route,
                 handoff_id=HandoffId(call.request_id, number),
@@ -139,13 +181,23 @@ class Pipeline:
                     async with aclosing(attempt.run(self._node_calls)) as pieces:
                         async for piece in pieces:
                             yield piece
+                self._breakers.succeeded(route.addresses)
                 return
             except NodeFailed as failure:
                 context.trace.try_failed()
-                failed |= attempt.failed_addresses
-                num_failures += not isinstance(failure, NodeDraining)  # which cost nothing
-                if num_failures == self._config.max_attempts or number == MOST_TRIES:
+                is_free = isinstance(failure, NodeDraining)
+                num_new = len(answer.token_ids) - num_given
+                failures.note(attempt.failed_addresses, num_new, is_free=is_free)
+                if not is_free:
+                    self._breakers.failed(attempt.failed_addresses, self._clock())
+                if number == MOST_TRIES or not self._may_go_on(failures):
                     raise
+
+    def _may_go_on(self, failures: Failures) -> bool:
+        """What brought the answer on is paid for, and what drains costs nothing."""
+        if failures.num >= self._config.max_attempts:
+            return False
+        return failures.is_paid or self._retry_budget.spend()
 
     async def _route(
         self,
@@ -156,9 +208,11 @@ class Pipeline:
     ) -> Route:
         """Raises NoNodes when none has come for a while, and IncompatibleNodes."""
         ask = Ask(prompt, next(self._numbers), given, call.model, call.cache_salt)
-        if failed:
+        avoided = self._breakers.avoided(self._clock())
+        for without in dict.fromkeys(filter(None, (failed | avoided, failed))):
             with suppress(NoNodes):
-                return choose(self._table, self._config.routing, ask, without=failed)
+                return choose(self._table, self._config.routing, ask, without=without)
+        if failed:
             # A node that failed once is better than none, unless it is found to be gone.
             await asyncio.sleep(self._config.retry_pause_s)
         return await self._patiently(partial(choose, self._table, self._config.routing, ask))

@@ -72,6 +72,11 @@ class Route:
     num_missing_tokens: int = 0  # that whoever computes the prompt is thought to lack
     block_names: tuple[BlockHash, ...] = ()  # what both nodes will have; empty if not needed
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        nodes = (self.decode, self.prefill)
+        return tuple(node.address for node in nodes if node is not None)
+
 
 def choose(
     table: NodeTable, routing: Routing, ask: Ask, without: frozenset[str] = frozenset()

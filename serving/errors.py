@@ -47,6 +47,10 @@ class QueueFull(ServiceError):
         self.retry_after_s = retry_after_s
 
 
+class TooLate(QueueFull):
+    """The client's deadline would pass before its first token, as fast as these come now."""
+
+
 class NoNodes(ServiceError):
     """No node that could serve the request is known and reachable."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
@@ -12,6 +13,7 @@ from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
 from router.context import RequestContext
 from router.legs import Leg
+from router.line import LineConfig
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
@@ -32,6 +34,7 @@ from serving.errors import (
     NodeFailed,
     NoNodes,
     RequestIdInUse,
+    TooLate,
     UnknownModel,
     UnsupportedInput,
 )
@@ -44,19 +47,25 @@ PATIENCE_S = 30
 
 
 def a_pipeline(
-    nodes: FakeNodeCalls, table: NodeTable | None = None, *, node_patience_s: float = 0.0
+    nodes: FakeNodeCalls,
+    table: NodeTable | None = None,
+    *,
+    node_patience_s: float = 0.0,
+    max_in_flight: int = 1024,
+    clock: Callable[[], float] | None = None,
 ) -> Pipeline:
     ticks = itertools.count()
     return Pipeline(
         table=table or a_table(),
         node_calls=nodes,
         text=TokenIdsOnly(),
-        clock=lambda: float(next(ticks)),
+        clock=clock or (lambda: float(next(ticks))),
         config=PipelineConfig(
             max_attempts=3,
             node_patience_s=node_patience_s,
             retry_pause_s=0.0,
             routing=Routing(Policy.ROUND_ROBIN),
+            line=LineConfig(max_in_flight),
         ),
     )
 
@@ -204,6 +213,75 @@ def test_when_every_try_fails_the_last_failure_is_told() -> None:
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
     assert [a.handoff_id.attempt for a in nodes.asked if a.leg is Leg.DECODE] == [1, 2, 3]
+
+
+def test_tries_that_bring_the_answer_on_are_not_counted_together() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[2, 2, 2, 2])
+    table = a_table(a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2"))
+
+    token_ids, ending = asyncio.run(run(a_pipeline(nodes, table), a_call(max_tokens=12)))
+
+    assert token_ids == expected_tokens(nodes, 12)
+    assert ending.served.attempts == 5
+
+
+def test_in_an_outage_few_requests_are_tried_again() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[0] * 1000)
+    table = a_table(a_node(NodeRole.DECODE))
+    pipeline = a_pipeline(nodes, table, max_in_flight=4)
+
+    async def ask_on() -> None:
+        for number in range(100):
+            with pytest.raises(NodeFailed):
+                await run(pipeline, a_call(str(number)))
+
+    asyncio.run(ask_on())
+
+    assert len(nodes.asked) == pytest.approx(100 + 4 + 20, abs=1)
+
+
+def test_a_node_that_fails_again_and_again_is_avoided_and_then_taken_back() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[NodeFailed("broken") for _ in range(3)])
+    table = a_table(a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE))
+    now = [0.0]
+    pipeline = a_pipeline(nodes, table, clock=lambda: now[0])
+
+    async def places(count: int) -> list[PrefillPlace]:
+        return [(await run(pipeline, a_call()))[1].served.prefill for _ in range(count)]
+
+    assert asyncio.run(places(4)) == [PrefillPlace.LOCAL] * 4
+    num_asked = [asked.leg for asked in nodes.asked].count(Leg.PREFILL)
+    now[0] = 100.0
+
+    assert asyncio.run(places(2)) == [PrefillPlace.REMOTE] * 2
+    assert num_asked == 3
+
+
+def test_who_would_wait_beyond_its_deadline_is_refused_at_once_and_told_when_to_come() -> None:
+    ticks = itertools.count()
+    pipeline = a_pipeline(
+        FakeNodeCalls(is_endless=True), clock=lambda: float(next(ticks)), max_in_flight=1
+    )
+
+    async def scene() -> TooLate:
+        async with aclosing(pipeline.generate(a_call("first"), NO_DEADLINE)) as first:
+            await anext(first)  # several ticks pass until its first token
+            second = asyncio.ensure_future(run(pipeline, a_call("second")))
+            patient = RequestContext(0.0, deadline_s=1e6)
+            third = asyncio.ensure_future(run(pipeline, a_call("third"), patient))
+            await asyncio.sleep(0)
+            assert pipeline.num_waiting == 2
+            hurried = RequestContext(0.0, deadline_s=next(ticks) + 2.5)
+            with pytest.raises(TooLate) as refusal:
+                await run(pipeline, a_call("fourth"), hurried)
+            for waiting in (second, third):
+                waiting.cancel()
+        return refusal.value
+
+    refusal = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+    assert refusal.retry_after_s > 0
+    assert pipeline.num_waiting == 0
 
 
 def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:

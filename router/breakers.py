@@ -1,0 +1,66 @@
+"""Which nodes are avoided for having failed again and again, and when they are tried anew. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.errors import InvalidConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    num_failures: int = 3  # in a row, from which on a node is avoided
+    first_pause_s: float = 0.5  # doubled with each failure that follows
+    longest_pause_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.num_failures < 1:
+            raise InvalidConfig(f"num_failures is {self.num_failures}; it must be at least 1")
+        if not 0 < self.first_pause_s <= self.longest_pause_s:
+            raise InvalidConfig(
+                f"first_pause_s is {self.first_pause_s}; it must be above 0 and at most "
+                f"longest_pause_s ({self.longest_pause_s})"
+            )
+
+
+@dataclass(slots=True)
+class _Record:
+    num_failures: int = 0
+    avoided_until_s: float = float("-inf")
+
+
+class Breakers:
+    """Nodes by address. One that is avoided gets one request after each pause, as a probe."""
+
+    def __init__(self, config: BreakerConfig = BreakerConfig()) -> None:
+        self._config = config
+        self._records: dict[str, _Record] = {}  # of those whose last request failed
+
+    def avoided(self, now: float) -> frozenset[str]:
+        return frozenset(
+            address for address, record in self._records.items() if now < record.avoided_until_s
+        )
+
+    def sent(self, addresses: Iterable[str], now: float) -> None:
+        """Whoever goes to a node whose pause is over goes alone."""
+        for address in addresses:
+            record = self._records.get(address)
+            if record is not None:
+                self._pause(record, now)
+
+    def failed(self, addresses: Iterable[str], now: float) -> None:
+        for address in addresses:
+            record = self._records.setdefault(address, _Record())
+            record.num_failures += 1
+            self._pause(record, now)
+
+    def succeeded(self, addresses: Iterable[str]) -> None:
+        for address in addresses:
+            self._records.pop(address, None)
+
+    def _pause(self, record: _Record, now: float) -> None:
+        beyond = record.num_failures - self._config.num_failures
+        if beyond >= 0:
+            doubled_s = self._config.first_pause_s * 2.0 ** min(beyond, 30)
+            record.avoided_until_s = now + min(doubled_s, self._config.longest_pause_s)
