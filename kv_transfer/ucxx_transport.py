@@ -4,6 +4,9 @@ D posts no receive ahead of time, for UCXX cannot take a single one back. It pro
 instead, and posts the receive into the granted blocks when one has come and its ticket still
 holds; what comes for a cancelled ticket is received into a bin. So nothing lands that D has not
 just agreed to, and a cancel ends with the receives that are being filled at that moment.
+
+Bytes move by rendezvous only: P says that it has them, and D fetches them out of P's memory (CMA)
+or asks P to send them (TCP). The one thing that arrives unasked is a message of one packet.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -32,6 +36,14 @@ from kv_transfer.types import BlockId
 _RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
 _PLACE_BITS = 32  # a tag is the ticket, then the place of its first block in the grant
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
+# Without these D would not be asked, or would be left with half a message when P goes away.
+_PROTOCOLS = "^egr/multi/*,rndv/put/*,rndv/send/*"
+_MAX_MESSAGE_BYTES = 1 << 20  # unless a block is larger
+# Receives under way at a time. An end that closes has to finish those that fetch by CMA, half a
+# MiB a look; all else waits with P.
+_MAX_RECEIVES = 32
+_MAX_ROUNDS = 64  # of receives in one poll
+_NUM_LAST_LOOKS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +52,22 @@ class UcxxConfig:
 
     tls: str = ""  # such as "tcp" or "tcp,sm,self"; empty lets UCX choose
     net_devices: str = ""  # such as "lo" or "eth0"
-    # From this size on D fetches a message instead of buffering it. D must be the one that
-    # moves the bytes: a scheme by which P writes would get around the agreement above.
-    rendezvous_threshold_bytes: int = 16384
+    # From this size on a message waits with P until D asks for it. A larger message than a packet
+    # of the transport does so at any rate.
+    rendezvous_threshold_bytes: int = 8192
 
     def for_ucx(self) -> dict[str, str]:
         wanted = {
             "TLS": self.tls,
             "NET_DEVICES": self.net_devices,
             "RNDV_THRESH": str(self.rendezvous_threshold_bytes),
-            "RNDV_SCHEME": "get_zcopy",
+            "PROTOS": _PROTOCOLS,
         }
+        if not _is_set("RCACHE_ENABLE"):
+            # Lets UCX fetch by CMA where a peer's end must be told. What it promises, that no one
+            # reads P's memory once P has closed, CMA cannot keep: D may read on, in vain, until
+            # it is told. Without the cache UCX 1.21 crashes as it ends a fetch (UCX PR 11714).
+            wanted |= {"RCACHE_ENABLE": "y", "CMA_MEMORY_INVALIDATE": "y"}
         return {name: value for name, value in wanted.items() if value and not _is_set(name)}
 
 
@@ -114,7 +131,6 @@ class UcxxChannel:
         self._worker: Any = ucxx.UCXWorker(context)
         self._metadata: bytes = self._worker.address.tobytes()
         self._endpoint: Any = None
-        self._peer_address = b""
         self._peer_region: Region | None = None
         self._sends_by_write: dict[int, list[Any]] = {}
         self._expected: dict[int, _Expected] = {}
@@ -126,8 +142,17 @@ class UcxxChannel:
         return self._metadata
 
     def connect(self, metadata: bytes, region: Region) -> None:
-        """D sends nothing, so the endpoint is made at P's first post."""
-        self._peer_address, self._peer_region = metadata, region
+        """D sends nothing, but an endpoint is what can be closed by force."""
+        if not metadata:
+            raise PeerUnreachable("the peer did not say how to reach it")
+        try:
+            address = self._ucxx.UCXAddress.create_from_buffer(metadata)
+            self._endpoint = self._ucxx.UCXEndpoint.create_from_worker_address(
+                self._worker, address, endpoint_error_handling=True
+            )
+        except self._ucxx.UCXError as error:
+            raise PeerUnreachable(f"UCX has no way to the peer: {error!r}") from error
+        self._peer_region = region
 
     @property
     def close_stops_writes(self) -> bool:
@@ -150,23 +175,33 @@ class UcxxChannel:
         expected.is_cancelled = True
         self._end_if_over(ticket)
 
-    def _take_messages(self) -> None:
+    def _take_messages(self) -> bool:
+        """Whether any has come for which there is room."""
         everything = self._ucxx.UCXXTag(0), self._ucxx.UCXXTagMask(0)
-        while (message := self._worker.tag_probe(*everything, True)).matched:
-            tag = message.sender_tag.value
-            ticket, place = tag >> _PLACE_BITS, tag & _PLACE_MASK
-            expected = self._expected.get(ticket)
-            if expected is None or expected.is_cancelled:
-                self._bin(message)
-                continue
-            target = self._target(expected, place, message.length)
-            if target is None:
-                self._bin(message)
-                self._events.append(Severed(f"a message of {message.length} bytes does not fit"))
-                continue
-            request = self._worker.tag_recv_with_handle(self._array(target), message)
-            num_blocks = target.num_bytes // self._region.block_bytes
-            expected.filling.append(_Receive(request, num_blocks))
+        room = _MAX_RECEIVES - len(self._binned)
+        room -= sum(len(expected.filling) for expected in self._expected.values())
+        for num_taken in range(room):
+            message = self._worker.tag_probe(*everything, True)
+            if not message.matched:
+                return num_taken > 0
+            self._take(message)
+        return room > 0
+
+    def _take(self, message: Any) -> None:
+        tag = message.sender_tag.value
+        ticket, place = tag >> _PLACE_BITS, tag & _PLACE_MASK
+        expected = self._expected.get(ticket)
+        if expected is None or expected.is_cancelled:
+            self._bin(message)
+            return
+        target = self._target(expected, place, message.length)
+        if target is None:
+            self._bin(message)
+            self._events.append(Severed(f"a message of {message.length} bytes does not fit"))
+            return
+        request = self._worker.tag_recv_with_handle(self._array(target), message)
+        num_blocks = target.num_bytes // self._region.block_bytes
+        expected.filling.append(_Receive(request, num_blocks))
 
     def _target(self, expected: _Expected, place: int, num_bytes: int) -> Span | None:
         """Where a message belongs; None if it is not a run of whole, granted blocks."""
@@ -209,33 +244,29 @@ class UcxxChannel:
     # --- P -----------------------------------------------------------------------------
 
     def post(self, write: Write) -> None:
-        """A message for each run of blocks that are neighbours on both sides."""
+        """A message for each run of blocks that are neighbours on both sides, or some for it."""
         try:
-            endpoint, peer_region = self._connected()
+            if self._peer_region is None:
+                raise PeerUnreachable("the peer is not known yet")
             place, sends = write.first, []
-            pairs = pair_spans(self._region, write.sources, peer_region, write.targets)
-            for pair in pairs:
+            for span in self._messages(write, self._peer_region):
                 tag = self._ucxx.UCXXTag((write.ticket << _PLACE_BITS) | place)
-                array = self._array(Span(pair.source, pair.num_bytes))
-                sends.append(endpoint.tag_send(array, tag))
-                place += pair.num_bytes // self._region.block_bytes
+                sends.append(self._endpoint.tag_send(self._array(span), tag))
+                place += span.num_bytes // self._region.block_bytes
         except (self._ucxx.UCXError, PeerUnreachable) as error:
             self._events.append(WriteFailed(write.write_id, f"post: {error!r}"))
             return
         self._sends_by_write[write.write_id] = sends
 
+    def _messages(self, write: Write, peer_region: Region) -> Iterator[Span]:
+        block_bytes = self._region.block_bytes
+        most = max(1, _MAX_MESSAGE_BYTES // block_bytes) * block_bytes
+        for run in pair_spans(self._region, write.sources, peer_region, write.targets):
+            for start in range(0, run.num_bytes, most):
+                yield Span(run.source + start, min(most, run.num_bytes - start))
+
     def notify(self, ticket: int, note: bytes) -> None:
         """D counts what comes and needs no notice."""
-
-    def _connected(self) -> tuple[Any, Region]:
-        if self._peer_region is None:
-            raise PeerUnreachable("the peer is not known yet")
-        if self._endpoint is None:
-            address = self._ucxx.UCXAddress.create_from_buffer(self._peer_address)
-            self._endpoint = self._ucxx.UCXEndpoint.create_from_worker_address(
-                self._worker, address, endpoint_error_handling=True
-            )
-        return self._endpoint, self._peer_region
 
     def _look_at_sends(self) -> None:
         for write_id, sends in list(self._sends_by_write.items()):
@@ -251,24 +282,41 @@ class UcxxChannel:
     # --- Both --------------------------------------------------------------------------
 
     def poll(self) -> list[ChannelEvent]:
-        self._worker.progress()
-        self._take_messages()
-        self._look_at_receives()
+        for _ in range(_MAX_ROUNDS):
+            self._worker.progress()
+            self._look_at_receives()
+            if not self._take_messages():
+                break
         self._look_at_sends()
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
+        """By force, and before the worker goes.
+
+        UCXX takes what has come from a worker that it destroys, and waits for the rest of it
+        without end. Once the path to the peer is closed there is no rest to wait for.
+        """
         if self._worker is None:
             return
         if self._endpoint is not None:
             self._endpoint.close_blocking(period=0, max_attempts=1)
-        self._worker.cancel_inflight_requests(period=0, max_attempts=1)
-        self._worker.progress()
+        for _ in range(_NUM_LAST_LOOKS):
+            self._worker.progress_once()
+            if all(request.completed for request in self._under_way()):
+                break
         self._sends_by_write.clear()
         self._expected.clear()
         self._binned.clear()
         self._endpoint = self._worker = None
+
+    def _under_way(self) -> Iterator[Any]:
+        """Requests that hold on to the worker, and the worker to them, until they have ended."""
+        for sends in self._sends_by_write.values():
+            yield from sends
+        for expected in self._expected.values():
+            yield from (receive.request for receive in expected.filling)
+        yield from (request for request, _ in self._binned)
 
     def _failure_of(self, request: Any) -> str | None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -40,6 +40,11 @@ ONE_SIDED = [
     *(pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS if "nixl" in kind),
 ]
 TICKET, NOTE = 5, b"{all of it}"
+FATES: dict[str, Callable[[ProcessEnd], object]] = {
+    "closed": lambda end: end.ask("close"),
+    "stopped": ProcessEnd.stop,
+    "killed": ProcessEnd.kill,
+}
 
 pytestmark = pytest.mark.slow
 
@@ -281,6 +286,33 @@ def test_closing_with_a_write_under_way_is_quiet_and_quick(
         pair.d.ask("close")
 
     assert "ERROR" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("fate", FATES)
+def test_d_closes_with_words_of_the_other_end_unread_and_keeps_nothing_of_it(
+    pool: EndPool, kind: str, fate: str
+) -> None:
+    with ends(pool, kind, 512, 65536) as pair:
+        assert isinstance(pair.d, ProcessEnd)
+        assert isinstance(pair.p, ProcessEnd)
+        pair.d.ask("close")
+        num_open_files = pair.d.ask("num_open_files")
+        pair.d.ask("reopen")
+        pair.p.ask("reopen")
+        pair.connect()
+        push(pair, ids(0), ids(0))
+        blocks = ids(*range(512))
+        pair.d.ask("expect", TICKET + 1, blocks)
+
+        pair.d.stop()
+        pair.p.ask("post", Write(2, TICKET + 1, 0, blocks, blocks[::-1]))
+        FATES[fate](pair.p)
+        pair.d.tell("close")
+        pair.d.resume()
+        pair.d.wait_for_answer()
+
+        assert pair.d.ask("num_open_files") == num_open_files
 
 
 @pytest.mark.parametrize(

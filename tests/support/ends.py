@@ -120,6 +120,9 @@ class EndState:
     def close_stops_writes(self) -> bool:
         return self.channel.close_stops_writes
 
+    def num_open_files(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
     def is_peer_gone(self) -> bool:
         return self.channel.is_peer_gone()
 
