@@ -140,7 +140,7 @@ class MemoryTransport:
 
     @property
     def writes_layers(self) -> bool:
-        return self._wire.is_one_sided
+        return True
 
     def open(self) -> MemoryChannel:
         return MemoryChannel(self._region, self._wire)
@@ -158,7 +158,8 @@ class MemoryChannel:
         self._events: list[ChannelEvent] = []
         self.is_closed = False
         self.is_gone = False  # with its whole process, memory and all
-        self.posted: dict[int, set[BlockId]] = {}  # two-sided: by ticket, what has not come
+        # Two-sided: by ticket and block, how many bytes have not come.
+        self.posted: dict[int, dict[BlockId, int]] = {}
 
     @property
     def metadata(self) -> bytes:
@@ -180,7 +181,7 @@ class MemoryChannel:
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
         if self._wire.is_one_sided:
             return
-        self.posted[ticket] = set(block_ids)
+        self.posted[ticket] = dict.fromkeys(block_ids, self.region.block_bytes)
         if not block_ids:
             self.tell(Arrived(ticket))
 
@@ -228,8 +229,10 @@ class MemoryChannel:
         missing = self.posted.get(write.ticket)
         if missing is None:
             return
-        missing -= set(write.targets)
-        if not missing:
+        for target in write.targets:
+            num_bytes = len(part_of(self.region.block_bytes, write.layers))
+            missing[target] = missing.get(target, num_bytes) - num_bytes
+        if not any(missing.values()):
             del self.posted[write.ticket]
             self.tell(Arrived(write.ticket))
 

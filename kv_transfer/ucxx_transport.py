@@ -21,7 +21,7 @@ from typing import Any
 
 from kv_transfer.errors import InvalidKvSetting, PeerUnreachable, TransportMissing
 from kv_transfer.messages import Region
-from kv_transfer.spans import Span, pair_spans, spans
+from kv_transfer.spans import Span, pair_spans, part_of, spans
 from kv_transfer.transport import (
     Arrived,
     ChannelEvent,
@@ -34,8 +34,8 @@ from kv_transfer.transport import (
 from kv_transfer.types import BlockId
 
 _RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
-_PLACE_BITS = 32  # a tag is the ticket, then the place of its first block in the grant
-_PLACE_MASK = (1 << _PLACE_BITS) - 1
+_OFFSET_BITS = 32  # a tag is the ticket, then where in the grant's bytes the message belongs
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 # Without these D would not be asked, or would be left with half a message when P goes away.
 _PROTOCOLS = "^egr/multi/*,rndv/put/*,rndv/send/*"
 _MAX_MESSAGE_BYTES = 1 << 20  # unless a block is larger
@@ -76,7 +76,7 @@ class UcxxTransport:
 
     name = "ucxx"
     is_one_sided = False
-    writes_layers = False  # a message has no room to say which part of a block it is
+    writes_layers = True
 
     def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
         if region.device != "cpu":
@@ -110,7 +110,7 @@ class _Expected:
     """A ticket of D: what has not come, and the receives that are being filled."""
 
     block_ids: tuple[BlockId, ...]
-    num_missing: int
+    num_missing_bytes: int
     filling: list[_Receive] = field(default_factory=list)
     is_cancelled: bool = False
 
@@ -118,7 +118,7 @@ class _Expected:
 @dataclass(frozen=True, slots=True)
 class _Receive:
     request: Any
-    num_blocks: int
+    num_bytes: int
 
 
 class UcxxChannel:
@@ -164,7 +164,7 @@ class UcxxChannel:
     # --- D -----------------------------------------------------------------------------
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
-        self._expected[ticket] = _Expected(block_ids, len(block_ids))
+        self._expected[ticket] = _Expected(block_ids, len(block_ids) * self._region.block_bytes)
         self._end_if_over(ticket)
 
     def cancel(self, ticket: int) -> None:
@@ -189,26 +189,29 @@ class UcxxChannel:
 
     def _take(self, message: Any) -> None:
         tag = message.sender_tag.value
-        ticket, place = tag >> _PLACE_BITS, tag & _PLACE_MASK
+        ticket, offset = tag >> _OFFSET_BITS, (tag & _OFFSET_MASK) * _unit_bytes(self._region)
         expected = self._expected.get(ticket)
         if expected is None or expected.is_cancelled:
             self._bin(message)
             return
-        target = self._target(expected, place, message.length)
+        target = self._target(expected, offset, message.length)
         if target is None:
             self._bin(message)
             self._events.append(Severed(f"a message of {message.length} bytes does not fit"))
             return
         request = self._worker.tag_recv_with_handle(self._array(target), message)
-        num_blocks = target.num_bytes // self._region.block_bytes
-        expected.filling.append(_Receive(request, num_blocks))
+        expected.filling.append(_Receive(request, target.num_bytes))
 
-    def _target(self, expected: _Expected, place: int, num_bytes: int) -> Span | None:
-        """Where a message belongs; None if it is not a run of whole, granted blocks."""
-        num_blocks, rest = divmod(num_bytes, self._region.block_bytes)
-        runs = spans(self._region, expected.block_ids[place : place + num_blocks])
-        is_whole = rest == 0 and len(runs) == 1 and runs[0].num_bytes == num_bytes
-        return runs[0] if is_whole else None
+    def _target(self, expected: _Expected, offset: int, num_bytes: int) -> Span | None:
+        """Where a message belongs; None if it is no run of granted blocks and no part of one."""
+        block_bytes = self._region.block_bytes
+        first, within = divmod(offset, block_bytes)
+        num_blocks = max(1, num_bytes // block_bytes)
+        is_fit = 0 < num_bytes <= num_blocks * block_bytes - within
+        runs = spans(self._region, expected.block_ids[first : first + num_blocks])
+        if not is_fit or len(runs) != 1 or runs[0].num_bytes != num_blocks * block_bytes:
+            return None
+        return Span(runs[0].address + within, num_bytes)
 
     def _bin(self, message: Any) -> None:
         buffer = (ctypes.c_char * max(1, message.length))()
@@ -225,7 +228,7 @@ class UcxxChannel:
                 expected.filling.remove(receive)
                 failure = self._failure_of(receive.request)
                 if failure is None:
-                    expected.num_missing -= receive.num_blocks
+                    expected.num_missing_bytes -= receive.num_bytes
                 elif not expected.is_cancelled:
                     self._events.append(Severed(f"receive: {failure}"))
             self._end_if_over(ticket)
@@ -237,33 +240,43 @@ class UcxxChannel:
         if expected.is_cancelled:
             del self._expected[ticket]
             self._events.append(Quieted(ticket))
-        elif expected.num_missing == 0:
+        elif expected.num_missing_bytes == 0:
             del self._expected[ticket]
             self._events.append(Arrived(ticket))
 
     # --- P -----------------------------------------------------------------------------
 
     def post(self, write: Write) -> None:
-        """A message for each run of blocks that are neighbours on both sides, or some for it."""
+        """A message for each run of bytes that are neighbours on both sides, or some for it."""
         try:
             if self._peer_region is None:
                 raise PeerUnreachable("the peer is not known yet")
-            place, sends = write.first, []
-            for span in self._messages(write, self._peer_region):
-                tag = self._ucxx.UCXXTag((write.ticket << _PLACE_BITS) | place)
+            unit_bytes, sends = _unit_bytes(self._peer_region), []
+            for offset, span in self._messages(write, self._peer_region):
+                tag = self._ucxx.UCXXTag((write.ticket << _OFFSET_BITS) | offset // unit_bytes)
                 sends.append(self._endpoint.tag_send(self._array(span), tag))
-                place += span.num_bytes // self._region.block_bytes
         except (self._ucxx.UCXError, PeerUnreachable) as error:
             self._events.append(WriteFailed(write.write_id, f"post: {error!r}"))
             return
         self._sends_by_write[write.write_id] = sends
 
-    def _messages(self, write: Write, peer_region: Region) -> Iterator[Span]:
+    def _messages(self, write: Write, peer_region: Region) -> Iterator[tuple[int, Span]]:
+        """What to send, and where in the grant it belongs."""
         block_bytes = self._region.block_bytes
+        offset = write.first * block_bytes
+        if write.layers is not None:
+            part = part_of(block_bytes, write.layers)
+            for source in write.sources:
+                (block,) = spans(self._region, (source,))
+                yield offset + part.start, Span(block.address + part.start, len(part))
+                offset += block_bytes
+            return
         most = max(1, _MAX_MESSAGE_BYTES // block_bytes) * block_bytes
         for run in pair_spans(self._region, write.sources, peer_region, write.targets):
             for start in range(0, run.num_bytes, most):
-                yield Span(run.source + start, min(most, run.num_bytes - start))
+                num_bytes = min(most, run.num_bytes - start)
+                yield offset, Span(run.source + start, num_bytes)
+                offset += num_bytes
 
     def notify(self, ticket: int, note: bytes) -> None:
         """D counts what comes and needs no notice."""
@@ -343,6 +356,11 @@ def _import_ucxx() -> tuple[ModuleType, Any]:
         # ucxx sets it for the whole process on import, where UCX without CUDA warns of it.
         os.environ.pop("UCX_MEMTYPE_CACHE", None)
     return ucxx, Array
+
+
+def _unit_bytes(region: Region) -> int:
+    """Of the offsets in a grant of this region; layers of odd sizes need less than 4 GiB."""
+    return 1 << max(0, (region.num_bytes - 1).bit_length() - _OFFSET_BITS)
 
 
 def _is_set(name: str) -> bool:

@@ -48,9 +48,7 @@ class NodeOptions:
             )
         if self.push not in PUSH_GRAINS:
             raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
-        if self.push == "layer" and self.kv_transport == "ucxx":
-            raise InvalidConfig("--push layer needs --kv-transport nixl: ucxx sends whole blocks")
 
     @property
     def pushes_layers(self) -> bool:
-        return self.push == "layer" or (self.push == "auto" and self.kv_transport == "nixl")
+        return self.push != "chunk"

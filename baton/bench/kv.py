@@ -168,9 +168,7 @@ class _Pair:
         return figure_of(self.path, self._block_bytes, num_blocks, size, rounds)
 
     def measure_tails(self) -> list[TailFigure]:
-        # UCXX sends whole blocks only.
-        pushes = ("chunk",) if self.path.startswith("ucxx") else ("chunk", "layer")
-        return [self._tail(push, verify) for push in pushes for verify in (False, True)]
+        return [self._tail(push, verify) for push in ("chunk", "layer") for verify in (False, True)]
 
     # --- One of each -------------------------------------------------------------------------
 

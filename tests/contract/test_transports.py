@@ -13,6 +13,7 @@ import pytest
 from kv_transfer.transport import (
     Arrived,
     ChannelEvent,
+    LayerRange,
     Quieted,
     Severed,
     Write,
@@ -140,6 +141,36 @@ def test_thousands_of_scattered_blocks_arrive_in_their_places(pool: EndPool, kin
 
         for place in range(0, num, 97):
             assert pair.d.ask("read", targets[place]) == content(place, 512)
+
+
+@pytest.mark.parametrize("kind", EVERYWHERE)
+@pytest.mark.parametrize("block_bytes", [4 * 256, 4 * 65536])
+def test_layers_come_into_their_blocks_and_the_last_of_them_completes_the_ticket(
+    pool: EndPool, kind: str, block_bytes: int
+) -> None:
+    sources, targets = ids(0, 1, 2, 3), ids(9, 4, 5, 12)
+    whole = Write(0, TICKET, 0, sources[:1], targets[:1])
+    first_layers, last_layer = (
+        Write(write_id, TICKET, 1, sources[1:], targets[1:], layers)
+        for write_id, layers in [(1, LayerRange(0, 3, 4)), (2, LayerRange(3, 4, 4))]
+    )
+    with ends(pool, kind, 16, block_bytes) as pair:
+        fill(pair.p, sources, block_bytes)
+        pair.d.ask("expect", TICKET, targets)
+
+        pair.p.ask("post", whole)
+        pair.p.ask("post", first_layers)
+        wait_for(pair.p, Written(0), Written(1))
+        assert Arrived(TICKET) not in pair.d.ask("seen")
+        pair.p.ask("post", last_layer)
+        wait_for(pair.p, Written(2))
+        pair.p.ask("notify", TICKET)
+        wait_for(pair.d, Arrived(TICKET))
+
+        for place, target in enumerate(targets):
+            assert pair.d.ask("read", target) == content(place, block_bytes)
+        for untouched in {*range(16)} - {*targets}:
+            assert pair.d.ask("read", untouched) == bytes(block_bytes)
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)

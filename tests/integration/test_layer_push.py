@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ends import is_missing
 from tests.support.engine_pair import KINDS, Answered, Pair, PairOptions, greedy
 from tests.support.models import prompt_of, reference_greedy
 
 BLOCK_SIZE, CHUNK, NUM_TOKENS = 16, 24, 8
-LAYERS = "nixl by layer"
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def pair(model_folder: Path) -> Iterator[Pair]:
-    KINDS.setdefault(LAYERS, {"kv_transport": "nixl", "push": "layer"})
-    with Pair(PairOptions(model_folder, LAYERS, chunk_tokens=CHUNK)) as running:
+@pytest.fixture(
+    scope="module",
+    params=["nixl", pytest.param("ucxx", marks=is_missing("ucxx"))],
+)
+def pair(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    kind = f"{request.param} by layer"
+    KINDS.setdefault(kind, {"kv_transport": request.param, "push": "layer"})
+    with Pair(PairOptions(model_folder, kind, chunk_tokens=CHUNK)) as running:
         yield running
 
 
