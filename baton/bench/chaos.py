@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -55,9 +55,25 @@ async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) ->
     script = what.script
     drawn = faults(script, what.setting.num_by_role)
     async with Stage(what.setting) as stage, AsyncClient(stage.address, retries=ONCE) as client:
-        answers = await known(client, await asks(client, script.seed, what.num_asks))
+        to_ask = await asks(client, script.seed, what.num_asks)
+        answers = await _unless(stop, known(client, to_ask))
+        await stage.begin()
         chaos = Chaos(stage, client, answers, what.num_clients, script.seed)
         return await chaos.run(drawn, script.duration_s, stop, on_progress)
+
+
+async def _unless(stop: asyncio.Event, asking: Coroutine[None, None, list[Known]]) -> list[Known]:
+    """Raises KeyboardInterrupt when told to stop before there is anything to tell."""
+    answers, stopping = asyncio.ensure_future(asking), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([answers, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not answers.done():
+            raise KeyboardInterrupt
+        return answers.result()
+    finally:
+        for task in (answers, stopping):
+            task.cancel()
+        await asyncio.gather(answers, stopping, return_exceptions=True)
 
 
 def nobody_looks(_: Progress) -> None:

@@ -52,15 +52,22 @@ class Stage:
         self._wanted_gone: set[int] = set()  # pids
         self._lifetime = AsyncExitStack()
         self._cluster = LocalCluster(self._options())
-        self.at_start: dict[str, Footprint] = {}  # by name, with every pair linked
+        self.at_start: dict[str, Footprint] = {}  # by name
 
     async def __aenter__(self) -> Stage:
         await asyncio.to_thread(self._cluster.__enter__)
+        return self
+
+    async def begin(self) -> None:
+        """What processes hold from now on is compared with what they hold now.
+
+        To be called when every pair has handed something over: data paths open at the first
+        write.
+        """
         for role, peers in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             for place in range(self.num_by_role[role]):
                 await self._until_linked(self.child(role, place), self.num_by_role[peers])
         self.at_start = {child.name: self.footprint(child) for child in self.children}
-        return self
 
     async def _until_linked(self, child: Child, num_peers: int) -> None:
         """The router introduces each pair; what a link takes is no leak."""

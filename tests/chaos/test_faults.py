@@ -58,7 +58,9 @@ async def entered(setting: Setting) -> Stage:
 
 async def answers_of(stage: Stage) -> Sequence[Known]:
     async with AsyncClient(stage.address) as client:
-        return await known(client, await asks(client, 0, NUM_ASKS))
+        answers = await known(client, await asks(client, 0, NUM_ASKS))
+    await stage.begin()
+    return answers
 
 
 @pytest.mark.parametrize(("kind", "role"), FAULTS, ids=lambda one: one.value)
