@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
+from serving.call_streams import CallContext, serve_calls
 from serving.engine_calls import CLIENT_ID
 from serving.ledger import Entry, Ledger
 from serving.node_state import NodeState
@@ -35,24 +36,33 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
 
     @streamed
     async def Decode(
-        self, request: node_pb2.DecodeRequest, context: aio.ServicerContext[Any, Any]
+        self,
+        request_iterator: AsyncIterator[node_pb2.DecodeRequest],
+        context: aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
-        async with named_errors(context, node_id=self._state.card.node_id):
-            spec = decode_spec(request, CLIENT_ID, time.monotonic())
-            is_first = True
-            with (
-                self._tracing.call(context, handoff_from(request.handoff_id), spec) as trace,
-                self._state.call(),
-                self._ledger.account(spec.request_id) as entry,
-            ):
-                async with aclosing(self._state.calls.outputs(spec)) as outputs:
-                    async for output in outputs:
-                        is_told = is_first or output.finish_reason is not None
-                        if is_told:
-                            trace.gave(output)
-                        summary = self._summary(entry) if is_told else None
-                        yield node_pb2.DecodeResponse(output=output_to(output), summary=summary)
-                        is_first = False
+        node_id = self._state.card.node_id
+        calls = serve_calls(request_iterator, self._decode, self._state.call, node_id=node_id)
+        async with aclosing(calls):
+            async for events in calls:
+                yield node_pb2.DecodeResponse(events=events)
+
+    async def _decode(
+        self, order: node_pb2.DecodeOrder, context: CallContext
+    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
+        spec = decode_spec(order, CLIENT_ID, time.monotonic())
+        is_first = True
+        with (
+            self._tracing.call(context, handoff_from(order.handoff_id), spec) as trace,
+            self._ledger.account(spec.request_id) as entry,
+        ):
+            async with aclosing(self._state.calls.outputs(spec)) as outputs:
+                async for output in outputs:
+                    is_told = is_first or output.finish_reason is not None
+                    if is_told:
+                        trace.gave(output)
+                    summary = self._summary(entry) if is_told else None
+                    yield node_pb2.CallEvent(output=output_to(output), summary=summary)
+                    is_first = False
 
     async def Connect(
         self, request: node_pb2.ConnectRequest, context: aio.ServicerContext[Any, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -12,10 +12,10 @@ from grpc import aio
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import FinishReason
 from prefill_node.sends import Sends
+from serving.call_streams import CallContext, serve_calls
 from serving.engine_calls import CLIENT_ID
 from serving.node_state import NodeState
 from serving.node_tracing import NO_TRACING, NodeTracing
-from serving.status import named_errors
 from serving.streamed import streamed
 from serving.translate import handoff_from, output_to
 from serving.translate_sequence import prefill_spec
@@ -31,23 +31,31 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
 
     @streamed
     async def Prefill(
-        self, request: node_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
+        self,
+        request_iterator: AsyncIterator[node_pb2.PrefillRequest],
+        context: aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
-        """The first token, then the end of the last write."""
-        async with named_errors(context, node_id=self._state.card.node_id):
-            spec = prefill_spec(request, CLIENT_ID, time.monotonic())
-            handoff_id = handoff_from(request.handoff_id)
-            with (
-                self._tracing.call(context, handoff_id, spec) as trace,
-                self._state.call(),
-                self._sends.awaited(handoff_id) as sent,
-            ):
-                reason = None
-                async with aclosing(self._state.calls.outputs(spec)) as outputs:
-                    async for output in outputs:
-                        reason = output.finish_reason
-                        trace.gave(output)
-                        yield node_pb2.PrefillResponse(output=output_to(output))
-                if reason in HAS_FIRST_TOKEN:
-                    await sent.wait()
-                    yield node_pb2.PrefillResponse(sent=node_pb2.KvSent())
+        node_id = self._state.card.node_id
+        calls = serve_calls(request_iterator, self._prefill, self._state.call, node_id=node_id)
+        async with aclosing(calls):
+            async for events in calls:
+                yield node_pb2.PrefillResponse(events=events)
+
+    async def _prefill(
+        self, order: node_pb2.PrefillOrder, context: CallContext
+    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
+        """The first token; the end is that of the last write."""
+        spec = prefill_spec(order, CLIENT_ID, time.monotonic())
+        handoff_id = handoff_from(order.handoff_id)
+        with (
+            self._tracing.call(context, handoff_id, spec) as trace,
+            self._sends.awaited(handoff_id) as sent,
+        ):
+            reason = None
+            async with aclosing(self._state.calls.outputs(spec)) as outputs:
+                async for output in outputs:
+                    reason = output.finish_reason
+                    trace.gave(output)
+                    yield node_pb2.CallEvent(output=output_to(output))
+            if reason in HAS_FIRST_TOKEN:
+                await sent.wait()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import Any
 
 from kv_transfer.types import HandoffId
 from router.answer import Answer
 from router.context import RequestContext
 from router.legs import (
+    Deliver,
+    Events,
     Leg,
+    LegCall,
     LegEnded,
     LegEvent,
     LegFailed,
     LegOutput,
-    LegStream,
     LegSummary,
     NodeCalls,
-    together,
+    under_way,
 )
 from router.policy import Route
 from router.values import (
@@ -68,7 +72,8 @@ class Attempt:
         The other leg is cancelled with it.
         """
         self._dispatched_s = self._since_received()
-        async with together(self._streams(node_calls)) as events:
+        events = Events()
+        async with under_way(events, self._calls(node_calls, events.put)):
             while self._answer.finish is None:
                 piece = self._take(await events.next())
                 if piece is not None:
@@ -77,19 +82,17 @@ class Attempt:
             self._context.trace.served(ending)
             yield ending
 
-    def _streams(self, node_calls: NodeCalls) -> list[tuple[Leg, LegStream]]:
+    def _calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
         route, handoff_id = self._route, self._handoff_id
         sequence, trace = self._sequence, self._context.trace
         timeout_s = self._context.remaining_s(self._clock())
-        decode = node_calls.decode(
-            route.decode, handoff_id, sequence, route.prefill, timeout_s=timeout_s, trace=trace
-        )
-        if route.prefill is None:
-            return [(Leg.DECODE, decode)]
-        prefill = node_calls.prefill(
-            route.prefill, handoff_id, sequence, timeout_s=timeout_s, trace=trace
-        )
-        return [(Leg.PREFILL, prefill), (Leg.DECODE, decode)]
+        around: dict[str, Any] = {"timeout_s": timeout_s, "trace": trace}
+        ask_decode, ask_prefill, peer = node_calls.decode, node_calls.prefill, route.prefill
+        decode = partial(ask_decode, route.decode, handoff_id, sequence, peer, deliver, **around)
+        if peer is None:
+            return {Leg.DECODE: decode}
+        prefill = partial(ask_prefill, peer, handoff_id, sequence, deliver, **around)
+        return {Leg.PREFILL: prefill, Leg.DECODE: decode}
 
     def _take(self, event: LegEvent) -> Piece | None:
         match event:

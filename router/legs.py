@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -15,7 +15,11 @@ from kv_transfer.types import HandoffId
 from router.nodes import Node
 from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
+from serving.errors import ClientTooSlow
 from serving.translate_sequence import Sequence as TokenSequence
+
+# Steps of an answer that may wait for a client which does not read: minutes of them.
+MOST_WAITING = 8192
 
 
 class Leg(Enum):
@@ -48,42 +52,47 @@ class LegFailed:
 
 
 LegEvent = LegOutput | LegSummary | LegEnded | LegFailed
-LegStream = AsyncGenerator[LegEvent, None]
+# Takes what came of a leg, as soon as it is there; must not wait.
+Deliver = Callable[[LegEvent], None]
+LegCall = Callable[[], Awaitable[None]]
 
 
 class NodeCalls(Protocol):
-    """How nodes are asked. A stream that fails raises one of `serving.errors`.
+    """How nodes are asked. A call returns when it has ended, and raises one of `serving.errors`.
 
-    After `timeout_s` the node gives the request up by itself, and the stream raises
+    After `timeout_s` the node gives the request up by itself, and the call raises
     DeadlineExceeded; None lets it go on.
     """
 
-    def prefill(
+    async def prefill(
         self,
         node: Node,
         handoff_id: HandoffId,
         sequence: TokenSequence,
+        deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
-    ) -> LegStream: ...
+    ) -> None: ...
 
-    def decode(
+    async def decode(
         self,
         node: Node,
         handoff_id: HandoffId,
         sequence: TokenSequence,
         prefill: Node | None,
+        deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
-    ) -> LegStream: ...
+    ) -> None: ...
 
 
 class Events:
     """What came of all legs, in the order it came.
 
     Outputs that wait are taken as one: whoever falls behind catches up with fewer messages.
+    A client that does not read at all costs its own request, and nobody else anything.
     """
 
     def __init__(self) -> None:
@@ -91,6 +100,9 @@ class Events:
         self._came = asyncio.Event()
 
     def put(self, event: LegEvent) -> None:
+        """Raises ClientTooSlow, which ends the leg, for an output too many."""
+        if len(self._waiting) >= MOST_WAITING and isinstance(event, LegOutput):
+            raise ClientTooSlow(f"the client left {MOST_WAITING} steps of its answer unread")
         self._waiting.append(event)
         self._came.set()
 
@@ -113,23 +125,20 @@ class Events:
 
 
 @asynccontextmanager
-async def together(streams: Sequence[tuple[Leg, LegStream]]) -> AsyncIterator[Events]:
-    """Listens to all legs. Leaving the block cancels them."""
-    events = Events()
-    tasks = [asyncio.ensure_future(_listen(leg, stream, events)) for leg, stream in streams]
+async def under_way(events: Events, calls: dict[Leg, LegCall]) -> AsyncIterator[None]:
+    """All legs at once, which deliver to `events`. Leaving the block cancels them."""
+    tasks = [asyncio.ensure_future(_ended(leg, call, events)) for leg, call in calls.items()]
     try:
-        yield events
+        yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _listen(leg: Leg, stream: LegStream, events: Events) -> None:
+async def _ended(leg: Leg, call: LegCall, events: Events) -> None:
     try:
-        async with aclosing(stream):
-            async for event in stream:
-                events.put(event)
+        await call()
     except Exception as error:  # noqa: BLE001 - whoever waits for the events raises it again
         events.put(LegFailed(leg, error))
     else:

@@ -14,7 +14,8 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from engine.errors import InvalidRequest
 from engine.request import FinishReason, Output, RequestId
 from kv_transfer.types import HandoffId, Peer
-from router.legs import Leg, LegOutput, LegStream, LegSummary
+from router.legs import Deliver, Leg, LegOutput, LegSummary
+from router.node_stream import NodeStream
 from router.nodes import Node
 from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
@@ -27,11 +28,11 @@ from serving.errors import (
     NodeDraining,
     NodeFailed,
 )
-from serving.status import reason_of, remote_error
+from serving.status import RemoteFailure, reason_of, remote_error
 from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 from serving.translate import output_from
-from serving.translate_sequence import Sequence, decode_request, engine_id, prefill_request
+from serving.translate_sequence import Sequence, decode_order, engine_id, prefill_order
 from telemetry.names import DECODE, PREFILL
 
 # How long calls to an address that is forgotten may go on.
@@ -40,12 +41,31 @@ CONNECT_TIMEOUT_S = 5.0
 CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
 
 
+class Connection:
+    """What the router has to one address: a channel, and the streams of calls on it."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        prefills = node_pb2_grpc.PrefillServiceStub(channel)
+        decodes = node_pb2_grpc.DecodeServiceStub(channel)
+        self.channel = channel
+        self.prefill = NodeStream(prefills.Prefill, node_pb2.PrefillRequest)
+        self.decode = NodeStream(decodes.Decode, node_pb2.DecodeRequest)
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Calls may come to their end for so long."""
+        for stream in (self.prefill, self.decode):
+            stream.close_when_idle()
+        await self.channel.close(grace_s)
+        for stream in (self.prefill, self.decode):
+            await stream.closed()
+
+
 class GrpcNodeCalls:
-    """One channel per address, from its first use until it is forgotten."""
+    """One connection per address, from its first use until it is forgotten."""
 
     def __init__(self, tls: TlsConfig = PLAIN) -> None:
         self._tls = tls
-        self._channel_by_address: dict[str, aio.Channel] = {}
+        self._connection_by_address: dict[str, Connection] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> GrpcNodeCalls:
@@ -59,17 +79,20 @@ class GrpcNodeCalls:
     ) -> None:
         for closing in self._closing:
             closing.cancel()
-        for channel in self._channel_by_address.values():
-            await channel.close()
+        for connection in self._connection_by_address.values():
+            await connection.close()
 
     def channel(self, address: str) -> aio.Channel:
-        if address not in self._channel_by_address:
-            self._channel_by_address[address] = open_channel(address, self._tls)
-        return self._channel_by_address[address]
+        return self._connection(address).channel
+
+    def _connection(self, address: str) -> Connection:
+        if address not in self._connection_by_address:
+            self._connection_by_address[address] = Connection(open_channel(address, self._tls))
+        return self._connection_by_address[address]
 
     @property
     def addresses(self) -> frozenset[str]:
-        return frozenset(self._channel_by_address)
+        return frozenset(self._connection_by_address)
 
     async def trouble(self, address: str) -> str | None:
         """What TLS has to do with it that nobody can be reached there."""
@@ -77,9 +100,9 @@ class GrpcNodeCalls:
 
     def forget(self, address: str) -> None:
         """Nobody new asks there. Calls that are under way come to their end."""
-        channel = self._channel_by_address.pop(address, None)
-        if channel is not None:
-            closing = asyncio.ensure_future(channel.close(grace=LONGEST_CALL_S))
+        connection = self._connection_by_address.pop(address, None)
+        if connection is not None:
+            closing = asyncio.ensure_future(connection.close(LONGEST_CALL_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
@@ -88,18 +111,19 @@ class GrpcNodeCalls:
         node: Node,
         handoff_id: HandoffId,
         sequence: Sequence,
+        deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
-    ) -> LegStream:
-        stub = node_pb2_grpc.PrefillServiceStub(self.channel(node.address))
-        request, request_id = prefill_request(handoff_id, sequence), engine_id(handoff_id)
+    ) -> None:
+        order, request_id = prefill_order(handoff_id, sequence), engine_id(handoff_id)
         with _failures_named(node), trace.leg(PREFILL, node) as leg:
-            call = stub.Prefill(request, timeout=timeout_s, metadata=leg.metadata)
-            with _cancelled_at_end(call):
-                async for response in call:
-                    if response.HasField("output"):
-                        yield LegOutput(Leg.PREFILL, (_output(response.output, request_id),))
+            order.context.metadata.update(leg.metadata)
+
+            def take(event: node_pb2.CallEvent) -> None:
+                deliver(LegOutput(Leg.PREFILL, (_output(event.output, request_id),)))
+
+            await self._connection(node.address).prefill.call(order, take, timeout_s)
 
     async def decode(
         self,
@@ -107,23 +131,25 @@ class GrpcNodeCalls:
         handoff_id: HandoffId,
         sequence: Sequence,
         prefill: Node | None,
+        deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
-    ) -> LegStream:
-        stub = node_pb2_grpc.DecodeServiceStub(self.channel(node.address))
+    ) -> None:
         peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
-        request, request_id = decode_request(handoff_id, sequence, peer), engine_id(handoff_id)
+        order, request_id = decode_order(handoff_id, sequence, peer), engine_id(handoff_id)
         with _failures_named(node), trace.leg(DECODE, node) as leg:
-            call = stub.Decode(request, timeout=timeout_s, metadata=leg.metadata)
-            with _cancelled_at_end(call):
-                async for response in call:
-                    if response.HasField("summary"):
-                        yield LegSummary(_summary(response.summary))
-                    output = _output(response.output, request_id)
-                    if output.finish_reason is not None:
-                        leg.finished()
-                    yield LegOutput(Leg.DECODE, (output,))
+            order.context.metadata.update(leg.metadata)
+
+            def take(event: node_pb2.CallEvent) -> None:
+                if event.HasField("summary"):
+                    deliver(LegSummary(_summary(event.summary)))
+                output = _output(event.output, request_id)
+                if output.finish_reason is not None:
+                    leg.finished()
+                deliver(LegOutput(Leg.DECODE, (output,)))
+
+            await self._connection(node.address).decode.call(order, take, timeout_s)
 
     async def connect(self, decode: Node, prefill: Node) -> None:
         """Raises NodeFailed."""
@@ -134,19 +160,10 @@ class GrpcNodeCalls:
 
 
 @contextmanager
-def _cancelled_at_end(call: aio.Call) -> Iterator[None]:
-    """A call that is left between two messages would go on by itself."""
-    try:
-        yield
-    finally:
-        call.cancel()
-
-
-@contextmanager
 def _failures_named(node: Node) -> Iterator[None]:
     try:
         yield
-    except grpc.RpcError as error:
+    except (grpc.RpcError, RemoteFailure) as error:
         remote = remote_error(error)
         who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
         if remote.code in CLIENTS_FAULT:

@@ -10,7 +10,7 @@ import grpc
 from grpc import aio
 
 from serving.errors import DeadlineExceeded
-from serving.status import NAMED, code_and_reason, remote_error
+from serving.status import NAMED, RemoteFailure, code_and_reason, remote_error
 from telemetry.spans import End, Outcome
 
 
@@ -23,7 +23,7 @@ def end_of(error: BaseException, *, is_late: bool = False, is_refused: bool = Fa
         return _failed(now_s, Outcome.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", late)
     if is_cancelled:
         return End(now_s, Outcome.CANCELLED, rpc_status=grpc.StatusCode.CANCELLED.name)
-    if isinstance(error, grpc.RpcError):
+    if isinstance(error, grpc.RpcError | RemoteFailure):
         remote = remote_error(error)
         code = remote.code.name
         return End(now_s, Outcome.FAILED, remote.reason or code, remote.message, code)

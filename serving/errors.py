@@ -51,6 +51,10 @@ class TooLate(QueueFull):
     """The client's deadline would pass before its first token, as fast as these come now."""
 
 
+class ClientTooSlow(ServiceError):
+    """The client has left too much of its answer unread; what it did not read is given up."""
+
+
 class NoNodes(ServiceError):
     """No node that could serve the request is known and reachable."""
 

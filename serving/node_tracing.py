@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
-
-from grpc import aio
+from typing import Protocol
 
 from engine.plan import Plan, Row, Runner, RunResult
 from engine.request import FinishReason, Output, RequestId, RequestSpec
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import HandoffId, KvOrders, KvReports
-from serving.ends import end_of, is_late
+from serving.call_streams import CallContext
+from serving.ends import end_of
 from serving.translate_sequence import engine_id
 from telemetry import names
 from telemetry.metrics import NodeMetrics
@@ -100,11 +99,10 @@ class NodeTracing:
 
     @contextmanager
     def call(
-        self, context: aio.ServicerContext[Any, Any], handoff_id: HandoffId, spec: RequestSpec
+        self, context: CallContext, handoff_id: HandoffId, spec: RequestSpec
     ) -> Iterator[CallTrace]:
         """One call of the router, from here to the end of the block."""
-        metadata = context.invocation_metadata() or ()
-        timeline = self._begin(metadata, handoff_id, spec.arrival_s)
+        timeline = self._begin(context.metadata, handoff_id, spec.arrival_s)
         if timeline is None:
             yield NOT_TRACED
             return
@@ -116,7 +114,7 @@ class NodeTracing:
             yield trace
             end = trace.failed or _well()
         except BaseException as error:
-            end = _well() if trace.is_finished else end_of(error, is_late=is_late(context))
+            end = _well() if trace.is_finished else end_of(error, is_late=context.is_late())
             raise
         finally:
             if timeline.starts:

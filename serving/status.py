@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from engine.errors import EngineError, EngineStopped, InvalidRequest
 from kv_transfer.errors import InvalidMessage, KvTransferError
 from serving.errors import (
+    ClientTooSlow,
     DeadlineExceeded,
     Draining,
     EmptyPrompt,
@@ -39,7 +40,9 @@ from serving.errors import (
 DOMAIN = "baton"
 # How gRPC tells of a message over the limit, which is the same on all sides.
 TOO_LARGE = "message larger than max"
+TOO_LARGE_ADVICE = "ask for less at once: a shorter prompt, or fewer logprobs"
 DETAILS_KEY = "grpc-status-details-bin"
+CODE_BY_NUMBER: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 # The reason is for programs, and never changes; the message is for people, and may.
 CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
@@ -55,6 +58,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     QueueFull: (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     TooLate: (StatusCode.RESOURCE_EXHAUSTED, "TOO_LATE"),
+    ClientTooSlow: (StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW"),
     NoNodes: (StatusCode.UNAVAILABLE, "NO_NODES"),
     IncompatibleNodes: (StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_NODES"),
     NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),
@@ -77,6 +81,14 @@ class RemoteError:
     reason: str | None = None  # None: not one of ours, as when the connection broke
     metadata: dict[str, str] = field(default_factory=dict)
     retry_after_s: float | None = None  # when it was told
+
+
+class RemoteFailure(Exception):
+    """A call that shares its stream with others failed, by itself or with the stream."""
+
+    def __init__(self, remote: RemoteError) -> None:
+        super().__init__(remote.message)
+        self.remote = remote
 
 
 @asynccontextmanager
@@ -126,25 +138,30 @@ def reason_of(kind: type[Exception]) -> str:
     return CODE_AND_REASON[kind][1]
 
 
-def remote_error(error: grpc.RpcError) -> RemoteError:
+def remote_error(error: grpc.RpcError | RemoteFailure) -> RemoteError:
     """Reads a failed call, of either kind of channel."""
+    if isinstance(error, RemoteFailure):
+        return error.remote
     if not isinstance(error, (aio.AioRpcError, grpc.Call)):
         return RemoteError(StatusCode.UNKNOWN, str(error))
     message = error.details() or ""
     for key, blob in error.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(blob, bytes):
-            return _rich(error.code(), message, blob)
+            return remote_error_in(status_pb2.Status.FromString(blob))
     if error.code() is StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE in message:
-        advice = "ask for less at once: a shorter prompt, or fewer logprobs"
-        return RemoteError(error.code(), f"{message}; {advice}", reason_of(MessageTooLarge))
+        advised = f"{message}; {TOO_LARGE_ADVICE}"
+        return RemoteError(error.code(), advised, reason_of(MessageTooLarge))
     return RemoteError(error.code(), message)
 
 
-def _rich(code: StatusCode, message: str, blob: bytes) -> RemoteError:
+def remote_error_in(status: status_pb2.Status) -> RemoteError:
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     retry_after_s = None
-    for detail in status_pb2.Status.FromString(blob).details:
+    for detail in status.details:
         detail.Unpack(info)
         if detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-    return RemoteError(code, message, info.reason or None, dict(info.metadata), retry_after_s)
+    code = CODE_BY_NUMBER[status.code]
+    return RemoteError(
+        code, status.message, info.reason or None, dict(info.metadata), retry_after_s
+    )

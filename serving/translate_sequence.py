@@ -29,32 +29,30 @@ def engine_id(handoff_id: HandoffId) -> RequestId:
     return RequestId(str(handoff_id))
 
 
-def prefill_spec(request: node_pb2.PrefillRequest, client_id: ClientId, now: float) -> RequestSpec:
-    handoff_id = handoff_from(request.handoff_id)
-    return _spec(request.sequence, handoff_id, client_id, now, send_to=handoff_id)
+def prefill_spec(order: node_pb2.PrefillOrder, client_id: ClientId, now: float) -> RequestSpec:
+    handoff_id = handoff_from(order.handoff_id)
+    return _spec(order.sequence, handoff_id, client_id, now, send_to=handoff_id)
 
 
-def decode_spec(request: node_pb2.DecodeRequest, client_id: ClientId, now: float) -> RequestSpec:
-    handoff_id = handoff_from(request.handoff_id)
+def decode_spec(order: node_pb2.DecodeOrder, client_id: ClientId, now: float) -> RequestSpec:
+    handoff_id = handoff_from(order.handoff_id)
     receive = None
-    if request.HasField("prefill"):
-        receive = ReceiveKv(handoff_id, peer_from(request.prefill))
-    return _spec(request.sequence, handoff_id, client_id, now, receive_from=receive)
+    if order.HasField("prefill"):
+        receive = ReceiveKv(handoff_id, peer_from(order.prefill))
+    return _spec(order.sequence, handoff_id, client_id, now, receive_from=receive)
 
 
-def prefill_request(handoff_id: HandoffId, sequence: Sequence) -> node_pb2.PrefillRequest:
-    return node_pb2.PrefillRequest(
-        handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence)
-    )
+def prefill_order(handoff_id: HandoffId, sequence: Sequence) -> node_pb2.PrefillOrder:
+    return node_pb2.PrefillOrder(handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence))
 
 
-def decode_request(
+def decode_order(
     handoff_id: HandoffId, sequence: Sequence, prefill: Peer | None
-) -> node_pb2.DecodeRequest:
+) -> node_pb2.DecodeOrder:
     peer = None
     if prefill is not None:
         peer = node_pb2.Peer(node_id=prefill.node_id, address=prefill.address)
-    return node_pb2.DecodeRequest(
+    return node_pb2.DecodeOrder(
         handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence), prefill=peer
     )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 from grpc import aio
@@ -18,6 +19,7 @@ from baton.v1 import node_pb2, node_pb2_grpc, sampling_pb2
 from engine.hashing import PrefixNaming
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
+from serving.call_streams import CallContext, serve_calls
 from serving.node import NodeCard, NodeLoad, NodeRole, card_to, news_to
 from serving.parent import end_with_parent
 from serving.prefixes import PrefixChanges
@@ -54,11 +56,17 @@ class Steps:
 class CannedPrefill(node_pb2_grpc.PrefillServiceServicer):
     @streamed
     async def Prefill(  # noqa: N802
-        self, request: node_pb2.PrefillRequest, context: Context
+        self, request_iterator: AsyncIterator[node_pb2.PrefillRequest], context: Context
     ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
-        index = len(request.sequence.prior_output_token_ids)
-        yield node_pb2.PrefillResponse(output=_token(index, sampling_pb2.FINISH_REASON_HANDED_OFF))
-        yield node_pb2.PrefillResponse(sent=node_pb2.KvSent())
+        async with aclosing(serve_calls(request_iterator, self._prefill, nullcontext)) as calls:
+            async for events in calls:
+                yield node_pb2.PrefillResponse(events=events)
+
+    async def _prefill(
+        self, order: node_pb2.PrefillOrder, context: CallContext
+    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
+        index = len(order.sequence.prior_output_token_ids)
+        yield _token(index, sampling_pb2.FINISH_REASON_HANDED_OFF)
 
 
 class CannedDecode(node_pb2_grpc.DecodeServiceServicer):
@@ -67,17 +75,25 @@ class CannedDecode(node_pb2_grpc.DecodeServiceServicer):
 
     @streamed
     async def Decode(  # noqa: N802
-        self, request: node_pb2.DecodeRequest, context: Context
+        self, request_iterator: AsyncIterator[node_pb2.DecodeRequest], context: Context
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
-        sequence = request.sequence
-        first = len(sequence.prior_output_token_ids) + request.HasField("prefill")
+        async with aclosing(serve_calls(request_iterator, self._decode, nullcontext)) as calls:
+            async for events in calls:
+                yield node_pb2.DecodeResponse(events=events)
+
+    async def _decode(
+        self, order: node_pb2.DecodeOrder, context: CallContext
+    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
+        sequence = order.sequence
+        first = len(sequence.prior_output_token_ids) + order.HasField("prefill")
         last = sequence.sampling.max_tokens - 1
         for index in range(first, last + 1):
             await self._steps.next()
             is_last = index == last
-            reason = sampling_pb2.FINISH_REASON_LENGTH if is_last else UNFINISHED
-            summary = node_pb2.DecodeSummary() if index in (first, last) else None
-            yield node_pb2.DecodeResponse(output=_token(index, reason), summary=summary)
+            event = _token(index, sampling_pb2.FINISH_REASON_LENGTH if is_last else UNFINISHED)
+            if index in (first, last):
+                event.summary.SetInParent()
+            yield event
 
     async def Connect(  # noqa: N802
         self, request: node_pb2.ConnectRequest, context: Context
@@ -107,10 +123,11 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
         return node_pb2.DrainResponse()
 
 
-def _token(index: int, reason: sampling_pb2.FinishReason.ValueType) -> node_pb2.TokenOutput:
-    return node_pb2.TokenOutput(
+def _token(index: int, reason: sampling_pb2.FinishReason.ValueType) -> node_pb2.CallEvent:
+    output = node_pb2.TokenOutput(
         first_index=index, token_ids=[ANSWER[index % len(ANSWER)]], finish_reason=reason
     )
+    return node_pb2.CallEvent(output=output)
 
 
 def canned_card(role: NodeRole) -> NodeCard:

@@ -13,20 +13,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 from grpc import aio
 
 from baton.bench.canned_node import canned_card
 from baton.bench.processes import Server, server
 from baton.cluster import await_serving
-from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2_grpc, sampling_pb2
+from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer
+from router.node_stream import NodeStream
 from serving.channel import open_channel
 from serving.node import NodeRole
 from serving.translate_sequence import Sequence as TokenSequence
-from serving.translate_sequence import decode_request, prefill_request
+from serving.translate_sequence import decode_order, prefill_order
 
 # Long enough to tell the cost of a request from that of its tokens.
 SHORT_ANSWER = 2
@@ -131,8 +131,14 @@ class Meter:
     async def __aenter__(self) -> Meter:
         cluster, channel = self._cluster, self._channel
         self._router = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.router))
-        self._prefill = node_pb2_grpc.PrefillServiceStub(await channel(cluster.prefill))
-        self._decode = node_pb2_grpc.DecodeServiceStub(await channel(cluster.decode))
+        self._prefill = NodeStream(
+            node_pb2_grpc.PrefillServiceStub(await channel(cluster.prefill)).Prefill,
+            node_pb2.PrefillRequest,
+        )
+        self._decode = NodeStream(
+            node_pb2_grpc.DecodeServiceStub(await channel(cluster.decode)).Decode,
+            node_pb2.DecodeRequest,
+        )
         return self
 
     async def _channel(self, to: Server) -> aio.Channel:
@@ -179,7 +185,8 @@ class Meter:
         call = self._router.Generate(request)
         await call.read()
         took_s = perf_counter() - began_s
-        await _to_its_end(call)
+        while await call.read() is not aio.EOF:
+            pass
         return took_s
 
     async def _direct_ttft_s(self) -> float:
@@ -188,13 +195,14 @@ class Meter:
         handoff_id = HandoffId(f"direct-{next(self._numbers)}", 1)
         peer = Peer(canned_card(NodeRole.PREFILL).node_id, self._cluster.prefill.address)
         began_s = perf_counter()
-        prefill = self._prefill.Prefill(prefill_request(handoff_id, sequence))
-        decode = self._decode.Decode(decode_request(handoff_id, sequence, peer))
-        await prefill.read()
-        took_s = perf_counter() - began_s
-        await _to_its_end(prefill)
-        await _to_its_end(decode)
-        return took_s
+        came = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as both:
+            decode = decode_order(handoff_id, sequence, peer)
+            both.create_task(self._decode.call(decode, _ignore))
+            prefill = prefill_order(handoff_id, sequence)
+            both.create_task(self._prefill.call(prefill, came.set_result))
+            await came
+            return perf_counter() - began_s
 
     def _request(self, answer_tokens: int) -> inference_pb2.GenerateRequest:
         return inference_pb2.GenerateRequest(
@@ -208,9 +216,8 @@ class Meter:
         return tuple((number + place * place) % 8192 for place in range(self._what.prompt_tokens))
 
 
-async def _to_its_end(call: aio.UnaryStreamCall[Any, Any]) -> None:
-    while await call.read() is not aio.EOF:
-        pass
+def _ignore(event: object) -> None:
+    """It is the time that counts."""
 
 
 def _sampling(max_tokens: int) -> SamplingParams:

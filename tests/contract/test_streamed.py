@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from serving.channel import open_channel
 from serving.server import Service, serving
 from serving.status import named_errors
@@ -22,18 +22,19 @@ PATIENCE_S = 30
 TOO_LARGE = "x" * (1 << 20)
 
 
-class Flood(node_pb2_grpc.PrefillServiceServicer):
+class Flood(cluster_pb2_grpc.ClusterServiceServicer):
     def __init__(self, is_waiting_inside: bool) -> None:
         self._is_waiting_inside = is_waiting_inside
         self.ended = asyncio.Event()
 
     @streamed
-    async def Prefill(  # noqa: N802
-        self, request: node_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
+    async def WatchNodes(  # noqa: N802
+        self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[cluster_pb2.WatchNodesResponse, None]:
         async with named_errors(context), aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                yield node_pb2.PrefillResponse(output=node_pb2.TokenOutput(error=piece))
+                report = cluster_pb2.NodeReport(address=piece)
+                yield cluster_pb2.WatchNodesResponse(nodes=[report])
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
         try:
@@ -48,16 +49,19 @@ class Flood(node_pb2_grpc.PrefillServiceServicer):
 @asynccontextmanager
 async def a_call(
     flood: Flood,
-) -> AsyncIterator[aio.UnaryStreamCall[node_pb2.PrefillRequest, node_pb2.PrefillResponse]]:
+) -> AsyncIterator[
+    aio.UnaryStreamCall[cluster_pb2.WatchNodesRequest, cluster_pb2.WatchNodesResponse]
+]:
     service = Service(
-        "baton.v1.PrefillService",
-        lambda server: node_pb2_grpc.add_PrefillServiceServicer_to_server(flood, server),
+        "baton.v1.ClusterService",
+        lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(flood, server),
     )
     async with (
         serving("127.0.0.1", 0, [service]) as server,
         open_channel(server.address) as channel,
     ):
-        yield node_pb2_grpc.PrefillServiceStub(channel).Prefill(node_pb2.PrefillRequest())
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        yield stub.WatchNodes(cluster_pb2.WatchNodesRequest())
 
 
 @pytest.mark.parametrize("is_waiting_inside", [True, False])

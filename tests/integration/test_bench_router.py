@@ -11,8 +11,9 @@ from baton.bench.router import Round, RouterBench, run
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
+from router.node_stream import NodeStream
 from serving.channel import open_channel
-from serving.translate_sequence import Sequence, decode_request
+from serving.translate_sequence import Sequence, decode_order
 
 SMALL = RouterBench(
     model="",
@@ -48,8 +49,12 @@ def test_a_canned_node_gives_as_many_tokens_as_were_asked_for(
     assert told[0].HasField("summary")
 
 
-async def _answer_of(address: str, peer: Peer | None) -> list[node_pb2.DecodeResponse]:
+async def _answer_of(address: str, peer: Peer | None) -> list[node_pb2.CallEvent]:
     sequence = Sequence((1, 2), SamplingParams(max_tokens=6), seed=0)
     async with open_channel(address) as channel:
-        stub = node_pb2_grpc.DecodeServiceStub(channel)
-        return [one async for one in stub.Decode(decode_request(HandoffId("a", 1), sequence, peer))]
+        method = node_pb2_grpc.DecodeServiceStub(channel).Decode
+        stream = NodeStream(method, node_pb2.DecodeRequest)
+        order = decode_order(HandoffId("a", 1), sequence, peer)
+        events: list[node_pb2.CallEvent] = []
+        await stream.call(order, events.append)
+        return events

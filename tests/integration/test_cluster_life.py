@@ -22,7 +22,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
 from serving.node import NodeLoad
-from serving.translate_sequence import Sequence, decode_request
+from serving.translate_sequence import Sequence, decode_order
 from tests.support.health import health_of
 from tests.support.life import standing_still
 from tests.support.load import PATIENCE_S, Ask, Told, tell
@@ -215,7 +215,7 @@ def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
         grpc.insecure_channel(decode.address) as channel,
     ):
         told = [next(health)]
-        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(a_decode_request(prefill))
+        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(iter([a_decode_request(prefill)]))
         await_load(decode.address, is_busy)
         decode.process.send_signal(signal.SIGTERM)
         told.append(next(health))
@@ -229,7 +229,8 @@ def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
 def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
     sequence = Sequence(prompt_of(20), sampling(5), seed=0)
     peer = Peer(NodeId(prefill.name), prefill.address)
-    return decode_request(HandoffId("a", 1), sequence, peer)
+    order = decode_order(HandoffId("a", 1), sequence, peer)
+    return node_pb2.DecodeRequest(call=1, start=order)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from baton.v1 import node_pb2_grpc
+from baton.v1 import node_pb2, node_pb2_grpc
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId
 from serving.grace import CUT_OFF
 from serving.node import NodeRole
-from serving.translate_sequence import Sequence, decode_request
+from serving.translate_sequence import Sequence, decode_order
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import PairOptions, greedy
 from tests.support.life import standing_still
@@ -52,8 +52,9 @@ def test_a_node_whose_engine_hangs_ends_by_itself(
 ) -> None:
     node.hold_before_pass(1)
     with grpc.insecure_channel(node.address) as channel:
-        request = decode_request(HandoffId("a", 1), Sequence(prompt_of(9), greedy(4), seed=0), None)
-        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(request)
+        order = decode_order(HandoffId("a", 1), Sequence(prompt_of(9), greedy(4), seed=0), None)
+        requests = iter([node_pb2.DecodeRequest(call=1, start=order)])
+        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(requests)
         node.await_held()
         if not client_stays:
             call.cancel()

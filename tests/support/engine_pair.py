@@ -18,12 +18,13 @@ from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from kv_transfer.types import HandoffId, NodeId, Peer
+from prefill_node.servicer import HAS_FIRST_TOKEN
 from serving.channel import open_blocking_channel
 from serving.node import NodeCard, NodeLoad, NodeRole
 from serving.node_options import NodeOptions
 from serving.translate import FINISH_FROM_MESSAGE
 from serving.translate_sequence import Sequence as TokenSequence
-from serving.translate_sequence import decode_request, prefill_request
+from serving.translate_sequence import decode_order, prefill_order
 from tests.support.engine_nodes import EngineNode
 from tests.support.nodes import await_load, card_at, is_busy
 
@@ -87,14 +88,19 @@ class PairOptions:
 
 @dataclass(slots=True)
 class Call:
-    """One leg, as the router would listen to it."""
+    """One leg, as the router would listen to it, on a stream of its own."""
 
     responses: Any
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
     summary: node_pb2.DecodeSummary = field(default_factory=node_pb2.DecodeSummary)
-    was_sent: bool = False
+    has_ended_well: bool = False
+
+    @property
+    def was_sent(self) -> bool:
+        """Of a prefill: it ends well when every write has ended."""
+        return self.has_ended_well and self.reason in HAS_FIRST_TOKEN
 
     def until_tokens(self, count: int) -> Call:
         while len(self.token_ids) < count:
@@ -117,12 +123,16 @@ class Call:
         self.responses.cancel()
 
     def _take(self, response: Any) -> None:
-        if isinstance(response, node_pb2.PrefillResponse) and response.HasField("sent"):
-            self.was_sent = True
+        for event in response.events:
+            self._take_event(event)
+
+    def _take_event(self, event: node_pb2.CallEvent) -> None:
+        if event.HasField("end"):
+            self.has_ended_well = not event.end.status
             return
-        if isinstance(response, node_pb2.DecodeResponse) and response.HasField("summary"):
-            self.summary = response.summary
-        output = response.output
+        if event.HasField("summary"):
+            self.summary = event.summary
+        output = event.output
         assert output.first_index == len(self.token_ids)
         self.token_ids += output.token_ids
         self.reason = FINISH_FROM_MESSAGE[output.finish_reason] or self.reason
@@ -194,8 +204,9 @@ class Pair:
         self, handoff_id: HandoffId, prompt: Sequence[int], sampling: SamplingParams
     ) -> Call:
         stub = node_pb2_grpc.PrefillServiceStub(self._channel(self.p))
-        request = prefill_request(handoff_id, _sequence(prompt, sampling))
-        return self._begun(stub.Prefill(request, timeout=CALL_S, wait_for_ready=True))
+        order = prefill_order(handoff_id, _sequence(prompt, sampling))
+        requests = iter([node_pb2.PrefillRequest(call=1, start=order)])
+        return self._begun(stub.Prefill(requests, timeout=CALL_S, wait_for_ready=True))
 
     def decode(
         self,
@@ -207,8 +218,9 @@ class Pair:
     ) -> Call:
         stub = node_pb2_grpc.DecodeServiceStub(self._channel(self.d))
         peer = None if is_local else Peer(NodeId(self.p.node_id), self.p.address)
-        request = decode_request(handoff_id, _sequence(prompt, sampling), peer)
-        return self._begun(stub.Decode(request, timeout=CALL_S, wait_for_ready=True))
+        order = decode_order(handoff_id, _sequence(prompt, sampling), peer)
+        requests = iter([node_pb2.DecodeRequest(call=1, start=order)])
+        return self._begun(stub.Decode(requests, timeout=CALL_S, wait_for_ready=True))
 
     def ask(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Call, Call]:
         """Both legs, begun."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.hashing import PrefixNaming
 from engine.request import FinishReason, Output, RequestId
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import HandoffId, Incarnation, NodeId
-from router.legs import Leg, LegEvent, LegOutput, LegStream, LegSummary
+from router.legs import Deliver, Leg, LegEvent, LegOutput, LegSummary
 from router.nodes import Node, NodeTable
 from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
@@ -77,17 +77,18 @@ class FakeNodeCalls:
     is_prefill_late: bool = False  # its token comes when decode has told all
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Asked] = field(default_factory=list)
-    left: list[Leg] = field(default_factory=list)  # streams closed before their end
+    left: list[Leg] = field(default_factory=list)  # calls cancelled before their end
 
     async def prefill(
         self,
         node: Node,
         handoff_id: HandoffId,
         sequence: Sequence,
+        deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
-    ) -> LegStream:
+    ) -> None:
         asked = Asked(Leg.PREFILL, node.card.node_id, handoff_id, sequence, timeout_s=timeout_s)
         self.asked.append(asked)
         if self.prefill_faults:
@@ -97,7 +98,7 @@ class FakeNodeCalls:
         first = len(sequence.prior_output_token_ids)
         token_id = token_at(sequence, first)
         output = _output(handoff_id, first, token_id, FinishReason.HANDED_OFF)
-        yield LegOutput(Leg.PREFILL, (output,))
+        deliver(LegOutput(Leg.PREFILL, (output,)))
 
     async def decode(
         self,
@@ -105,27 +106,28 @@ class FakeNodeCalls:
         handoff_id: HandoffId,
         sequence: Sequence,
         prefill: Node | None,
+        deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
-    ) -> LegStream:
+    ) -> None:
         peer = None if prefill is None else str(prefill.card.node_id)
         asked = Asked(Leg.DECODE, node.card.node_id, handoff_id, sequence, peer, timeout_s)
         self.asked.append(asked)
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
         try:
-            async for event in self._decoded(handoff_id, sequence, breaks_after):
-                yield event
+            for event in self._decoded(handoff_id, sequence, breaks_after):
+                deliver(event)
             self.decode_told_all.set()
             if self.is_endless:
                 await asyncio.Event().wait()
-        except (asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
             self.left.append(Leg.DECODE)
             raise
 
-    async def _decoded(
+    def _decoded(
         self, handoff_id: HandoffId, sequence: Sequence, breaks_after: int | None
-    ) -> AsyncGenerator[LegEvent, None]:
+    ) -> Iterator[LegEvent]:
         first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
         first += self.is_prefill_late
         for count, index in enumerate(range(first, last)):

@@ -45,9 +45,9 @@ from serving.translate import output_from, output_to, sampling_from, sampling_to
 from serving.translate_link import TO_MESSAGE, link_message_from, link_message_to
 from serving.translate_sequence import (
     Sequence,
-    decode_request,
+    decode_order,
     decode_spec,
-    prefill_request,
+    prefill_order,
     prefill_spec,
 )
 from tests.support.node_calls import FINGERPRINT, a_card
@@ -202,9 +202,9 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
     sequence = Sequence((1, 2), SAMPLINGS[2], 2**63 - 1, (3,), -4, "salt")
     peer = Peer(NodeId("p"), "host:1")
 
-    prefill = prefill_spec(prefill_request(HANDOFF, sequence), ClientId("c"), 1.5)
-    decode = decode_spec(decode_request(HANDOFF, sequence, peer), ClientId("c"), 1.5)
-    alone = decode_spec(decode_request(HANDOFF, sequence, None), ClientId("c"), 1.5)
+    prefill = prefill_spec(prefill_order(HANDOFF, sequence), ClientId("c"), 1.5)
+    decode = decode_spec(decode_order(HANDOFF, sequence, peer), ClientId("c"), 1.5)
+    alone = decode_spec(decode_order(HANDOFF, sequence, None), ClientId("c"), 1.5)
 
     for spec in (prefill, decode, alone):
         assert (spec.request_id, spec.prompt_token_ids, spec.seed) == ("r#3", (1, 2), 2**63 - 1)
@@ -216,11 +216,11 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
 
 
 def test_nodes_refuse_stop_strings() -> None:
-    request = prefill_request(HANDOFF, Sequence((1,), SamplingParams(), 0))
-    request.sequence.sampling.stop.append("x")
+    order = prefill_order(HANDOFF, Sequence((1,), SamplingParams(), 0))
+    order.sequence.sampling.stop.append("x")
 
     with pytest.raises(UnsupportedInput):
-        prefill_spec(request, ClientId("c"), 0.0)
+        prefill_spec(order, ClientId("c"), 0.0)
 
 
 def test_cards_and_loads_survive_the_wire() -> None:

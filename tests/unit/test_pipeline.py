@@ -12,7 +12,7 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
 from router.context import RequestContext
-from router.legs import Leg
+from router.legs import MOST_WAITING, Leg
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
@@ -27,6 +27,7 @@ from router.values import (
     TokenPrompt,
 )
 from serving.errors import (
+    ClientTooSlow,
     DeadlineExceeded,
     Draining,
     EmptyPrompt,
@@ -183,6 +184,26 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
     assert len(told) < 8
     again = [asked for asked in nodes.asked if asked.handoff_id.attempt == 2]
     assert again[-1].sequence.prior_output_token_ids == tuple(token_ids[:4])
+
+
+def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() -> None:
+    nodes = FakeNodeCalls()
+    told: list[Piece] = []
+
+    async def read() -> None:
+        call = a_call(max_tokens=2 * MOST_WAITING)
+        async for part in a_pipeline(nodes).generate(call, RequestContext(0.0)):
+            assert isinstance(part, Piece)
+            told.append(part)
+
+    with pytest.raises(ClientTooSlow):
+        asyncio.run(read())
+
+    token_ids = [token_id for piece in told for token_id in piece.token_ids]
+    # The first token of prefill, its end and the summary wait there as well.
+    assert MOST_WAITING - 3 <= len(token_ids) <= MOST_WAITING
+    assert token_ids == expected_tokens(nodes, len(token_ids))
+    assert len(nodes.asked) == 2  # and no second try
 
 
 def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> None:

@@ -1,0 +1,173 @@
+"""The router's end of its stream to a node: all its calls to that node side by side.
+
+One message brings what a whole step of the node's engine gave, for all requests (ADR 0023).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from google.rpc import status_pb2
+from grpc import StatusCode, aio
+
+from baton.v1 import node_pb2
+from serving.errors import MessageTooLarge
+from serving.sizes import MAX_EVENT_BYTES
+from serving.status import (
+    TOO_LARGE,
+    TOO_LARGE_ADVICE,
+    RemoteError,
+    RemoteFailure,
+    remote_error,
+    remote_error_in,
+)
+
+ENDED = RemoteError(StatusCode.UNAVAILABLE, "the node ended the stream")
+CLOSED = RemoteError(StatusCode.UNAVAILABLE, "the router closed the stream")
+LATE = RemoteError(StatusCode.DEADLINE_EXCEEDED, "the node did not say in time that it is late")
+
+Request = node_pb2.PrefillRequest | node_pb2.DecodeRequest
+Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder
+# Hears of an event as soon as it is read; must not wait. What it raises ends the call.
+Take = Callable[[node_pb2.CallEvent], None]
+
+
+class NodeStream:
+    """Opened with the first call, and anew with the first one after it broke."""
+
+    def __init__(
+        self, method: aio.StreamStreamMultiCallable[Any, Any], request: type[Request]
+    ) -> None:
+        self._method = method
+        self._request: Any = request
+        self._numbers = itertools.count(1)
+        self._life: _Life | None = None
+
+    async def call(self, order: Order, take: Take, timeout_s: float | None = None) -> None:
+        """Returns when the call has ended. Cancelled before that, the node gives it up.
+
+        Raises RemoteFailure, also for whatever breaks the stream, and MessageTooLarge.
+        """
+        number = next(self._numbers)
+        if timeout_s is not None:
+            order.context.timeout_s = timeout_s
+        request = self._request(call=number, start=order)
+        if request.ByteSize() > MAX_EVENT_BYTES:
+            told = f"{request.ByteSize()} vs. {MAX_EVENT_BYTES}"
+            raise MessageTooLarge(f"{TOO_LARGE} ({told}); {TOO_LARGE_ADVICE}")
+        if self._life is None or self._life.is_over:
+            self._life = _Life(self._method)
+        life, call = self._life, _Call(take)
+        # The node keeps the time itself; this is for one that does not answer.
+        timer = None if timeout_s is None else call.loop.call_later(timeout_s, call.fail, LATE)
+        life.begin(number, request, call)
+        try:
+            await call.ended
+        finally:
+            if timer is not None:
+                timer.cancel()
+            life.end(number, self._request(call=number, cancel=node_pb2.CancelOrder()))
+
+    def close_when_idle(self) -> None:
+        """No call follows; those that are under way come to their end."""
+        if self._life is not None:
+            self._life.close_when_idle()
+
+    async def closed(self) -> None:
+        """Returns when the channel below is closed and everybody has heard of it."""
+        if self._life is not None:
+            await self._life.over()
+
+
+class _Call:
+    """One call under way."""
+
+    def __init__(self, take: Take) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self.loop.create_future()
+        self._take = take
+
+    def hear(self, event: node_pb2.CallEvent) -> bool:
+        """Whether that was its last."""
+        if self.ended.done():
+            return False  # whoever waits for the end goes on in a moment
+        if event.HasField("end"):
+            self._end(event.end.status)
+            return True
+        try:
+            self._take(event)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the end raises it again
+            self.ended.set_exception(error)
+        return False
+
+    def fail(self, remote: RemoteError) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(RemoteFailure(remote))
+
+    def _end(self, status: bytes) -> None:
+        if status:
+            self.fail(remote_error_in(status_pb2.Status.FromString(status)))
+        else:
+            self.ended.set_result(None)
+
+
+class _Life:
+    """One stream of gRPC's, until it breaks."""
+
+    def __init__(self, method: aio.StreamStreamMultiCallable[Any, Any]) -> None:
+        self._calls: dict[int, _Call] = {}  # those of which the node may have more to tell
+        self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
+        self._is_closing = False
+        self._reading = asyncio.ensure_future(self._read(method(self._requests_in_order())))
+        self.is_over = False
+
+    def begin(self, number: int, request: Request, call: _Call) -> None:
+        self._calls[number] = call
+        self._requests.put_nowait(request)
+
+    def end(self, number: int, cancel: Request) -> None:
+        if self._calls.pop(number, None) is not None:
+            self._requests.put_nowait(cancel)
+        self._close_if_due()
+
+    def close_when_idle(self) -> None:
+        self._is_closing = True
+        self._close_if_due()
+
+    async def over(self) -> None:
+        await asyncio.wait([self._reading])
+
+    def _close_if_due(self) -> None:
+        if self._is_closing and not self._calls:
+            self._requests.put_nowait(None)
+
+    async def _requests_in_order(self) -> AsyncIterator[Request]:
+        while (request := await self._requests.get()) is not None:
+            yield request
+
+    async def _read(self, stream: aio.StreamStreamCall[Any, Any]) -> None:
+        failure = ENDED
+        try:
+            async for response in stream:
+                for event in response.events:
+                    call = self._calls.get(event.call)
+                    if call is not None and call.hear(event):
+                        del self._calls[event.call]
+        except grpc.RpcError as error:
+            failure = remote_error(error)
+        except asyncio.CancelledError:
+            failure = CLOSED
+            raise
+        finally:
+            self._break(failure)
+
+    def _break(self, failure: RemoteError) -> None:
+        self.is_over = True
+        self._requests.put_nowait(None)
+        for call in self._calls.values():
+            call.fail(failure)
+        self._calls.clear()

@@ -1,0 +1,226 @@
+"""Many calls on one stream between router and node, over real gRPC: none touches another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+from baton.v1 import node_pb2
+from router.node_calls import Connection
+from router.node_stream import NodeStream
+from serving.channel import open_channel
+from serving.errors import GenerationFailed
+from serving.status import RemoteFailure
+from tests.support.called_node import CalledNode, Told, serving_calls
+
+PATIENCE_S = 30
+
+
+def play(scene: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scene, PATIENCE_S))
+
+
+@asynccontextmanager
+async def connected(node: CalledNode) -> AsyncIterator[NodeStream]:
+    async with serving_calls(node) as address:
+        connection = Connection(open_channel(address))
+        yield connection.decode
+        await connection.close()
+
+
+class Asked:
+    """A call by the router, and the node's end of it."""
+
+    def __init__(self, stream: NodeStream) -> None:
+        self.events: list[node_pb2.CallEvent] = []
+        self.task = asyncio.ensure_future(stream.call(node_pb2.DecodeOrder(), self.events.append))
+
+    @property
+    def places(self) -> list[int]:
+        return [event.output.first_index for event in self.events]
+
+
+async def ask(stream: NodeStream, node: CalledNode) -> tuple[Asked, Told]:
+    asked = Asked(stream)
+    return asked, await node.calls.get()
+
+
+def test_each_call_gets_its_own_events_in_order_to_its_own_end() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with connected(node) as stream:
+            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+
+            told_one.tell(0)
+            told_two.tell(5, 6)
+            told_one.tell(1, 2)
+            told_two.end()
+            await two.task
+            assert not one.task.done()
+            told_one.end()
+            await one.task
+
+            assert (one.places, two.places) == ([0, 1, 2], [5, 6])
+            assert node.num_streams == 1
+
+    play(scene())
+
+
+def test_what_all_calls_have_to_tell_at_one_moment_is_one_message() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with connected(node) as stream:
+            calls = [await ask(stream, node) for _ in range(20)]
+
+            for _, told in calls:
+                told.tell(0)
+                told.end()
+            await asyncio.gather(*(asked.task for asked, _ in calls))
+
+            assert sum(node.messages) == 40
+            assert len(node.messages) <= 3
+
+    play(scene())
+
+
+def test_cancelling_one_call_ends_it_on_the_node_and_no_other() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with connected(node) as stream:
+            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+
+            one.task.cancel()
+            await told_one.left.wait()
+
+            assert not told_two.left.is_set()
+            told_two.tell(0)
+            told_two.end()
+            await two.task
+            assert two.places == [0]
+
+    play(scene())
+
+
+def test_a_call_that_fails_tells_why_and_leaves_the_others_alone() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with connected(node) as stream:
+            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+
+            told_one.tell(0)
+            told_one.end(GenerationFailed("the engine says no"))
+            with pytest.raises(RemoteFailure) as failure:
+                await one.task
+
+            remote = failure.value.remote
+            assert (remote.code, remote.reason) == (StatusCode.INTERNAL, "GENERATION_FAILED")
+            assert (remote.message, remote.metadata) == ("the engine says no", {"node_id": "d"})
+            assert one.places == [0]
+            told_two.end()
+            await two.task
+
+    play(scene())
+
+
+def test_a_bug_in_one_call_is_told_and_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with connected(node) as stream:
+            (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
+
+            told_one.end(ZeroDivisionError("oh"))
+            with pytest.raises(RemoteFailure, match="ZeroDivisionError: oh"):
+                await one.task
+
+            told_two.end()
+            await two.task
+
+    play(scene())
+    assert "a call ended on a bug" in caplog.text
+
+
+def test_a_draining_node_refuses_a_new_call_and_finishes_the_old_one() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with connected(node) as stream:
+            old, told_old = await ask(stream, node)
+            node.is_draining = True
+
+            with pytest.raises(RemoteFailure) as refusal:
+                await Asked(stream).task
+
+            assert refusal.value.remote.reason == "DRAINING"
+            told_old.tell(0)
+            told_old.end()
+            await old.task
+            assert old.places == [0]
+
+    play(scene())
+
+
+def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with serving_calls(node) as address:
+            connection = Connection(open_channel(address))
+            calls = [await ask(connection.decode, node) for _ in range(3)]
+        for asked, told in calls:
+            with pytest.raises(RemoteFailure) as failure:
+                await asked.task
+            assert failure.value.remote.code in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED)
+            assert told.left.is_set()
+
+        again = CalledNode()
+        async with serving_calls(again, port=int(address.rpartition(":")[2])):
+            await connection.channel.channel_ready()
+            retry, told = await ask(connection.decode, again)
+            told.tell(7)
+            told.end()
+            await retry.task
+            assert retry.places == [7]
+            await connection.close()
+
+    play(scene())
+
+
+def test_a_router_that_goes_away_ends_every_call_on_the_node() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with serving_calls(node) as address:
+            connection = Connection(open_channel(address))
+            calls = [await ask(connection.decode, node) for _ in range(3)]
+
+            await connection.close()
+
+            for asked, told in calls:
+                await told.left.wait()
+                with pytest.raises(RemoteFailure, match="closed"):
+                    await asked.task
+            await node.stream_ended.wait()
+            assert node.num_under_way == 0
+
+    play(scene())
+
+
+def test_a_connection_that_is_given_up_closes_when_its_last_call_has_ended() -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with serving_calls(node) as address:
+            connection = Connection(open_channel(address))
+            asked, told = await ask(connection.decode, node)
+
+            closing = asyncio.ensure_future(connection.close(PATIENCE_S))
+            told.tell(0)
+            told.end()
+            await asked.task
+            await closing
+            await node.stream_ended.wait()
+
+            assert asked.places == [0]
+
+    play(scene())

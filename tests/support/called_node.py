@@ -1,0 +1,124 @@
+"""A node over real gRPC whose calls do what a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from serving.call_streams import CallContext, Order, serve_calls
+from serving.errors import Draining
+from serving.server import Service, serving
+from serving.streamed import streamed
+
+
+@dataclass(slots=True)
+class Told:
+    """One call that the node got; what is put into `script` it tells, in turn."""
+
+    order: Order
+    context: CallContext
+    script: asyncio.Queue[node_pb2.CallEvent | Exception | None] = field(
+        default_factory=asyncio.Queue
+    )
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, *indices: int) -> None:
+        """A token at each of these places."""
+        for index in indices:
+            self.script.put_nowait(a_token(index))
+
+    def end(self, failure: Exception | None = None) -> None:
+        self.script.put_nowait(failure)
+
+
+class CalledNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServiceServicer):
+    def __init__(self) -> None:
+        self.calls: asyncio.Queue[Told] = asyncio.Queue()
+        self.num_under_way = 0
+        self.num_streams = 0  # opened so far
+        self.messages: list[int] = []  # how many events each held
+        self.is_draining = False
+        self.stream_ended = asyncio.Event()
+
+    @streamed
+    async def Prefill(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[node_pb2.PrefillRequest],
+        context: aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
+        async with aclosing(serve_calls(request_iterator, self._tell, self._count)) as calls:
+            async for events in calls:
+                yield node_pb2.PrefillResponse(events=events)
+
+    @streamed
+    async def Decode(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[node_pb2.DecodeRequest],
+        context: aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
+        self.num_streams += 1
+        try:
+            async with aclosing(
+                serve_calls(request_iterator, self._tell, self._count, node_id="d")
+            ) as calls:
+                async for events in calls:
+                    self.messages.append(len(events))
+                    yield node_pb2.DecodeResponse(events=events)
+        finally:
+            self.stream_ended.set()
+
+    async def Connect(  # noqa: N802
+        self, request: node_pb2.ConnectRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ConnectResponse:
+        return node_pb2.ConnectResponse()
+
+    async def _tell(
+        self, order: Order, context: CallContext
+    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
+        told = Told(order, context)
+        self.calls.put_nowait(told)
+        try:
+            while (item := await told.script.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            told.left.set()
+
+    @contextmanager
+    def _count(self) -> Iterator[None]:
+        if self.is_draining:
+            raise Draining("on its way out")
+        self.num_under_way += 1
+        try:
+            yield
+        finally:
+            self.num_under_way -= 1
+
+
+def a_token(index: int) -> node_pb2.CallEvent:
+    output = node_pb2.TokenOutput(first_index=index, token_ids=[100 + index])
+    return node_pb2.CallEvent(output=output)
+
+
+@asynccontextmanager
+async def serving_calls(node: CalledNode, port: int = 0) -> AsyncIterator[str]:
+    """Its address."""
+    services = (
+        Service(
+            "baton.v1.PrefillService",
+            lambda server: node_pb2_grpc.add_PrefillServiceServicer_to_server(node, server),
+        ),
+        Service(
+            "baton.v1.DecodeService",
+            lambda server: node_pb2_grpc.add_DecodeServiceServicer_to_server(node, server),
+        ),
+    )
+    async with serving("127.0.0.1", port, services) as server:
+        yield server.address

@@ -1,0 +1,109 @@
+"""A node's end of a router's stream, without gRPC below it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from baton.v1 import node_pb2
+from serving.call_streams import CallContext, Order, serve_calls
+from serving.sizes import MAX_BATCH_BYTES
+
+PATIENCE_S = 30
+
+
+class Counter:
+    """How many calls are under way."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        self.number += 1
+        try:
+            yield
+        finally:
+            self.number -= 1
+
+
+async def starts(number: int) -> AsyncIterator[node_pb2.DecodeRequest]:
+    for call in range(number):
+        yield node_pb2.DecodeRequest(call=call, start=node_pb2.DecodeOrder())
+
+
+async def one_token(order: Order, context: CallContext) -> AsyncGenerator[node_pb2.CallEvent, None]:
+    yield node_pb2.CallEvent(output=node_pb2.TokenOutput(token_ids=[1]))
+
+
+def test_a_call_counts_until_its_last_word_is_written() -> None:
+    """A drained node closes its server as soon as no call counts."""
+
+    async def scene() -> None:
+        counter = Counter()
+        batches = serve_calls(starts(1), one_token, counter.count)
+
+        events = [event async for event in _up_to_the_end(batches)]
+        assert counter.number == 1  # taken, and not written yet
+
+        assert await anext(batches, None) is None
+        assert [event.HasField("end") for event in events] == [False, True]
+        assert counter.number == 0
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+async def _up_to_the_end(
+    batches: AsyncIterator[list[node_pb2.CallEvent]],
+) -> AsyncIterator[node_pb2.CallEvent]:
+    async for events in batches:
+        for event in events:
+            yield event
+        if events[-1].HasField("end"):
+            return
+
+
+def test_more_than_a_message_may_hold_goes_out_as_several() -> None:
+    part = "x" * (MAX_BATCH_BYTES // 3)
+
+    async def long_winded(
+        order: Order, context: CallContext
+    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
+        yield node_pb2.CallEvent(output=node_pb2.TokenOutput(error=part))
+
+    async def scene() -> list[list[node_pb2.CallEvent]]:
+        return [events async for events in serve_calls(starts(9), long_winded, Counter().count)]
+
+    batches = asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+    assert (
+        max(sum(event.ByteSize() for event in events[:-1]) for events in batches) < MAX_BATCH_BYTES
+    )
+    assert sum(map(len, batches)) == 18
+    assert len(batches) < 9
+
+
+def test_a_stream_that_is_left_cancels_its_calls() -> None:
+    ended = asyncio.Event()
+
+    async def endless(
+        order: Order, context: CallContext
+    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
+        try:
+            yield node_pb2.CallEvent()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def scene() -> None:
+        counter = Counter()
+        batches = serve_calls(starts(1), endless, counter.count)
+        await anext(batches)
+
+        await batches.aclose()
+
+        assert ended.is_set()
+        assert counter.number == 0
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
