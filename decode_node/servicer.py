@@ -42,7 +42,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
         node_id = self._state.card.node_id
         calls = serve_calls(request_iterator, self._decode, self._state.call, node_id=node_id)
-        async with aclosing(calls):
+        async with named_errors(context, node_id=node_id), aclosing(calls):
             async for events in calls:
                 yield node_pb2.DecodeResponse(events=events)
 

@@ -16,6 +16,7 @@ from serving.call_streams import CallContext, serve_calls
 from serving.engine_calls import CLIENT_ID
 from serving.node_state import NodeState
 from serving.node_tracing import NO_TRACING, NodeTracing
+from serving.status import named_errors
 from serving.streamed import streamed
 from serving.translate import handoff_from, output_to
 from serving.translate_sequence import prefill_spec
@@ -37,7 +38,7 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
         node_id = self._state.card.node_id
         calls = serve_calls(request_iterator, self._prefill, self._state.call, node_id=node_id)
-        async with aclosing(calls):
+        async with named_errors(context, node_id=node_id), aclosing(calls):
             async for events in calls:
                 yield node_pb2.PrefillResponse(events=events)
 

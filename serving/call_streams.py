@@ -18,7 +18,7 @@ from typing import Any
 from google.rpc import code_pb2, status_pb2
 
 from baton.v1 import node_pb2
-from serving.errors import DeadlineExceeded, Draining, MessageTooLarge
+from serving.errors import DeadlineExceeded, Draining, MessageTooLarge, UnsupportedInput
 from serving.sizes import MAX_BATCH_BYTES, MAX_EVENT_BYTES
 from serving.status import NAMED, TOO_LARGE, TOO_LARGE_ADVICE, status_of
 
@@ -78,10 +78,10 @@ class _Calls:
         """Does what the router orders, until it has no more to say."""
         try:
             async for request in requests:
-                if request.WhichOneof("order") == "start":
-                    self._start(request.call, request.start)
-                elif task := self._task_by_call.get(request.call):
-                    task.cancel()
+                self._obey(request)
+        except UnsupportedInput:
+            self.outbox.close()  # the stream cannot be trusted any more
+            raise
         finally:
             self._is_read = True
             self._close_when_idle()
@@ -91,6 +91,18 @@ class _Calls:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _obey(self, request: Request) -> None:
+        kind = request.WhichOneof("order")
+        if kind is None:
+            raise UnsupportedInput(f"call {request.call}: neither `start` nor `cancel` is set")
+        task = self._task_by_call.get(request.call)
+        if kind == "start" and task is not None:
+            raise UnsupportedInput(f"call {request.call} is under way; count on for each new one")
+        if kind == "start":
+            self._start(request.call, request.start)
+        elif task is not None:
+            task.cancel()
 
     def _start(self, call: int, order: Order) -> None:
         task = asyncio.ensure_future(self._run(call, order))

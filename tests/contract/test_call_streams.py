@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from baton.v1 import node_pb2
+from baton.v1 import node_pb2, node_pb2_grpc
 from router.node_calls import Connection
 from router.node_stream import NodeStream
 from serving.channel import open_channel
@@ -222,5 +222,32 @@ def test_a_connection_that_is_given_up_closes_when_its_last_call_has_ended() -> 
             await node.stream_ended.wait()
 
             assert asked.places == [0]
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "reason"),
+    [
+        (node_pb2.DecodeRequest(call=1, start=node_pb2.DecodeOrder()), "call 1 is under way"),
+        (node_pb2.DecodeRequest(call=2), "neither `start` nor `cancel`"),
+    ],
+    ids=["a number in use", "no order"],
+)
+def test_a_router_that_talks_nonsense_loses_its_stream(
+    nonsense: node_pb2.DecodeRequest, reason: str
+) -> None:
+    async def scene() -> None:
+        node = CalledNode()
+        async with serving_calls(node) as address, open_channel(address) as channel:
+            stream = node_pb2_grpc.DecodeServiceStub(channel).Decode()
+            await stream.write(node_pb2.DecodeRequest(call=1, start=node_pb2.DecodeOrder()))
+            under_way = await node.calls.get()
+
+            await stream.write(nonsense)
+
+            assert await stream.code() is StatusCode.INVALID_ARGUMENT
+            assert reason in (await stream.details() or "")
+            await under_way.left.wait()
 
     play(scene())

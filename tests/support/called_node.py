@@ -14,6 +14,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from serving.call_streams import CallContext, Order, serve_calls
 from serving.errors import Draining
 from serving.server import Service, serving
+from serving.status import named_errors
 from serving.streamed import streamed
 
 
@@ -64,9 +65,8 @@ class CalledNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServi
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
         self.num_streams += 1
         try:
-            async with aclosing(
-                serve_calls(request_iterator, self._tell, self._count, node_id="d")
-            ) as calls:
+            calls = serve_calls(request_iterator, self._tell, self._count, node_id="d")
+            async with named_errors(context), aclosing(calls):
                 async for events in calls:
                     self.messages.append(len(events))
                     yield node_pb2.DecodeResponse(events=events)
