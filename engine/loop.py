@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 from engine.core import EngineCore
@@ -22,6 +23,17 @@ HEARTBEAT_S = 1.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A letter that brings a request: should nobody read it any more, its sender can be told."""
+
+    spec: RequestSpec
+    add: Callable[[RequestSpec], None]
+
+    def __call__(self) -> None:
+        self.add(self.spec)
+
+
 class EngineLoop:
     """Runs an EngineCore on a thread of its own, from `with` to the end of the block."""
 
@@ -35,6 +47,8 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name=name)
         self._is_stopping = False
         self._failure: BaseException | None = None
+        # Held to post a request and to die: a request is either refused or in the mail.
+        self._door = threading.Lock()
         self._last_beat_s = clock()
 
     def __enter__(self) -> EngineLoop:
@@ -59,9 +73,10 @@ class EngineLoop:
 
     def submit(self, spec: RequestSpec) -> None:
         """Raises InvalidRequest at once if it can never be served; else its outputs follow."""
-        self._raise_if_stopped()
         self._core.scheduler.validate(spec)
-        self.post(lambda: self._add(spec))
+        with self._door:
+            self._raise_if_stopped()
+            self.post(_Arrival(spec, self._add))
 
     def abort(self, request_id: RequestId) -> None:
         """Ask for the end of a request; unknown and finished ones are left alone."""
@@ -94,7 +109,8 @@ class EngineLoop:
                 self._turn()
         except BaseException as failure:
             log.exception("the engine stopped on a bug")
-            self._failure = failure
+            with self._door:
+                self._failure = failure
             self._fail_all(f"the engine stopped: {failure!r}")
 
     def _turn(self) -> None:
@@ -136,6 +152,17 @@ class EngineLoop:
     def _fail_all(self, reason: str) -> None:
         for client_id, request_ids in self._core.scheduler.request_ids_by_client().items():
             self._hand_out(client_id, [_refused(request_id, reason) for request_id in request_ids])
+        for spec in self._unread_requests():
+            self._hand_out(spec.client_id, [_refused(spec.request_id, reason)])
+
+    def _unread_requests(self) -> Iterator[RequestSpec]:
+        while True:
+            try:
+                letter = self._mail.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(letter, _Arrival):
+                yield letter.spec
 
     def _raise_if_stopped(self) -> None:
         if self._failure is not None or self._is_stopping:

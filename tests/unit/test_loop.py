@@ -122,6 +122,24 @@ def test_a_bug_tells_every_client_and_takes_no_more_requests() -> None:
             loop.submit(a_spec("b"))
 
 
+def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> None:
+    client = Client()
+
+    class BreaksOnceAnotherCame:
+        def run(self, plan: Plan) -> RunResult:
+            loop.submit(a_spec("late"))
+            raise ZeroDivisionError("a bug")
+
+    with EngineLoop(an_engine(runner=BreaksOnceAnotherCame())) as loop:
+        loop.attach(ME, client.deliver)
+        loop.submit(a_spec("early"))
+
+        ends = [client.last_output(), client.last_output()]
+
+    assert [end.request_id for end in ends] == ["early", "late"]
+    assert all(end.finish_reason is FinishReason.ERROR for end in ends)
+
+
 def test_the_heart_beats_with_every_turn() -> None:
     now_s = 100.0
     with EngineLoop(an_engine(), clock=lambda: now_s) as loop:
