@@ -119,6 +119,7 @@ class Attempt:
             self._on_prefilled()  # it has its first token
         piece = self._answer.take(*event.outputs)
         if piece is not None and piece.token_ids:
+            self._context.trace.gave(len(piece.token_ids))
             self._note_time(event.leg)
         return piece
 
@@ -126,7 +127,6 @@ class Attempt:
         now_s = self._since_received()
         if self._first_token_s is None:
             self._first_token_s = now_s
-            self._context.trace.first_token()
         if leg is Leg.DECODE and self._first_decoded_token_s is None:
             self._first_decoded_token_s = now_s
 

@@ -44,7 +44,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         received = received_now(context.time_remaining())
         trace = self._tracing.begin(context.invocation_metadata(), request_id, received.received_s)
         async with named_errors(context, request_id=request_id, trace_id=trace.trace_id):
-            with trace.ending(partial(is_late, context)):
+            with trace.ending(partial(is_late, context, received.received_s)):
                 defaults = self._table.sampling_defaults(request.model)
                 call = call_from(request, request_id, defaults)
                 trace.asked(call)

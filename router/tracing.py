@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from engine.errors import InvalidRequest
 from router.nodes import Node, NodeTable
 from router.policy import Policy, Route
 from router.values import Call, ChatPrompt, Ending, PrefillPlace
@@ -57,7 +58,8 @@ class Trace:
 
     def try_failed(self) -> None: ...
 
-    def first_token(self) -> None: ...
+    def gave(self, num_tokens: int) -> None:
+        """So many more tokens of the answer are passed on."""
 
     def served(self, ending: Ending) -> None: ...
 
@@ -125,16 +127,17 @@ class RecordedTrace(Trace):
     def try_failed(self) -> None:
         self._timeline.tries[-1].end = End(time.monotonic(), Outcome.FAILED, "NODE_FAILED")
 
-    def first_token(self) -> None:
-        if self._timeline.first_token_s is None:
-            self._timeline.first_token_s = time.monotonic()
+    def gave(self, num_tokens: int) -> None:
+        timeline = self._timeline
+        timeline.num_output_tokens += num_tokens
+        if timeline.first_token_s is None:
+            timeline.first_token_s = time.monotonic()
 
     def served(self, ending: Ending) -> None:
         served, summary = ending.served, ending.served.summary
         place = "remote" if served.prefill is PrefillPlace.REMOTE else "local"
         is_migrated = any(one.num_prior_tokens for one in self._timeline.tries)
         self._timeline.usage = Usage(
-            num_output_tokens=ending.num_completion_tokens,
             finish_reason=ending.finish.reason.value,
             served="migrated" if is_migrated else place,
             served_reason=served.prefill_reason,
@@ -173,8 +176,7 @@ class RecordedTrace(Trace):
             yield
             end = _well()
         except BaseException as error:
-            is_refused = not any(one.legs for one in self._timeline.tries)
-            end = end_of(error, is_late=is_late(), is_refused=is_refused)
+            end = end_of(error, is_late=is_late(), is_refused=self._is_refused(error))
             raise
         finally:
             self._timeline.end = end
@@ -183,6 +185,11 @@ class RecordedTrace(Trace):
                 self._metrics.take(self._timeline)
             if self._timeline.context.is_sampled:
                 self._tracer.take(self._timeline)
+
+    def _is_refused(self, error: BaseException) -> bool:
+        """By the router, or by the nodes, which find some faults of a client only then."""
+        is_invalid = isinstance(error, InvalidRequest) and not self._timeline.num_output_tokens
+        return is_invalid or not self._timeline.was_dispatched
 
 
 class Tracing:
@@ -223,7 +230,7 @@ def log_end(timeline: RequestTimeline, trace_id: str) -> None:
         "outcome": end.outcome.name.lower(),
         "error_type": end.error_type,
         "num_prompt_tokens": timeline.num_prompt_tokens,
-        "num_output_tokens": None if usage is None else usage.num_output_tokens,
+        "num_output_tokens": timeline.num_output_tokens,
         "served": None if usage is None else usage.served,
         "num_tries": len(timeline.tries),
         "first_token_s": None if first_s is None else round(first_s - timeline.received_s, 6),

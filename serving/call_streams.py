@@ -32,8 +32,8 @@ class CallContext:
     metadata: tuple[tuple[str, str], ...] = ()
     deadline_s: float | None = None  # on the monotonic clock
 
-    def is_late(self) -> bool:
-        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+    def time_remaining(self) -> float | None:
+        return None if self.deadline_s is None else self.deadline_s - time.monotonic()
 
 
 Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder

@@ -114,7 +114,11 @@ class NodeTracing:
             yield trace
             end = trace.failed or _well()
         except BaseException as error:
-            end = _well() if trace.is_finished else end_of(error, is_late=context.is_late())
+            end = (
+                _well()
+                if trace.is_finished
+                else end_of(error, is_late=is_late(context, spec.arrival_s))
+            )
             raise
         finally:
             if timeline.starts:

@@ -87,10 +87,13 @@ REQUESTS = _counter(
     *("outcome", "served"),
 )
 REFUSALS = _counter(
-    "baton.refusals", "Requests refused before any node was asked, by reason.", "reason"
+    "baton.refusals", "Requests refused before anything was done for them, by reason.", "reason"
 )
 TOKENS = _counter(
-    "baton.tokens", "Tokens of prompts and of answers, of requests that ended well.", "kind"
+    "baton.tokens",
+    "Tokens of prompts that nodes worked on, and of answers as far as they were passed on, by how "
+    "the request ended.",
+    *("kind", "outcome"),
 )
 ATTEMPTS = _counter(
     "baton.attempts",

@@ -61,14 +61,18 @@ class RouterMetrics:
         if timeline.admitted_s is not None and timeline.tokenized_s is not None:
             self._queue_wait.observe(timeline.admitted_s - timeline.tokenized_s, exemplar)
         self._take_tries(timeline)
-        self._take_tokens(timeline, end.at_s, exemplar)
+        self._take_times(timeline, end.at_s, exemplar)
+        if timeline.was_dispatched and end.outcome is not Outcome.REFUSED:
+            outcome = end.outcome.name.lower()
+            self._tokens.labels("input", outcome).inc(timeline.num_prompt_tokens or 0)
+            self._tokens.labels("output", outcome).inc(timeline.num_output_tokens)
 
     def _take_tries(self, timeline: RequestTimeline) -> None:
         for one in timeline.tries:
             again = "migrate" if one.num_prior_tokens else "retry"
             self._attempts.labels("first" if one.number == 1 else again).inc()
 
-    def _take_tokens(
+    def _take_times(
         self, timeline: RequestTimeline, ended_s: float, exemplar: dict[str, str] | None
     ) -> None:
         usage, first_s, call = timeline.usage, timeline.first_token_s, _call(timeline)
@@ -76,11 +80,9 @@ class RouterMetrics:
             self._ttft.labels(*call).observe(first_s - timeline.received_s, exemplar)
         if usage is None:
             return
-        self._tokens.labels("input").inc(timeline.num_prompt_tokens or 0)
-        self._tokens.labels("output").inc(usage.num_output_tokens)
         self._kv_bytes.inc(usage.kv_bytes)
-        if first_s is not None and usage.num_output_tokens > 1:
-            per_token_s = (ended_s - first_s) / (usage.num_output_tokens - 1)
+        if first_s is not None and timeline.num_output_tokens > 1:
+            per_token_s = (ended_s - first_s) / (timeline.num_output_tokens - 1)
             self._per_token.labels(*call).observe(per_token_s, exemplar)
 
 

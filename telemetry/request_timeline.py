@@ -84,9 +84,8 @@ class TryTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the answer came to, when it came to its end."""
+    """What the answer took, when it came to its end."""
 
-    num_output_tokens: int
     finish_reason: str
     served: str  # remote, local or migrated
     served_reason: str
@@ -107,9 +106,15 @@ class RequestTimeline:
     queue_position: int = 0
     admitted_s: float | None = None
     tries: list[TryTimeline] = field(default_factory=list)
+    num_output_tokens: int = 0  # passed on to the client, each once
     first_token_s: float | None = None
     usage: Usage | None = None
     end: End | None = None
+
+    @property
+    def was_dispatched(self) -> bool:
+        """Whether any node was asked."""
+        return any(one.legs for one in self.tries)
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
         """Once it has ended."""
@@ -139,6 +144,7 @@ class _Telling:
             names.PROVIDER: "baton",
             names.RESPONSE_ID: timeline.request_id,
             names.INPUT_TOKENS: timeline.num_prompt_tokens,
+            names.OUTPUT_TOKENS: timeline.num_output_tokens,
             names.TIME_TO_FIRST_TOKEN: None if first_s is None else first_s - timeline.received_s,
             names.ATTEMPTS: len(timeline.tries),
         }
@@ -259,7 +265,6 @@ def _told(usage: Usage | None) -> dict[str, AttributeValue | None]:
     if usage is None:
         return {}
     return {
-        names.OUTPUT_TOKENS: usage.num_output_tokens,
         names.FINISH_REASONS: (usage.finish_reason,),
         names.SERVED: usage.served,
         names.SERVED_REASON: usage.served_reason or None,

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client.core import Metric
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
@@ -23,13 +17,11 @@ from engine.sampling import SamplingParams
 from telemetry.metric_names import NODE_METRICS, ROUTER_METRICS
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy
+from tests.support.scrapes import Scrape, scraped
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "metrics.txt"
-METRICS_AT = re.compile(r"metrics on (http://\S+)")
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 REQUESTS = "baton_requests_total"
 NUM_CANCELLED_TOKENS = 20
-MOST_SCRAPES = 500
 ANY_PORT = ("--metrics-port", "0")
 
 
@@ -64,8 +56,8 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     assert router.by_label("baton_refusals_total", "reason") == reasons
     asked = sum(one.num_prompt_tokens for one in finishes)
     given = sum(one.num_completion_tokens for one in finishes)
-    assert router.total("baton_tokens_total", kind="input") == asked
-    assert router.total("baton_tokens_total", kind="output") == given
+    assert router.total("baton_tokens_total", kind="input", outcome="ok") == asked
+    assert router.total("baton_tokens_total", kind="output", outcome="ok") == given
     kv_bytes = sum(one.served.kv_bytes for one in finishes)
     assert router.total("baton_request_kv_bytes_total") == kv_bytes
     assert router.total("gen_ai_server_time_to_first_token_seconds_count") == len(finishes) + 1
@@ -75,7 +67,9 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     assert prefill.total("baton_kv_bytes_total", direction="sent") >= received
     assert prefill.total("baton_handoffs_total", outcome="done") >= len(finishes)
     assert decode.total("baton_prompt_tokens_computed_total") == 0
-    assert prefill.total("baton_prompt_tokens_computed_total") == asked + NUM_CANCELLED_TOKENS
+    all_asked = router.total("baton_tokens_total", kind="input")
+    assert all_asked == asked + NUM_CANCELLED_TOKENS
+    assert prefill.total("baton_prompt_tokens_computed_total") == all_asked
     assert router.by_label("baton_attempts_total", "kind") == {"first": len(finishes) + 1}
 
 
@@ -185,55 +179,5 @@ def cancelled(client: Client) -> None:
     stream.close()
 
 
-def scraped(child: Child, is_wanted: Callable[[Scrape], bool]) -> Scrape:
-    """The first scrape that is as wanted; each takes its time, so that there is no need to wait."""
-    for _ in range(MOST_SCRAPES):
-        scrape = Scrape(child)
-        if is_wanted(scrape):
-            return scrape
-    raise AssertionError(f"{child.name} never told what was wanted")
-
-
 def greedy(max_tokens: int) -> Generation:
     return Generation(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
-
-
-class Scrape:
-    """What a process told at one time."""
-
-    def __init__(self, child: Child) -> None:
-        address = METRICS_AT.search(child.log)
-        assert address is not None, child.log
-        request = urllib.request.Request(address[1], headers={"Accept": OPENMETRICS})
-        with urllib.request.urlopen(request, timeout=10) as response:
-            text = response.read().decode()
-        parse: Any = text_string_to_metric_families
-        families = parse(text)
-        self.families: list[Metric] = list(families)
-        self.samples: list[Sample] = [one for family in self.families for one in family.samples]
-
-    def __sub__(self, before: Scrape) -> Scrape:
-        """What came since. For all that only grows."""
-        since = copy(self)
-        was = {(one.name, frozenset(one.labels.items())): one.value for one in before.samples}
-        since.samples = [
-            one._replace(value=one.value - was.get((one.name, frozenset(one.labels.items())), 0))
-            for one in self.samples
-        ]
-        return since
-
-    @property
-    def exemplars(self) -> dict[str, str]:
-        """By trace, the series that names it first."""
-        return {
-            one.exemplar.labels["trace_id"]: one.name
-            for one in reversed(self.samples)
-            if one.exemplar
-        }
-
-    def total(self, name: str, **labels: str) -> float:
-        found = [one for one in self.samples if one.name == name]
-        return sum(one.value for one in found if labels.items() <= one.labels.items())
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        return {one.labels[label]: one.value for one in self.samples if one.name == name}

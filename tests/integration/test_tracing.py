@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
@@ -14,8 +13,9 @@ from engine.sampling import SamplingParams
 from telemetry import names
 from telemetry.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
+from tests.support.life import standing_still
 from tests.support.models import prompt_of
-from tests.support.nodes import await_load, is_busy
+from tests.support.nodes import kill_the_writer
 
 TRACED = "00-{trace_id}-{parent_id}-01"
 REMOTE = {
@@ -215,18 +215,13 @@ def refused(client: Client, trace_id: str, number: int) -> None:
 
 
 def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
-    """The decode node of a running answer is killed."""
-    for child in cluster.decodes:
-        await_load(child.address, lambda load: not is_busy(load))
-    with ThreadPoolExecutor() as pool:
-        busy = {pool.submit(await_load, one.address, is_busy): one for one in cluster.decodes}
-        stream = client.stream(prompt_of(30, seed=9), traced_by(trace_id, max_tokens=450))
-        while next(stream).first_index < 10:
-            pass
-        [first] = wait(busy, return_when=FIRST_COMPLETED).done
-        busy[first].process.kill()
-        for _ in stream:
-            pass
+    """The decode node of a running answer is killed. The first token comes from prefill."""
+    with standing_still(*cluster.decodes):
+        stream = client.stream(prompt_of(30, seed=9), traced_by(trace_id, max_tokens=300))
+        next(stream)
+        kill_the_writer(cluster)
+    for _ in stream:
+        pass
 
 
 LOCAL_BELOW = 8

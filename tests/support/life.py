@@ -11,11 +11,13 @@ from baton.cluster import Child
 
 
 @contextmanager
-def standing_still(child: Child) -> Iterator[None]:
-    """A process that is there and does nothing."""
-    os.kill(child.process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
+def standing_still(*children: Child) -> Iterator[None]:
+    """Processes that are there and do nothing. Those that are killed meanwhile stay so."""
+    for child in children:
+        os.kill(child.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
     try:
         yield
     finally:
-        os.kill(child.process.pid, signal.SIGCONT)
+        for child in children:
+            child.process.send_signal(signal.SIGCONT)

@@ -35,7 +35,8 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
     began_s = 10.42 if has_failed_try else 10.002
     timeline.tries.append(a_try(len(timeline.tries) + 1, began_s, 200))
     timeline.first_token_s = 10.1
-    timeline.usage = Usage(9, "length", "remote", "", 4096, 3, "nixl")
+    timeline.num_output_tokens = 9
+    timeline.usage = Usage("length", "remote", "", 4096, 3, "nixl")
     timeline.end = End(11.0, rpc_status="OK")
     return timeline
 

@@ -1,0 +1,69 @@
+"""What processes tell of their metrics, asked over HTTP as Prometheus asks."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from baton.cluster import Child
+
+METRICS_AT = re.compile(r"metrics on (http://\S+)")
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+MOST_SCRAPES = 500
+
+
+def scraped(child: Child, is_wanted: Callable[[Scrape], bool]) -> Scrape:
+    """The first scrape that is as wanted; each takes its time, so that there is no need to wait."""
+    for _ in range(MOST_SCRAPES):
+        scrape = Scrape(child)
+        if is_wanted(scrape):
+            return scrape
+    raise AssertionError(f"{child.name} never told what was wanted")
+
+
+class Scrape:
+    """What a process told at one time."""
+
+    def __init__(self, child: Child) -> None:
+        address = METRICS_AT.search(child.log)
+        assert address is not None, child.log
+        request = urllib.request.Request(address[1], headers={"Accept": OPENMETRICS})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            text = response.read().decode()
+        parse: Any = text_string_to_metric_families
+        families = parse(text)
+        self.families: list[Metric] = list(families)
+        self.samples: list[Sample] = [one for family in self.families for one in family.samples]
+
+    def __sub__(self, before: Scrape) -> Scrape:
+        """What came since. For all that only grows."""
+        since = copy(self)
+        was = {(one.name, frozenset(one.labels.items())): one.value for one in before.samples}
+        since.samples = [
+            one._replace(value=one.value - was.get((one.name, frozenset(one.labels.items())), 0))
+            for one in self.samples
+        ]
+        return since
+
+    @property
+    def exemplars(self) -> dict[str, str]:
+        """By trace, the series that names it first."""
+        return {
+            one.exemplar.labels["trace_id"]: one.name
+            for one in reversed(self.samples)
+            if one.exemplar
+        }
+
+    def total(self, name: str, **labels: str) -> float:
+        found = [one for one in self.samples if one.name == name]
+        return sum(one.value for one in found if labels.items() <= one.labels.items())
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        return {one.labels[label]: one.value for one in self.samples if one.name == name}

@@ -1,0 +1,48 @@
+"""How calls end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from serving.ends import end_of, is_late
+from telemetry.spans import Outcome
+
+
+@dataclass
+class Call:
+    """Knows of a call only what its deadline leaves."""
+
+    remaining_s: float | None
+
+    def time_remaining(self) -> float | None:
+        return self.remaining_s
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "took_s", "is_over"),
+    [
+        (None, 100.0, False),  # it had no deadline
+        (-1.0, 5.0, True),
+        (0.03, 4.0, True),  # the client's clock struck first
+        (0.5, 4.0, False),
+        (30.0, 0.1, False),
+    ],
+)
+def test_a_call_is_late_when_its_client_has_given_up_by_the_clock(
+    remaining_s: float | None, took_s: float, is_over: bool
+) -> None:
+    call = cast("Any", Call(remaining_s))
+
+    assert is_late(call, time.monotonic() - took_s) is is_over
+
+
+@pytest.mark.parametrize(
+    ("is_over", "outcome"), [(True, Outcome.DEADLINE_EXCEEDED), (False, Outcome.CANCELLED)]
+)
+def test_a_call_that_was_cut_off_is_late_or_cancelled(is_over: bool, outcome: Outcome) -> None:
+    assert end_of(asyncio.CancelledError(), is_late=is_over).outcome is outcome
