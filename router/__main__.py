@@ -32,7 +32,7 @@ from router.tracing import Tracing
 from router.watching import Discovery, watching
 from serving.grace import DRAIN_TIMEOUT_S, Grace
 from serving.node import NodeRole
-from serving.scrapes import asked_on
+from serving.scrapes import AskedOn
 from serving.server import Running, Service, announce, serving, stop_signal
 from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
@@ -170,7 +170,7 @@ def _metrics(
     if metrics is None:
         yield
         return
-    here = asked_on(asyncio.get_running_loop().call_soon_threadsafe, read)
+    here = AskedOn(asyncio.get_running_loop().call_soon_threadsafe, read)
     with metrics_read(options.telemetry, process, metrics.registry, here):
         yield
 

@@ -11,7 +11,7 @@ from engine.scheduler import Scheduler
 from kv_transfer.worker import KvTransferWorker
 from serving.node_options import NodeOptions
 from serving.node_tracing import NodeTracing
-from serving.scrapes import asked_on
+from serving.scrapes import AskedOn
 from telemetry import metric_names as counted
 from telemetry.metrics import Reading
 from telemetry.readers import metrics_read
@@ -32,7 +32,7 @@ def node_metrics(
         yield
         return
     facts = {counted.TRANSPORT: {options.kv_transport: 1.0}}
-    on_engine = asked_on(engine.post, lambda: read_node(scheduler, worker))
+    on_engine = AskedOn(engine.post, lambda: read_node(scheduler, worker))
 
     def read() -> Reading:
         """Those that do not need the engine come even while it has no time."""

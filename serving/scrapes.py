@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
+from telemetry import metric_names as counted
 from telemetry.metrics import Read, Reading
 
 LONGEST_WAIT_S = 1.0
 
 Post = Callable[[Callable[[], None]], object]
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was read, and when."""
+
+    reading: Reading
+    at_s: float
 
 
-def asked_on(post: Post, read: Read) -> Read:
-    """Reads on the thread that owns what is read; nothing if that has no time."""
+class AskedOn:
+    """Reads on the thread that owns what is read; while that has no time, what was read last."""
 
-    def ask() -> Reading:
-        answer: Future[Reading] = Future()
-        post(lambda: answer.set_result(read()))
+    def __init__(self, post: Post, read: Read, longest_wait_s: float = LONGEST_WAIT_S) -> None:
+        self._post = post
+        self._read = read
+        self._longest_wait_s = longest_wait_s
+        self._asked: Future[Known] = Future()
+        self._asked.set_result(Known({}, 0.0))
+        self._known: Known | None = None
+
+    def __call__(self) -> Reading:
+        """From any thread. Empty when nothing was read yet."""
+        asked = self._asked
+        if asked.done():  # else the owner has yet to come to it
+            asked = self._asked = Future()
+            self._post(partial(self._answer, asked))
         try:
-            return answer.result(LONGEST_WAIT_S)
+            return {**asked.result(self._longest_wait_s).reading, counted.READINGS_AGE: 0.0}
         except TimeoutError:
-            log.warning("a scrape got only what was counted: nobody answered in time")
+            known = self._known
+        if known is None:
             return {}
+        return {**known.reading, counted.READINGS_AGE: time.monotonic() - known.at_s}
 
-    return ask
+    def _answer(self, asked: Future[Known]) -> None:
+        self._known = Known(self._read(), time.monotonic())
+        asked.set_result(self._known)

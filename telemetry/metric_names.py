@@ -60,6 +60,12 @@ BATCH_BUCKETS = tuple(float(2**n) for n in range(9))
 RATE_BUCKETS = (0.001, 0.01, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 SHARE_BUCKETS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
+READINGS_AGE = _gauge(
+    "baton.readings.age",
+    "How old the values are that one thread alone may read: above 0 while that has no time.",
+    unit="s",
+)
+
 # --- The router's, of each request -------------------------------------------------------------
 
 _CALL = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_response_model")
@@ -119,6 +125,7 @@ TRACES_LOST = _counter(
 ROUTER_METRICS = (
     *(DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, QUEUE_WAIT, REQUESTS, REFUSALS, TOKENS),
     *(ATTEMPTS, REQUEST_KV_BYTES, QUEUE_DEPTH, IN_FLIGHT, OPEN_NODES, TRACES_LOST),
+    READINGS_AGE,
 )
 
 # --- The nodes' ----------------------------------------------------------------------------------
@@ -191,6 +198,7 @@ NODE_METRICS = (
     *(STEP, BATCH, SILENCE, PROMPT_TOKENS_COMPUTED, SAMPLED_TOKENS, HANDOFFS, KV_BYTES, TRANSFER),
     *(RATE, OVERLAP, RUNNING, WAITING, BLOCKS, PREEMPTIONS, PREFIX_TOKENS, OPEN_HANDOFFS),
     *(DIGEST_MISMATCHES, LINKS, LINKS_CUT, MESSAGES_DROPPED, TRANSPORT, TRACES_LOST),
+    READINGS_AGE,
 )
 
 METRICS = tuple(dict.fromkeys((*ROUTER_METRICS, *NODE_METRICS)))

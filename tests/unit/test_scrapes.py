@@ -1,0 +1,82 @@
+"""Values that one thread owns, asked for by others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from serving.scrapes import AskedOn
+from telemetry.metric_names import READINGS_AGE, RUNNING
+from telemetry.metrics import Reading
+
+Order = Callable[[], None]
+
+
+class Owner:
+    """Does what it is asked at once, or when it has time again."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.is_busy = False
+        self.waiting: deque[Order] = deque()
+
+    def post(self, order: Order) -> None:
+        self.waiting.append(order)
+        if not self.is_busy:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        while self.waiting:
+            self.waiting.popleft()()
+
+    def read(self) -> Reading:
+        return {RUNNING: self.num_running}
+
+
+def test_an_owner_with_time_is_asked_at_each_scrape() -> None:
+    owner = Owner()
+    ask = AskedOn(owner.post, owner.read)
+
+    before, owner.num_running = ask(), 3
+    after = ask()
+
+    assert before == {RUNNING: 0, READINGS_AGE: 0.0}
+    assert after == {RUNNING: 3, READINGS_AGE: 0.0}
+
+
+def test_what_was_read_last_is_told_with_its_age_while_the_owner_has_no_time() -> None:
+    owner = Owner()
+    ask = AskedOn(owner.post, owner.read, longest_wait_s=0.0)
+    ask()
+    owner.is_busy, owner.num_running = True, 3
+
+    told = ask()
+
+    assert told[RUNNING] == 0
+    age_s = told[READINGS_AGE]
+    assert isinstance(age_s, float)
+    assert age_s > 0
+
+
+def test_an_owner_without_time_is_asked_once() -> None:
+    owner = Owner()
+    owner.is_busy = True
+    ask = AskedOn(owner.post, owner.read, longest_wait_s=0.0)
+
+    for _ in range(3):
+        assert ask() == {}
+
+    assert len(owner.waiting) == 1
+
+
+def test_an_answer_that_came_late_is_what_is_known_then() -> None:
+    owner = Owner()
+    ask = AskedOn(owner.post, owner.read, longest_wait_s=0.0)
+    owner.is_busy, owner.num_running = True, 3
+    ask()
+    owner.catch_up()
+
+    told = ask()
+
+    assert told[RUNNING] == 3
+    assert len(owner.waiting) == 1
