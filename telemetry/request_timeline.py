@@ -192,7 +192,11 @@ class _Telling:
             self._make.event(
                 names.LEG_FAILED,
                 leg.end.at_s,
-                **{names.ERROR_TYPE: leg.end.error_type, names.ERROR_MESSAGE: leg.end.message},
+                **{
+                    names.NODE: leg.node_id,
+                    names.ERROR_TYPE: leg.end.error_type,
+                    names.ERROR_MESSAGE: leg.end.message,
+                },
             )
             for leg in failed
             if leg.end is not None and leg.has_failed

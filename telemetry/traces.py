@@ -10,7 +10,7 @@ from typing import Any
 
 from telemetry import names
 from telemetry.otlp_json import ToldSpan
-from telemetry.spans import AttributeValue, Span, SpanStatus
+from telemetry.spans import AttributeValue, Span, SpanEvent, SpanStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,25 @@ def note_of(span: Span) -> str:
     attributes = span.attributes
     if span.status is SpanStatus.ERROR:
         return f"{attributes.get(names.ERROR_TYPE, 'failed')}: {span.status_message}"
-    told = [_FACTS[name](value) for name, value in attributes.items() if name in _FACTS and value]
+    told = [_failure(event) for event in span.events if event.name == names.LEG_FAILED]
+    told += [_FACTS[name](value) for name, value in attributes.items() if name in _FACTS and value]
     if attributes.get(names.OUTCOME) == "cancelled":
         told.insert(0, "cancelled")
     return ", ".join(told)
+
+
+def failed_node_of(row: Row) -> str | None:
+    """Whom the router's call did not get an answer from; that node may have told nothing itself."""
+    is_call = row.role == "router" and row.span.name in (names.PREFILL, names.DECODE)
+    if not is_call or row.span.status is not SpanStatus.ERROR:
+        return None
+    return str(row.span.attributes.get(names.NODE, ""))
+
+
+def _failure(event: SpanEvent) -> str:
+    told = event.attributes
+    node, kind, message = (told.get(n) for n in (names.NODE, names.ERROR_TYPE, names.ERROR_MESSAGE))
+    return f"after {node or 'a node'} failed: {kind}: {message}"
 
 
 def _below(

@@ -102,7 +102,9 @@ def show(
 
     found = _wanted(trace_dir, wanted)
     if html is None:
-        show_waterfall(Console(), found)
+        console = Console()
+        console.width = console.width if console.is_terminal else UNCUT
+        show_waterfall(console, found)
         return
     html.write_text(page_of(found), encoding="utf-8")
     print(f"wrote {html}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.traces.terminal import headline
 from telemetry import names
 from telemetry.spans import AttributeValue, SpanEvent, SpanStatus
-from telemetry.traces import Row, Trace, note_of
+from telemetry.traces import Row, Trace, failed_node_of, note_of
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 TICKS = 5
@@ -71,10 +71,16 @@ def _beginning(trace: Trace, whole: Window) -> Iterator[str]:
 
 
 def _lanes(trace: Trace, window: Window) -> str:
-    """Each node on its own line, on one axis: what runs at the same time stands side by side."""
+    """Each node on its own line, on one axis: what runs at the same time stands side by side.
+
+    A node that failed took its own account with it: the router's call stands for it.
+    """
     lanes: dict[tuple[str, str], list[Row]] = {}
     for row in trace.rows:
-        if row.span.name in LANE_SPANS and window.has(row):
+        failed_node = failed_node_of(row)
+        if failed_node is not None and window.has(row):
+            lanes.setdefault((row.span.name, failed_node), []).append(row)
+        elif row.span.name in LANE_SPANS and window.has(row):
             lanes.setdefault((row.role, row.who), []).append(row)
     told = "".join(_lane(role, who, rows, window) for (role, who), rows in lanes.items())
     return f"<div class=lanes>{_axis(window)}{told}{_first_token(trace, window)}</div>"

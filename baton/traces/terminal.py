@@ -9,12 +9,12 @@ from rich.text import Text
 from baton.units import format_bytes
 from telemetry import names
 from telemetry.spans import SpanStatus
-from telemetry.traces import Row, Trace, note_of
+from telemetry.traces import Row, Trace, failed_node_of, note_of
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 WIDE = 120  # from here on there is room for notes
 LEAST_BAR = 12
-FULL, FIRST_TOKEN = "━", "◆"
+FULL, FIRST_TOKEN, FAILED = "━", "◆", "✗"
 
 
 def show_waterfall(console: Console, trace: Trace) -> None:
@@ -25,15 +25,27 @@ def show_waterfall(console: Console, trace: Trace) -> None:
     table.add_column("span", no_wrap=True)
     table.add_column("where", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
-    width = _bar_width(console.width, trace, has_notes=has_notes)
+    room = _room(console.width, trace)
+    width = max(LEAST_BAR, room // 2 if has_notes else room)
     table.add_column(_axis(trace, width), no_wrap=True, width=width)
     if has_notes:
-        table.add_column("", no_wrap=True, overflow="ellipsis")
+        table.add_column("", no_wrap=True, overflow="ellipsis", max_width=room - width - 1)
     for row in trace.rows:
         cells = [_name(row), Text(row.who, style=COLOURS.get(row.role, "")), _ms(row)]
         notes = [Text(note_of(row.span), style="dim")] if has_notes else []
         table.add_row(*cells, _bar(row, trace, width), *notes)
     console.print(table)
+    if not has_notes:
+        _show_failures(console, trace)
+
+
+def _show_failures(console: Console, trace: Trace) -> None:
+    """Where there is no room for notes, and maybe no colour: what went wrong stands below."""
+    for row in trace.rows:
+        if row.span.status is SpanStatus.ERROR:
+            who = failed_node_of(row) or row.who
+            told = f"{FAILED} {row.span.name} on {who}: {note_of(row.span)}"
+            console.print(Text(told, style="red"), soft_wrap=True)
 
 
 def headline(trace: Trace) -> str:
@@ -49,18 +61,21 @@ def headline(trace: Trace) -> str:
     if trace.attribute(names.OUTPUT_TOKENS) is not None:
         asked, given = trace.attribute(names.INPUT_TOKENS), trace.attribute(names.OUTPUT_TOKENS)
         parts.append(f"{asked} tokens in, {given} out")
-    if trace.attribute(names.SERVED):
-        parts.append(f"prefill {trace.attribute(names.SERVED)}")
+    served = trace.attribute(names.SERVED)
+    if served == "migrated":
+        parts.append(f"went on elsewhere, {trace.attribute(names.ATTEMPTS)} tries")
+    elif served:
+        parts.append(f"prefill {served}")
     if isinstance(num_bytes, int) and num_bytes:
         parts.append(f"{format_bytes(num_bytes)} of KV moved")
     return " · ".join(parts)
 
 
-def _bar_width(width: int, trace: Trace, *, has_notes: bool) -> int:
+def _room(width: int, trace: Trace) -> int:
+    """For bars and notes."""
     label = max(len(_name(row)) for row in trace.rows)
     who = max(len(row.who) for row in trace.rows)
-    rest = width - label - who - 14
-    return max(LEAST_BAR, rest // 2 if has_notes else rest)
+    return width - label - who - 14
 
 
 def _name(row: Row) -> Text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from rich.console import Console
 
 from baton.cli import main
 from baton.traces.page import page_of
-from baton.traces.terminal import show_waterfall
+from baton.traces.terminal import WIDE, show_waterfall
+from telemetry import names
 from telemetry.options import MIB
 from telemetry.resource import Process
 from telemetry.spans import Span
 from telemetry.store import TraceWriter
-from telemetry.traces import Trace, find_trace, traces_of
+from telemetry.traces import Trace, find_trace, note_of, traces_of
 from tests.support.collector import collecting
 from tests.support.traces import TRACE_ID, a_told_trace
 
@@ -38,6 +40,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def the(trace: Trace, name: str) -> Span:
+    [found] = [row.span for row in trace.rows if row.span.name == name]
+    return found
+
+
 def baton(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr("sys.argv", ["baton", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -55,7 +62,45 @@ def test_a_waterfall_has_a_line_for_each_span_and_fits(width: int, has_failed_tr
     lines = [line for line in drawn.getvalue().splitlines() if "━" in line]
     assert len(lines) == len(trace.rows)
     assert max(map(len, lines)) <= width
+    assert all(f" {row.who} " in line for row, line in zip(trace.rows, lines, strict=True))
     assert "\x1b" not in drawn.getvalue()  # plain where no terminal is
+
+
+@pytest.mark.parametrize("width", [60, 90, 160])
+def test_a_failed_try_says_which_node_failed_and_why(width: int) -> None:
+    trace, drawn = a_trace(has_failed_try=True), io.StringIO()
+
+    show_waterfall(Console(file=drawn, width=width), trace)
+
+    assert "UNAVAILABLE: <gone> & away" in drawn.getvalue()
+    if width < WIDE:
+        assert "✗ decode on d0: UNAVAILABLE: <gone> & away" in drawn.getvalue()
+    assert "UNAVAILABLE: <gone> & away" in note_of(the(trace, names.MIGRATE))
+
+
+def test_a_node_that_failed_has_a_lane_of_the_page_though_it_told_nothing() -> None:
+    told = a_told_trace(has_failed_try=True)
+    [trace] = traces_of(one for one in told if one.resource["baton.role"] == "router")
+
+    page = page_of(trace)
+
+    lanes = page[: page.index("Every span")]
+    assert "<div class=who>d0</div>" in lanes
+    assert "UNAVAILABLE: &lt;gone&gt; &amp; away" in lanes
+
+
+def test_a_long_note_leaves_the_bars_their_room() -> None:
+    told = a_told_trace(has_failed_try=True)
+    long = [replace(one, span=replace(one.span, status_message="why " * 50)) for one in told]
+    [trace] = traces_of(long)
+    drawn = io.StringIO()
+
+    show_waterfall(Console(file=drawn, width=160), trace)
+
+    [root] = [line for line in drawn.getvalue().splitlines() if line.startswith("generate")]
+    [leg] = [line for line in drawn.getvalue().splitlines() if "why why" in line]
+    assert " router " in leg
+    assert root.count("━") + root.count("◆") > 40
 
 
 def test_bars_stand_where_the_spans_were() -> None:
