@@ -18,6 +18,7 @@ from telemetry.spans import (
     TraceContext,
 )
 
+ROLE = "router"
 GENERATE_METHOD = "baton.v1.InferenceService/Generate"
 LEG_METHODS = {
     names.PREFILL: "baton.v1.PrefillService/Prefill",
@@ -140,7 +141,7 @@ class _Telling:
         timeline, usage = self._timeline, self._timeline.usage
         first_s = timeline.first_token_s
         attributes = {
-            names.ROLE: "router",
+            names.ROLE: ROLE,
             names.PROVIDER: "baton",
             names.RESPONSE_ID: timeline.request_id,
             names.INPUT_TOKENS: timeline.num_prompt_tokens,
@@ -164,7 +165,8 @@ class _Telling:
         timeline = self._timeline
         end = self._end if timeline.admitted_s is None else End(timeline.admitted_s)
         read_s = timeline.tokenized_s
-        attributes = {
+        attributes: dict[str, AttributeValue | None] = {
+            names.ROLE: ROLE,
             names.QUEUE_POSITION: timeline.queue_position,
             names.QUEUE_WAIT: None if read_s is None else end.at_s - read_s,
         }
@@ -201,7 +203,11 @@ class _Telling:
             for leg in failed
             if leg.end is not None and leg.has_failed
         )
-        attributes = {names.ATTEMPT: one.number, names.PRIOR_TOKENS: one.num_prior_tokens}
+        attributes: dict[str, AttributeValue | None] = {
+            names.ROLE: ROLE,
+            names.ATTEMPT: one.number,
+            names.PRIOR_TOKENS: one.num_prior_tokens,
+        }
         return self._make.span(
             names.MIGRATE if one.num_prior_tokens else names.RETRY,
             self._root_id,
@@ -220,13 +226,13 @@ class _Telling:
             end = End(min(leg.began_s for leg in one.legs))
         told = {} if choice is None else _why(choice)
         events = () if choice is None else (self._make.event(names.CHOSEN, choice.at_s),)
-        attributes = {names.ATTEMPT: one.number, **told}
+        attributes = {names.ROLE: ROLE, names.ATTEMPT: one.number, **told}
         return self._make.span(names.ROUTE, parent_id, began_s, end, attributes, events=events)
 
     def _leg(self, one: TryTimeline, leg: LegTimeline, parent_id: int, links: list[int]) -> Span:
         end = leg.end or self._end
         attributes = {
-            names.ROLE: "router",
+            names.ROLE: ROLE,
             names.NODE: leg.node_id,
             names.INCARNATION: leg.incarnation,
             names.SERVER_ADDRESS: leg.address,

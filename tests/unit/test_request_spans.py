@@ -20,6 +20,13 @@ def test_each_instant_of_a_request_is_in_some_part_of_it(has_failed_try: bool) -
         assert_no_gap(parent, [one for one in spans if one.parent_id == parent.span_id])
 
 
+def test_each_span_tells_whose_it_is() -> None:
+    """Some viewers drop the resource, which tells it too."""
+    spans = a_request(has_failed_try=True).spans(to_unix_ns)
+
+    assert {span.attributes.get(names.ROLE) for span in spans} == {"router"}
+
+
 def test_choosing_ends_with_the_call_of_the_first_node_and_says_when_the_choice_was_made() -> None:
     spans = a_request().spans(to_unix_ns)
 
