@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
@@ -18,18 +19,20 @@ from telemetry.spans import TraceContext
 from telemetry.tracer import new_span_id, new_trace_id
 
 # By name, the share of the requests that are traced; off has no tracing in its processes at all.
-RATIOS = {"off": None, "1 %": 0.01, "100 %": 1.0}
+# What is measured twice shows how far figures lie apart by chance.
+RATIOS = {"off": None, "off again": None, "1 %": 0.01, "100 %": 1.0}
 OFF = "off"
+SURE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class TraceBench:
     model: str
     num_streams: int = 16
-    num_requests: int = 100  # in each round
+    num_requests: int = 40  # in each round
     prompt_tokens: int = 64
     answer_tokens: int = 24
-    num_rounds: int = 5
+    num_rounds: int = 15  # many short ones: what drifts on the machine is alike in neighbours
     node_arguments: tuple[str, ...] = ("--kv-cache-memory", "128MiB", "--threads", "1")
 
 
@@ -46,8 +49,8 @@ class Figure:
     tracing: str
     tokens_per_s: float  # median of the rounds
     of_off: float  # median of the rounds' ratios to the round without tracing beside it
-    lowest_of_off: float
-    highest_of_off: float
+    at_least: float  # the true median of these ratios lies between the two, 19 times in 20
+    at_most: float
     p99_itl_ms: float
 
 
@@ -60,12 +63,13 @@ def run(what: TraceBench, on_round: OnRound) -> list[Figure]:
         folder = lifetime.enter_context(TemporaryDirectory(prefix="baton-bench-"))
         off = lifetime.enter_context(LocalCluster(_options(what, "off")))
         on = lifetime.enter_context(LocalCluster(_options(what, folder)))
-        addresses = {name: (off if name == OFF else on).address for name in RATIOS}
+        addresses = {name: (off if ratio is None else on).address for name, ratio in RATIOS.items()}
         for address in (off.address, on.address):
             asyncio.run(_round(what, address, None, Load(), seed=0))  # warms up
         for number in range(what.num_rounds):
             # Nobody is always first: what runs beside it on the machine drifts.
-            names = list(RATIOS)[number % 3 :] + list(RATIOS)[: number % 3]
+            first = number % len(RATIOS)
+            names = list(RATIOS)[first:] + list(RATIOS)[:first]
             for place, name in enumerate(names, start=1):
                 load, seed = loads[name], number * len(names) + place
                 asyncio.run(_round(what, addresses[name], RATIOS[name], load, seed=seed))
@@ -91,13 +95,13 @@ async def _round(
         [draw.randrange(5, 500) for _ in range(what.prompt_tokens)]
         for _ in range(what.num_requests)
     ]
+    is_traced = [draw.random() < (ratio or 0) for _ in prompts]
     waiting = asyncio.Semaphore(what.num_streams)
     async with AsyncClient(address, timeout_s=120) as client:
 
         async def ask(number: int) -> int:
-            is_traced = ratio is not None and number % round(1 / ratio) == 0
             async with waiting:
-                return await _ask(client, what, prompts[number], is_traced, load)
+                return await _ask(client, what, prompts[number], is_traced[number], load)
 
         began_s = time.perf_counter()
         counts = await asyncio.gather(*(ask(number) for number in range(what.num_requests)))
@@ -124,11 +128,28 @@ async def _ask(
 def figure(name: str, load: Load, off: Load) -> Figure:
     pairs = zip(load.tokens_per_s, off.tokens_per_s, strict=True)
     ratios = [ours / without for ours, without in pairs]
+    at_least, at_most = median_bounds(ratios)
     return Figure(
         tracing=name,
         tokens_per_s=statistics.median(load.tokens_per_s),
         of_off=statistics.median(ratios),
-        lowest_of_off=min(ratios),
-        highest_of_off=max(ratios),
+        at_least=at_least,
+        at_most=at_most,
         p99_itl_ms=statistics.quantiles(load.intervals_s, n=100)[98] * 1000,
     )
+
+
+def median_bounds(values: Sequence[float]) -> tuple[float, float]:
+    """Between which the true median lies, as sure as SURE, however the values are distributed.
+
+    The n-th smallest is above it as often as a coin shows heads less than n times. Fewer than six
+    values cannot be as sure; they have their smallest and largest.
+    """
+    ordered, num = sorted(values), len(values)
+    chance, left_out = 0.0, 0
+    for place in range(num // 2):
+        chance += 2 * math.comb(num, place) / 2**num  # at either end
+        if chance > 1 - SURE:
+            break
+        left_out = place
+    return ordered[left_out], ordered[num - 1 - left_out]

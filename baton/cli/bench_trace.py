@@ -16,9 +16,9 @@ from baton.cli.show import show_table
 def trace(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
     streams: Annotated[int, typer.Option(min=1, help="Answers at the same time.")] = 16,
-    requests: Annotated[int, typer.Option(min=3, help="Requests of a round.")] = 100,
+    requests: Annotated[int, typer.Option(min=3, help="Requests of a round.")] = 40,
     answer: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 24,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each way.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each way.")] = 15,
     json_file: JsonFile = None,
 ) -> None:
     """What tracing costs: off, 1 % and 100 % of the requests, in turn on one machine."""

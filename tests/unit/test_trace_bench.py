@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.trace import Load, figure
+from baton.bench.trace import Load, figure, median_bounds
 
 
 def test_each_round_is_compared_with_the_one_beside_it() -> None:
@@ -15,6 +15,17 @@ def test_each_round_is_compared_with_the_one_beside_it() -> None:
     shown = figure("100 %", traced, off)
 
     assert shown.of_off == pytest.approx(0.9)
-    assert (shown.lowest_of_off, shown.highest_of_off) == pytest.approx((0.9, 0.95))
+    assert (shown.at_least, shown.at_most) == pytest.approx((0.9, 0.95))
     assert shown.tokens_per_s == 900.0
     assert shown.p99_itl_ms > 100
+
+
+@pytest.mark.parametrize(
+    ("num", "bounds"),
+    [(1, (0, 0)), (5, (0, 4)), (6, (0, 5)), (9, (1, 7)), (15, (3, 11)), (25, (7, 17))],
+)
+def test_the_bounds_of_a_median_are_those_of_the_sign_test(
+    num: int, bounds: tuple[int, int]
+) -> None:
+    """As tables have them: of 15 values the 4th smallest and the 4th largest."""
+    assert median_bounds(range(num)) == bounds
