@@ -18,6 +18,8 @@ from telemetry.spans import (
     SpanStatus,
 )
 
+_quoted = json.encoder.encode_basestring_ascii
+
 
 class NotSpans(ValueError):
     """A line that is no OTLP/JSON of spans, as one that was cut off."""
@@ -32,9 +34,11 @@ class ToldSpan:
 
 
 def line_of(spans: Sequence[Span], resource: Attributes) -> str:
-    scope = {"scope": {"name": SCOPE}, "spans": [_span_to(span) for span in spans]}
-    batch = {"resource": {"attributes": _attributes_to(resource)}, "scopeSpans": [scope]}
-    return json.dumps({"resourceSpans": [batch]}, separators=(",", ":")) + "\n"
+    """Written piece by piece: dicts for all of it would take twice the time."""
+    told = ",".join(_span_to(span) for span in spans)
+    scope = f'{{"scope":{{"name":{_quoted(SCOPE)}}},"spans":[{told}]}}'
+    whose = f'{{"attributes":{_attributes_to(resource)}}}'
+    return f'{{"resourceSpans":[{{"resource":{whose},"scopeSpans":[{scope}]}}]}}\n'
 
 
 def spans_of(line: str) -> list[ToldSpan]:
@@ -50,24 +54,21 @@ def spans_of(line: str) -> list[ToldSpan]:
         raise NotSpans(f"no OTLP/JSON of spans: {error!r}") from error
 
 
-def _span_to(span: Span) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "traceId": f"{span.trace_id:032x}",
-        "spanId": f"{span.span_id:016x}",
-        "name": span.name,
-        "kind": int(span.kind),
-        "startTimeUnixNano": str(span.began_ns),
-        "endTimeUnixNano": str(span.ended_ns),
-        "attributes": _attributes_to(span.attributes),
-        "status": {"code": int(span.status), "message": span.status_message},
-    }
+def _span_to(span: Span) -> str:
+    parts = [
+        f'{{"traceId":"{span.trace_id:032x}","spanId":"{span.span_id:016x}"',
+        f'"name":{_quoted(span.name)},"kind":{span.kind:d}',
+        f'"startTimeUnixNano":"{span.began_ns}","endTimeUnixNano":"{span.ended_ns}"',
+        f'"attributes":{_attributes_to(span.attributes)}',
+    ]
     if span.parent_id is not None:
-        told["parentSpanId"] = f"{span.parent_id:016x}"
+        parts.append(f'"parentSpanId":"{span.parent_id:016x}"')
     if span.events:
-        told["events"] = [_event_to(event) for event in span.events]
+        parts.append(f'"events":[{",".join(map(_event_to, span.events))}]')
     if span.links:
-        told["links"] = [_link_to(link) for link in span.links]
-    return told
+        parts.append(f'"links":[{",".join(map(_link_to, span.links))}]')
+    status = f'"code":{span.status:d},"message":{_quoted(span.status_message)}'
+    return f'{",".join(parts)},"status":{{{status}}}}}'
 
 
 def _span_from(told: dict[str, Any]) -> Span:
@@ -88,12 +89,9 @@ def _span_from(told: dict[str, Any]) -> Span:
     )
 
 
-def _event_to(event: SpanEvent) -> dict[str, Any]:
-    return {
-        "name": event.name,
-        "timeUnixNano": str(event.at_ns),
-        "attributes": _attributes_to(event.attributes),
-    }
+def _event_to(event: SpanEvent) -> str:
+    told = _attributes_to(event.attributes)
+    return f'{{"name":{_quoted(event.name)},"timeUnixNano":"{event.at_ns}","attributes":{told}}}'
 
 
 def _event_from(told: dict[str, Any]) -> SpanEvent:
@@ -101,34 +99,35 @@ def _event_from(told: dict[str, Any]) -> SpanEvent:
     return SpanEvent(told["name"], int(told["timeUnixNano"]), attributes)
 
 
-def _link_to(link: SpanLink) -> dict[str, str]:
-    return {"traceId": f"{link.trace_id:032x}", "spanId": f"{link.span_id:016x}"}
+def _link_to(link: SpanLink) -> str:
+    return f'{{"traceId":"{link.trace_id:032x}","spanId":"{link.span_id:016x}"}}'
 
 
 def _link_from(told: dict[str, str]) -> SpanLink:
     return SpanLink(int(told["traceId"], 16), int(told["spanId"], 16))
 
 
-def _attributes_to(attributes: Attributes) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value_to(value)} for key, value in attributes.items()]
+def _attributes_to(attributes: Attributes) -> str:
+    told = [f'{{"key":{_quoted(k)},"value":{_value_to(v)}}}' for k, v in attributes.items()]
+    return f"[{','.join(told)}]"
 
 
 def _attributes_from(told: Sequence[dict[str, Any]]) -> dict[str, AttributeValue]:
     return {one["key"]: _value_from(one["value"]) for one in told}
 
 
-def _value_to(value: AttributeValue) -> dict[str, Any]:
+def _value_to(value: AttributeValue) -> str:
     match value:
-        case bool():
-            return {"boolValue": value}
-        case int():
-            return {"intValue": str(value)}
-        case float():
-            return {"doubleValue": value}
         case str():
-            return {"stringValue": value}
+            return f'{{"stringValue":{_quoted(value)}}}'
+        case bool():
+            return f'{{"boolValue":{"true" if value else "false"}}}'
+        case int():
+            return f'{{"intValue":"{value:d}"}}'
+        case float():
+            return f'{{"doubleValue":{json.dumps(value)}}}'
         case tuple():
-            return {"arrayValue": {"values": [_value_to(one) for one in value]}}
+            return f'{{"arrayValue":{{"values":[{",".join(map(_value_to, value))}]}}}}'
 
 
 def _value_from(told: dict[str, Any]) -> AttributeValue:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from telemetry.options import MIB
 from telemetry.otlp_json import NotSpans, ToldSpan, line_of, spans_of
+from telemetry.spans import AttributeValue, Span, SpanEvent, SpanLink
 from telemetry.store import TraceWriter, read_spans
 from tests.support.spans import RESOURCE, a_span
 
@@ -19,6 +23,36 @@ def test_a_span_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     TraceWriter(tmp_path, MIB, RESOURCE, "router").write([root, child])
 
     assert list(read_spans(tmp_path)) == [ToldSpan(root, RESOURCE), ToldSpan(child, RESOURCE)]
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = (
+    TEXTS
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.lists(TEXTS).map(tuple)
+)
+
+
+@given(st.dictionaries(TEXTS, VALUES), TEXTS)
+def test_whatever_an_attribute_says_it_is_read_back(
+    attributes: dict[str, AttributeValue], message: str
+) -> None:
+    event, link = SpanEvent("e", 7, attributes), SpanLink(1, 2)
+    span = Span(
+        *("s", 1, 2, 3, 4, 5),
+        attributes=attributes,
+        events=(event,),
+        links=(link, link),
+        status_message=message,
+    )
+
+    line = line_of([span, span], attributes)
+
+    assert spans_of(line) == [ToldSpan(span, attributes)] * 2
+    assert json.loads(line)  # for others, too
+    assert line.count("\n") == 1
 
 
 def test_the_folder_keeps_to_its_limit_and_the_newest_stay(tmp_path: Path) -> None:
