@@ -19,6 +19,12 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 MOST_SCRAPES = 500
 
 
+def metrics_at(child: Child) -> str:
+    address = METRICS_AT.search(child.log)
+    assert address is not None, child.log
+    return address[1]
+
+
 def scraped(child: Child, is_wanted: Callable[[Scrape], bool]) -> Scrape:
     """The first scrape that is as wanted; each takes its time, so that there is no need to wait."""
     for _ in range(MOST_SCRAPES):
@@ -32,9 +38,7 @@ class Scrape:
     """What a process told at one time."""
 
     def __init__(self, child: Child) -> None:
-        address = METRICS_AT.search(child.log)
-        assert address is not None, child.log
-        request = urllib.request.Request(address[1], headers={"Accept": OPENMETRICS})
+        request = urllib.request.Request(metrics_at(child), headers={"Accept": OPENMETRICS})
         with urllib.request.urlopen(request, timeout=10) as response:
             text = response.read().decode()
         parse: Any = text_string_to_metric_families
