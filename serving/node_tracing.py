@@ -16,7 +16,7 @@ from engine.request import FinishReason, Output, RequestId, RequestSpec
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import HandoffId, KvOrders, KvReports
 from serving.call_streams import CallContext
-from serving.ends import end_of
+from serving.ends import end_of, is_late
 from serving.translate_sequence import engine_id
 from telemetry import names
 from telemetry.metrics import NodeMetrics

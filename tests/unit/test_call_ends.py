@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any, cast
 
 import pytest
 
@@ -36,7 +35,7 @@ class Call:
 def test_a_call_is_late_when_its_client_has_given_up_by_the_clock(
     remaining_s: float | None, took_s: float, is_over: bool
 ) -> None:
-    call = cast("Any", Call(remaining_s))
+    call = Call(remaining_s)
 
     assert is_late(call, time.monotonic() - took_s) is is_over
 
