@@ -138,10 +138,6 @@ class MemoryTransport:
     def is_one_sided(self) -> bool:
         return self._wire.is_one_sided
 
-    @property
-    def writes_layers(self) -> bool:
-        return True
-
     def open(self) -> MemoryChannel:
         return MemoryChannel(self._region, self._wire)
 

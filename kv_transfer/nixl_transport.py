@@ -56,7 +56,6 @@ class NixlTransport:
 
     name = "nixl"
     is_one_sided = True
-    writes_layers = True
 
     def __init__(self, region: Region, config: NixlConfig = NixlConfig()) -> None:
         self._nixl = _import_nixl()

@@ -76,7 +76,6 @@ class UcxxTransport:
 
     name = "ucxx"
     is_one_sided = False
-    writes_layers = True
 
     def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
         if region.device != "cpu":

@@ -94,7 +94,7 @@ class KvTransferWorker:
         self._receiver = Receiver(config.receiver, is_one_sided=transport.is_one_sided)
         num_layers = identity.fingerprint.num_layers
         self._sender = Sender(region.block_bytes, config.sender, num_layers)
-        self._writes_layers = transport.writes_layers and region.block_bytes % num_layers == 0
+        self._has_whole_layers = region.block_bytes % num_layers == 0
         self._meetings = Meetings(self._pairs, self._receiver, self._sender, config.redial_s)
         self._ledger = Ledger(transport.name, region.block_bytes, clock)
         self._inbox: deque[tuple[LinkId, LinkMessage | str]] = deque()
@@ -155,8 +155,8 @@ class KvTransferWorker:
             self._ledger.begin(complete.handoff_id, Role.SENT)
             self._ledger.computed(complete.handoff_id)
             self._sender.complete(complete, now)
-        # Where only whole blocks can be written they wait for the Send after the pass.
-        for layer_send in orders.layer_sends if self._writes_layers else ():
+        # Blocks that cannot be cut into layers wait for the Send after the pass.
+        for layer_send in orders.layer_sends if self._has_whole_layers else ():
             self._ledger.begin(layer_send.handoff_id, Role.SENT)
             self._sender.send_layers(layer_send, now)
         for withdraw in orders.withdraws:

@@ -259,7 +259,7 @@ class World:
         self.sending = {h: s for h, s in self.sending.items() if s.node is not dead}
 
     def restart_d(self) -> None:
-        dead, self.d = self.d, Node(self, "d-", 0, self.config)
+        dead, self.d = self.d, Node(self, "d-", 1, self.config)
         self.hub.remove("d-")
         self.hub.remove("d")
         for channel in self._channels_of(dead):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from engine.runner.attention import AttentionPass
 from engine.runner.layout import Ints, PassLayout
+from engine.runner.memory import huge_page_memory
 from engine.runner.ops import Angles, Linear
 from engine.runner.quantize import Quantized
 
@@ -96,10 +96,7 @@ class Kernels:
 
 
 def _huge_pages(num_bytes: int) -> Tensor:
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(huge_page_memory(num_bytes), dtype=torch.uint8)
 
 
 class NativeOps:
