@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 from collections import Counter
@@ -100,6 +99,8 @@ def _named(enum: type[Kind] | type[Role], written: str, option: str) -> tuple[An
 
 
 def _run(what: ChaosBench) -> Report:
+    import asyncio
+
     from baton.bench.chaos import run
 
     async def until_interrupted() -> Report:
