@@ -28,6 +28,8 @@ def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
         write_timeout_s=60.0,
     )
     with Pair(options) as running:
+        # As a router does before it pairs nodes: a Hello is answered by the engine's thread alone.
+        running.answer(prompt_of(CHUNK, seed=899), greedy(2))
         yield running
 
 
