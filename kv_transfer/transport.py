@@ -120,7 +120,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroy this end. On P: no source memory is read any more, no write is begun."""
+        """Destroy this end. On P: no write is begun, and nothing is used that is still read."""
         ...
 
 
