@@ -8,45 +8,23 @@ other threads. Everything else runs on the engine's thread, and never waits.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
-from kv_transfer.actions import (
-    AddToDigest,
-    Announce,
-    Break,
-    CancelExpected,
-    CheckDigest,
-    DigestEarly,
-    Expect,
-    PairAction,
-    Post,
-    ReceiverAction,
-    Say,
-    SenderAction,
-)
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.digest import Digests
-from kv_transfer.done_note import done_of, note_of
+from kv_transfer.done_note import done_of
 from kv_transfer.errors import PeerUnreachable
+from kv_transfer.inbox import Inbox
 from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
 from kv_transfer.meetings import Meetings
-from kv_transfer.messages import (
-    Closed,
-    Done,
-    Grant,
-    Hello,
-    LinkMessage,
-    Region,
-    Renew,
-    Renewed,
-    Writing,
-)
+from kv_transfer.messages import Closed, Grant, Hello, LinkMessage, Region, Writing
+from kv_transfer.pace import Pace
 from kv_transfer.pairs import Identity, Pair, Pairs
+from kv_transfer.performer import Performer
 from kv_transfer.receiver import Receiver
 from kv_transfer.records import Ledger, Role, TransferRecord
 from kv_transfer.sender import Sender
@@ -89,7 +67,6 @@ class KvTransferWorker:
         self._config = config = config or KvWorkerConfig()
         self._region = region
         self._transport = transport
-        self._link = link
         self._pairs = Pairs(identity, region, transport, link)
         self._receiver = Receiver(config.receiver, is_one_sided=transport.is_one_sided)
         num_layers = identity.fingerprint.num_layers
@@ -97,15 +74,22 @@ class KvTransferWorker:
         self._has_whole_layers = region.block_bytes % num_layers == 0
         self._meetings = Meetings(self._pairs, self._receiver, self._sender, config.redial_s)
         self._ledger = Ledger(transport.name, region.block_bytes, clock)
-        self._inbox: deque[tuple[LinkId, LinkMessage | str]] = deque()
         self._digests = Digests(region, is_on=config.verify)
+        self._inbox = Inbox(link, config, clock)
+        self._pace = Pace(config, self._receiver, self._sender)
+        self._performer = Performer(
+            self._receiver,
+            self._sender,
+            self._pairs,
+            self._meetings,
+            link,
+            self._digests,
+            self._ledger,
+            self._pace,
+            is_one_sided=transport.is_one_sided,
+        )
         self._failed_at_once: list[Lost] = []
-        self._ticked_s = self._lingers_until_s = float("-inf")
-        self._bursts_until_s = float("-inf")
         self._num_dropped = 0
-        self._clock = clock
-        self._turned_s = clock()
-        self._renewals: tuple[tuple[LinkId, Renew], ...] = ()
 
     def __enter__(self) -> KvTransferWorker:
         return self
@@ -123,26 +107,17 @@ class KvTransferWorker:
     # --- LinkEvents: any thread ----------------------------------------------------------
 
     def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
-        self._inbox.append((link_id, message))
-        if isinstance(message, Renew) and self._away_s() < self._config.busy_s:
-            self._link.send(link_id, Renewed(message.handoff_ids))
+        self._inbox.deliver(link_id, message)
 
     def lost(self, link_id: LinkId, reason: str) -> None:
-        self._inbox.append((link_id, reason))
+        self._inbox.lost(link_id, reason)
 
     def pulse(self) -> None:
-        if self._config.receiver.renew_every_s <= self._away_s() < self._config.busy_s:
-            for link_id, renew in self._renewals:
-                self._link.send(link_id, renew)
-
-    def _away_s(self) -> float:
-        """For how long the engine's thread has not come by."""
-        return self._clock() - self._turned_s
+        self._inbox.pulse()
 
     # --- KvWorker: the engine's thread -----------------------------------------------------
 
     def start(self, orders: KvOrders, now: float) -> None:
-        self._turned_s = self._clock()
         self._read_inbox(now)
         for receive in orders.receives:
             self._receive(receive, now)
@@ -163,7 +138,7 @@ class KvTransferWorker:
             self._ledger.begin(withdraw.handoff_id, Role.SENT)
             self._sender.withdraw(withdraw, now)
         self._act(now)
-        self._renewals = self._receiver.renewals()
+        self._inbox.speak(self._receiver.renewals())
 
     def layer_done(self, layer: int, now: float) -> None:
         """A pass has ended this layer; what was ordered of it may leave while the next one runs."""
@@ -173,7 +148,6 @@ class KvTransferWorker:
 
     def progress(self, now: float) -> None:
         """Move bytes. Call it from inside a long step, too; what ends is reported by `poll`."""
-        self._turned_s = self._clock()
         self._read_inbox(now)
         for pair in self._pairs:
             for event in pair.channel.poll():
@@ -181,11 +155,10 @@ class KvTransferWorker:
                 self._act(now)
         self._sender.tell_of_flights()
         self._act(now)
-        if now >= self._ticked_s + self._config.tick_s:
-            self._ticked_s = now
+        if self._pace.is_tick_due(now):
             self._tick(now)
             self._act(now)
-            self._renewals = self._receiver.renewals()
+            self._inbox.speak(self._receiver.renewals())
 
     def poll(self, now: float) -> KvReports:
         self.progress(now)
@@ -203,22 +176,10 @@ class KvTransferWorker:
         """How long it can be left alone; None: until `deliver` or `lost` is called."""
         if self._inbox:
             return 0.0
-        waits = [self._poll_interval_s(now)]
-        ticks = [self._receiver.next_tick_s(), self._sender.next_tick_s()]
-        waits += [max(tick - now, self._config.tick_s) for tick in ticks if tick is not None]
+        waits = [self._pace.next_poll_s(now)]
         if self._pairs.has_cut:
             waits.append(self._config.redial_s)
         return min((wait for wait in waits if wait is not None), default=None)
-
-    def _poll_interval_s(self, now: float) -> float | None:
-        is_writing = any(incoming.is_writing for incoming in self._receiver.incoming())
-        states = {incoming.state for incoming in self._receiver.incoming()}
-        is_awaiting = bool(states - {IncomingState.WAITING})
-        if now < self._bursts_until_s and (is_awaiting or self._sender.has_flights):
-            return self._config.burst_poll_s
-        if is_writing or self._sender.has_flights or now < self._lingers_until_s:
-            return self._config.poll_s
-        return self._config.idle_poll_s if is_awaiting else None
 
     def connect(self, address: str, now: float) -> None:
         """Link up with the P there before its first hand-off, which tells what is in the way."""
@@ -268,10 +229,8 @@ class KvTransferWorker:
     # --- Letters -----------------------------------------------------------------------------
 
     def _read_inbox(self, now: float) -> None:
-        if not self._inbox:
-            return
-        while self._inbox:
-            link_id, letter = self._inbox.popleft()
+        has_letters = bool(self._inbox)
+        for link_id, letter in self._inbox.take():
             if isinstance(letter, str):
                 self._meetings.cut(link_id, f"link lost: {letter}", now)
             elif isinstance(letter, Hello):
@@ -281,7 +240,8 @@ class KvTransferWorker:
             else:
                 self._hear(link_id, letter, now)
             self._act(now)
-        self._renewals = self._receiver.renewals()
+        if has_letters:
+            self._inbox.speak(self._receiver.renewals())
 
     def _hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         pair = self._pairs.get(link_id)
@@ -289,7 +249,7 @@ class KvTransferWorker:
             self._num_dropped += 1
         elif pair.is_dialled:
             if isinstance(message, Writing):
-                self._bursts_until_s = now + self._config.burst_s
+                self._pace.burst(now)
             self._receiver.hear(link_id, message, now)
         elif isinstance(message, Grant) and not pair.has_blocks(message.block_ids):
             self._meetings.cut(link_id, "it granted blocks that it does not have", now)
@@ -325,66 +285,8 @@ class KvTransferWorker:
         self._sender.tick(now)
         self._meetings.tick(now, self._config.receiver.silence_s)
 
-    # --- Actions -----------------------------------------------------------------------------
-
     def _act(self, now: float) -> None:
-        """Carry out what the machines ask for, until they ask for nothing more."""
-        while True:
-            actions = [*self._receiver.take_actions(), *self._sender.take_actions()]
-            if not actions:
-                return
-            for action in actions:
-                self._carry_out(action, now)
-
-    def _carry_out(self, action: ReceiverAction | SenderAction, now: float) -> None:
-        if isinstance(action, CheckDigest):
-            is_good = self._digests.is_good(action.handoff_id, action.block_ids, action.digest)
-            self._receiver.checked(action.handoff_id, is_good=is_good)
-        elif isinstance(action, DigestEarly):
-            self._digests.add_landed(action.handoff_id, action.block_ids)
-        elif isinstance(action, Break):
-            self._meetings.cut(action.link_id, action.reason, now)
-        else:
-            self._carry_out_on_pair(action, now)
-
-    def _carry_out_on_pair(self, action: PairAction, now: float) -> None:
-        pair = self._pairs.get(action.link_id)
-        if pair is None:
-            return  # cut by an action before this one
-        match action:
-            case Say(link_id, message):
-                self._link.send(link_id, message)
-            case Expect(_, ticket, block_ids):
-                # What waits for the grant on P comes at once, before P's word of it.
-                self._bursts_until_s = now + self._config.burst_s
-                pair.channel.expect(ticket, block_ids)
-            case CancelExpected(_, ticket):
-                pair.channel.cancel(ticket)
-            case Post():
-                self._post(pair, action, now)
-            case AddToDigest(_, handoff_id, block_ids):
-                self._digests.add_sent(handoff_id, block_ids)
-            case Announce():
-                self._announce(pair, action, now)
-
-    def _post(self, pair: Pair, post: Post, now: float) -> None:
-        write = post.write
-        self._bursts_until_s = now + self._config.burst_s
-        peer = pair.peer.node_id if pair.peer is not None else None
-        with self._ledger.posting(post.handoff_id, write, peer):
-            pair.channel.post(write)
-
-    def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
-        """One-sided, Done goes behind the data, and the link only wakes a D that sleeps."""
-        complete = announce.complete
-        digest = self._digests.of_sent(complete.handoff_id)
-        done = Done(complete.handoff_id, complete.num_tokens, complete.first_token, digest)
-        self._lingers_until_s = now + self._config.linger_s
-        if self._transport.is_one_sided:
-            pair.channel.notify(announce.ticket, note_of(done))
-            self._link.send(pair.link_id, Writing(complete.handoff_id))
-        else:
-            self._link.send(pair.link_id, done)
+        self._performer.perform_all(now)
 
     def _close_records(self, reports: KvReports, finished: tuple[HandoffId, ...]) -> None:
         for landed in reports.finished_recving:

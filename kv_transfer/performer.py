@@ -1,0 +1,111 @@
+"""Carries out what the two state machines ask for: on the link, on a pair's channel, by digests."""
+
+from __future__ import annotations
+
+from kv_transfer.actions import (
+    AddToDigest,
+    Announce,
+    Break,
+    CancelExpected,
+    CheckDigest,
+    DigestEarly,
+    Expect,
+    PairAction,
+    Post,
+    ReceiverAction,
+    Say,
+    SenderAction,
+)
+from kv_transfer.digest import Digests
+from kv_transfer.done_note import note_of
+from kv_transfer.link import Link
+from kv_transfer.meetings import Meetings
+from kv_transfer.messages import Done, Writing
+from kv_transfer.pace import Pace
+from kv_transfer.pairs import Pair, Pairs
+from kv_transfer.receiver import Receiver
+from kv_transfer.records import Ledger
+from kv_transfer.sender import Sender
+
+
+class Performer:
+    def __init__(
+        self,
+        receiver: Receiver,
+        sender: Sender,
+        pairs: Pairs,
+        meetings: Meetings,
+        link: Link,
+        digests: Digests,
+        ledger: Ledger,
+        pace: Pace,
+        *,
+        is_one_sided: bool,
+    ) -> None:
+        self._receiver = receiver
+        self._sender = sender
+        self._pairs = pairs
+        self._meetings = meetings
+        self._link = link
+        self._digests = digests
+        self._ledger = ledger
+        self._pace = pace
+        self._is_one_sided = is_one_sided
+
+    def perform_all(self, now: float) -> None:
+        """Until the machines ask for nothing more."""
+        while True:
+            actions = [*self._receiver.take_actions(), *self._sender.take_actions()]
+            if not actions:
+                return
+            for action in actions:
+                self._perform(action, now)
+
+    def _perform(self, action: ReceiverAction | SenderAction, now: float) -> None:
+        if isinstance(action, CheckDigest):
+            is_good = self._digests.is_good(action.handoff_id, action.block_ids, action.digest)
+            self._receiver.checked(action.handoff_id, is_good=is_good)
+        elif isinstance(action, DigestEarly):
+            self._digests.add_landed(action.handoff_id, action.block_ids)
+        elif isinstance(action, Break):
+            self._meetings.cut(action.link_id, action.reason, now)
+        else:
+            self._perform_on_pair(action, now)
+
+    def _perform_on_pair(self, action: PairAction, now: float) -> None:
+        pair = self._pairs.get(action.link_id)
+        if pair is None:
+            return  # cut by an action before this one
+        match action:
+            case Say(link_id, message):
+                self._link.send(link_id, message)
+            case Expect(_, ticket, block_ids):
+                # What waits for the grant on P comes at once, before P's word of it.
+                self._pace.burst(now)
+                pair.channel.expect(ticket, block_ids)
+            case CancelExpected(_, ticket):
+                pair.channel.cancel(ticket)
+            case Post():
+                self._post(pair, action, now)
+            case AddToDigest(_, handoff_id, block_ids):
+                self._digests.add_sent(handoff_id, block_ids)
+            case Announce():
+                self._announce(pair, action, now)
+
+    def _post(self, pair: Pair, post: Post, now: float) -> None:
+        self._pace.burst(now)
+        peer = pair.peer.node_id if pair.peer is not None else None
+        with self._ledger.posting(post.handoff_id, post.write, peer):
+            pair.channel.post(post.write)
+
+    def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
+        """One-sided, Done goes behind the data, and the link only wakes a D that sleeps."""
+        complete = announce.complete
+        digest = self._digests.of_sent(complete.handoff_id)
+        done = Done(complete.handoff_id, complete.num_tokens, complete.first_token, digest)
+        self._pace.linger(now)
+        if self._is_one_sided:
+            pair.channel.notify(announce.ticket, note_of(done))
+            self._link.send(pair.link_id, Writing(complete.handoff_id))
+        else:
+            self._link.send(pair.link_id, done)
