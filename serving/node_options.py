@@ -14,8 +14,7 @@ from serving.tls import PLAIN, TlsConfig
 from telemetry.options import TelemetryOptions
 
 KV_TRANSPORTS = ("nixl", "ucxx")
-# Each layer of a chunk as it ends, or all of it at its end; auto is layer where the transport can.
-PUSH_GRAINS = ("auto", "layer", "chunk")
+PUSH_GRAINS = ("layer", "chunk")  # each layer of a chunk as it ends, or all of it at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class NodeOptions:
     kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
     kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
-    push: str = "auto"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
+    push: str = "layer"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
     # The engine's heart beats with each step and each layer: a step may take longer than this.
     stuck_after_s: float = 60.0
@@ -51,4 +50,4 @@ class NodeOptions:
 
     @property
     def pushes_layers(self) -> bool:
-        return self.push != "chunk"
+        return self.push == "layer"

@@ -109,7 +109,7 @@ KvSilence = Annotated[
 Push = Annotated[
     str,
     typer.Option(
-        help="What prefill nodes push as soon as it is computed: layer or chunk; auto is layer.",
+        help="What prefill nodes push as soon as it is computed: layer or chunk.",
         rich_help_panel=KV_PANEL,
     ),
 ]

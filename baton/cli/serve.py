@@ -83,7 +83,7 @@ def node_options(
     kv_tls: KvTls = "",
     kv_net_device: KvNetDevice = "",
     kv_verify: KvVerify = True,
-    push: Push = "auto",
+    push: Push = "layer",
     kv_lease_s: KvLease = 5.0,
     kv_silence_s: KvSilence = 10.0,
     max_num_seqs: MaxNumSeqs = 128,

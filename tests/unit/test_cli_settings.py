@@ -165,7 +165,7 @@ def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) ->
 
     settings = shown(done.stdout)
     assert settings["port"] == ("2", str(second))
-    assert settings["push"] == ("auto", "default")
+    assert settings["push"] == ("layer", "default")
 
 
 @pytest.mark.parametrize(
