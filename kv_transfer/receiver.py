@@ -48,10 +48,10 @@ class _Pair:
     """What is known of one link to a P."""
 
     asked_s: float  # since when something has been outstanding
+    renew_s: float  # when to ask for a sign of life again
     is_up: bool = False
     is_cut: bool = False  # our end of the data path is destroyed
     heard_s: float = 0.0
-    renew_s: float = 0.0
     handoff_ids: dict[HandoffId, None] = field(default_factory=dict)  # oldest first
 
 
@@ -80,7 +80,7 @@ class Receiver:
         """Let the peer at the other end of the link write these blocks, once it is up."""
         if order.handoff_id in self._incoming:
             raise ValueError(f"{order.handoff_id} is being received already")
-        pair = self._pairs.setdefault(link_id, _Pair(asked_s=now))
+        pair = self._met(link_id, now)
         if not pair.handoff_ids:
             pair.asked_s = now
         pair.handoff_ids[order.handoff_id] = None
@@ -104,7 +104,7 @@ class Receiver:
 
     def link_up(self, link_id: LinkId, now: float) -> None:
         """Hello has been said on both sides and the pair may work together."""
-        pair = self._pairs.setdefault(link_id, _Pair(asked_s=now))
+        pair = self._met(link_id, now)
         if pair.is_up or pair.is_cut:
             return
         pair.is_up = True
@@ -116,11 +116,12 @@ class Receiver:
     def hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         """A message of P. What names no receive of this very link is dropped and counted."""
         pair = self._pairs.get(link_id)
-        if pair is None or not pair.is_up or pair.is_cut:
+        is_sign_of_life = isinstance(message, Renewed)
+        if pair is None or pair.is_cut or not (pair.is_up or is_sign_of_life):
             self.num_dropped += 1
             return
         pair.heard_s = now
-        if isinstance(message, Renewed):
+        if is_sign_of_life:
             return
         if not isinstance(message, Done | Failed | Revoked | Writing):
             self.num_dropped += 1
@@ -237,9 +238,7 @@ class Receiver:
         times: list[float] = []
         for pair in self._pairs.values():
             if not pair.is_cut and pair.handoff_ids:
-                times.append(self._silent_at(pair))
-                if pair.is_up:
-                    times.append(pair.renew_s)
+                times += [self._silent_at(pair), pair.renew_s]
                 times += [self._ends_at(one) for one in self._of(pair)]
         return min(times, default=None)
 
@@ -255,13 +254,13 @@ class Receiver:
         return max(pair.asked_s, pair.heard_s) + self._config.silence_s
 
     def _renew(self, link_id: LinkId, pair: _Pair, now: float) -> None:
-        if not pair.is_up or now < pair.renew_s:
+        if now < pair.renew_s:
             return
         pair.renew_s = now + self._config.renew_every_s
         self._say(link_id, self._renewal(pair))
 
     def _renewal(self, pair: _Pair) -> Renew:
-        """Asks for a sign of life, also when all that is left are fenced blocks."""
+        """Asks for a sign of life, also where nothing is granted yet, or all of it is fenced."""
         granted = [i.order.handoff_id for i in self._of(pair) if i.state is IncomingState.GRANTED]
         return Renew(tuple(granted), self._config.lease_s)
 
@@ -294,7 +293,7 @@ class Receiver:
         return tuple(
             (link_id, self._renewal(pair))
             for link_id, pair in self._pairs.items()
-            if pair.is_up and not pair.is_cut and pair.handoff_ids
+            if pair.handoff_ids and not pair.is_cut
         )
 
     def has_fenced(self, link_id: LinkId) -> bool:
@@ -367,6 +366,10 @@ class Receiver:
             del self._pairs[link_id]
 
     # --- Lookups ---------------------------------------------------------------------------
+
+    def _met(self, link_id: LinkId, now: float) -> _Pair:
+        pair = _Pair(asked_s=now, renew_s=now + self._config.renew_every_s)
+        return self._pairs.setdefault(link_id, pair)
 
     def _of(self, pair: _Pair) -> list[Incoming]:
         return [self._incoming[handoff_id] for handoff_id in pair.handoff_ids]

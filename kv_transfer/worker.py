@@ -21,7 +21,7 @@ from kv_transfer.inbox import Inbox
 from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
 from kv_transfer.meetings import Meetings
-from kv_transfer.messages import Closed, Grant, Hello, LinkMessage, Region, Writing
+from kv_transfer.messages import Closed, Grant, Hello, LinkMessage, Region, Renewed, Writing
 from kv_transfer.pace import Pace
 from kv_transfer.pairs import Identity, Pair, Pairs
 from kv_transfer.performer import Performer
@@ -245,9 +245,11 @@ class KvTransferWorker:
 
     def _hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         pair = self._pairs.get(link_id)
-        if pair is None or pair.peer is None:
+        is_early = pair is not None and pair.peer is None and not isinstance(message, Renewed)
+        if pair is None or is_early:
             self._num_dropped += 1
         elif pair.is_dialled:
+            pair.heard_s = now
             if isinstance(message, Writing):
                 self._pace.burst(now)
             self._receiver.hear(link_id, message, now)

@@ -28,9 +28,20 @@ def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
         write_timeout_s=60.0,
     )
     with Pair(options) as running:
-        # As a router does before it pairs nodes: a Hello is answered by the engine's thread alone.
-        running.answer(prompt_of(CHUNK, seed=899), greedy(2))
         yield running
+
+
+def test_nodes_may_meet_while_prefill_is_in_a_layer_for_longer_than_decode_bears_silence(
+    pair: Pair, model_folder: Path
+) -> None:
+    prompt = prompt_of(LENGTH, seed=899)
+    pair.p.slow_down_pass(1, LAYER_S)
+
+    answer = pair.answer(prompt, greedy(NUM_TOKENS))
+
+    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    assert answer.was_handed_over
+    pair.await_all_free()
 
 
 def test_prefill_may_be_in_a_layer_for_longer_than_decode_bears_silence(

@@ -260,7 +260,7 @@ def test_a_link_that_does_not_come_up_is_given_up() -> None:
 
     receiver.tick(7.0)
 
-    assert [type(action) for action in receiver.take_actions()] == [Break]
+    assert any(isinstance(action, Break) for action in receiver.take_actions())
 
 
 def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None:

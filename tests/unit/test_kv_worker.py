@@ -223,6 +223,35 @@ def test_a_decode_node_in_a_layer_longer_than_its_leases_keeps_them() -> None:
     assert world.landed == {ID}
 
 
+def test_a_first_meeting_may_fall_into_a_layer_longer_than_the_silence_limit() -> None:
+    world = World()
+    world.receive(ID, "p0", 0, 4)
+    world.begin(ID, "p0", 4)
+    world.complete(ID)
+
+    pass_in_a_long_layer(world, world.ps["p0"], seconds=int(2 * CONFIG.receiver.silence_s))
+    linked = world.d.worker.connected_peers()
+    world.settle()
+
+    assert linked == ()
+    assert world.landed == {ID}
+    assert world.d.worker.counters().num_cut_pairs == 0
+
+
+def test_a_node_that_is_stopped_at_a_first_meeting_is_given_up() -> None:
+    world = World()
+    world.receive(ID, "p0", 0, 4)
+    world.ps["p0"].is_stopped = True
+
+    for _ in range(int(CONFIG.receiver.silence_s) + 1):
+        world.now += 1.0
+        world.d.link.pass_all()
+        world.turn(world.d)
+
+    assert ID in world.ended
+    assert world.d.worker.counters().num_cut_pairs == 1
+
+
 def landed_whole(world: World) -> Flight:
     flight = world.wire.flights[0]
     for place in list(flight.missing):
