@@ -6,7 +6,6 @@ import asyncio
 
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
 from engine.assembly import build_scheduler
-from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.runner.load import load_runner
 from engine.runner.runner import TorchRunner
@@ -57,7 +56,7 @@ async def serve(
     links, ledger = GrpcLinks(options.tls), Ledger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links)
     scheduler = build_scheduler(runner, engine_options(options))
-    core = EngineCore(
+    core = traced.core(
         scheduler,
         LedgerRunner(traced.runner(runner), ledger),
         LedgerKvWorker(traced.kv_worker(worker), ledger),

@@ -38,12 +38,17 @@ class NodeOptions:
     enable_prefix_caching: bool = True
     cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system
     telemetry: TelemetryOptions = TelemetryOptions()
+    trace_step_ratio: float = 0.0  # of the engine's steps; each is a trace of its own
 
     def __post_init__(self) -> None:
         if not self.stuck_after_s > HEARTBEAT_S:
             raise InvalidConfig(
                 f"--stuck-after-s {self.stuck_after_s}: it must be above {HEARTBEAT_S}, "
                 "which is how often an idle engine's heart beats"
+            )
+        if not 0 <= self.trace_step_ratio <= 1:
+            raise InvalidConfig(
+                f"--trace-step-ratio is {self.trace_step_ratio}; choose one from 0 to 1"
             )
         if self.push not in PUSH_GRAINS:
             raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")

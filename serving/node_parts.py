@@ -99,9 +99,8 @@ def trace_node(
     options: NodeOptions, role: NodeRole, identity: Identity, tracer: Tracer
 ) -> NodeTracing:
     facts = NodeFacts(role.value, identity.node_id, identity.incarnation, options.kv_verify)
-    if not options.telemetry.counts:
-        return NodeTracing(tracer, facts)
-    return NodeTracing(tracer, facts, NodeMetrics(role.value))
+    metrics = NodeMetrics(role.value) if options.telemetry.counts else None
+    return NodeTracing(tracer, facts, metrics, options.trace_step_ratio)
 
 
 def log_start(card: NodeCard, runner: TorchRunner) -> None:

@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from engine.plan import Plan, Row, Runner, RunResult
+from engine.core import EngineCore
+from engine.plan import KvWorker, Plan, Row, Runner, RunResult
 from engine.request import FinishReason, Output, RequestId, RequestSpec
+from engine.scheduler import Scheduler
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import HandoffId, KvOrders, KvReports
 from serving.call_streams import CallContext
+from serving.counted_runner import CountedRunner
 from serving.ends import end_of, is_late
+from serving.step_tracing import StepTracing
 from serving.translate_sequence import engine_id
 from telemetry import names
 from telemetry.metrics import NodeMetrics
 from telemetry.node_timeline import Chunk, NodeFacts, NodeTimeline, Start
-from telemetry.spans import End, Outcome
+from telemetry.spans import End, Outcome, TraceContext
 from telemetry.tracer import NO_TRACER, Received, Tracer
 
 FAILED = {
@@ -72,11 +76,16 @@ class RecordedCall(CallTrace):
 
 class NodeTracing:
     def __init__(
-        self, tracer: Tracer, facts: NodeFacts, metrics: NodeMetrics | None = None
+        self,
+        tracer: Tracer,
+        facts: NodeFacts,
+        metrics: NodeMetrics | None = None,
+        step_ratio: float = 0.0,
     ) -> None:
         self._tracer = tracer
         self._facts = facts
         self.metrics = metrics
+        self._step_ratio = step_ratio
         self.num_steps = 0
         # From a call's beginning until all is known of it. Each thread adds and takes single keys.
         self._timelines: dict[RequestId, NodeTimeline] = {}
@@ -94,6 +103,18 @@ class NodeTracing:
     def kv_worker(self, worker: RecordingKvWorker) -> RecordingKvWorker:
         is_on = self._tracer.is_on or self.metrics is not None
         return TracedKvWorker(worker, self) if is_on else worker
+
+    def core(self, scheduler: Scheduler, runner: Runner, kv_worker: KvWorker) -> EngineCore:
+        """With nothing of tracing around its steps unless some of them are traced."""
+        if not self._tracer.is_on or not self._step_ratio:
+            return EngineCore(scheduler, runner, kv_worker)
+        steps = StepTracing(self._tracer, self._facts, self._step_ratio, self.context_of)
+        return steps.core(scheduler, runner, kv_worker)
+
+    def context_of(self, request_id: RequestId) -> TraceContext | None:
+        """Of this node's leg of a request under way; None if that is not traced."""
+        timeline = self._timelines.get(request_id)
+        return None if timeline is None else timeline.context
 
     # --- gRPC's thread --------------------------------------------------------------------
 
@@ -206,40 +227,6 @@ class TracedRunner:
 
     def run(self, plan: Plan) -> RunResult:
         return self._tracing.run(plan, self._runner.run)
-
-
-class CountedRunner:
-    """Counts per step; a request is looked at until its prompt is through."""
-
-    def __init__(self, runner: Runner, metrics: NodeMetrics) -> None:
-        self._runner = runner
-        self._metrics = metrics
-        self._num_missing: dict[RequestId, int] = {}  # of the prompts that are not through
-
-    def run(self, plan: Plan) -> RunResult:
-        for request_id in plan.dropped:
-            self._num_missing.pop(request_id, None)
-        for row in plan.started:
-            num_missing = row.num_prompt_tokens - row.num_computed_tokens
-            if num_missing > 0:
-                self._num_missing[row.request_id] = num_missing
-        began_s = time.monotonic()
-        result = self._runner.run(plan)
-        if plan.num_scheduled_tokens:
-            took_s = time.monotonic() - began_s
-            num_computed = self._num_computed(plan) if self._num_missing else 0
-            self._metrics.step_ended(took_s, len(plan.num_scheduled_tokens), num_computed)
-        return result
-
-    def _num_computed(self, plan: Plan) -> int:
-        num_computed = 0
-        for request_id, num_missing in list(self._num_missing.items()):
-            num = min(num_missing, plan.num_scheduled_tokens.get(request_id, 0))
-            num_computed += num
-            self._num_missing[request_id] = num_missing - num
-            if num == num_missing:
-                del self._num_missing[request_id]
-        return num_computed
 
 
 class TracedKvWorker:

@@ -23,11 +23,13 @@ DECODE = "decode"  # the decode leg, told by the router and by the node
 KV_WAIT = "kv_wait"  # blocks granted until their KV is there
 DECODE_WAIT = "decode_wait"  # until blocks are there, or a place in the batch
 DECODE_COMPUTE = "decode_compute"
+ENGINE_STEP = "engine_step"  # a trace of its own, linked to the requests that were in the step
 
 SPANS = (
     *(GENERATE, ADMIT, ROUTE, RETRY, MIGRATE),
     *(PREFILL, PREFILL_WAIT, PREFILL_COMPUTE, KV_PUSH),
     *(DECODE, KV_WAIT, DECODE_WAIT, DECODE_COMPUTE),
+    ENGINE_STEP,
 )
 
 # --- Events inside spans ---------------------------------------------------------------------
@@ -87,6 +89,18 @@ STEP_S = "baton.step.duration"
 STEPS = "baton.steps"
 PREEMPTIONS = "baton.preemptions"
 TIME_PER_TOKEN = "baton.time_per_token"
+STEP_NUMBER = "baton.step.number"  # since the engine began
+STEP_ROWS = "baton.step.rows"  # requests in it, traced or not
+STEP_PREFILL_TOKENS = "baton.step.tokens.prefill"  # of prompts
+STEP_DECODE_TOKENS = "baton.step.tokens.decode"
+STEP_LINKS_LEFT_OUT = "baton.step.links_left_out"  # beyond the most that a span has
+# How long the parts of a step took, in seconds and in their order; together they are all of it.
+STEP_SCHEDULE = "baton.step.schedule"
+STEP_ORDERS = "baton.step.orders"  # the hand-offs' worker is told what to move
+STEP_RUN = "baton.step.run"
+STEP_POLL = "baton.step.poll"  # what the wire has done meanwhile
+STEP_UPDATE = "baton.step.update"
+STEP_PARTS = (STEP_SCHEDULE, STEP_ORDERS, STEP_RUN, STEP_POLL, STEP_UPDATE)
 KV_BYTES = "baton.kv.bytes"
 KV_BLOCKS = "baton.kv.blocks"
 KV_DESCRIPTORS = "baton.kv.descriptors"

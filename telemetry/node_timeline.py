@@ -82,6 +82,12 @@ class NodeTimeline:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def context(self) -> TraceContext:
+        """Of the span that this node's other spans of the request hang under."""
+        span_id = child_id(self.parent.span_id, self.facts.leg)
+        return TraceContext(self.parent.trace_id, span_id, self.parent.is_sampled)
+
+    @property
     def preempted_s(self) -> list[float]:
         """It left the batch and came back."""
         return [at_s for at_s in self.dropped_s if at_s <= self.starts[-1].at_s]
@@ -119,7 +125,7 @@ class _Telling:
         self._timeline = timeline
         self._make = SpanMaker(timeline.parent.trace_id, to_unix_ns)
         self._end = timeline.end or End(timeline.arrival_s, Outcome.FAILED)
-        self._server_id = child_id(timeline.parent.span_id, timeline.facts.leg)
+        self._server_id = timeline.context.span_id
 
     def spans(self) -> Iterator[Span]:
         yield self._server()

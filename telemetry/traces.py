@@ -11,6 +11,9 @@ from typing import Any
 from telemetry import names
 from telemetry.otlp_json import ToldSpan
 from telemetry.spans import AttributeValue, Span, SpanEvent, SpanStatus
+from telemetry.steps import parts_of
+
+ROOTS = (names.GENERATE, names.ENGINE_STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +32,33 @@ class Row:
 
 @dataclass(frozen=True)
 class Trace:
-    """All that is known of one request."""
+    """All that is known of one request, or of one step of an engine."""
 
     trace_id: int
     told: tuple[ToldSpan, ...]
 
     @cached_property
     def root(self) -> Span | None:
-        """Its generate span; None while the router has not told of it, or no longer."""
-        found = [one.span for one in self.told if one.span.name == names.GENERATE]
+        """A request's generate span; None while the router has not told of it, or no longer."""
+        found = [one.span for one in self.told if one.span.name in ROOTS]
         return min(found, key=_began, default=None)
+
+    @property
+    def is_step(self) -> bool:
+        return self.root is not None and self.root.name == names.ENGINE_STEP
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """As a tree, the earliest first; spans whose parent is not known come last."""
-        ids = {one.span.span_id for one in self.told}
+        told = [*self.told]
+        if self.is_step:
+            told += [part for one in self.told for part in parts_of(one)]
+        ids = {one.span.span_id for one in told}
         children: dict[int | None, list[ToldSpan]] = defaultdict(list)
-        for one in sorted(self.told, key=lambda one: _began(one.span)):
+        for one in sorted(told, key=lambda one: _began(one.span)):
             parent = one.span.parent_id
             children[parent if parent in ids else None].append(one)
-        tops = sorted(children[None], key=lambda one: one.span.name != names.GENERATE)
+        tops = sorted(children[None], key=lambda one: one.span.name not in ROOTS)
         return tuple(row for top in tops for row in _below(top, children, ()))
 
     @property
@@ -109,6 +119,15 @@ def failed_node_of(row: Row) -> str | None:
     return str(row.span.attributes.get(names.NODE, ""))
 
 
+def failures_of(trace: Trace) -> list[str]:
+    """What went wrong in it, where, and why."""
+    return [
+        f"{row.span.name} on {failed_node_of(row) or row.who}: {note_of(row.span)}"
+        for row in trace.rows
+        if row.span.status is SpanStatus.ERROR
+    ]
+
+
 def _failure(event: SpanEvent) -> str:
     told = event.attributes
     node, kind, message = (told.get(n) for n in (names.NODE, names.ERROR_TYPE, names.ERROR_MESSAGE))
@@ -148,15 +167,20 @@ _FACTS: dict[str, Callable[[Any], str]] = {
     names.CACHED_TOKENS: lambda value: f"{value} cached",
     names.PREEMPTIONS: lambda value: f"{value} preemptions",
     names.TIME_PER_TOKEN: lambda value: f"{value * 1000:.1f} ms/token",
-    names.KV_BYTES: _bytes,
+    names.STEP_ROWS: lambda value: f"{value} rows",
+    names.STEP_PREFILL_TOKENS: lambda value: f"{value} tokens of prompts",
+    names.STEP_DECODE_TOKENS: lambda value: f"{value} of answers",
+    names.KV_BYTES: lambda value: f"{_bytes(value)} of KV",
     names.KV_RATE: lambda value: f"{value:.2g} GB/s",
     names.KV_OVERLAP: lambda value: f"{value:.0%} before prefill ended",
 }
 
 
 def find_trace(traces: Sequence[Trace], wanted: str) -> Trace | None:
-    """By the beginning of its id, or by the request's; the newest one if nothing is wanted."""
+    """By the beginning of its id, or by the request's; the newest request if nothing is wanted."""
     for trace in reversed(traces):
+        if trace.is_step and not wanted:
+            continue
         request_id = str(trace.attribute(names.RESPONSE_ID) or "")
         if f"{trace.trace_id:032x}".startswith(wanted.lower()) or request_id == wanted:
             return trace

@@ -49,7 +49,7 @@ from baton.cli.options import (
 )
 from baton.cli.security import RouterTokenFile, tls_config
 from baton.cli.signatures import split, takes_options_of
-from baton.cli.telemetry import telemetry_options
+from baton.cli.telemetry import TraceStepRatio, telemetry_options
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 from serving.grace import DRAIN_TIMEOUT_S
@@ -94,6 +94,7 @@ def node_options(
     node_id: NodeName = "",
     stuck_after_s: StuckAfter = 60.0,
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
+    trace_step_ratio: TraceStepRatio = 0.0,
     **given: Any,
 ) -> NodeOptions:
     """Both kinds of node take these."""
@@ -138,6 +139,7 @@ def node_options(
         enable_prefix_caching=prefix_caching,
         cpus=parse_cpus(cpus),
         telemetry=telemetry_options(**for_telemetry),
+        trace_step_ratio=trace_step_ratio,
     )
 
 

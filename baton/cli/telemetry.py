@@ -22,6 +22,14 @@ TraceRatio = Annotated[
         rich_help_panel=TRACING_PANEL,
     ),
 ]
+TraceStepRatio = Annotated[
+    float,
+    typer.Option(
+        help="Share of the engine's steps that get a trace of their own, linked to those of the "
+        "requests in the step, from 0 to 1; 0 is none.",
+        rich_help_panel=TRACING_PANEL,
+    ),
+]
 TraceDir = Annotated[
     str,
     typer.Option(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +13,9 @@ from baton.cli.telemetry import TRACE_DIR_VARIABLE, trace_folder
 from engine.errors import EngineError
 from telemetry.store import read_spans
 from telemetry.traces import Trace, find_trace, traces_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 UNCUT = 160  # columns where no terminal says how wide it is
 
@@ -40,43 +42,29 @@ class NoSuchTrace(EngineError):
 
 
 @trace.command(
-    name="list", epilog=examples("baton trace list", "baton trace list --limit 100 --failed")
+    name="list",
+    epilog=examples(
+        "baton trace list", "baton trace list --limit 100 --failed", "baton trace list --steps"
+    ),
 )
 def list_traces(
     limit: Annotated[int, typer.Option(min=1, help="How many, the newest last.")] = 20,
     failed: Annotated[
         bool, typer.Option("--failed", help="Only those that did not end well.")
     ] = False,
+    steps: Annotated[
+        bool, typer.Option("--steps", help="Engine steps (--trace-step-ratio) and not requests.")
+    ] = False,
     trace_dir: Folder = "",
 ) -> None:
     """List the traces that are kept."""
-    from rich.console import Console
-    from rich.table import Table
+    from baton.traces.lists import table_of_requests, table_of_steps
 
-    from telemetry import names
-
-    found = [one for one in _kept(trace_dir) if not failed or one.outcome != "ok"]
-    table = Table(box=None, header_style="dim")
-    for heading in ("trace", "began", "request", "outcome", "prefill"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("ms", "first token ms", "tokens in", "out", "attempts"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in found[-limit:]:
-        ttft_s = one.time_to_first_token_s
-        table.add_row(
-            f"{one.trace_id:032x}"[:16],
-            f"{datetime.fromtimestamp(one.began_ns / 1e9):%H:%M:%S}",
-            _shown(one.attribute(names.RESPONSE_ID)),
-            one.outcome,
-            _shown(one.attribute(names.SERVED)),
-            f"{one.duration_s * 1000:.1f}",
-            "" if ttft_s is None else f"{ttft_s * 1000:.1f}",
-            _shown(one.attribute(names.INPUT_TOKENS)),
-            _shown(one.attribute(names.OUTPUT_TOKENS)),
-            _shown(one.attribute(names.ATTEMPTS)),
-        )
-    console = Console()
-    console.print(table, width=None if console.is_terminal else UNCUT)
+    kept = [one for one in _kept(trace_dir) if one.is_step is steps]
+    found = [one for one in kept if not failed or one.outcome != "ok"][-limit:]
+    table_of = table_of_steps if steps else table_of_requests
+    console = _console()
+    console.print(table_of(found, console.width))
 
 
 @trace.command(
@@ -95,18 +83,17 @@ def show(
     trace_dir: Folder = "",
 ) -> None:
     """Draw a trace as a waterfall."""
-    from rich.console import Console
-
     from baton.traces.page import page_of
-    from baton.traces.terminal import show_waterfall
+    from baton.traces.terminal import show_related, show_waterfall
 
-    found = _wanted(trace_dir, wanted)
+    kept = _kept(trace_dir)
+    found = _wanted(kept, trace_dir, wanted)
     if html is None:
-        console = Console()
-        console.width = console.width if console.is_terminal else UNCUT
+        console = _console()
         show_waterfall(console, found)
+        show_related(console, found, kept)
         return
-    html.write_text(page_of(found), encoding="utf-8")
+    html.write_text(page_of(found, kept), encoding="utf-8")
     print(f"wrote {html}")
 
 
@@ -127,24 +114,27 @@ def export(
     """Send traces that are kept to a collector."""
     from telemetry.export import send_all
 
-    found = [_wanted(trace_dir, wanted)] if wanted else _kept(trace_dir)
+    kept = _kept(trace_dir)
+    found = [_wanted(kept, trace_dir, wanted)] if wanted else kept
     num_spans = send_all(otlp_endpoint, [told for one in found for told in one.told])
     print(f"sent {len(found)} traces, {num_spans} spans, to {otlp_endpoint}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=UNCUT)
 
 
 def _kept(trace_dir: str) -> list[Trace]:
     return traces_of(read_spans(trace_folder(trace_dir)))
 
 
-def _wanted(trace_dir: str, wanted: str) -> Trace:
-    kept = _kept(trace_dir)
+def _wanted(kept: list[Trace], trace_dir: str, wanted: str) -> Trace:
     found = find_trace(kept, wanted)
     if found is None:
         where = trace_folder(trace_dir)
         what = f"no trace and no request is called {wanted!r}" if kept else "no trace is kept"
         raise NoSuchTrace(f"{what} in {where}; see baton trace list, or name another --trace-dir")
     return found
-
-
-def _shown(value: object) -> str:
-    return "" if value is None else str(value)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from baton.traces.terminal import headline
+from baton.traces.terminal import FAILED, headline
 from telemetry import names
+from telemetry.related import related_to
 from telemetry.spans import AttributeValue, SpanEvent, SpanStatus
-from telemetry.traces import Row, Trace, failed_node_of, note_of
+from telemetry.steps import PART_NAMES
+from telemetry.traces import Row, Trace, failed_node_of, failures_of, note_of
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 TICKS = 5
@@ -20,6 +22,7 @@ LETTER = 0.62  # percent of the width that a letter takes, about
 LANE_SPANS = (
     *(names.ADMIT, names.ROUTE, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH),
     *(names.DECODE_WAIT, names.KV_WAIT, names.DECODE_COMPUTE),
+    *PART_NAMES.values(),
 )
 
 
@@ -38,16 +41,19 @@ class Window:
         return row.span.began_ns < self.ended_ns and row.span.ended_ns >= self.began_ns
 
 
-def page_of(trace: Trace) -> str:
+def page_of(trace: Trace, kept: Sequence[Trace] = ()) -> str:
+    """`kept`: other traces, of which some may belong to it."""
     title = f"trace {trace.trace_id:032x}"
     whole = Window(trace.began_ns, trace.ended_ns)
     parts = [
         f"<h1>{title}</h1><p class=head>{escape(headline(trace))}</p>",
+        *(f"<p class=failure>{FAILED} {escape(told)}</p>" for told in failures_of(trace)),
         *_beginning(trace, whole),
-        "<h2>The whole request, by node</h2>",
+        f"<h2>{'The step, by its parts' if trace.is_step else 'The whole request, by node'}</h2>",
         _lanes(trace, whole),
         "<h2>Every span</h2><p class=hint>Open a row for all that it tells.</p>",
         _waterfall(trace, whole),
+        *_related(trace, kept),
     ]
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
@@ -113,10 +119,10 @@ def _box(row: Row, window: Window, level: int) -> str:
     left, right = window.percent(row.span.began_ns), window.percent(row.span.ended_ns)
     label = f"{row.span.name} {_ms(row.span.duration_s)}"
     tip = f"{label} · {note_of(row.span)}" if note_of(row.span) else label
-    kinds = f"{_kind(row)} {row.span.name}"
     place = f"left:{left:.3f}%;width:{right - left:.3f}%;top:calc({level}*var(--line))"
     fitting = [text for text in (label, row.span.name) if len(text) * LETTER < right - left]
     text = escape(fitting[0]) if fitting else ""
+    kinds = f"{_kind(row)} {row.span.name} {'' if text else 'bare'}"
     return f'<div class="box {kinds}" style="{place}" title="{escape(tip)}">{text}</div>'
 
 
@@ -156,6 +162,13 @@ def _fall_row(row: Row, window: Window) -> str:
         f"<span class=note>{escape(note_of(row.span))}</span>"
         f"</summary>{_facts(row)}</details>"
     )
+
+
+def _related(trace: Trace, kept: Sequence[Trace]) -> Iterator[str]:
+    heading, found = related_to(trace, kept)
+    rows = "".join(f"<tr><th>{one.trace_id:032x}<td>{escape(one.what)}</tr>" for one in found)
+    if found:
+        yield f"<h2>{heading.capitalize()}</h2><table class=related>{rows}</table>"
 
 
 def _facts(row: Row) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from baton.units import format_bytes
 from telemetry import names
+from telemetry.related import related_to
 from telemetry.spans import SpanStatus
-from telemetry.traces import Row, Trace, failed_node_of, note_of
+from telemetry.traces import Row, Trace, failures_of, note_of
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 WIDE = 120  # from here on there is room for notes
@@ -39,17 +42,25 @@ def show_waterfall(console: Console, trace: Trace) -> None:
         _show_failures(console, trace)
 
 
+def show_related(console: Console, trace: Trace, kept: Sequence[Trace]) -> None:
+    """Which other traces tell more of it, if there are any."""
+    heading, found = related_to(trace, kept)
+    if found:
+        console.print(Text(heading, style="dim"))
+    for one in found:
+        console.print(Text(f"  {one.trace_id:032x}  {one.what}"), soft_wrap=True)
+
+
 def _show_failures(console: Console, trace: Trace) -> None:
     """Where there is no room for notes, and maybe no colour: what went wrong stands below."""
-    for row in trace.rows:
-        if row.span.status is SpanStatus.ERROR:
-            who = failed_node_of(row) or row.who
-            told = f"{FAILED} {row.span.name} on {who}: {note_of(row.span)}"
-            console.print(Text(told, style="red"), soft_wrap=True)
+    for told in failures_of(trace):
+        console.print(Text(f"{FAILED} {told}", style="red"), soft_wrap=True)
 
 
 def headline(trace: Trace) -> str:
     """What the request was and how it went, in a line."""
+    if trace.is_step:
+        return _headline_of_step(trace)
     ttft_s, num_bytes = trace.time_to_first_token_s, trace.attribute(names.KV_BYTES)
     parts = [
         f"request {trace.attribute(names.RESPONSE_ID) or 'unknown'}",
@@ -68,6 +79,15 @@ def headline(trace: Trace) -> str:
         parts.append(f"prefill {served}")
     if isinstance(num_bytes, int) and num_bytes:
         parts.append(f"{format_bytes(num_bytes)} of KV moved")
+    return " · ".join(parts)
+
+
+def _headline_of_step(trace: Trace) -> str:
+    row = trace.rows[0]
+    number, left_out = (trace.attribute(n) for n in (names.STEP_NUMBER, names.STEP_LINKS_LEFT_OUT))
+    parts = [f"step {number} of {row.who}", f"{trace.duration_s * 1000:.1f} ms", note_of(row.span)]
+    if left_out:
+        parts.append(f"{left_out} more requests are traced than a step is linked to")
     return " · ".join(parts)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from telemetry import names
 from telemetry.spans import SpanStatus
 from telemetry.traces import traces_of
-from tests.support.traces import a_request, a_told_trace, on_decode, to_unix_ns
+from tests.support.traces import (
+    a_request,
+    a_step,
+    a_told_step,
+    a_told_trace,
+    on_decode,
+    to_unix_ns,
+)
 
 TREE = """\
 generate router
@@ -24,6 +31,22 @@ generate router
       decode_compute d0"""
 
 
+STEP_TREE = """\
+engine_step d0
+  schedule d0
+  orders d0
+  run d0
+  poll d0
+  update d0"""
+STEP = {
+    *("baton.role", "baton.node.id", "baton.node.incarnation"),
+    *("baton.step.number", "baton.step.rows"),
+    *("baton.step.tokens.prefill", "baton.step.tokens.decode"),
+    *("baton.step.schedule", "baton.step.orders", "baton.step.run", "baton.step.poll"),
+    "baton.step.update",
+}
+
+
 def test_the_tree_of_a_request_is_the_one_that_is_documented() -> None:
     [trace] = traces_of(a_told_trace())
 
@@ -32,12 +55,25 @@ def test_the_tree_of_a_request_is_the_one_that_is_documented() -> None:
 
 def test_every_name_is_one_of_the_names_file() -> None:
     known = {value for name, value in vars(names).items() if name.isupper()}
-    told = [one.span for one in a_told_trace(has_failed_try=True)]
+    told = [one.span for one in (*a_told_trace(has_failed_try=True), *a_told_step())]
 
     assert {span.name for span in told} <= set(names.SPANS)
+    assert names.ENGINE_STEP in {span.name for span in told}
     for span in told:
         assert set(span.attributes) <= known
         assert {event.name for event in span.events} <= known
+
+
+def test_a_step_is_a_root_that_is_linked_to_the_legs_of_its_requests() -> None:
+    [step] = a_step().spans(to_unix_ns)
+    [leg] = [span for span in on_decode().spans(to_unix_ns) if span.name == names.DECODE]
+    [trace] = traces_of(a_told_step())
+
+    assert (step.name, step.parent_id, set(step.attributes)) == ("engine_step", None, STEP)
+    assert (step.links[0].trace_id, step.links[0].span_id) == (leg.trace_id, leg.span_id)
+    tree = "\n".join(f"{'  ' * row.depth}{row.span.name} {row.who}" for row in trace.rows)
+    assert tree == STEP_TREE
+    assert trace.rows[-1].span.ended_ns == step.ended_ns
 
 
 def test_another_try_is_linked_to_what_failed_and_says_why() -> None:

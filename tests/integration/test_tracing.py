@@ -146,6 +146,34 @@ def test_a_refused_request_is_one_error_with_its_reason(
     assert root.attributes[names.RPC_STATUS] == "NOT_FOUND"
 
 
+def test_steps_of_nodes_are_traces_that_are_linked_to_their_requests(
+    collector: Collector, cluster_options: Callable[..., ClusterOptions]
+) -> None:
+    options = sending_to(collector, cluster_options)
+    every = ("--trace-step-ratio", "1")
+    with LocalCluster(
+        replace(options, node_arguments=(*options.node_arguments, *every))
+    ) as cluster:
+        finish = ask(cluster, 60)
+
+    legs = {s.service: s for s in collector.trace(finish.served.trace_id, is_whole) if s.kind == 2}
+    steps = collector.named(names.ENGINE_STEP)
+
+    assert {step.service for step in steps} == {"baton-prefill", "baton-decode"}
+    assert len({step.trace_id for step in steps}) == len(steps)
+    for step in steps:
+        assert step.parent_id == ""
+        assert step.links == (legs[step.service].span_id,)
+        assert step.linked_traces == (finish.served.trace_id,)
+        parts_s = sum(step.attributes[part] for part in names.STEP_PARTS)
+        assert parts_s == pytest.approx((step.ended_ns - step.began_ns) / 1e9, abs=1e-6)
+    of_prefill = [step for step in steps if step.service == "baton-prefill"]
+    assert sum(step.attributes[names.STEP_PREFILL_TOKENS] for step in of_prefill) == 60
+    of_decode = [step for step in steps if step.service == "baton-decode"]
+    assert sum(step.attributes[names.STEP_DECODE_TOKENS] for step in of_decode) == 5
+    assert all(step.attributes[names.STEP_RUN] > 0 for step in steps)
+
+
 def test_a_caller_that_does_not_trace_is_not_traced(
     traced: LocalCluster, collector: Collector
 ) -> None:

@@ -33,6 +33,7 @@ class Collected:
     attributes: Mapping[str, Any]
     events: tuple[str, ...]
     links: tuple[str, ...]  # span ids
+    linked_traces: tuple[str, ...]
     resource: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,6 +67,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             self._changed.wait_for(lambda: is_whole(self._spans[trace_id]), LONGEST_WAIT_S)
             return list(self._spans[trace_id])
 
+    def named(self, name: str) -> list[Collected]:
+        """All that came so far, of whatever trace."""
+        with self._changed:
+            return [span for spans in self._spans.values() for span in spans if span.name == name]
+
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
@@ -94,6 +100,7 @@ def _span(message: SpanMessage, resource: Mapping[str, Any]) -> Collected:
         attributes=_attributes(message.attributes),
         events=tuple(event.name for event in message.events),
         links=tuple(link.span_id.hex() for link in message.links),
+        linked_traces=tuple(link.trace_id.hex() for link in message.links),
         resource=resource,
     )
 

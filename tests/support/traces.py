@@ -15,8 +15,10 @@ from telemetry.request_timeline import (
 )
 from telemetry.resource import Process
 from telemetry.spans import Attributes, End, Outcome, Span, TraceContext
+from telemetry.step_timeline import StepTimeline
 
 TRACE_ID = 0xABCDEF
+STEP_TRACE_ID = 0x57E9 << 112
 HANDOFF = HandoffId("r1", 1)
 
 
@@ -90,6 +92,20 @@ def on_decode(outcome: str = "done") -> NodeTimeline:
     return timeline
 
 
+def a_step() -> StepTimeline:
+    """Of the decode node: the request of TRACE_ID was in it, and one of which nothing is kept."""
+    return StepTimeline(
+        TraceContext(STEP_TRACE_ID, 77),
+        NodeFacts("decode", "d0", "i2"),
+        *(10.30, 10.3001, 10.3002, 10.3052, 10.3053, 10.306),
+        number=12,
+        num_rows=3,
+        num_prefill_tokens=40,
+        num_decode_tokens=2,
+        requests=(on_decode().context, TraceContext(0xDEAD, 1)),
+    )
+
+
 def told_by(process: Process, spans: list[Span]) -> list[ToldSpan]:
     resource: Attributes = process.attributes
     return [ToldSpan(span, resource) for span in spans]
@@ -102,3 +118,7 @@ def a_told_trace(*, has_failed_try: bool = False) -> list[ToldSpan]:
         *told_by(Process("prefill", "p0", "i1"), on_prefill().spans(to_unix_ns)),
         *told_by(Process("decode", "d0", "i2"), on_decode().spans(to_unix_ns)),
     ]
+
+
+def a_told_step() -> list[ToldSpan]:
+    return told_by(Process("decode", "d0", "i2"), a_step().spans(to_unix_ns))

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from baton.cli import main
+from baton.traces.lists import table_of_requests
 from baton.traces.page import page_of
-from baton.traces.terminal import WIDE, show_waterfall
+from baton.traces.terminal import WIDE, show_related, show_waterfall
 from telemetry import names
 from telemetry.options import MIB
 from telemetry.resource import Process
@@ -20,7 +22,7 @@ from telemetry.spans import Span
 from telemetry.store import TraceWriter
 from telemetry.traces import Trace, find_trace, note_of, traces_of
 from tests.support.collector import collecting
-from tests.support.traces import TRACE_ID, a_told_trace
+from tests.support.traces import STEP_TRACE_ID, TRACE_ID, a_told_step, a_told_trace
 
 
 def a_trace(*, has_failed_try: bool = False) -> Trace:
@@ -32,7 +34,7 @@ def a_trace(*, has_failed_try: bool = False) -> Trace:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where one trace is kept, as three processes wrote it."""
     by_role: dict[str, list[Span]] = {}
-    for one in a_told_trace():
+    for one in (*a_told_trace(), *a_told_step()):
         by_role.setdefault(str(one.resource["baton.role"]), []).append(one.span)
     for role, spans in by_role.items():
         TraceWriter(tmp_path, MIB, Process(role, role, "i").attributes, role).write(spans)
@@ -43,6 +45,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def the(trace: Trace, name: str) -> Span:
     [found] = [row.span for row in trace.rows if row.span.name == name]
     return found
+
+
+def related_lines(trace: Trace, kept: list[Trace]) -> list[str]:
+    told = io.StringIO()
+    show_related(Console(file=told, width=100), trace, kept)
+    return told.getvalue().splitlines()
+
+
+def drawn(table: Table, width: int) -> str:
+    told = io.StringIO()
+    Console(file=told, width=width).print(table)
+    return told.getvalue()
 
 
 def baton(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -84,7 +98,8 @@ def test_a_node_that_failed_has_a_lane_of_the_page_though_it_told_nothing() -> N
 
     page = page_of(trace)
 
-    lanes = page[: page.index("Every span")]
+    head, lanes = page.split("<h2>")[0], page[: page.index("Every span")]
+    assert "✗ decode on d0: UNAVAILABLE: &lt;gone&gt; &amp; away" in head
     assert "<div class=who>d0</div>" in lanes
     assert "UNAVAILABLE: &lt;gone&gt; &amp; away" in lanes
 
@@ -144,6 +159,76 @@ def test_list_and_show_read_what_processes_wrote(
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
     assert baton(monkeypatch, "trace", "show", "beef") == 1
     assert "baton trace list" in capsys.readouterr().err
+
+
+def test_steps_are_listed_apart_from_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = f"{STEP_TRACE_ID:032x}"[:12]
+
+    assert baton(monkeypatch, "trace", "list") == 0
+    assert step not in capsys.readouterr().out
+    assert baton(monkeypatch, "trace", "list", "--steps") == 0
+    [heading, line] = capsys.readouterr().out.splitlines()
+
+    assert " ".join(heading.split()) == "trace began node step ms run ms rows in out traced"
+    assert line.startswith(step)
+    assert " ".join(line.split()[2:]) == "decode 12 6.0 5.0 3 40 2 2"
+
+
+def test_the_newest_trace_is_a_request_also_where_steps_are_newer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert baton(monkeypatch, "trace", "show") == 0
+
+    assert "request r1 · ok" in capsys.readouterr().out
+
+
+def test_a_step_and_its_requests_name_each_other() -> None:
+    kept = traces_of([*a_told_trace(), *a_told_step()])
+    request, step = sorted(kept, key=lambda trace: trace.is_step)
+
+    of_step, of_request = (related_lines(trace, kept) for trace in (step, request))
+
+    assert of_step == [
+        "traced requests in it",
+        f"  {TRACE_ID:032x}  request r1",
+        f"  {0xDEAD:032x}  its trace is not kept here",
+    ]
+    assert of_request == ["its traced steps", f"  {STEP_TRACE_ID:032x}  step 12 of d0, 6.0 ms"]
+    assert f"<th>{TRACE_ID:032x}<td>request r1" in page_of(step, kept)
+    assert related_lines(request, [request]) == []
+
+
+@pytest.mark.parametrize("width", [60, 160])
+def test_a_step_is_drawn_with_its_parts(width: int) -> None:
+    [step] = traces_of(a_told_step())
+    drawn = io.StringIO()
+
+    show_waterfall(Console(file=drawn, width=width), step)
+
+    assert "step 12 of d0 · 6.0 ms · 3 rows, 40 tokens of prompts, 2 of answers" in drawn.getvalue()
+    lines = [line.rstrip() for line in drawn.getvalue().splitlines() if "━" in line]
+    assert [line.split("━")[0].split()[-3:] for line in lines[1:]] == [
+        [name, "d0", took]
+        for name, took in zip(
+            ("schedule", "orders", "run", "poll", "update"),
+            ("0.1", "0.1", "5.0", "0.1", "0.7"),
+            strict=True,
+        )
+    ]
+    assert max(map(len, lines)) <= width
+
+
+def test_a_list_fits_into_a_terminal_and_is_whole_elsewhere() -> None:
+    [trace] = traces_of(a_told_trace())
+
+    narrow, wide = (drawn(table_of_requests([trace], width), width) for width in (80, 160))
+
+    assert "…" not in narrow + wide
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "r1" not in narrow.split()
+    assert "r1" in wide.split()
 
 
 def test_export_sends_to_a_collector_what_was_kept(

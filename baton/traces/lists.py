@@ -1,0 +1,90 @@
+"""Traces as tables, a line for each, as wide as the terminal is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from rich.table import Table
+
+from telemetry import names
+from telemetry.traces import Trace
+
+WIDE = 110  # from here on there is room for everything
+ID_LETTERS = 12  # of a trace's id; any beginning of it will do for `show`
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    heading: str
+    told: Callable[[Trace], str]
+    is_number: bool = True
+    is_for_wide: bool = False
+
+
+def table_of_requests(traces: Sequence[Trace], width: int) -> Table:
+    return _table(OF_REQUESTS, traces, width)
+
+
+def table_of_steps(traces: Sequence[Trace], width: int) -> Table:
+    return _table(OF_STEPS, traces, width)
+
+
+def _table(columns: Sequence[Column], traces: Sequence[Trace], width: int) -> Table:
+    shown = [one for one in columns if width >= WIDE or not one.is_for_wide]
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
+    for one in shown:
+        table.add_column(one.heading, justify="right" if one.is_number else "left", no_wrap=True)
+    for trace in traces:
+        table.add_row(*(one.told(trace) for one in shown))
+    return table
+
+
+def _attribute(name: str) -> Callable[[Trace], str]:
+    return lambda trace: _shown(trace.attribute(name))
+
+
+def _ms(name: str) -> Callable[[Trace], str]:
+    def told(trace: Trace) -> str:
+        value = trace.attribute(name)
+        return f"{value * 1000:.1f}" if isinstance(value, float) else ""
+
+    return told
+
+
+def _began(trace: Trace) -> str:
+    return f"{datetime.fromtimestamp(trace.began_ns / 1e9):%H:%M:%S}"
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+OF_BOTH = (
+    Column("trace", lambda trace: f"{trace.trace_id:032x}"[:ID_LETTERS], is_number=False),
+    Column("began", _began, is_number=False),
+)
+DURATION = Column("ms", lambda trace: f"{trace.duration_s * 1000:.1f}")
+OF_REQUESTS = (
+    *OF_BOTH,
+    Column("request", _attribute(names.RESPONSE_ID), is_number=False, is_for_wide=True),
+    Column("outcome", lambda trace: trace.outcome, is_number=False),
+    Column("prefill", _attribute(names.SERVED), is_number=False),
+    DURATION,
+    Column("first ms", _ms(names.TIME_TO_FIRST_TOKEN)),
+    Column("in", _attribute(names.INPUT_TOKENS)),
+    Column("out", _attribute(names.OUTPUT_TOKENS)),
+    Column("tries", _attribute(names.ATTEMPTS)),
+)
+OF_STEPS = (
+    *OF_BOTH,
+    Column("node", lambda trace: trace.rows[0].who, is_number=False),
+    Column("step", _attribute(names.STEP_NUMBER)),
+    DURATION,
+    Column("run ms", _ms(names.STEP_RUN)),
+    Column("rows", _attribute(names.STEP_ROWS)),
+    Column("in", _attribute(names.STEP_PREFILL_TOKENS)),
+    Column("out", _attribute(names.STEP_DECODE_TOKENS)),
+    Column("traced", lambda trace: str(len(trace.root.links) if trace.root else 0)),
+)

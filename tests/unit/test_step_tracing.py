@@ -1,0 +1,191 @@
+"""Steps of an engine as traces of their own: sampled, made from values, linked, and bounded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from engine.core import EngineCore
+from engine.core import NoKvWorker as NoWorker
+from engine.errors import InvalidConfig
+from engine.plan import Plan, RunResult
+from engine.request import RequestId
+from engine.runner.settings import RunnerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from serving.node_options import NodeOptions
+from serving.node_tracing import NodeTracing
+from serving.step_tracing import MAX_LINKS, StepTracing
+from telemetry import names
+from telemetry.node_timeline import NodeFacts
+from telemetry.outlet import Timeline
+from telemetry.spans import Span, TraceContext
+from telemetry.step_timeline import StepTimeline
+from telemetry.tracer import NO_TRACER, Tracer
+from tests.support.engines import VOCAB_SIZE, a_spec
+from tests.support.fake_runner import FakeRunner, KvTensor
+from tests.support.traces import to_unix_ns
+
+FACTS = NodeFacts("decode", "d0", "i1")
+NUM_BLOCKS, BLOCK_SIZE = 1024, 4
+
+
+class Taking(Tracer):
+    """A tracer that is on and keeps what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Timeline] = []
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    def take(self, timeline: Timeline) -> None:
+        self.taken.append(timeline)
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for one in self.taken for span in one.spans(to_unix_ns)]
+
+
+@dataclass
+class SlowRunner:
+    """Takes its time."""
+
+    inner: FakeRunner
+    took_s: float = 0.002
+
+    def run(self, plan: Plan) -> RunResult:
+        until_s = time.monotonic() + self.took_s
+        while time.monotonic() < until_s:
+            pass
+        return self.inner.run(plan)
+
+
+@dataclass
+class World:
+    tracer: Taking
+    core: EngineCore
+    runner: SlowRunner
+
+
+def a_world(*, ratio: float = 1.0, traced: tuple[str, ...] = (), most_tokens: int = 64) -> World:
+    tracer = Taking()
+    contexts = {RequestId(name): TraceContext(place, 7) for place, name in enumerate(traced, 1)}
+    steps = StepTracing(tracer, FACTS, ratio, contexts.get)
+    config = SchedulerConfig(
+        max_num_seqs=min(300, most_tokens),
+        max_num_batched_tokens=most_tokens,
+        vocab_size=VOCAB_SIZE,
+    )
+    scheduler = Scheduler(config, CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
+    runner = SlowRunner(FakeRunner(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE))
+    return World(tracer, steps.core(scheduler, runner, NoWorker()), runner)
+
+
+def test_a_step_tells_who_was_in_it_and_what_was_computed() -> None:
+    world = a_world(traced=("a",))
+    world.core.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5)))
+    world.core.step()
+    world.core.scheduler.add(a_spec("b", prompt=(1, 2, 3)))
+
+    world.core.step()
+
+    first, second = world.tracer.spans
+    assert tokens_of(first) == (1, 5, 0)
+    assert tokens_of(second) == (2, 3, 1)
+    assert second.name == names.ENGINE_STEP
+    assert second.parent_id is None
+    assert [(link.trace_id, link.span_id) for link in second.links] == [(1, 7)]
+    assert second.attributes[names.STEP_NUMBER] == 2
+    assert second.attributes[names.NODE] == "d0"
+
+
+def test_the_last_chunk_of_a_prompt_is_not_taken_for_a_token_of_an_answer() -> None:
+    world = a_world(most_tokens=4)
+    world.core.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5), max_tokens=2))
+
+    for _ in range(3):
+        world.core.step()
+
+    assert [tokens_of(span) for span in world.tracer.spans] == [(1, 4, 0), (1, 1, 0), (1, 0, 1)]
+
+
+def test_the_parts_of_a_step_are_all_of_it() -> None:
+    world = a_world()
+    world.core.scheduler.add(a_spec("a"))
+
+    world.core.step()
+
+    [timeline] = world.tracer.taken
+    [span] = world.tracer.spans
+    assert isinstance(timeline, StepTimeline)
+    parts_s = [span.attributes[part] for part in names.STEP_PARTS]
+    assert all(isinstance(part_s, float) and part_s >= 0 for part_s in parts_s)
+    took_s = timeline.ended_s - timeline.began_s
+    assert sum(map(float, map(str, parts_s))) == pytest.approx(took_s)
+    assert float(str(span.attributes[names.STEP_RUN])) >= world.runner.took_s
+
+
+def test_turns_that_run_nothing_are_not_told() -> None:
+    world = a_world()
+
+    for _ in range(5):
+        world.core.step()
+
+    assert world.tracer.taken == []
+
+
+def test_only_a_share_of_the_steps_is_told() -> None:
+    world = a_world(ratio=0.2)
+    world.runner.took_s = 0.0
+    world.core.scheduler.add(a_spec("a", max_tokens=300))
+
+    for _ in range(300):
+        world.core.step()
+
+    assert 20 <= len(world.tracer.taken) <= 120  # 60 on average
+    numbers = [int(str(span.attributes[names.STEP_NUMBER])) for span in world.tracer.spans]
+    assert max(numbers) > 100  # those between are counted all the same
+
+
+def test_a_step_is_linked_to_no_more_requests_than_a_span_has_links() -> None:
+    everybody = tuple(f"r{number}" for number in range(MAX_LINKS + 20))
+    world = a_world(traced=everybody, most_tokens=4096)
+    for name in everybody:
+        world.core.scheduler.add(a_spec(name))
+
+    world.core.step()
+
+    [span] = world.tracer.spans
+    assert len(span.links) == MAX_LINKS
+    assert span.attributes[names.STEP_ROWS] == MAX_LINKS + 20
+    assert span.attributes[names.STEP_LINKS_LEFT_OUT] == 20
+
+
+@pytest.mark.parametrize(
+    ("tracer", "ratio"), [(Taking(), 0.0), (NO_TRACER, 1.0)], ids=["no steps", "no tracing"]
+)
+def test_nothing_stands_around_the_step_when_no_step_is_traced(
+    tracer: Tracer, ratio: float
+) -> None:
+    tracing = NodeTracing(tracer, FACTS, step_ratio=ratio)
+    scheduler = Scheduler(SchedulerConfig(vocab_size=VOCAB_SIZE), CacheConfig(8, BLOCK_SIZE))
+
+    core = tracing.core(scheduler, FakeRunner(KvTensor(8, BLOCK_SIZE), VOCAB_SIZE), NoWorker())
+
+    assert type(core) is EngineCore
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1])
+def test_a_share_of_steps_is_between_none_and_all(ratio: float) -> None:
+    with pytest.raises(InvalidConfig, match="--trace-step-ratio"):
+        NodeOptions(RunnerConfig("m"), trace_step_ratio=ratio)
+
+
+def tokens_of(span: Span) -> tuple[object, ...]:
+    told = (names.STEP_ROWS, names.STEP_PREFILL_TOKENS, names.STEP_DECODE_TOKENS)
+    return tuple(span.attributes[name] for name in told)
