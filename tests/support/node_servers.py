@@ -18,6 +18,7 @@ from serving.ledger import Ledger
 from serving.node import NodeLoad, NodeRole
 from serving.node_news import NodeNews
 from serving.node_state import NodeState
+from serving.node_tracing import NO_TRACING, NodeTracing
 from serving.server import Service, serving
 from serving.servicer import NodeServicer
 from tests.support.engines import an_engine
@@ -40,6 +41,7 @@ async def a_node_server(
     port: int = 0,
     incarnation: str = "1",
     core: EngineCore | None = None,
+    tracing: NodeTracing = NO_TRACING,
 ) -> AsyncIterator[NodeServer]:
     """Well and idle, until the test says otherwise. Its engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
@@ -48,7 +50,7 @@ async def a_node_server(
     state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
     node = NodeServicer(state)
-    decode = DecodeServicer(state, Ledger(16), connected.put_nowait)
+    decode = DecodeServicer(state, Ledger(16), connected.put_nowait, tracing)
     services = [
         Service(
             "baton.v1.NodeService",

@@ -17,6 +17,7 @@ from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
 from router.servicer import InferenceServicer
 from router.text import TokenIdsOnly
+from router.tracing import TRACES_NOTHING, Tracing
 from router.values import Prompt
 from serving.server import Service, serving
 from serving.status import named_errors
@@ -47,6 +48,7 @@ class MoodyRouter(InferenceServicer):
         faults: Sequence[Exception],
         table: NodeTable,
         line: LineConfig,
+        tracing: Tracing = TRACES_NOTHING,
     ) -> None:
         self.text = ToldOfPrompts()
         self.pipeline = Pipeline(
@@ -56,7 +58,7 @@ class MoodyRouter(InferenceServicer):
             clock=time.monotonic,
             config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=line),
         )
-        super().__init__(self.pipeline, table)
+        super().__init__(self.pipeline, table, tracing)
         self.faults = list(faults)
         self.num_asked = 0
         self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of requests that left nothing here
@@ -92,9 +94,11 @@ async def a_router(
     interceptors: Sequence[aio.ServerInterceptor] = (),
     line: LineConfig = UNCROWDED,
     port: int = 0,
+    tracing: Tracing = TRACES_NOTHING,
 ) -> AsyncIterator[tuple[MoodyRouter, str]]:
     """The router and its address."""
-    router = MoodyRouter(node_calls or FakeNodeCalls(), faults, table or a_table(), line)
+    nodes = node_calls or FakeNodeCalls()
+    router = MoodyRouter(nodes, faults, table or a_table(), line, tracing)
     service = Service(
         "baton.v1.InferenceService",
         lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),

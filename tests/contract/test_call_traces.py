@@ -1,0 +1,267 @@
+"""How calls end, and that their spans tell it so: over real gRPC, on the router and on nodes.
+
+OpenTelemetry's own instrumentation takes cancelled calls and bugs in streams for successes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, BatonError, Generation
+from engine.core import EngineCore
+from engine.plan import Plan, RunResult
+from engine.request import RequestSpec
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId
+from router.legs import LegEvent
+from router.node_calls import GrpcNodeCalls
+from router.nodes import Node
+from router.tracing import LegTrace, Trace, Tracing
+from router.values import Prompt
+from serving.node import NodeRole
+from serving.node_tracing import NodeTracing
+from serving.translate_sequence import Sequence
+from telemetry import names
+from telemetry.node_timeline import NodeFacts
+from telemetry.spans import Span, SpanStatus, TraceContext
+from tests.support.engines import VOCAB_SIZE, an_engine
+from tests.support.fake_runner import FakeRunner, KvTensor
+from tests.support.node_calls import FakeNodeCalls, a_card
+from tests.support.node_servers import NodeServer, a_node_server
+from tests.support.routers import MoodyRouter, a_router
+from tests.support.tracers import TakingTracer
+
+PATIENCE_S = 60
+CALLER = TraceContext(0xABC, 0x1)
+ENDLESS = SamplingParams(max_tokens=6)
+
+
+def play(scene: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scene, PATIENCE_S))
+
+
+def assert_end(span: Span, status: SpanStatus, outcome: str, rpc: str, kind: str | None) -> None:
+    assert span.status is status
+    assert span.attributes.get(names.OUTCOME) == outcome
+    assert span.attributes[names.RPC_STATUS] == rpc
+    assert span.attributes.get(names.ERROR_TYPE) == kind
+
+
+# --- The router's ends of its clients' calls --------------------------------------------------
+
+
+@asynccontextmanager
+async def traced_router() -> AsyncIterator[tuple[MoodyRouter, AsyncClient, TakingTracer]]:
+    tracer, nodes = TakingTracer(), FakeNodeCalls(is_endless=True)
+    async with (
+        a_router(node_calls=nodes, tracing=Tracing(tracer)) as (router, address),
+        AsyncClient(address) as client,
+    ):
+        await client.model()
+        yield router, client, tracer
+
+
+def asked() -> Generation:
+    return Generation(ENDLESS, traceparent=CALLER.traceparent)
+
+
+def test_a_client_that_leaves_has_cancelled() -> None:
+    async def scene() -> None:
+        async with traced_router() as (router, client, tracer):
+            asking = asyncio.ensure_future(client.generate((1,), asked()))
+            await router.text.read.get()
+            asking.cancel()
+
+            root = (await tracer.next_spans())[0]
+
+        assert (root.name, root.trace_id, root.parent_id) == (names.GENERATE, 0xABC, 0x1)
+        assert_end(root, SpanStatus.UNSET, "cancelled", "CANCELLED", None)
+
+    play(scene())
+
+
+def test_a_clients_deadline_that_passes_is_an_error_of_that_name() -> None:
+    async def scene() -> None:
+        async with traced_router() as (_, client, tracer):
+            with pytest.raises(BatonError):
+                await client.generate((1,), asked(), timeout_s=0.5)
+
+            root = (await tracer.next_spans())[0]
+
+        late = "DEADLINE_EXCEEDED"
+        assert_end(root, SpanStatus.ERROR, "deadline_exceeded", late, late)
+
+    play(scene())
+
+
+def test_a_bug_of_the_router_is_an_error_named_after_it() -> None:
+    async def scene() -> None:
+        async with traced_router() as (router, client, tracer):
+            router.text.token_ids = _broken  # type: ignore[method-assign]
+            with pytest.raises(BatonError) as failure:
+                await client.generate((1,), asked())
+
+            root = (await tracer.next_spans())[0]
+
+        assert failure.value.code is grpc.StatusCode.UNKNOWN
+        assert_end(root, SpanStatus.ERROR, "failed", "UNKNOWN", "ZeroDivisionError")
+        assert root.status_message == "a bug"
+
+    play(scene())
+
+
+def _broken(prompt: Prompt) -> tuple[int, ...]:
+    raise ZeroDivisionError("a bug")
+
+
+# --- A node's ends of a router's calls, which share a stream ------------------------------------
+
+
+class Led(Trace):
+    """Sends the context of a leg along."""
+
+    @contextmanager
+    def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
+        yield LegTrace(((names.TRACEPARENT, CALLER.traceparent),))
+
+
+class StuckRunner:
+    """Ends a pass when it is let go."""
+
+    def __init__(self) -> None:
+        self._fake = FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
+        self.runs, self.may_end = threading.Event(), threading.Event()
+
+    def run(self, plan: Plan) -> RunResult:
+        self.runs.set()
+        self.may_end.wait()
+        return self._fake.run(plan)
+
+
+class BrokenRunner:
+    def run(self, plan: Plan) -> RunResult:
+        raise ZeroDivisionError("a bug")
+
+
+@dataclass
+class Called:
+    """One call of the router to a node, and the node's tracer."""
+
+    call: asyncio.Task[None]
+    calls: GrpcNodeCalls
+    server: NodeServer
+    tracer: TakingTracer
+
+    async def span(self) -> Span:
+        return (await self.tracer.next_spans())[0]
+
+
+@asynccontextmanager
+async def calling(core: EngineCore, timeout_s: float | None = None) -> AsyncIterator[Called]:
+    tracer = TakingTracer()
+    tracing = NodeTracing(tracer, NodeFacts("decode", "d0", "1"))
+    sequence = Sequence((1, 2, 3), ENDLESS, seed=1)
+    async with a_node_server(core=core, tracing=tracing) as server, GrpcNodeCalls() as calls:
+        node = Node(server.address, a_card(NodeRole.DECODE))
+        call = asyncio.ensure_future(
+            calls.decode(
+                node,
+                HandoffId("r", 1),
+                sequence,
+                None,
+                _ignore,
+                timeout_s=timeout_s,
+                trace=Led(),
+            )
+        )
+        yield Called(call, calls, server, tracer)
+        call.cancel()
+        with suppress(Exception, asyncio.CancelledError):
+            await call
+
+
+def _ignore(event: LegEvent) -> None:
+    """It is the end that counts."""
+
+
+@asynccontextmanager
+async def stuck(timeout_s: float | None = None) -> AsyncIterator[Called]:
+    """In the engine, which goes on after the block."""
+    runner = StuckRunner()
+    async with calling(an_engine(runner=runner), timeout_s) as called:
+        try:
+            await asyncio.to_thread(runner.runs.wait)
+            yield called
+        finally:
+            runner.may_end.set()
+
+
+def test_a_call_that_the_router_gives_up_is_cancelled_on_the_node() -> None:
+    async def scene() -> None:
+        async with stuck() as called:
+            called.call.cancel()
+
+            span = await called.span()
+
+        assert (span.name, span.trace_id, span.parent_id) == (names.DECODE, 0xABC, 0x1)
+        assert_end(span, SpanStatus.UNSET, "cancelled", "CANCELLED", None)
+
+    play(scene())
+
+
+def test_a_stream_that_breaks_cancels_its_calls_on_the_node() -> None:
+    async def scene() -> None:
+        async with stuck() as called:
+            await called.calls.channel(called.server.address).close()
+
+            span = await called.span()
+
+        assert_end(span, SpanStatus.UNSET, "cancelled", "CANCELLED", None)
+
+    play(scene())
+
+
+def test_a_deadline_that_passes_on_the_node_is_an_error_of_that_name() -> None:
+    async def scene() -> None:
+        async with stuck(timeout_s=0.5) as called:
+            span = await called.span()
+
+        late = "DEADLINE_EXCEEDED"
+        assert_end(span, SpanStatus.ERROR, "deadline_exceeded", late, late)
+
+    play(scene())
+
+
+def test_an_engine_that_dies_is_the_error_of_its_calls() -> None:
+    async def scene() -> None:
+        async with calling(an_engine(runner=BrokenRunner())) as called:
+            span = await called.span()
+
+        assert_end(span, SpanStatus.ERROR, "failed", "UNAVAILABLE", "ENGINE_STOPPED")
+        assert "a bug" in span.status_message
+
+    play(scene())
+
+
+def test_a_bug_in_a_call_is_an_error_named_after_it() -> None:
+    async def scene() -> None:
+        core = an_engine()
+        core.scheduler.validate = _buggy  # type: ignore[method-assign]
+        async with calling(core) as called:
+            span = await called.span()
+
+        assert_end(span, SpanStatus.ERROR, "failed", "UNKNOWN", "ZeroDivisionError")
+
+    play(scene())
+
+
+def _buggy(spec: RequestSpec) -> None:
+    raise ZeroDivisionError("a bug")

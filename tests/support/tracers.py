@@ -1,0 +1,31 @@
+"""A tracer whose catch can be looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+
+from telemetry.outlet import Timeline
+from telemetry.spans import Span
+from telemetry.tracer import Tracer
+from tests.support.traces import to_unix_ns
+
+
+class TakingTracer(Tracer):
+    """Is on and keeps what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._came: queue.SimpleQueue[Timeline] = queue.SimpleQueue()
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    def take(self, timeline: Timeline) -> None:
+        self._came.put(timeline)
+
+    async def next_spans(self) -> list[Span]:
+        """Of the next timeline, once it has come."""
+        timeline = await asyncio.to_thread(self._came.get)
+        return timeline.spans(to_unix_ns)
