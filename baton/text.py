@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +19,7 @@ from engine.model_folder import JsonFields, read_generation_defaults
 
 # What decoding gives for bytes that are no whole character (yet).
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MOST_REMEMBERED = 1 << 16  # tokens whose text is known
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 Message = Mapping[str, object]  # role, content, and whatever else the template reads
@@ -42,6 +43,8 @@ class Tokenizer:
         self._chat_templates = dict(chat_templates)
         self._clock = clock
         self.eos_token_ids = eos_token_ids
+        # What each token spells alone: answers ask for it over and over.
+        self.decode_one = lru_cache(MOST_REMEMBERED)(self._decode_one)
 
     @classmethod
     def from_folder(cls, folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
@@ -70,6 +73,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self.decode((token_id,), skip_special_tokens=skip_special_tokens)
 
     def encode_chat(
         self,
@@ -187,6 +193,8 @@ class Detokenizer:
         return piece
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1:
+            return self._tokenizer.decode_one(token_ids[0], self._skip_special_tokens)
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 

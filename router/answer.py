@@ -51,6 +51,8 @@ class Answer:
         """What is new in them, if something is."""
         if self.finish is not None:
             return None
+        if len(outputs) == 1 and self._is_plainly_next(outputs[0]):
+            return self._take_next(outputs[0])
         for output in outputs:
             self._note(output)
         first_index = len(self._token_ids)
@@ -60,6 +62,19 @@ class Answer:
         if not (token_ids or text or prompt_logprobs):
             return None
         return Piece(first_index, token_ids, text, logprobs, prompt_logprobs)
+
+    def _is_plainly_next(self, output: Output) -> bool:
+        """Tokens alone, whose turn it is: nearly every output of an answer."""
+        is_first_said = output.first_index == len(self._token_ids) and not self._early
+        has_more = output.logprobs or output.prompt_logprobs or output.finish_reason
+        return is_first_said and not has_more and self._end is None and len(output.token_ids) == 1
+
+    def _take_next(self, output: Output) -> Piece:
+        """The short way for one token, because it is walked for each."""
+        (token_id,) = output.token_ids
+        self._token_ids.append(token_id)
+        text = self._stops.push(self._speller.push(token_id), len(self._token_ids))
+        return Piece(output.first_index, output.token_ids, text + self._finish_if_due())
 
     def _note(self, output: Output) -> None:
         logprobs = output.logprobs or (None,) * len(output.token_ids)

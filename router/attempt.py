@@ -95,9 +95,9 @@ class Attempt:
         return {Leg.PREFILL: prefill, Leg.DECODE: decode}
 
     def _take(self, event: LegEvent) -> Piece | None:
+        if isinstance(event, LegOutput):
+            return self._take_output(event)
         match event:
-            case LegOutput():
-                return self._take_output(event)
             case LegSummary(summary):
                 self._summary = summary
             case LegFailed(leg, error):
@@ -124,11 +124,10 @@ class Attempt:
         return piece
 
     def _note_time(self, leg: Leg) -> None:
-        now_s = self._since_received()
         if self._first_token_s is None:
-            self._first_token_s = now_s
+            self._first_token_s = self._since_received()
         if leg is Leg.DECODE and self._first_decoded_token_s is None:
-            self._first_decoded_token_s = now_s
+            self._first_decoded_token_s = self._since_received()
 
     def _blame(self, leg: Leg) -> None:
         node = self._route.prefill if leg is Leg.PREFILL else self._route.decode

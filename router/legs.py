@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.request import Output
 from kv_transfer.types import HandoffId
@@ -27,8 +27,9 @@ class Leg(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class LegOutput:
+class LegOutput(NamedTuple):
+    """A tuple, because one is made per token."""
+
     leg: Leg
     outputs: tuple[Output, ...]
 
@@ -97,19 +98,20 @@ class Events:
 
     def __init__(self) -> None:
         self._waiting: deque[LegEvent] = deque()
-        self._came = asyncio.Event()
+        self._came: asyncio.Future[None] | None = None  # while somebody waits
 
     def put(self, event: LegEvent) -> None:
         """Raises ClientTooSlow, which ends the leg, for an output too many."""
         if len(self._waiting) >= MOST_WAITING and isinstance(event, LegOutput):
             raise ClientTooSlow(f"the client left {MOST_WAITING} steps of its answer unread")
         self._waiting.append(event)
-        self._came.set()
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
 
     async def next(self) -> LegEvent:
         if not self._waiting:
-            self._came.clear()
-            await self._came.wait()
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
         event = self._waiting.popleft()
         if isinstance(event, LegOutput) and self._waiting:
             return LegOutput(event.leg, event.outputs + tuple(self._more_of(event.leg)))

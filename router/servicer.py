@@ -17,7 +17,7 @@ from router.context import RequestContext
 from router.nodes import NodeTable
 from router.pipeline import Pipeline
 from router.tracing import TRACES_NOTHING, Tracing
-from router.translate import call_from, response_to, tokenize_input_from
+from router.translate import Responses, call_from, tokenize_input_from
 from serving.ends import is_late
 from serving.errors import NoNodes
 from serving.node import NodeRole
@@ -49,9 +49,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 call = call_from(request, request_id, defaults)
                 trace.asked(call)
                 parts = self._pipeline.generate(call, replace(received, trace=trace))
+                responses = Responses(request_id)
                 async with aclosing(parts):
                     async for part in parts:
-                        yield response_to(request_id, part)
+                        yield responses.next(part)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]

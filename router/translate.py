@@ -91,6 +91,23 @@ def response_to(request_id: str, part: Piece | Ending) -> inference_pb2.Generate
     )
 
 
+class Responses:
+    """One request's messages. Each is to be written before the next is asked for."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        # Filled anew for every token: making a message costs more than filling it.
+        self._plain = inference_pb2.GenerateResponse(request_id=request_id)
+
+    def next(self, part: Piece | Ending) -> inference_pb2.GenerateResponse:
+        if isinstance(part, Ending) or part.logprobs or part.prompt_logprobs:
+            return response_to(self._request_id, part)
+        self._plain.first_index = part.first_index
+        self._plain.token_ids[:] = part.token_ids
+        self._plain.text = part.text
+        return self._plain
+
+
 def _finish_to(ending: Ending) -> inference_pb2.Finish:
     finish = ending.finish
     return inference_pb2.Finish(

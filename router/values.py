@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from baton.stops import StopRule
 from engine.request import FinishReason
@@ -48,9 +49,8 @@ class Call:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The next part of an answer."""
+class Piece(NamedTuple):
+    """The next part of an answer. A tuple, because one is made per token."""
 
     first_index: int
     token_ids: tuple[int, ...] = ()

@@ -110,10 +110,13 @@ def prompt_logprobs_to(
 
 
 def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
+    first_index, token_ids = message.first_index, tuple(message.token_ids[:])
+    if not (message.finish_reason or message.logprobs or message.prompt_logprobs):
+        return Output(request_id, first_index, token_ids)  # nearly all
     return Output(
         request_id=request_id,
-        first_index=message.first_index,
-        token_ids=tuple(message.token_ids),
+        first_index=first_index,
+        token_ids=token_ids,
         logprobs=tuple(map(logprobs_from, message.logprobs)),
         prompt_logprobs=prompt_logprobs_from(message.prompt_logprobs),
         finish_reason=FINISH_FROM_MESSAGE[message.finish_reason],
