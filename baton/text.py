@@ -64,6 +64,11 @@ class Tokenizer:
         """How many ids the tokenizer knows; the model's own vocabulary may be padded."""
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token stands for."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)))
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)

@@ -135,6 +135,15 @@ class NodeTable:
     def models(self) -> frozenset[str]:
         return frozenset(node.card.model for node in self._nodes.values())
 
+    def max_model_len(self, model: str) -> int | None:
+        """The longest that any decode node takes; None while there is none."""
+        found = [
+            node.card.max_model_len
+            for node in self._nodes.values()
+            if node.card.role is NodeRole.DECODE and model in ("", node.card.model)
+        ]
+        return max(found, default=None)
+
     def sampling_defaults(self, model: str) -> SamplingDefaults:
         """Of the model of this name, or of any if it is empty."""
         found = (node.card for node in self._nodes.values() if model in ("", node.card.model))

@@ -19,6 +19,7 @@ from router.breakers import BreakerConfig, Breakers
 from router.context import RequestContext
 from router.failures import Failures
 from router.forecast import Forecast
+from router.large_texts import LargeTextConfig, LargeTexts
 from router.legs import NodeCalls
 from router.line import LineConfig
 from router.nodes import NodeTable
@@ -26,7 +27,7 @@ from router.policy import Ask, Route, Routing, choose
 from router.retry_budget import RetryBudget
 from router.sizes import check_prompt_logprobs_fit
 from router.text import TextBoundary
-from router.values import Call, Ending, Piece
+from router.values import Call, Ending, Piece, Prompt
 from serving.errors import (
     Draining,
     EmptyPrompt,
@@ -52,6 +53,7 @@ class PipelineConfig:
     routing: Routing = field(default_factory=Routing)
     breakers: BreakerConfig = field(default_factory=BreakerConfig)
     line: LineConfig = field(default_factory=LineConfig)
+    large_texts: LargeTextConfig = field(default_factory=LargeTextConfig)
 
 
 class Pipeline:
@@ -66,7 +68,8 @@ class Pipeline:
     ) -> None:
         self._table = table
         self._node_calls = node_calls
-        self.text = text
+        self._text = text
+        self._large_texts = LargeTexts(config.large_texts)
         self._clock = clock
         self._config = config
         self._numbers = itertools.count()
@@ -106,20 +109,30 @@ class Pipeline:
         if self.is_draining:
             raise Draining("this router is on its way out; send the request to another")
         self._check_model(call.model)
-        prompt = self.text.token_ids(call.prompt)
-        context.trace.tokenized(len(prompt), self._admission.num_waiting)
-        if not prompt:
-            raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
-        check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
-        with self._id_held(call.request_id), self._awaiting(call.priority, context) as began:
-            async with (
-                self._admission.turn(call.priority),
-                aclosing(self._tries(call, prompt, context)) as pieces,
-            ):
-                context.trace.admitted()
-                async for piece in pieces:
-                    began()
-                    yield piece
+        with self._id_held(call.request_id):
+            prompt = await self.token_ids(call.prompt, call.model)
+            context.trace.tokenized(len(prompt), self._admission.num_waiting)
+            if not prompt:
+                raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+            check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
+            with self._awaiting(call.priority, context) as began:
+                async with (
+                    self._admission.turn(call.priority),
+                    aclosing(self._tries(call, prompt, context)) as pieces,
+                ):
+                    context.trace.admitted()
+                    async for piece in pieces:
+                        began()
+                        yield piece
+
+    async def token_ids(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
+        """Raises InvalidRequest for more text than the model could take."""
+        read = partial(self._text.token_ids, prompt, self._table.max_model_len(model))
+        return await self._large_texts.read(prompt.num_characters, read)
+
+    async def spelled(self, token_ids: tuple[int, ...]) -> str:
+        """Their text."""
+        return await self._large_texts.read(len(token_ids), partial(self._text.text, token_ids))
 
     @contextmanager
     def _awaiting(self, priority: int, context: RequestContext) -> Iterator[Callable[[], None]]:
@@ -156,7 +169,7 @@ class Pipeline:
         self, call: Call, prompt: tuple[int, ...], context: RequestContext
     ) -> AsyncGenerator[Piece | Ending, None]:
         """Try until one comes to its end; the answer goes on where the last try broke off."""
-        answer = Answer(self.text.speller(), call.stop)
+        answer = Answer(self._text.speller(), call.stop)
         seed = call.sampling.seed
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
         failures = Failures()

@@ -58,14 +58,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         async with named_errors(context):
-            token_ids = self._pipeline.text.token_ids(tokenize_input_from(request))
+            token_ids = await self._pipeline.token_ids(tokenize_input_from(request))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
         async with named_errors(context):
-            text = self._pipeline.text.text(tuple(request.token_ids))
+            text = await self._pipeline.spelled(tuple(request.token_ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(

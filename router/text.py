@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.text import Tokenizer
+from engine.errors import InvalidRequest
 from router.answer import NoSpeller, Speller
 from router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from serving.errors import UnsupportedInput
 
 
 class TextBoundary(Protocol):
-    def token_ids(self, prompt: Prompt) -> tuple[int, ...]: ...
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Refuses, before it reads it, a text that cannot be of so few tokens."""
+        ...
 
     def text(self, token_ids: tuple[int, ...]) -> str: ...
 
@@ -26,15 +29,28 @@ class ModelText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids
             case TextPrompt(text):
+                self._check_length(text, max_tokens)
                 return tuple(self._tokenizer.encode(text))
             case ChatPrompt(messages):
                 turns = [{"role": one.role, "content": one.content} for one in messages]
-                return tuple(self._tokenizer.encode_chat(turns))
+                text = self._tokenizer.render_chat(turns)
+                self._check_length(text, max_tokens)
+                return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None:
+            return
+        most = max_tokens * self._tokenizer.longest_token
+        if len(text) > most:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters: the model takes {max_tokens} tokens, and "
+                f"these spell {most} at the most; shorten it"
+            )
 
     def text(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -46,7 +62,7 @@ class ModelText:
 class TokenIdsOnly:
     """The boundary of a router that was given no tokenizer."""
 
-    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
         raise _no_tokenizer()

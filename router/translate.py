@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.stops import StopRule
 from baton.v1 import inference_pb2
+from engine.errors import InvalidRequest
 from engine.sampling import NO_ADVICE, SamplingDefaults
 from router.values import (
     Call,
@@ -21,6 +24,8 @@ from router.values import (
 from serving.errors import EmptyPrompt
 from serving.translate import FINISH_TO_MESSAGE, logprobs_to, prompt_logprobs_to, sampling_from
 
+MOST_STOP_STRINGS = 64
+MOST_STOP_CHARACTERS = 1024
 PLACE_TO_MESSAGE = {
     PrefillPlace.REMOTE: inference_pb2.PREFILL_PLACE_REMOTE,
     PrefillPlace.LOCAL: inference_pb2.PREFILL_PLACE_LOCAL,
@@ -35,7 +40,7 @@ def call_from(
     """Raises what a bad request deserves."""
     sampling = sampling_from(message.sampling, defaults)
     stop = StopRule(
-        strings=tuple(string for string in message.sampling.stop if string),
+        strings=stop_strings_from(message.sampling.stop),
         is_included=message.sampling.include_stop_in_output,
         min_tokens=sampling.min_tokens,
     )
@@ -48,6 +53,19 @@ def call_from(
         priority=message.priority,
         cache_salt=message.cache_salt,
     )
+
+
+def stop_strings_from(given: Sequence[str]) -> tuple[str, ...]:
+    """All of them are looked for behind each token: neither many nor long ones are taken."""
+    strings = tuple(string for string in given if string)
+    if len(strings) > MOST_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(strings)} strings; at most {MOST_STOP_STRINGS} may be")
+    longest = max(map(len, strings), default=0)
+    if longest > MOST_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} may be"
+        )
+    return strings
 
 
 def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:

@@ -11,6 +11,8 @@ from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
 
+CHARACTERS_AROUND = 16  # each message of a chat, by its template
+
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
@@ -22,15 +24,30 @@ class ChatMessage:
 class TextPrompt:
     text: str
 
+    @property
+    def num_characters(self) -> int:
+        return len(self.text)
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
 
+    @property
+    def num_characters(self) -> int:
+        """About as many as the template makes of it."""
+        said = sum(len(one.role) + len(one.content) for one in self.messages)
+        return said + CHARACTERS_AROUND * len(self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     token_ids: tuple[int, ...]
+
+    @property
+    def num_characters(self) -> int:
+        """There is nothing to tokenise."""
+        return 0
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt

@@ -44,6 +44,8 @@ def _everybody_lives_on(cluster: LocalCluster, client: Client) -> Iterator[None]
         (sampling_pb2.SamplingParams(max_tokens=2, min_tokens=3), "min_tokens"),
         (sampling_pb2.SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
         (sampling_pb2.SamplingParams(logprobs=-1), "logprobs"),
+        (sampling_pb2.SamplingParams(stop=["x"] * 65), "stop"),
+        (sampling_pb2.SamplingParams(stop=["x" * 1025]), "stop"),
         (sampling_pb2.SamplingParams(stop_token_ids=[10**9]), "stop_token_ids"),
         (sampling_pb2.SamplingParams(banned_token_ids=[10**9]), "banned"),
         (sampling_pb2.SamplingParams(logit_bias={10**9: 1.0}), "logit_bias"),
@@ -80,6 +82,15 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: Client) -
     assert (refusal.value.code, refusal.value.reason) == (INVALID, "INVALID_REQUEST")
     assert "600" in refusal.value.message
     assert "512" in refusal.value.message
+
+
+def test_far_too_long_a_text_is_refused_with_the_numbers(client: Client) -> None:
+    with pytest.raises(BatonError) as refusal:
+        client.generate("import os\n" * 1_000_000, SHORT)
+
+    assert (refusal.value.code, refusal.value.reason) == (INVALID, "INVALID_REQUEST")
+    assert "10000000 characters" in refusal.value.message
+    assert "512 tokens" in refusal.value.message
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ class ToldOfPrompts(TokenIdsOnly):
     def __init__(self) -> None:
         self.read: asyncio.Queue[Prompt] = asyncio.Queue()
 
-    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        token_ids = super().token_ids(prompt)
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        token_ids = super().token_ids(prompt, max_tokens)
         self.read.put_nowait(prompt)
         return token_ids
 

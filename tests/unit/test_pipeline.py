@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -17,12 +19,13 @@ from router.line import LineConfig
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
-from router.text import TokenIdsOnly
+from router.text import TextBoundary, TokenIdsOnly
 from router.values import (
     Call,
     Ending,
     Piece,
     PrefillPlace,
+    Prompt,
     TextPrompt,
     TokenPrompt,
 )
@@ -54,12 +57,13 @@ def a_pipeline(
     node_patience_s: float = 0.0,
     max_in_flight: int = 1024,
     clock: Callable[[], float] | None = None,
+    text: TextBoundary | None = None,
 ) -> Pipeline:
     ticks = itertools.count()
     return Pipeline(
         table=table or a_table(),
         node_calls=nodes,
-        text=TokenIdsOnly(),
+        text=text or TokenIdsOnly(),
         clock=clock or (lambda: float(next(ticks))),
         config=PipelineConfig(
             max_attempts=3,
@@ -433,3 +437,39 @@ def test_a_draining_router_takes_nothing_new() -> None:
 
     with pytest.raises(Draining):
         asyncio.run(drain_then_ask())
+
+
+class SlowText(TokenIdsOnly):
+    """Takes a large text for so long as it is told."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        if isinstance(prompt, TextPrompt):
+            assert self.may_end.wait(PATIENCE_S), "the loop was held up"
+            return PROMPT
+        return super().token_ids(prompt, max_tokens)
+
+
+def test_a_request_whose_text_is_being_read_is_there_for_drain_and_for_its_id() -> None:
+    async def overtake() -> tuple[bool, list[int]]:
+        text = SlowText()
+        pipeline = a_pipeline(FakeNodeCalls(), text=text)
+        call = replace(a_call("a"), prompt=TextPrompt("x" * 10_000))
+        first = asyncio.ensure_future(run(pipeline, call))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestIdInUse):
+            await run(pipeline, a_call("a"))
+        await run(pipeline, a_call("b"))
+        draining = asyncio.ensure_future(pipeline.drain())
+        await asyncio.sleep(0)
+        was_drained = draining.done()
+        text.may_end.set()
+        await draining
+        return was_drained, (await first)[0]
+
+    was_drained, token_ids = asyncio.run(overtake())
+
+    assert not was_drained
+    assert len(token_ids) == 6

@@ -1,0 +1,154 @@
+"""Large texts on threads: the loop goes on, and no more is taken than can be worked off."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from baton.text import Tokenizer
+from baton.v1 import inference_pb2, sampling_pb2
+from engine.errors import InvalidRequest
+from router.large_texts import LargeTextConfig, LargeTexts
+from router.text import ModelText
+from router.translate import MOST_STOP_CHARACTERS, MOST_STOP_STRINGS, call_from
+from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
+from serving.errors import QueueFull
+
+PATIENCE_S = 30.0
+SMALL, LARGE = 8, 9
+CONFIG = LargeTextConfig(small_size=SMALL, num_threads=2, max_waiting=3)
+
+
+@dataclass
+class Work:
+    """Takes until it is told to end, and counts how many do so at once."""
+
+    may_end: threading.Event = field(default_factory=threading.Event)
+    began: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    num_begun: int = 0
+
+    def __call__(self) -> str:
+        self.num_begun += 1
+        self.began.release()
+        assert self.may_end.wait(PATIENCE_S), "the loop was held up"
+        return "done"
+
+    async def await_begun(self, count: int) -> None:
+        for _ in range(count):
+            assert await asyncio.to_thread(self.began.acquire, timeout=PATIENCE_S)
+
+
+def test_a_small_text_is_read_where_it_is() -> None:
+    thread = asyncio.run(LargeTexts(CONFIG).read(SMALL, threading.get_ident))
+
+    assert thread == threading.get_ident()
+
+
+def test_the_loop_goes_on_while_a_large_text_is_read() -> None:
+    async def read() -> str:
+        work = Work()
+        reading = asyncio.ensure_future(LargeTexts(CONFIG).read(LARGE, work))
+        await work.await_begun(1)
+        work.may_end.set()
+        return await reading
+
+    assert asyncio.run(read()) == "done"
+
+
+def test_a_thread_that_nobody_waits_for_any_more_still_counts() -> None:
+    async def cancel_two_of_three() -> tuple[int, str]:
+        texts, work = LargeTexts(CONFIG), Work()
+        left = [asyncio.ensure_future(texts.read(LARGE, work)) for _ in range(2)]
+        await work.await_begun(2)
+        for one in left:
+            one.cancel()
+        await asyncio.wait(left)
+        third = asyncio.ensure_future(texts.read(LARGE, work))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        num_begun = work.num_begun
+        work.may_end.set()
+        return num_begun, await third
+
+    assert asyncio.run(cancel_two_of_three()) == (2, "done")
+
+
+def test_no_more_texts_wait_than_may() -> None:
+    async def fill() -> list[str]:
+        texts, work = LargeTexts(CONFIG), Work()
+        readers = [asyncio.ensure_future(texts.read(LARGE, work)) for _ in range(2)]
+        await work.await_begun(2)
+        readers += [asyncio.ensure_future(texts.read(LARGE, work)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="3 large texts wait"):
+            await texts.read(LARGE, work)
+        assert await texts.read(SMALL, lambda: "small") == "small"
+        work.may_end.set()
+        return await asyncio.gather(*readers)
+
+    assert asyncio.run(fill()) == ["done"] * 5
+
+
+def test_what_the_work_raises_is_raised() -> None:
+    def refuse() -> None:
+        raise InvalidRequest("too long")
+
+    with pytest.raises(InvalidRequest, match="too long"):
+        asyncio.run(LargeTexts(CONFIG).read(LARGE, refuse))
+
+
+class Unread:
+    """A tokenizer that must not be asked to tokenise."""
+
+    longest_token = 4
+
+    def render_chat(self, turns: list[dict[str, str]]) -> str:
+        return "".join(turn["content"] for turn in turns)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise AssertionError("it was tokenised all the same")
+
+
+def chat(text: str) -> Prompt:
+    return ChatPrompt((ChatMessage("user", text),))
+
+
+@pytest.mark.parametrize("prompt", [TextPrompt, chat])
+def test_more_text_than_the_model_could_take_is_refused_unread(
+    prompt: Callable[[str], Prompt],
+) -> None:
+    text = ModelText(cast("Tokenizer", Unread()))
+
+    with pytest.raises(InvalidRequest, match=r"41 characters.* 10 tokens.* 40 at the most"):
+        text.token_ids(prompt("x" * 41), max_tokens=10)
+    with pytest.raises(AssertionError, match="tokenised"):
+        text.token_ids(prompt("x" * 40), max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("stop", "named"),
+    [
+        (["x"] * (MOST_STOP_STRINGS + 1), "stop has 65 strings; at most 64"),
+        (["a", "x" * (MOST_STOP_CHARACTERS + 1)], "string of 1025 characters; at most 1024"),
+    ],
+)
+def test_too_many_or_too_long_stop_strings_are_refused(stop: list[str], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        call_from(_asking(stop), "a")
+
+
+def test_as_many_and_as_long_stop_strings_as_may_be_are_taken() -> None:
+    stop = ["x" * MOST_STOP_CHARACTERS] * MOST_STOP_STRINGS
+
+    assert call_from(_asking([*stop, ""]), "a").stop.strings == tuple(stop)
+
+
+def _asking(stop: list[str]) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        text="import os", sampling=sampling_pb2.SamplingParams(stop=stop)
+    )
