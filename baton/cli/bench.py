@@ -159,8 +159,11 @@ def policies(
     ] = None,
 ) -> None:
     """The router's policies on a simulated cluster: hit rates and waits."""
+    from baton.bench.plotting import need_matplotlib
     from baton.bench.policies import PolicyBench, plot, run
 
+    if plot_file is not None:
+        need_matplotlib()
     what = PolicyBench(num_nodes=nodes, num_requests=requests, load=load, skew=skew, seed=seed)
     with Console(stderr=True).status("simulating") as status:
         figures = run(what, lambda done: status.update(f"simulated {done.policy}"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.options import OUTPUT_PANEL, JsonFile
+from baton.cli.options import OUTPUT_PANEL, JsonFile, can_be_made
 from baton.cli.security import ClientTokenFile, client_tls
 from baton.cli.serve import node_options, router_options
 from baton.cli.show import console, show_table
@@ -111,7 +111,10 @@ def serve(
     ] = "ttft=500ms,itl=50ms",
     json_file: JsonFile = None,
     plots: Annotated[
-        Path | None, typer.Option(help="Draw into this folder.", rich_help_panel=OUTPUT_PANEL)
+        Path | None,
+        typer.Option(
+            help="Draw into this folder.", callback=can_be_made, rich_help_panel=OUTPUT_PANEL
+        ),
     ] = None,
     **given: Any,
 ) -> None:

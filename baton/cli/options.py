@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -233,6 +234,18 @@ def can_be_written(path: Path | None) -> Path | None:
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.absolute().parent}; make it first")
     return path
+
+
+def can_be_made(folder: Path | None) -> Path | None:
+    """The same for a folder, which is made with those above it when there is something to write."""
+    if folder is None:
+        return None
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{there} is no folder; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{there} cannot be written to; name another folder")
+    return folder
 
 
 JsonFile = Annotated[

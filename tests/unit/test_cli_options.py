@@ -53,6 +53,16 @@ def test_where_an_outcome_goes_is_looked_at_before_the_work(
     assert complaint in ended.output
 
 
+def test_a_folder_for_plots_is_looked_at_before_the_load(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        load = ["bench", "serve", "--router", "127.0.0.1:1", "--plots", str(tmp_path / folder)]
+        ended = CliRunner().invoke(app, load, env={"COLUMNS": "400"})
+
+        assert ended.exit_code == 2
+        assert f"{tmp_path / 'file'} is no folder" in ended.output
+
+
 @pytest.mark.parametrize("written", ["x", "99999", "-1", "1,,70000"])
 def test_ports_that_cannot_be_are_refused_by_the_doctor(written: str) -> None:
     ended = CliRunner().invoke(app, ["doctor", "--ports", written])
