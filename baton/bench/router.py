@@ -1,7 +1,8 @@
 """What the router costs: its own CPU time per token and per request, and the time it adds.
 
 The nodes answer at once and compute nothing, over real gRPC. CPU time is that of the router's
-process alone, as the kernel counts it.
+process alone, as the kernel counts it. A bare server that streams as much to as many is measured
+by turns with it: what a token costs there, no router in Python can go below.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TypeAlias
 
 from grpc import aio
 
@@ -51,6 +53,7 @@ class Round:
     """One round's figures."""
 
     cpu_us_per_token: float
+    bare_us_per_token: float
     cpu_us_per_request: float
     tokens_per_s: float
     direct_ttft_ms: float
@@ -71,8 +74,11 @@ class Figure:
     most: float
 
 
+# In quotes: it is known to the type checker alone.
+Stub: TypeAlias = "inference_pb2_grpc.InferenceServiceAsyncStub"
 FIGURES = (
     "cpu_us_per_token",
+    "bare_us_per_token",
     "cpu_us_per_request",
     "tokens_per_s",
     "direct_ttft_ms",
@@ -88,9 +94,10 @@ def run(what: RouterBench, on_round: Callable[[Round], None]) -> list[Figure]:
         server(*canned, "prefill") as prefill,
         server(*canned, "decode") as decode,
         server(*_router_command(what, prefill, decode)) as router,
+        server("baton.bench.bare_server", "--interval-ms", str(what.interval_ms)) as bare,
     ):
         await_serving(router.address, START_TIMEOUT_S)
-        rounds = asyncio.run(_rounds(what, Cluster(router, prefill, decode), on_round))
+        rounds = asyncio.run(_rounds(what, Cluster(router, prefill, decode, bare), on_round))
     return [_figure(name, [getattr(one, name) for one in rounds]) for name in FIGURES]
 
 
@@ -105,6 +112,7 @@ class Cluster:
     router: Server
     prefill: Server
     decode: Server
+    bare: Server
 
 
 async def _rounds(
@@ -119,6 +127,15 @@ async def _rounds(
     return rounds
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU time of one process."""
+
+    token_s: float
+    request_s: float
+    tokens_per_s: float
+
+
 class Meter:
     """Asks router and nodes by turns, so that what else the machine does meets both."""
 
@@ -131,6 +148,7 @@ class Meter:
     async def __aenter__(self) -> Meter:
         cluster, channel = self._cluster, self._channel
         self._router = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.router))
+        self._bare = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.bare))
         self._prefill = NodeStream(
             node_pb2_grpc.PrefillServiceStub(await channel(cluster.prefill)).Prefill,
             node_pb2.PrefillRequest,
@@ -153,29 +171,38 @@ class Meter:
         for _ in range(what.num_first_tokens):
             direct.append(await self._direct_ttft_s())
             routed.append(await self._ttft_s())
-        request_s, _ = await self._cost_s(SHORT_ANSWER)
-        whole_s, elapsed_s = await self._cost_s(what.answer_tokens)
-        num_tokens = what.num_streams * (what.answer_tokens - SHORT_ANSWER)
-        token_s = (whole_s - request_s) / num_tokens
-        per_request_s = request_s / what.num_streams - SHORT_ANSWER * token_s
+        bare = await self._cost(self._bare, self._cluster.bare)
+        routed_cost = await self._cost(self._router, self._cluster.router)
         return Round(
-            cpu_us_per_token=token_s * 1e6,
-            cpu_us_per_request=per_request_s * 1e6,
-            tokens_per_s=what.num_streams * what.answer_tokens / elapsed_s,
+            cpu_us_per_token=routed_cost.token_s * 1e6,
+            bare_us_per_token=bare.token_s * 1e6,
+            cpu_us_per_request=routed_cost.request_s * 1e6,
+            tokens_per_s=routed_cost.tokens_per_s,
             direct_ttft_ms=statistics.median(direct) * 1e3,
             router_ttft_ms=statistics.median(routed) * 1e3,
         )
 
-    async def _cost_s(self, answer_tokens: int) -> tuple[float, float]:
-        """The router's CPU time for all streams at once, and how long they took."""
-        before_s, began_s = self._cluster.router.cpu_s(), perf_counter()
-        streams = (self._stream(answer_tokens) for _ in range(self._what.num_streams))
-        await asyncio.gather(*streams)
-        return self._cluster.router.cpu_s() - before_s, perf_counter() - began_s
+    async def _cost(self, stub: Stub, process: Server) -> Cost:
+        num_streams, answer_tokens = self._what.num_streams, self._what.answer_tokens
+        short_s, _ = await self._cpu_s(stub, process, SHORT_ANSWER)
+        whole_s, elapsed_s = await self._cpu_s(stub, process, answer_tokens)
+        token_s = (whole_s - short_s) / (num_streams * (answer_tokens - SHORT_ANSWER))
+        return Cost(
+            token_s=token_s,
+            request_s=short_s / num_streams - SHORT_ANSWER * token_s,
+            tokens_per_s=num_streams * answer_tokens / elapsed_s,
+        )
 
-    async def _stream(self, answer_tokens: int) -> None:
+    async def _cpu_s(self, stub: Stub, process: Server, answer_tokens: int) -> tuple[float, float]:
+        """A process's CPU time for all streams at once, and how long they took."""
+        before_s, began_s = process.cpu_s(), perf_counter()
+        streams = (self._stream(stub, answer_tokens) for _ in range(self._what.num_streams))
+        await asyncio.gather(*streams)
+        return process.cpu_s() - before_s, perf_counter() - began_s
+
+    async def _stream(self, stub: Stub, answer_tokens: int) -> None:
         num_tokens = 0
-        async for response in self._router.Generate(self._request(answer_tokens)):
+        async for response in stub.Generate(self._request(answer_tokens)):
             num_tokens += len(response.token_ids)
         if num_tokens != answer_tokens:
             raise RuntimeError(f"{num_tokens} tokens came instead of {answer_tokens}")

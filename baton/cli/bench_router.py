@@ -28,7 +28,8 @@ def router(
 ) -> None:
     """What the router costs: its CPU time per token and request, and the time it adds.
 
-    The nodes behind it compute nothing. Their calls, messages and sockets are real.
+    The nodes behind it compute nothing. Their calls, messages and sockets are real. A token's cost
+    in a bare gRPC server, by turns with the router, is told beside it.
     """
     from baton.bench.router import Round, RouterBench, run
 
@@ -43,7 +44,8 @@ def router(
     with Console(stderr=True).status("starting") as status:
 
         def on_round(one: Round) -> None:
-            status.update(f"{one.cpu_us_per_token:.0f} µs per token")
+            bare = f"{one.bare_us_per_token:.0f} in a bare server"
+            status.update(f"{one.cpu_us_per_token:.0f} µs per token, {bare}")
 
         figures = [asdict(figure) for figure in run(what, on_round)]
     show_table(f"{streams} streams, medians of {rounds} rounds", figures)

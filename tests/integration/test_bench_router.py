@@ -33,6 +33,7 @@ def test_every_round_has_costs_and_the_router_comes_later_than_the_nodes() -> No
 
     assert len(rounds) == SMALL.num_rounds
     assert figures["cpu_us_per_request"].median > 0
+    assert figures["bare_us_per_token"].median > 0
     assert figures["router_ttft_ms"].least > 0
     assert 0 < figures["tokens_per_s"].median < 4 * 1000
 

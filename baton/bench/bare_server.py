@@ -1,0 +1,69 @@
+"""The least that a streamed token can cost in Python: `grpc.aio` writes the same bytes each time.
+
+It stands where the router does, asks no node and reads nothing into messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from baton.bench.canned_node import Steps
+from baton.v1 import inference_pb2
+from serving.parent import end_with_parent
+from serving.server import announce, stop_signal
+
+SERVICE, METHOD = "baton.v1.InferenceService", "Generate"
+
+
+class BareGenerate:
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._token = inference_pb2.GenerateResponse(
+            request_id="0123456789abcdef01234567", first_index=5, token_ids=[500], text=" self"
+        ).SerializeToString()
+
+    async def stream(
+        self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> None:
+        for _ in range(request.sampling.max_tokens):
+            await self._steps.next()
+            await context.write(self._token)
+
+
+async def serve(interval_s: float) -> None:
+    steps = Steps(interval_s)
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+        BareGenerate(steps).stream, inference_pb2.GenerateRequest.FromString
+    )
+    server = aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with stop_signal() as told:
+        stepping = asyncio.ensure_future(steps.go_on()) if interval_s else None
+        announce("bare", f"127.0.0.1:{port}")
+        await told.wait()
+        if stepping is not None:
+            stepping.cancel()
+    await server.stop(None)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--interval-ms", type=float, default=0.0)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    given = parser.parse_args(arguments)
+    end_with_parent(given.parent_pid)
+    asyncio.run(serve(given.interval_ms / 1e3))
+
+
+if __name__ == "__main__":
+    main()
