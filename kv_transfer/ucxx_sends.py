@@ -1,0 +1,119 @@
+"""P's side of a UCXX channel: the messages of its writes, and when each write has ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.messages import Region
+from kv_transfer.spans import part_of
+from kv_transfer.staging import BlockRows, Slot, Staging
+from kv_transfer.transport import ChannelEvent, Write, WriteFailed, Written
+from kv_transfer.ucxx_library import Ucxx
+from kv_transfer.ucxx_messages import HEADER_BYTES, Label, Parcel, Run, header_of, messages_of
+
+MAX_SLOTS = 4  # of one channel, so that a peer that takes nothing holds no more
+
+
+@dataclass(frozen=True, slots=True)
+class _Send:
+    request: Any
+    slot: Slot | None
+
+
+@dataclass(slots=True)
+class _Write:
+    ticket: int
+    waiting: deque[Run | Parcel]  # parcels wait for a slot
+    under_way: list[_Send] = field(default_factory=list)
+    failure: str | None = None
+
+
+class Sends:
+    def __init__(self, ucxx: Ucxx, region: Region, rows: BlockRows, staging: Staging) -> None:
+        self._ucxx = ucxx
+        self._region = region
+        self._rows = rows
+        self._staging = staging
+        self._writes: dict[int, _Write] = {}
+        self._num_slots = 0
+        self._endpoint: Any = None
+        self._peer_region: Region | None = None
+
+    def connect(self, endpoint: Any, region: Region) -> None:
+        self._endpoint, self._peer_region = endpoint, region
+
+    def post(self, write: Write) -> None:
+        waiting: deque[Run | Parcel] = deque()
+        self._writes[write.write_id] = begun = _Write(write.ticket, waiting)
+        if self._peer_region is None:
+            begun.failure = "the peer is not known yet"
+            return
+        waiting += messages_of(write, self._region, self._peer_region)
+        self._begin(begun, self._peer_region)
+
+    def look(self) -> Iterator[ChannelEvent]:
+        """What ended. The slots of what has been taken carry what still waits."""
+        for write_id, write in list(self._writes.items()):
+            self._end_sends(write)
+            if self._peer_region is not None:
+                self._begin(write, self._peer_region)
+            if write.waiting or write.under_way:
+                continue
+            del self._writes[write_id]
+            if write.failure is not None:
+                yield WriteFailed(write_id, write.failure)
+            else:
+                yield Written(write_id)
+
+    def under_way(self) -> Iterator[Any]:
+        for write in self._writes.values():
+            yield from (send.request for send in write.under_way)
+
+    def close(self) -> None:
+        """The slots of what may still be read are let go of, and lent to nobody."""
+        self._writes.clear()
+        self._endpoint = None
+
+    def _begin(self, write: _Write, peer_region: Region) -> None:
+        while write.waiting:
+            if isinstance(write.waiting[0], Parcel) and self._num_slots == MAX_SLOTS:
+                return
+            message = write.waiting.popleft()
+            try:
+                write.under_way.append(self._send(write.ticket, message, peer_region))
+            except self._ucxx.error as error:
+                write.failure = write.failure or f"post: {error!r}"
+                write.waiting.clear()
+
+    def _send(self, ticket: int, message: Run | Parcel, peer_region: Region) -> _Send:
+        if isinstance(message, Run):
+            tag = Label(ticket, message.offset).to_tag(peer_region)
+            return _Send(self._ucxx.send(self._endpoint, message.span, tag), None)
+        part = part_of(self._region.block_bytes, message.layers)
+        num_bytes = HEADER_BYTES + len(message.sources) * len(part)
+        slot = self._staging.lend()
+        self._num_slots += 1
+        slot[:HEADER_BYTES] = np.frombuffer(header_of(message), dtype=np.uint8)
+        self._rows.gather(message.sources, message.layers, slot[HEADER_BYTES:num_bytes])
+        tag = Label(ticket, is_parcel=True).to_tag(peer_region)
+        return _Send(self._ucxx.send(self._endpoint, slot[:num_bytes], tag), slot)
+
+    def _end_sends(self, write: _Write) -> None:
+        still = []
+        for send in write.under_way:
+            if not send.request.completed:
+                still.append(send)
+                continue
+            failure = self._ucxx.failure_of(send.request)
+            write.failure = write.failure or failure
+            if send.slot is not None:
+                self._num_slots -= 1
+                self._staging.give_back(send.slot)
+        write.under_way = still
+        if write.failure is not None:
+            write.waiting.clear()

@@ -1,0 +1,255 @@
+"""UCXX's messages between both sides of a channel, over a wire that lands them when told to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_transfer import ucxx_receives, ucxx_sends
+from kv_transfer.messages import Region
+from kv_transfer.staging import SLOT_BYTES, BlockRows, Staging
+from kv_transfer.transport import (
+    Arrived,
+    ChannelEvent,
+    LayerRange,
+    Quieted,
+    Severed,
+    Write,
+    WriteFailed,
+    Written,
+)
+from kv_transfer.types import BlockId
+from kv_transfer.ucxx_messages import HEADER_BYTES, Label, Parcel, header_of
+from kv_transfer.ucxx_receives import Receives
+from kv_transfer.ucxx_sends import Sends
+from tests.support.fake_ucxx import FakeUcxx
+
+TICKET = 5
+
+
+@dataclass
+class Channel:
+    """P's sends and D's receives, each with memory of its own; P's is full of noise."""
+
+    num_blocks: int
+    block_bytes: int
+    ucxx: Any = field(default_factory=FakeUcxx)
+    staging: Staging = field(default_factory=Staging)  # of both sides: the stricter case
+
+    def __post_init__(self) -> None:
+        shape = self.num_blocks, self.block_bytes
+        self.p = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        self.d = np.zeros(shape, dtype=np.uint8)
+        p_region, d_region = (
+            Region(int(memory.ctypes.data), *shape) for memory in (self.p, self.d)
+        )
+        self.sends = Sends(self.ucxx, p_region, BlockRows(p_region), self.staging)
+        self.sends.connect(None, d_region)
+        self.receives = Receives(self.ucxx, None, d_region, BlockRows(d_region), self.staging)
+        self.d_region = d_region
+
+    def poll_d(self) -> list[ChannelEvent]:
+        self.receives.look()
+        self.receives.take_messages()
+        return self.receives.take_events()
+
+    def settle(self) -> list[ChannelEvent]:
+        """Everything lands that is sent, and what that makes room for."""
+        events: list[ChannelEvent] = []
+        while True:
+            events += [*self.poll_d(), *self.sends.look(), *self.poll_d()]
+            under_way = self.ucxx.under_way()
+            if not under_way:
+                return events
+            for message in under_way:
+                message.land()
+
+
+def ids(*numbers: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(number) for number in numbers)
+
+
+def scattered(num: int, of: int) -> tuple[tuple[BlockId, ...], tuple[BlockId, ...]]:
+    draw = random.Random(num)
+    return ids(*draw.sample(range(of), num)), ids(*draw.sample(range(of), num))
+
+
+def whole_write(sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]) -> Write:
+    return Write(0, TICKET, 0, sources, targets)
+
+
+def test_small_scattered_blocks_travel_in_one_message_and_come_into_their_places() -> None:
+    channel = Channel(64, 4096)
+    sources, targets = scattered(40, of=64)
+    channel.receives.expect(TICKET, targets)
+
+    channel.sends.post(whole_write(sources, targets))
+    events = channel.settle()
+
+    assert events == [Arrived(TICKET), Written(0)]
+    assert len(channel.ucxx.messages) == 1
+    assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
+    assert not channel.d[sorted({*range(64)} - {*targets})].any()
+
+
+def test_layers_travel_together_and_large_blocks_by_themselves_without_a_copy() -> None:
+    channel = Channel(8, 1 << 20)
+    sources, targets = scattered(4, of=8)
+    channel.receives.expect(TICKET, targets)
+
+    channel.sends.post(Write(0, TICKET, 0, sources, targets, LayerRange(0, 1, 16)))
+    num_of_layer = len(channel.ucxx.messages)
+    events = channel.settle()
+    channel.sends.post(Write(1, TICKET, 0, sources, targets, LayerRange(1, 16, 16)))
+    events += channel.settle()
+
+    assert num_of_layer == 1
+    assert [message.length for message in channel.ucxx.messages[1:]] == [15 << 16] * 4
+    assert events == [Written(0), Arrived(TICKET), Written(1)]
+    assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
+
+
+def test_more_than_there_are_slots_for_waits_and_ends_once_all_of_it_is_taken() -> None:
+    num = 12 * SLOT_BYTES // 65536
+    channel = Channel(num, 65536)
+    sources, targets = scattered(num, of=num)
+    channel.receives.expect(TICKET, targets)
+
+    half = num // 2
+    channel.sends.post(Write(0, TICKET, 0, sources[:half], targets[:half]))
+    channel.sends.post(Write(1, TICKET, half, sources[half:], targets[half:]))
+    num_begun = len(channel.ucxx.messages)
+    ended_early = list(channel.sends.look())
+    events = channel.settle()
+
+    assert num_begun == ucxx_sends.MAX_SLOTS
+    assert ended_early == []
+    assert sorted(events, key=str) == [Arrived(TICKET), Written(0), Written(1)]
+    assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
+
+
+def test_slots_are_lent_again_and_again() -> None:
+    channel = Channel(64, 65536)
+    taken = set()
+    for ticket in range(1, 20):
+        sources, targets = scattered(60, of=64)
+        channel.receives.expect(ticket, targets)
+        channel.sends.post(Write(ticket, ticket, 0, sources, targets))
+        channel.settle()
+        taken.add(channel.staging.num_bytes)
+
+    assert taken == {8 * SLOT_BYTES}
+
+
+def test_decode_takes_no_more_parcels_at_a_time_than_it_has_slots_for() -> None:
+    channel = Channel(16, 4096)
+    for ticket in range(1, 11):
+        channel.receives.expect(ticket, ids(ticket, ticket + 2))
+        parcel = Parcel(0, ids(0, 1), LayerRange(0, 1, 1))
+        send_parcel(channel, header_of(parcel), 8192, ticket)
+
+    channel.poll_d()
+
+    assert channel.ucxx.num_probed == ucxx_receives.MAX_SLOTS
+
+
+def test_a_parcel_that_lands_after_its_ticket_was_cancelled_comes_into_no_block() -> None:
+    channel = Channel(16, 4096)
+    channel.receives.expect(TICKET, ids(3, 5, 9))
+    channel.sends.post(whole_write(ids(0, 2, 4), ids(3, 5, 9)))
+    channel.poll_d()
+
+    channel.receives.cancel(TICKET)
+    quiet = channel.poll_d()
+    later = channel.settle()
+
+    assert quiet == [Quieted(TICKET)]
+    assert later == [Written(0)]
+    assert not channel.d.any()
+
+
+def test_a_run_that_is_being_filled_keeps_its_cancelled_ticket_from_going_quiet() -> None:
+    channel = Channel(4, 1 << 20)
+    channel.receives.expect(TICKET, ids(2))
+    channel.sends.post(whole_write(ids(0), ids(2)))
+    channel.poll_d()
+
+    channel.receives.cancel(TICKET)
+    early = channel.poll_d()
+    later = channel.settle()
+
+    assert early == []
+    assert later == [Quieted(TICKET), Written(0)]
+
+
+def send_parcel(channel: Channel, header: bytes, num_bytes: int, ticket: int = TICKET) -> None:
+    memory = np.full(HEADER_BYTES + num_bytes, 7, dtype=np.uint8)
+    memory[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+    tag = Label(ticket, is_parcel=True).to_tag(channel.d_region)
+    channel.ucxx.send(None, memory, tag)
+    kept.append(memory)
+
+
+kept: list[Any] = []  # as memory of a peer is
+
+
+@pytest.mark.parametrize(
+    ("first", "num", "layers", "num_bytes"),
+    [
+        (0, 2, LayerRange(0, 1, 1), 4096),  # fewer bytes than blocks
+        (2, 2, LayerRange(0, 1, 1), 8192),  # one block too far
+        (9, 1, LayerRange(0, 1, 1), 4096),
+        (0, 0, LayerRange(0, 1, 1), 4096),
+        (0, 1, LayerRange(1, 1, 4), 4096),
+        (0, 1, LayerRange(3, 5, 4), 2048),
+        (0, 3, LayerRange(0, 1, 3), 4095),  # layers that a block does not have
+        (0, 1, LayerRange(0, 0, 0), 4096),
+        (2**40, 2**40, LayerRange(2**40, 2**41, 2**42), 4096),
+        (0, 1, LayerRange(0, 1, 1), SLOT_BYTES),  # more than any slot holds
+        (0, 1, LayerRange(0, 1, 1), 0),
+    ],
+)
+def test_a_parcel_that_is_not_what_its_header_says_breaks_the_path_and_writes_nothing(
+    first: int, num: int, layers: LayerRange, num_bytes: int
+) -> None:
+    channel = Channel(16, 4096)
+    channel.receives.expect(TICKET, ids(3, 5, 9))
+    header = bytearray(header_of(Parcel(first, ids(), layers)))
+    header[8:16] = num.to_bytes(8, "little")
+
+    send_parcel(channel, bytes(header), num_bytes)
+    events = channel.settle()
+
+    assert [type(event) for event in events] == [Severed]
+    assert not channel.d.any()
+
+
+def test_a_send_that_fails_fails_its_write_once_nothing_of_it_is_under_way() -> None:
+    num = 6 * SLOT_BYTES // 65536
+    channel = Channel(num, 65536)
+    sources, targets = scattered(num, of=num)
+    channel.sends.post(whole_write(sources, targets))
+    failed, *others = [message.sent for message in channel.ucxx.messages]
+
+    failed.completed, failed.failure = True, "endpoint timeout"
+    early = list(channel.sends.look())
+    for request in others:
+        request.completed = True
+    later = list(channel.sends.look())
+
+    assert early == []
+    assert later == [WriteFailed(0, "endpoint timeout")]
+    assert len(channel.ucxx.messages) == ucxx_sends.MAX_SLOTS
+
+
+def test_a_tag_says_the_same_on_both_sides_in_regions_of_any_size() -> None:
+    for region in (Region(0, 4, 1), Region(0, 1 << 20, 1 << 20)):
+        unit = max(1, region.num_bytes >> 32)
+        label = Label((1 << 31) - 1, region.num_bytes // 2 // unit * unit)
+
+        assert Label.from_tag(label.to_tag(region), region) == label
+        assert label.to_tag(region) < 1 << 63
