@@ -118,7 +118,7 @@ def test_a_bug_of_the_router_is_an_error_named_after_it() -> None:
     play(scene())
 
 
-def _broken(prompt: Prompt) -> tuple[int, ...]:
+def _broken(prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
     raise ZeroDivisionError("a bug")
 
 
