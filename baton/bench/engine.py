@@ -1,6 +1,8 @@
 """How fast the engine computes prompts and writes tokens, by length and by batch size.
 
-One process, no servers. Prompts are random token ids, so that no prefix is ever hit.
+One process, no servers. Prompts are random token ids, so that no prefix is ever hit. Beside each
+figure stands its share of what memory and arithmetic gave in the same round, if they were all
+that a model needs.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
+
+from baton.bench.limits import Work, work_of
 from engine.assembly import EngineOptions, build_engine
 from engine.core import EngineCore
 from engine.request import RequestId, RequestSpec
+from engine.runner.kernels.build import KernelsMissing
+from engine.runner.kernels.limits import LimitMeter
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.runner import TorchRunner
 from engine.sampling import SamplingParams
@@ -53,21 +60,25 @@ class Rate:
     median_tokens_per_s: float
     worst_tokens_per_s: float
     best_tokens_per_s: float
+    share_of_limit: float | None  # the median of the rounds'; None without kernels to measure it
 
 
 def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
     """`on_rate` hears of each figure as it is there: the whole takes minutes."""
     with ExitStack() as stack:
         meters = {
-            made: _Meter(stack.enter_context(load_runner(_config(bench, *made))), bench)
+            made: _Meter(
+                stack.enter_context(load_runner(_config(bench, *made))), bench, quantize=made[1]
+            )
             for made in itertools.product(bench.kernels, bench.quantize)
         }
+        limits = _limit_meter()
         rates = []
         for prompt_len in bench.prompt_lens:
-            rates += _rates("prefill", prompt_len, bench.num_runs, meters, _Meter.prefill)
+            rates += _rates("prefill", prompt_len, bench.num_runs, meters, _Meter.prefill, limits)
             on_rate(rates[-1])
         for batch_size in bench.batch_sizes:
-            rates += _rates("decode", batch_size, bench.num_runs, meters, _Meter.decode)
+            rates += _rates("decode", batch_size, bench.num_runs, meters, _Meter.decode, limits)
             on_rate(rates[-1])
     return rates
 
@@ -76,7 +87,7 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
 def engine_meter(bench: EngineBench) -> Iterator[_Meter]:
     """With the first kernels and the first quantisation that are asked for."""
     with load_runner(_config(bench, bench.kernels[0], bench.quantize[0])) as runner:
-        yield _Meter(runner, bench)
+        yield _Meter(runner, bench, bench.quantize[0])
 
 
 def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
@@ -98,26 +109,51 @@ def longest(bench: EngineBench) -> int:
     return max(*bench.prompt_lens, decoding) + 2
 
 
+def _limit_meter() -> LimitMeter | None:
+    try:
+        return LimitMeter(torch.get_num_threads())
+    except KernelsMissing:
+        return None
+
+
 def _rates(
     phase: str,
     size: int,
     num_runs: int,
     meters: Mapping[Made, _Meter],
     measure: Callable[[_Meter, int], float],
+    limits: LimitMeter | None,
 ) -> list[Rate]:
     """Of all in turns, so that they meet the same weather."""
     for meter in meters.values():
         measure(meter, size)  # the first is slower: memory is touched, threads start
-    rounds = [[measure(meter, size) for meter in meters.values()] for _ in range(num_runs)]
+    rounds: list[list[float]] = []
+    shares: list[list[float]] = []
+    for _ in range(num_runs):
+        rates = [measure(meter, size) for meter in meters.values()]
+        rounds.append(rates)
+        if limits is not None:
+            given = limits.bytes_per_s(), limits.flops_per_s()
+            best = [meter.limit(phase, size, *given) for meter in meters.values()]
+            shares.append([rate / limit for rate, limit in zip(rates, best, strict=True)])
     return [
-        Rate(*made, phase, size, statistics.median(runs), min(runs), max(runs))
-        for made, runs in zip(meters, zip(*rounds, strict=True), strict=True)
+        Rate(
+            *made,
+            phase,
+            size,
+            statistics.median(each[at] for each in rounds),
+            min(each[at] for each in rounds),
+            max(each[at] for each in rounds),
+            statistics.median(each[at] for each in shares) if shares else None,
+        )
+        for at, made in enumerate(meters)
     ]
 
 
 class _Meter:
-    def __init__(self, runner: TorchRunner, bench: EngineBench) -> None:
+    def __init__(self, runner: TorchRunner, bench: EngineBench, quantize: str) -> None:
         self._bench = bench
+        self._work: Work = work_of(runner.info.folder, quantize)
         self._vocab_size = runner.info.vocab_size
         self._random = random.Random(0)
         scheduling = SchedulerConfig(
@@ -146,6 +182,11 @@ class _Meter:
         elapsed_s = perf_counter() - began_s
         _run_dry(self._engine)
         return batch_size * num_steps / elapsed_s
+
+    def limit(self, phase: str, size: int, bytes_per_s: float, flops_per_s: float) -> float:
+        """Tokens per second, if a step did nothing but read and multiply."""
+        num_sampled = 1 if phase == "prefill" else size
+        return size / self._work.seconds(size, num_sampled, bytes_per_s, flops_per_s)
 
     def _add(self, prompt_len: int, max_tokens: int) -> None:
         prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(prompt_len))

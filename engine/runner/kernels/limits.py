@@ -1,0 +1,43 @@
+"""What memory and arithmetic of this machine give at best, by kernels that do nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from time import perf_counter
+
+import numpy as np
+
+from engine.runner.kernels.build import best_variant, cpu_features, library
+from engine.runner.memory import huge_page_memory
+
+_VECTOR_BYTES = 64
+_READ_BYTES = 256 << 20  # more than a cache holds
+_NUM_PRODUCTS = 12_000_000  # per thread
+_FLOPS_OF_PRODUCT = 64  # sixteen lanes, two pairs in each, a product and a sum
+
+
+class LimitMeter:
+    """Holds the memory that it reads. Raises KernelsMissing."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._library = ctypes.CDLL(str(library(best_variant(cpu_features()))))
+        self._library.baton_read_all.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        self._library.baton_multiply_only.argtypes = (ctypes.c_int64, ctypes.c_int)
+        self._memory = np.frombuffer(huge_page_memory(_READ_BYTES), dtype=np.uint8)
+        self._memory.fill(1)
+
+    def bytes_per_s(self) -> float:
+        """Of memory that is read in order."""
+        began_s = perf_counter()
+        self._library.baton_read_all(
+            self._memory.ctypes.data, _READ_BYTES // _VECTOR_BYTES, self._num_threads
+        )
+        return _READ_BYTES / (perf_counter() - began_s)
+
+    def flops_per_s(self) -> float:
+        """Of products of bf16 numbers that are in registers, added up in float32."""
+        began_s = perf_counter()
+        self._library.baton_multiply_only(_NUM_PRODUCTS, self._num_threads)
+        flops = _NUM_PRODUCTS * _FLOPS_OF_PRODUCT * self._num_threads
+        return flops / (perf_counter() - began_s)
