@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv by itself.
 #
 #   make demo         one request through router, prefill node and decode node, and what happened
-#   make test         the whole test suite
+#   make test         the whole test suite, by WORKERS (2) processes: most tests wait for others
 #   make check        format, lint, import rules, types and the fast tests, in under a minute
 #   make breaking     whether clients and nodes of main still understand the protos
 #   make bench        the engine's own figures, as tables
@@ -13,6 +13,7 @@
 VENV := .venv
 MINUTES := 20
 SEED := 0
+WORKERS := 2
 BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := $(VENV)/.stubs
@@ -25,7 +26,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/baton demo
 
 test: $(VENV)/.dev $(STUBS)
-	$(PYTEST) -m "not gpu and not containers"
+	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --dist loadfile
 
 check: $(VENV)/.dev $(STUBS)
 	$(BIN)/ruff format --check .
