@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.bench_chaos import chaos
+from baton.cli.bench_memory import memory
 from baton.cli.bench_peer import peer
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
@@ -30,6 +31,7 @@ bench.command(
         "baton bench chaos --kinds kill --roles decode --logs logs",
     )
 )(chaos)
+bench.command(epilog=examples("baton bench memory --requests 100000 --clients 64"))(memory)
 bench.command()(trace)
 bench.command(
     epilog=examples(

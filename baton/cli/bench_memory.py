@@ -1,0 +1,86 @@
+"""`baton bench memory`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.options import JsonFile
+from baton.cli.show import console, show_table
+
+if TYPE_CHECKING:
+    from baton.bench.memory import Held, Look, MemoryBench
+
+
+def memory(
+    model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
+    requests: Annotated[int, typer.Option(min=1, help="In all.")] = 100_000,
+    clients: Annotated[int, typer.Option(min=1, help="Each asks on and on.")] = 32,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 2,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
+    colocated: Annotated[
+        bool, typer.Option("--colocated", help="No prefill nodes: as many nodes, doing both.")
+    ] = False,
+    kv_cache_memory: Annotated[
+        str, typer.Option(help="Of each node; small, so that it is soon all in use.")
+    ] = "6MiB",
+    transport: Annotated[str, typer.Option(help="What carries KV: nixl or ucxx.")] = "nixl",
+    json_file: JsonFile = None,
+) -> None:
+    """Send very many short requests, and tell how the memory of each process grows.
+
+    The line is drawn through what a process held in the second half, when caches are full.
+    """
+    from baton.bench.memory import MemoryBench
+    from baton.cluster import ClusterOptions
+
+    quiet = ("--trace-dir", "off")
+    cluster = ClusterOptions(
+        model,
+        prefill,
+        decode,
+        is_colocated=colocated,
+        node_arguments=(
+            *("--kv-cache-memory", kv_cache_memory, "--threads", "1"),
+            *("--kv-transport", transport, *quiet),
+        ),
+        router_arguments=quiet,
+    )
+    what = MemoryBench(cluster, requests, clients, answer_tokens=answer)
+    held = _run(what)
+    rate = held.num_ended / held.elapsed_s
+    console().print(
+        f"{held.num_ended} requests in {held.elapsed_s:.0f} s ({rate:.0f}/s), "
+        f"{held.num_failed} failed"
+    )
+    growths = [asdict(one) for one in held.growths]
+    show_table("memory, MiB; the line is of the second half", growths)
+    if json_file is not None:
+        told = {"what": asdict(what), "growths": growths, "run": asdict(held)}
+        json_file.write_text(json.dumps(told, default=str) + "\n", encoding="utf-8")
+
+
+def _run(what: MemoryBench) -> Held:
+    import asyncio
+
+    from baton.bench.memory import run
+
+    async def until_interrupted() -> Held:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+        try:
+            with console(stderr=True).status("starting the cluster") as status:
+
+                def on_look(look: Look) -> None:
+                    status.update(f"{look.num_ended}/{what.num_requests} requests")
+
+                return await run(what, stop, on_look)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    return asyncio.run(until_interrupted())

@@ -1,0 +1,48 @@
+"""How the growth of processes is told from looks at them."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.chaos_leaks import Footprint
+from baton.bench.memory import MIB, Held, Look, line_through
+
+
+def test_a_line_goes_through_points_that_lie_on_one() -> None:
+    line = line_through([(x, 3.0 + 0.5 * x) for x in (0, 10, 40)])
+
+    assert line.per_x == pytest.approx(0.5)
+    assert line.spread == pytest.approx(0.0, abs=1e-9)
+
+
+def test_points_off_the_line_are_told_as_its_spread() -> None:
+    line = line_through([(0, 1.0), (1, 3.0), (2, 1.0), (3, 3.0)])
+
+    assert line.spread > 0.5
+
+
+def test_points_at_one_place_make_no_slope() -> None:
+    assert line_through([(7, 1.0), (7, 2.0)]).per_x == 0.0
+
+
+def held(*rss_mib: float) -> Held:
+    """A look after each thousand requests."""
+    looks = [
+        Look(1000 * number, {"node": Footprint(20 + number, 9, round(rss * MIB))})
+        for number, rss in enumerate(rss_mib)
+    ]
+    return Held(looks=looks)
+
+
+def test_what_a_process_takes_up_at_first_is_no_growth() -> None:
+    [growth] = held(50, 90, 100, 100, 100).growths
+
+    assert (growth.first_mib, growth.half_mib, growth.last_mib) == (50, 100, 100)
+    assert growth.mib_per_100k == pytest.approx(0.0)
+
+
+def test_what_it_takes_for_each_request_is_growth() -> None:
+    [growth] = held(50, 90, 100, 101, 102).growths
+
+    assert growth.mib_per_100k == pytest.approx(100.0)
+    assert growth.descriptors == "22 → 24"
