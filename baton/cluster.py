@@ -59,6 +59,7 @@ class ClusterOptions:
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0 takes any that is free
     program_arguments: tuple[str, ...] = ()  # of `baton` itself, in front of the command
+    node_program: tuple[str, ...] = ()  # runs nodes instead of `python -m baton serve`
     node_arguments: tuple[str, ...] = ()  # given to each node as they are
     router_arguments: tuple[str, ...] = ()
     tls: TlsConfig = PLAIN  # of every process
@@ -85,7 +86,7 @@ class Child:
         self._on_up, self._on_end, self._on_line = options.on_up, options.on_end, options.on_line
         self._is_told = False
         self._drain_timeout_s = options.drain_timeout_s
-        command = [*_command(options), *arguments, "--parent-pid", str(os.getpid())]
+        command = [*_command(options, arguments[0]), *arguments, "--parent-pid", str(os.getpid())]
         environment = {**os.environ, **options.environment}
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -342,7 +343,9 @@ class LocalCluster:
         return child
 
 
-def _command(options: ClusterOptions) -> list[str]:
+def _command(options: ClusterOptions, role: str) -> list[str]:
+    if options.node_program and role != "router":
+        return list(options.node_program)
     return [sys.executable, "-m", "baton", *options.program_arguments, "serve"]
 
 

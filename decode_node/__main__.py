@@ -23,6 +23,8 @@ from serving.node_metrics import node_metrics
 from serving.node_news import news_reader
 from serving.node_options import NodeOptions
 from serving.node_parts import (
+    NOTHING_AROUND,
+    Around,
     BetweenLayers,
     card_of,
     engine_options,
@@ -39,22 +41,26 @@ from serving.servicer import NodeServicer
 from telemetry.tracer import Tracer, tracing
 
 
-def main(options: NodeOptions) -> None:
+def main(options: NodeOptions, around: Around = NOTHING_AROUND) -> None:
     """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
     check_port(options.host, options.port)  # before a model is loaded
     pin(options.cpus)
     with load_runner(options.runner) as runner:
         identity = identify(options, NodeRole.DECODE, runner)
         with tracing(options.telemetry, process_of(NodeRole.DECODE, identity)) as tracer:
-            asyncio.run(serve(options, runner, identity, tracer))
+            asyncio.run(serve(options, runner, identity, tracer, around))
 
 
 async def serve(
-    options: NodeOptions, runner: TorchRunner, identity: Identity, tracer: Tracer
+    options: NodeOptions,
+    runner: TorchRunner,
+    identity: Identity,
+    tracer: Tracer,
+    around: Around = NOTHING_AROUND,
 ) -> None:
     traced = trace_node(options, NodeRole.DECODE, identity, tracer)
     links, ledger = GrpcLinks(options.tls), Ledger(runner.kv_memory.block_size)
-    worker = make_kv_worker(options, identity, runner, links)
+    worker = make_kv_worker(options, identity, runner, links, around)
     scheduler = build_scheduler(runner, engine_options(options))
     core = traced.core(
         scheduler,

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from engine.assembly import EngineOptions
@@ -123,14 +123,30 @@ def region_of(runner: TorchRunner) -> Region:
     return Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is put around a node's link and transport, such as a wire that loses things."""
+
+    link: Callable[[Link], Link] = lambda link: link
+    transport: Callable[[Transport, Region], Transport] = lambda transport, _: transport
+
+
+NOTHING_AROUND = Around()
+
+
 def make_kv_worker(
-    options: NodeOptions, identity: Identity, runner: TorchRunner, link: Link
+    options: NodeOptions,
+    identity: Identity,
+    runner: TorchRunner,
+    link: Link,
+    around: Around = NOTHING_AROUND,
 ) -> KvTransferWorker:
     """Raises TransportMissing if the transport's library is not installed."""
     region = region_of(runner)
     verify = options.kv_verify and region.device == "cpu"
     config = replace(options.kv_worker, verify=verify, busy_s=options.stuck_after_s)
-    return KvTransferWorker(identity, region, _open_transport(options, region), link, config)
+    transport = around.transport(_open_transport(options, region), region)
+    return KvTransferWorker(identity, region, transport, around.link(link), config)
 
 
 class BetweenLayers:

@@ -14,19 +14,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.bench.chaos_asks import Known, asks, known
-from baton.bench.chaos_faults import Fault, Kind, Role, Script, faults
+from baton.bench.chaos_faults import OF_WIRES, Fault, Kind, Role, Script, faults
 from baton.bench.chaos_leaks import grown, held
 from baton.bench.chaos_load import Load, Told
 from baton.bench.chaos_report import Attempts, Report, Struck, report
 from baton.bench.chaos_stage import Setting, Stage
 from baton.client import AsyncClient, BatonError, Retries
 from baton.cluster import Child, await_serving
+from serving.channel import KEEPALIVE
 
 PHASE_PATIENCE_S = 2.0
 READY_WITHIN_S = 120.0
 LOOK_EVERY_S = 0.2
 CROWD_FACTOR = 4
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
+JUMP_S = 3600.0
+WIRE_PATIENCE_S = 10.0
+FREEZE_S = KEEPALIVE.every_s + KEEPALIVE.patience_s + 4.0
 ONCE = Retries(max_attempts=1)  # whatever fails shall be seen
 
 
@@ -171,12 +175,19 @@ class Chaos:
                     await self._kill(victim, struck)
                 case Kind.STOP:
                     await self._stop(victim, fault.lasts_s)
+                case Kind.FREEZE:
+                    await self._stop(victim, FREEZE_S)
+                    await self._until_ready(victim.name)
                 case Kind.SLOW:
                     await self._slow(victim, fault.lasts_s)
                 case Kind.CUT | Kind.HUSH:
                     await self._bar(victim, fault)
                 case Kind.CROWD:
                     await self._crowd(fault.lasts_s)
+                case Kind.JUMP:
+                    await self._jump(victim, fault)
+                case kind if kind in OF_WIRES:
+                    await self._wire(victim, fault)
         finally:
             struck.healed_s = time.monotonic()
             self._ailing.discard(victim.name)
@@ -227,6 +238,26 @@ class Chaos:
             await asyncio.sleep(fault.lasts_s)
         finally:
             door.heal()
+
+    async def _wire(self, victim: Child, fault: Fault) -> None:
+        """Until something was hit, if nodes say so much meanwhile."""
+        weather = self._stage.weather(victim)
+        num_hits = weather.num_hits
+        weather.turn(fault.kind)
+        try:
+            await asyncio.sleep(fault.lasts_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WIRE_PATIENCE_S):
+                    while weather.num_hits == num_hits:
+                        await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            weather.clear()
+
+    async def _jump(self, victim: Child, fault: Fault) -> None:
+        """Forward and home again, or back and home again."""
+        self._stage.put_clock_off(victim, JUMP_S if fault.number % 2 else -JUMP_S)
+        await asyncio.sleep(fault.lasts_s)
+        self._stage.put_clock_off(victim, 0.0)
 
     async def _crowd(self, lasts_s: float) -> None:
         enough = asyncio.Event()

@@ -13,10 +13,17 @@ from engine.errors import InvalidConfig
 class Kind(Enum):
     KILL = "kill"  # SIGKILL; a new process on the same address as soon as it can be
     STOP = "stop"  # SIGSTOP, and SIGCONT after a while
+    FREEZE = "freeze"  # the same for longer than anybody waits for an answer to a ping
     SLOW = "slow"  # stopped for a moment, again and again
     CUT = "cut"  # a prefill node's links to decode nodes break off, and no new one is made
     HUSH = "hush"  # they stay, and nothing comes through
     CROWD = "crowd"  # more clients than the caches have room for
+    DROP = "drop"  # half of what a node says on its links, and of the notices it gets, is lost
+    LATE = "late"  # all of it comes late
+    DOUBLE = "double"  # all of it comes twice
+    SWAP = "swap"  # half of it comes after what was said later
+    CORRUPT = "corrupt"  # a prefill node's writes carry other bytes than they should
+    JUMP = "jump"  # the wall clock of a process goes forward or back, and back again
 
 
 class Phase(Enum):
@@ -36,11 +43,20 @@ class Role(Enum):
 ROLES_HIT_BY = {
     Kind.KILL: (Role.ROUTER, Role.PREFILL, Role.DECODE),
     Kind.STOP: (Role.ROUTER, Role.PREFILL, Role.DECODE),
+    Kind.FREEZE: (Role.DECODE,),
     Kind.SLOW: (Role.ROUTER, Role.PREFILL, Role.DECODE),
     Kind.CUT: (Role.PREFILL,),
     Kind.HUSH: (Role.PREFILL,),
     Kind.CROWD: (Role.ROUTER,),
+    Kind.DROP: (Role.PREFILL, Role.DECODE),
+    Kind.LATE: (Role.PREFILL, Role.DECODE),
+    Kind.DOUBLE: (Role.PREFILL, Role.DECODE),
+    Kind.SWAP: (Role.PREFILL, Role.DECODE),
+    Kind.CORRUPT: (Role.PREFILL,),
+    Kind.JUMP: (Role.ROUTER, Role.PREFILL, Role.DECODE),
 }
+# What a wire does that is unruly.
+OF_WIRES = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP, Kind.CORRUPT})
 SHORTEST_S, LONGEST_S = 0.3, 6.0
 
 

@@ -90,6 +90,7 @@ def report(
         **{outcome.value: by_outcome[outcome] for outcome in Outcome},
         "retried": attempts.total(names.RETRY),
         "migrated": attempts.total(names.MIGRATE),
+        "local": sum(one.is_local for one in told),
         "lost": len(lost),
         "leaked": len(leaks),
         "died": len(died),

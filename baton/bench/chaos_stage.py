@@ -6,14 +6,18 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 
+from baton.bench.chaos_clock import Clocks, build
 from baton.bench.chaos_door import Door
 from baton.bench.chaos_faults import Role
 from baton.bench.chaos_leaks import Footprint, Scrape, footprint, scrape
+from baton.bench.chaos_wire import Weather
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from telemetry import metric_names as names
 
@@ -21,6 +25,7 @@ METRICS_AT = re.compile(r"metrics on (http://\S+)")
 ANY_PORT = ("--metrics-port", "0")
 LINKED_WITHIN_S, LOOK_EVERY_S = 60.0, 0.2
 UNTRACED = ("--trace-dir", "off")
+NODE_MODULE = "baton.cli.chaos_node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Setting:
     node_arguments: tuple[str, ...] = ()
     router_arguments: tuple[str, ...] = ()
     log_dir: Path | None = None
+    clocks_jump: bool = False  # whether they can, for which they are built
 
     @property
     def num_by_role(self) -> dict[Role, int]:
@@ -51,6 +57,8 @@ class Stage:
         self._metrics_by_pid: dict[int, str] = {}
         self._wanted_gone: set[int] = set()  # pids
         self._lifetime = AsyncExitStack()
+        self._folder = Path(self._lifetime.enter_context(TemporaryDirectory()))
+        self._clocks: Clocks | None = build(self._folder) if setting.clocks_jump else None
         self._cluster = LocalCluster(self._options())
         self.at_start: dict[str, Footprint] = {}  # by name
 
@@ -115,6 +123,14 @@ class Stage:
     def door(self, child: Child) -> Door:
         return self._door_by_name[child.name]
 
+    def weather(self, child: Child) -> Weather:
+        """Of the wire of a node, for as long as there is one of this name."""
+        return Weather(self._folder / child.name)
+
+    def put_clock_off(self, child: Child, by_s: float) -> None:
+        if self._clocks is not None and child.process.poll() is None:
+            self._clocks.put_off(child.process.pid, by_s)
+
     def kill(self, child: Child) -> None:
         self._wanted_gone.add(child.process.pid)
         child.process.kill()
@@ -150,6 +166,8 @@ class Stage:
             model=setting.model,
             num_prefill=setting.num_prefill,
             num_decode=setting.num_decode,
+            node_program=(sys.executable, "-m", NODE_MODULE, str(self._folder)),
+            environment={} if self._clocks is None else self._clocks.environment,
             node_arguments=(*times, *ANY_PORT, *UNTRACED, *setting.node_arguments),
             router_arguments=(*ANY_PORT, *UNTRACED, *setting.router_arguments),
             on_line=self._take_line,

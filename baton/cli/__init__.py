@@ -73,6 +73,12 @@ dress(app)
 
 def main() -> None:
     """A named error is one line; a bug keeps its traceback."""
+    prepare()
+    sys.exit(_run())
+
+
+def prepare() -> None:
+    """What must be settled before libraries are loaded, by whatever runs commands of `baton`."""
     # Before torch is loaded: its idle threads must not spin on a core that another process
     # could use. With two processes on two cores, spinning costs a factor, not a percentage.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -82,7 +88,6 @@ def main() -> None:
     # gRPC's library would write of each failed handshake on standard error; Baton tells of them.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     read_anything()
-    sys.exit(_run())
 
 
 def _run() -> int:

@@ -31,7 +31,11 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Same seed, same requests and same faults.")] = 0,
     every: Annotated[float, typer.Option(help="Seconds from fault to fault, on average.")] = 5.0,
     kinds: Annotated[
-        str, typer.Option(help="kill, stop, slow, cut, hush, crowd; commas between.")
+        str,
+        typer.Option(
+            help="kill, stop, freeze, slow, cut, hush, crowd, drop, late, double, swap, corrupt, "
+            "jump; commas between."
+        ),
     ] = EVERYTHING,
     roles: Annotated[
         str, typer.Option(help="Who is struck: router, prefill, decode; commas between.")
@@ -52,9 +56,14 @@ def chaos(
     Ends with 1 when an answer was wrong, a request hung or was lost, or something leaked.
     """
     from baton.bench.chaos import ChaosBench
+    from baton.bench.chaos_clock import can_jump
     from baton.bench.chaos_faults import Kind, Role, Script
     from baton.bench.chaos_stage import Setting
 
+    chosen = _named(Kind, kinds, "--kinds")
+    if kinds == EVERYTHING and not can_jump():
+        console(stderr=True).print("no C compiler here: clocks do not jump in this run")
+        chosen = tuple(kind for kind in chosen if kind is not Kind.JUMP)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     what = ChaosBench(
@@ -67,12 +76,13 @@ def chaos(
                 *("--kv-transport", transport, f"--kv-tls={kv_tls}"),
             ),
             log_dir=logs,
+            clocks_jump=Kind.JUMP in chosen,
         ),
         script=Script(
             seed=seed,
             duration_s=minutes * 60,
             every_s=every,
-            kinds=_named(Kind, kinds, "--kinds"),
+            kinds=chosen,
             roles=_named(Role, roles, "--roles"),
         ),
         num_clients=clients,

@@ -143,7 +143,7 @@ def node_options(
     )
 
 
-def _node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[..., None]:
+def node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[..., None]:
     @takes_options_of(node_options)
     def command(
         parent_pid: ParentPid = 0,
@@ -173,11 +173,11 @@ def _run_decode(options: NodeOptions) -> None:
 serve.command(
     "prefill",
     help="Run a prefill node: it computes prompts and pushes their KV to decode nodes.",
-)(_node_command("prefill", _run_prefill))
+)(node_command("prefill", _run_prefill))
 serve.command(
     "decode",
     help="Run a decode node: it takes KV from prefill nodes and writes answers.",
-)(_node_command("decode", _run_decode))
+)(node_command("decode", _run_decode))
 
 
 @takes_options_of(tls_config, telemetry_options)

@@ -10,16 +10,20 @@ import pytest
 
 from baton.bench.chaos import ONCE, Chaos
 from baton.bench.chaos_asks import Known, asks, known
-from baton.bench.chaos_faults import ROLES_HIT_BY, Fault, Kind, Phase, Role
+from baton.bench.chaos_clock import can_jump
+from baton.bench.chaos_faults import OF_WIRES, ROLES_HIT_BY, Fault, Kind, Phase, Role
 from baton.bench.chaos_report import Report
 from baton.bench.chaos_stage import Setting, Stage
 from baton.client import AsyncClient
+from telemetry.metric_names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
+from telemetry.names import MIGRATE
 from tests.support.models import VARIANTS, make_model_folder
 
 NUM_ASKS = 15
 NUM_CLIENTS = 4
 LASTS_S = 1.0
-FAULTS = [(kind, role) for kind in Kind for role in ROLES_HIT_BY[kind]]
+OWN_TESTS = {Kind.FREEZE, Kind.CORRUPT, Kind.CROWD}
+FAULTS = [(kind, role) for kind in Kind if kind not in OWN_TESTS for role in ROLES_HIT_BY[kind]]
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +42,25 @@ class Running:
 
         return self.runner.run(scene())
 
+    def total(self, role: Role, metric: Metric, label: str = "") -> float:
+        """What all processes of a role have counted."""
+
+        async def scene() -> float:
+            places = range(self.stage.num_by_role[role])
+            found = [await self.stage.scrape(self.stage.child(role, place)) for place in places]
+            return sum(one.total(metric, label) for one in found)
+
+        return self.runner.run(scene())
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One cluster for all: each test leaves it well."""
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
-    small = ("--kv-cache-memory", "512KiB", "--threads", "1")
+    small = ("--kv-cache-memory", "256KiB", "--threads", "1")
+    setting = Setting(str(folder), node_arguments=small, clocks_jump=can_jump())
     with asyncio.Runner() as runner:
-        stage = runner.run(entered(Setting(str(folder), node_arguments=small)))
+        stage = runner.run(entered(setting))
         try:
             yield Running(runner, stage, runner.run(answers_of(stage)))
         finally:
@@ -67,11 +82,50 @@ async def answers_of(stage: Stage) -> Sequence[Known]:
 def test_no_answer_is_wrong_or_lost_and_nothing_is_left_behind(
     running: Running, kind: Kind, role: Role
 ) -> None:
+    if kind is Kind.JUMP and not can_jump():
+        pytest.skip("no C compiler builds a clock that jumps")
     phase = list(Phase)[FAULTS.index((kind, role)) % len(Phase)]
     fault = Fault(0, 0.3, kind, role, 0, phase, LASTS_S)
+
+    weather = running.stage.weather(running.stage.child(role, 0))
+    num_hits = weather.num_hits
 
     report = running.through(fault)
 
     assert report.is_good, report
     assert report.num_faults == 1
     assert report.counts["right"] > 0
+    assert (weather.num_hits > num_hits) is (kind in OF_WIRES)
+
+
+def test_other_bytes_than_were_sent_are_found_out_and_the_prompt_is_computed_on_decode(
+    running: Running,
+) -> None:
+    before = running.total(Role.DECODE, DIGEST_MISMATCHES)
+
+    report = running.through(Fault(0, 0.3, Kind.CORRUPT, Role.PREFILL, 0, Phase.ASKED, LASTS_S))
+
+    assert report.is_good, report
+    num_found = running.total(Role.DECODE, DIGEST_MISMATCHES) - before
+    assert num_found > 0
+    assert report.counts["local"] > 0
+
+
+def test_a_crowd_fills_the_caches(running: Running) -> None:
+    before = running.total(Role.DECODE, PREEMPTIONS)
+
+    report = running.through(Fault(0, 0.3, Kind.CROWD, Role.ROUTER, 0, Phase.ASKED, LASTS_S))
+
+    assert report.is_good, report
+    assert running.total(Role.DECODE, PREEMPTIONS) > before
+
+
+def test_the_streams_of_a_frozen_decode_node_go_on_elsewhere_and_it_is_taken_back(
+    running: Running,
+) -> None:
+    before = running.total(Role.ROUTER, ATTEMPTS, MIGRATE)
+
+    report = running.through(Fault(0, 0.3, Kind.FREEZE, Role.DECODE, 0, Phase.DECODING, LASTS_S))
+
+    assert report.is_good, report
+    assert running.total(Role.ROUTER, ATTEMPTS, MIGRATE) > before

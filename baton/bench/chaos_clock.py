@@ -1,0 +1,51 @@
+"""Wall clocks of processes that can be put forward and back, each by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import InvalidConfig
+
+SOURCE = Path(__file__).with_name("chaos_clock.c")
+FOLDER_VARIABLE = "BATON_CHAOS_CLOCKS"
+NS_PER_S = 1_000_000_000
+
+
+def can_jump() -> bool:
+    """Whether there is a compiler to build it with."""
+    return shutil.which("cc") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Of all processes that were started with this environment; they are told apart by pid."""
+
+    folder: Path
+    library: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"LD_PRELOAD": str(self.library), FOLDER_VARIABLE: str(self.folder)}
+
+    def put_off(self, pid: int, by_s: float) -> None:
+        """Raises OSError for a process that has no such clock."""
+        with (self.folder / str(pid)).open("r+b") as clock:
+            clock.write(round(by_s * NS_PER_S).to_bytes(8, "little", signed=True))
+
+
+def build(folder: Path) -> Clocks:
+    """Raises InvalidConfig where it cannot be built."""
+    library = folder / "clock.so"
+    command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = getattr(error, "stderr", "") or str(error)
+        raise InvalidConfig(f"clocks that jump need a C compiler: {told}; leave out jump") from None
+    clocks = folder / "clocks"
+    os.mkdir(clocks)
+    return Clocks(clocks, library)

@@ -1,0 +1,181 @@
+"""A link and a transport that lose, delay, double and swap what nodes tell each other, or
+carry other bytes than those they were given, whenever a file says so.
+
+A file per node holds the name of what is wrong with its wire; nothing is while it is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.bench.chaos_faults import Kind
+from kv_transfer.link import Link, LinkId
+from kv_transfer.messages import LinkMessage, Region
+from kv_transfer.transport import Arrived, Channel, ChannelEvent, Transport, Write
+from kv_transfer.types import BlockId
+
+# Of all that is said; the rest comes as it should.
+SHARE = 0.5
+LATE_S = 0.3
+ON_LINKS = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP})
+WHOLLY = frozenset({Kind.LATE, Kind.DOUBLE})
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What is wrong with the wire of one node, as a file tells; another counts what was hit."""
+
+    path: Path
+
+    @property
+    def num_hits(self) -> int:
+        with suppress(FileNotFoundError):
+            return self._hits.stat().st_size
+        return 0
+
+    def hit(self) -> None:
+        with self._hits.open("ab") as hits:
+            hits.write(b".")
+
+    @property
+    def _hits(self) -> Path:
+        return self.path.with_suffix(".hits")
+
+    def now(self) -> Kind | None:
+        with suppress(OSError, ValueError):
+            return Kind(self.path.read_text(encoding="utf-8"))
+        return None
+
+    def turn(self, kind: Kind) -> None:
+        beside = self.path.with_suffix(".new")
+        beside.write_text(kind.value, encoding="utf-8")
+        beside.replace(self.path)
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class UnrulyLink:
+    """What this node says on its links. To be made on the asyncio loop."""
+
+    def __init__(self, inner: Link, weather: Weather) -> None:
+        self._inner = inner
+        self._weather = weather
+        self._loop = asyncio.get_running_loop()
+        self._draw = random.Random(0)
+
+    def dial(self, address: str) -> LinkId:
+        return self._inner.dial(address)
+
+    def close(self, link_id: LinkId) -> None:
+        self._inner.close(link_id)
+
+    def send(self, link_id: LinkId, message: LinkMessage) -> None:
+        kind = self._weather.now()
+        is_hit = self._draw.random() < SHARE
+        if kind in ON_LINKS and (is_hit or kind in WHOLLY):
+            self._weather.hit()
+        if kind is Kind.LATE or (kind is Kind.SWAP and is_hit):
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, LATE_S, self._inner.send, link_id, message
+            )
+        elif not (kind is Kind.DROP and is_hit):
+            self._inner.send(link_id, message)
+            if kind is Kind.DOUBLE:
+                self._inner.send(link_id, message)
+
+
+class UnrulyTransport:
+    def __init__(self, inner: Transport, region: Region, weather: Weather) -> None:
+        self._inner = inner
+        self._region = region
+        self._weather = weather
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def is_one_sided(self) -> bool:
+        return self._inner.is_one_sided
+
+    def open(self) -> UnrulyChannel:
+        return UnrulyChannel(self._inner.open(), self._region.num_blocks, self._weather)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class UnrulyChannel:
+    """Writes that leave this node, and notices of what has landed here."""
+
+    def __init__(self, inner: Channel, num_blocks: int, weather: Weather) -> None:
+        self._inner = inner
+        self._num_blocks = num_blocks
+        self._weather = weather
+        self._draw = random.Random(0)
+        self._late: list[tuple[float, Arrived]] = []  # with when each is told
+
+    @property
+    def metadata(self) -> bytes:
+        return self._inner.metadata
+
+    @property
+    def close_stops_writes(self) -> bool:
+        return self._inner.close_stops_writes
+
+    def connect(self, metadata: bytes, region: Region) -> None:
+        self._inner.connect(metadata, region)
+
+    def is_peer_gone(self) -> bool:
+        return self._inner.is_peer_gone()
+
+    def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
+        self._inner.expect(ticket, block_ids)
+
+    def cancel(self, ticket: int) -> None:
+        self._inner.cancel(ticket)
+
+    def post(self, write: Write) -> None:
+        if self._weather.now() is Kind.CORRUPT:
+            # The digest is of the right blocks; what lands is what others hold.
+            others = tuple(BlockId((one + 1) % self._num_blocks) for one in write.sources)
+            write = replace(write, sources=others)
+            self._weather.hit()
+        self._inner.post(write)
+
+    def notify(self, ticket: int, note: bytes) -> None:
+        self._inner.notify(ticket, note)
+
+    def poll(self) -> list[ChannelEvent]:
+        now = time.monotonic()
+        events: list[ChannelEvent] = [one for due_s, one in self._late if due_s <= now]
+        self._late = [(due_s, one) for due_s, one in self._late if due_s > now]
+        for event in self._inner.poll():
+            events += self._heard(event, now) if isinstance(event, Arrived) else [event]
+        return events
+
+    def close(self) -> None:
+        self._late.clear()
+        self._inner.close()
+
+    def _heard(self, event: Arrived, now: float) -> Sequence[ChannelEvent]:
+        is_hit = self._draw.random() < SHARE
+        match self._weather.now():
+            case Kind.DROP if is_hit:
+                return []
+            case Kind.DOUBLE:
+                return [event, event]
+            case Kind.LATE:
+                self._late.append((now + LATE_S, event))
+                return []
+            case Kind.SWAP if is_hit:
+                self._late.append((now + LATE_S, event))
+                return []
+        return [event]

@@ -1,0 +1,59 @@
+"""`python -m baton.cli.chaos_node FOLDER prefill|decode …`: a node on an unruly wire.
+
+It is `baton serve prefill|decode`, with something around its link and its transport.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from baton.cli import prepare
+from baton.cli.serve import node_command
+
+if TYPE_CHECKING:
+    from kv_transfer.config import KvWorkerConfig
+    from serving.node_options import NodeOptions
+
+# A link does not lose single words, so what waits for one waits long: here, for less.
+GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
+
+
+def run(folder: Path, role: str, options: NodeOptions) -> None:
+    from baton.bench.chaos_wire import UnrulyLink, UnrulyTransport, Weather
+    from serving.node_parts import Around
+
+    weather = Weather(folder / options.node_id)
+    around = Around(
+        lambda link: UnrulyLink(link, weather),
+        lambda transport, region: UnrulyTransport(transport, region, weather),
+    )
+    options = replace(options, kv_worker=_impatient(options.kv_worker))
+    if role == "prefill":
+        from prefill_node.__main__ import main
+    else:
+        from decode_node.__main__ import main
+    main(options, around)
+
+
+def _impatient(config: KvWorkerConfig) -> KvWorkerConfig:
+    receiver = replace(config.receiver, give_up_s=GIVE_UP_S, fence_age_s=FENCE_AGE_S)
+    return replace(config, receiver=receiver)
+
+
+def main() -> None:
+    folder = Path(sys.argv.pop(1))
+    prepare()
+    app = typer.Typer(pretty_exceptions_enable=False)
+    for role in ("prefill", "decode"):
+        app.command(role)(node_command(role, partial(run, folder, role)))
+    app()
+
+
+if __name__ == "__main__":
+    main()
