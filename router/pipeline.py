@@ -41,6 +41,7 @@ from serving.errors import (
 from serving.translate_sequence import Sequence
 
 SEED_BITS = 63
+NONCE_BYTES = 8
 # When all nodes are replaced at once, many refuse before the router hears that they drain.
 MOST_TRIES = 50
 
@@ -173,6 +174,9 @@ class Pipeline:
         seed = call.sampling.seed
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
         failures = Failures()
+        # Clients choose ids, and other routers have other clients: what nodes hand over under one
+        # must not meet what they were asked for under the same one.
+        own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
         for number in itertools.count(1):
             num_given = len(answer.token_ids)
             context.trace.try_began(number, num_given)
@@ -182,7 +186,7 @@ class Pipeline:
             self._breakers.sent(route.addresses, self._clock())
             attempt = Attempt(
                 route=route,
-                handoff_id=HandoffId(call.request_id, number),
+                handoff_id=HandoffId(own_id, number),
                 sequence=_sequence(call, prompt, seed, answer.token_ids),
                 answer=answer,
                 context=context,

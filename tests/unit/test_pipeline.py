@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -373,6 +374,21 @@ def test_an_id_is_refused_only_while_it_is_in_use() -> None:
         await run(pipeline, a_call("x"))
 
     asyncio.run(twice_at_once_then_again())
+
+
+def test_requests_that_clients_call_the_same_share_no_hand_off() -> None:
+    nodes = FakeNodeCalls()
+
+    async def by_two_routers_and_again() -> None:
+        one, other = a_pipeline(nodes), a_pipeline(nodes)
+        await asyncio.gather(run(one, a_call("x")), run(other, a_call("x")))
+        await run(one, a_call("x"))
+
+    asyncio.run(by_two_routers_and_again())
+
+    legs_by_handoff = Counter(asked.handoff_id for asked in nodes.asked)
+    assert list(legs_by_handoff.values()) == [2, 2, 2]
+    assert all(handoff_id.request_id.startswith("x.") for handoff_id in legs_by_handoff)
 
 
 def test_what_cannot_be_served_is_refused_before_any_node_is_asked() -> None:
