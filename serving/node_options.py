@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from engine.errors import InvalidConfig
 from engine.loop import HEARTBEAT_S
@@ -28,7 +29,7 @@ class NodeOptions:
     model_name: str = ""  # empty takes the model folder's name
     kv_transport: str = "nixl"
     kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
-    kv_net_device: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
+    kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`
     kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
     push: str = "layer"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
@@ -56,3 +57,18 @@ class NodeOptions:
     @property
     def pushes_layers(self) -> bool:
         return self.push == "layer"
+
+    @property
+    def kv_device(self) -> str:
+        """Where UCX listens, too; empty: on every network that the machine has.
+
+        Whoever dials a loopback address is on this machine, so nobody else needs to get in.
+        """
+        return self.kv_net_device or ("lo" if _is_loopback(self.host) else "")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

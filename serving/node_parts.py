@@ -166,9 +166,9 @@ class BetweenLayers:
 
 def _open_transport(options: NodeOptions, region: Region) -> Transport:
     if options.kv_transport == "nixl":
-        return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_net_device))
+        return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_device))
     if options.kv_transport == "ucxx":
-        return UcxxTransport(region, UcxxConfig(options.kv_tls, options.kv_net_device))
+        return UcxxTransport(region, UcxxConfig(options.kv_tls, options.kv_device))
     known = ", ".join(KV_TRANSPORTS)
     raise InvalidConfig(
         f"no KV transport is called {options.kv_transport!r}; choose one of: {known}"

@@ -84,7 +84,8 @@ KvTls = Annotated[
 KvNetDevice = Annotated[
     str,
     typer.Option(
-        help="Network device for UCX, such as lo or eth0; left out, it chooses.",
+        help="Network device for UCX, such as lo or eth0; left out, lo if --host is a loopback "
+        "address, else what UCX chooses.",
         rich_help_panel=KV_PANEL,
     ),
 ]
