@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import grpc
 import pytest
 
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterFailed, ClusterOptions, LocalCluster, await_serving
+from baton.v1 import kv_link_pb2, node_pb2
 from engine.sampling import SamplingParams
+from serving.channel import open_blocking_channel
 from serving.tls import PLAIN, TlsConfig
 from tests.support.certificates import Authority, make_authority
 from tests.support.models import prompt_of, reference_greedy
@@ -28,7 +33,8 @@ SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 class Secured:
     cluster: LocalCluster
     authority: Authority
-    client_tls: TlsConfig
+    process_tls: TlsConfig
+    client_tls: TlsConfig  # by an authority that the router alone takes
     token_file: Path
 
     @property
@@ -41,17 +47,24 @@ def secured(
     cluster_options: Callable[..., ClusterOptions], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("certificates")
-    authority = make_authority(folder)
+    authority, of_clients = make_authority(folder), make_authority(folder, "clients")
+    both = folder / "both.pem"
+    both.write_bytes(authority.ca.read_bytes() + of_clients.ca.read_bytes())
     token_file = folder / "tokens"
     token_file.write_text(f"{TOKEN}\n", encoding="utf-8")
-    options = replace(
-        cluster_options(router_arguments=("--token-file", str(token_file))),
-        tls=replace(authority.mutual("process", NAME), server_name=NAME),
+    process_tls = replace(authority.mutual("process", NAME), server_name=NAME)
+    options = cluster_options(
+        router_arguments=("--token-file", str(token_file), f"--tls-client-ca={both}")
     )
-    cert, key = authority.issue("client", "client.example")
+    options = replace(
+        options,
+        node_arguments=(*options.node_arguments, f"--tls-client-ca={authority.ca}"),
+        tls=replace(process_tls, client_ca=None),  # each is told for itself
+    )
+    cert, key = of_clients.issue("client", "client.example")
     with LocalCluster(options) as cluster:
         client_tls = TlsConfig(cert, key, authority.ca, server_name=NAME)
-        yield Secured(cluster, authority, client_tls, token_file)
+        yield Secured(cluster, authority, process_tls, client_tls, token_file)
     codes = {child.name: child.process.returncode for child in cluster.children}
     assert set(codes.values()) == {0}, codes
 
@@ -76,7 +89,35 @@ def test_no_process_talks_to_those_without_a_certificate(secured: Secured) -> No
         for tls in (PLAIN, TlsConfig(ca=secured.authority.ca, server_name=NAME)):
             with pytest.raises(ClusterFailed, match="--tls-"):
                 await_serving(child.address, 60, tls)
-        await_serving(child.address, 60, secured.client_tls)
+        await_serving(child.address, 60, secured.process_tls)
+
+
+def test_nodes_take_no_clients_though_the_router_does(secured: Secured) -> None:
+    cluster, tls = secured.cluster, secured.client_tls
+    await_serving(cluster.address, 60, tls)
+    for child in (*cluster.prefills, *cluster.decodes):
+        with pytest.raises(ClusterFailed, match="certificate"):
+            await_serving(child.address, 60, tls)
+
+
+@pytest.mark.parametrize("service", [kv_link_pb2, node_pb2], ids=["link", "node"])
+def test_no_call_of_a_node_is_there_for_those_without_its_authoritys_certificate(
+    secured: Secured, service: ModuleType
+) -> None:
+    methods = [
+        f"/{one.full_name}/{method.name}"
+        for one in service.DESCRIPTOR.services_by_name.values()
+        for method in one.methods
+    ]
+    nodes = (*secured.cluster.prefills, *secured.cluster.decodes)
+    for child, tls in itertools.product(nodes, (PLAIN, secured.client_tls)):
+        with open_blocking_channel(child.address, tls) as channel:
+            for method in methods:
+                call_it: Any = channel.stream_stream(method)
+                call = call_it(iter([b""]), timeout=60)
+                with pytest.raises(grpc.RpcError):
+                    next(call)
+                assert call.code() is grpc.StatusCode.UNAVAILABLE, method
 
 
 def test_a_certificate_does_not_stand_for_a_token(secured: Secured) -> None:
