@@ -15,6 +15,7 @@ from engine.lifecycle import Request, RequestStatus
 from engine.plan import Plan
 from engine.prefill_limits import PrefillLimits
 from engine.request import ReceiveKv
+from engine.step_pace import StepPace
 
 
 class _Verdict(Enum):
@@ -30,6 +31,7 @@ class Planner:
         self._book = book
         self._config = book.config
         self._limits = PrefillLimits(book.config)
+        self._pace = StepPace(book.config.target_step_s)
         self._budget = 0
         # The head that found no blocks, and the state of things then: as long as nothing
         # was given back there is no need to look up its prefix again.
@@ -46,6 +48,7 @@ class Planner:
         # that waits for them, or neither moves. And before the next chunk of a long prompt,
         # which it shortens by a token: its first token is with the client already.
         none_held_up = self._start_ready()
+        self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
         self._continue_prefills()
         # Blocks that a victim just gave up are for those who run; a newcomer would
         # take them and be the next victim.
@@ -54,6 +57,12 @@ class Planner:
         if self._config.push_layers:
             self._send_layers()
         return batch.take_plan(self._book.handoffs.take_orders())
+
+    def took(self, seconds: float) -> None:
+        """How long the step that was planned last took to run."""
+        batch = self._book.batch
+        num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
+        self._pace.took(seconds, batch.num_decoding, num_prompt_tokens)
 
     # --- running ------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class Scheduler:
             raise OutOfTurn("this plan is not the one that waits for its result")
         self._plan = None
         if now is not None:
+            self._planner.took(now - self._book.now_s)
             self._book.now_s = now
         # The wire first: no order may be written for a hand-off that it reports as over.
         self._settler.settle_kv(result.kv)

@@ -63,6 +63,8 @@ class SchedulerConfig:
     # No chunk is longer than this, and a prompt longer than it is a long one; 0 is off.
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int | None = None  # prompts that are part done after a step
+    # Prompts get as many tokens of a step as let it end in about this time while others decode.
+    target_step_s: float | None = None  # None: as many as fit
     max_long_partial_prefills: int | None = None  # long ones among them; short ones overtake
     num_lookahead_tokens: int = 0  # slots beyond the next token, for speculation
     kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
@@ -100,6 +102,12 @@ class SchedulerConfig:
         for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
             limit = getattr(self, name)
             _require(name, limit, limit is None or limit >= 1, "at least 1, or left out")
+        target_s = self.target_step_s
+        _require(
+            "target_step_s", target_s, target_s is None or target_s > 0, "above 0, or left out"
+        )
+        if target_s is not None and not self.enable_chunked_prefill:
+            raise InvalidConfig("target_step_s needs enable_chunked_prefill")
         if self.max_long_partial_prefills is not None and not threshold:
             raise InvalidConfig("max_long_partial_prefills needs long_prefill_token_threshold")
 

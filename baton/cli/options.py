@@ -132,6 +132,16 @@ LongPrefill = Annotated[
     ),
 ]
 
+TargetStep = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Prompts get as many tokens of a step as let it end in about this time while other "
+        "requests decode, as measured from the steps before; 0 is as many as fit.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
+
 Host = Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=NETWORK_PANEL)]
 Port = Annotated[
     int,

@@ -44,6 +44,7 @@ from baton.cli.options import (
     Push,
     Quantize,
     StuckAfter,
+    TargetStep,
     Threads,
     Transport,
 )
@@ -89,6 +90,7 @@ def node_options(
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxTokens = 2048,
     long_prefill_token_threshold: LongPrefill = 512,
+    target_step_ms: TargetStep = 0.0,
     host: Host = "127.0.0.1",
     port: Port = 0,
     node_id: NodeName = "",
@@ -121,6 +123,7 @@ def node_options(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            target_step_s=target_step_ms / 1e3 if target_step_ms else None,
             max_long_partial_prefills=1 if long_prefill_token_threshold else None,
         ),
         host=host,

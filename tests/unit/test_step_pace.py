@@ -1,0 +1,116 @@
+"""How many prompt tokens a step may take, on machines that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from engine.core import EngineCore, NoKvWorker
+from engine.errors import InvalidConfig
+from engine.plan import Plan, RunResult
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.step_pace import LEAST_TOKENS, StepPace
+from tests.support.fake_runner import FakeRunner, KvTensor
+from tests.support.requests import make_spec
+
+MOST = 2048
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Reads its weights in every step, whatever else it does."""
+
+    reading_s: float
+    token_s: float
+
+    def step_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
+        return max(self.reading_s, self.token_s * (num_decoding + num_prompt_tokens))
+
+
+def chunks(pace: StepPace, machine: Machine, num_decoding: int, num_steps: int) -> list[int]:
+    """What it gives to a prompt that never ends."""
+    given = []
+    for _ in range(num_steps):
+        given.append(pace.prompt_tokens(num_decoding, MOST))
+        pace.took(machine.step_s(num_decoding, given[-1]), num_decoding, given[-1])
+    return given
+
+
+@pytest.mark.parametrize("machine", [Machine(0.04, 0.0022), Machine(0.001, 0.0001)])
+@pytest.mark.parametrize("num_decoding", [1, 8])
+def test_steps_come_to_take_the_target_and_no_longer(machine: Machine, num_decoding: int) -> None:
+    pace = StepPace(0.1)
+    for _ in range(10):
+        pace.took(machine.step_s(num_decoding, 0), num_decoding, 0)
+
+    settled = chunks(pace, machine, num_decoding, 60)[20:]
+
+    longest = max(machine.step_s(num_decoding, chunk) for chunk in settled)
+    assert longest <= 0.11
+    # What a step reads in any case is counted once more with its tokens: some room is left.
+    assert min(machine.step_s(num_decoding, chunk) for chunk in settled) >= 0.05
+
+
+def test_a_machine_that_became_slow_is_given_less() -> None:
+    pace = StepPace(0.1)
+    before = chunks(pace, Machine(0.001, 0.0001), 4, 40)[-1]
+
+    after = chunks(pace, Machine(0.001, 0.001), 4, 40)[-1]
+
+    assert before / 12 <= after <= before / 8
+
+
+def test_a_prompt_comes_to_its_end_on_any_machine() -> None:
+    pace = StepPace(0.001)
+
+    given = chunks(pace, Machine(5.0, 0.5), 3, 10)
+
+    assert min(given) >= LEAST_TOKENS
+
+
+def test_with_nobody_decoding_or_no_target_all_that_fits_is_taken() -> None:
+    slow = Machine(1.0, 0.1)
+
+    assert set(chunks(StepPace(0.01), slow, 0, 10)) == {MOST}
+    assert set(chunks(StepPace(None), slow, 5, 10)) == {MOST}
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
+def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
+    with pytest.raises(InvalidConfig, match="target_step_s"):
+        SchedulerConfig(target_step_s=wrong)
+
+
+class TimedRunner:
+    """Its steps take what they would on a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._runner = FakeRunner(KvTensor(512, 16), vocab_size=100)
+        self.now_s = 0.0
+        self.took: list[float] = []
+
+    def run(self, plan: Plan) -> RunResult:
+        self.took.append(self._machine.step_s(sum(plan.num_scheduled_tokens.values()), 0))
+        self.now_s += self.took[-1]
+        return self._runner.run(plan)
+
+
+def test_whoever_decodes_beside_a_long_prompt_waits_no_longer_than_the_target() -> None:
+    runner = TimedRunner(Machine(0.02, 0.001))
+    scheduler = Scheduler(
+        SchedulerConfig(target_step_s=0.1, max_num_batched_tokens=MOST), CacheConfig(num_blocks=512)
+    )
+    engine = EngineCore(scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
+    scheduler.add(make_spec(request_id="short", max_tokens=500))
+    for _ in range(10):
+        engine.step()
+    scheduler.add(make_spec(range(4000), request_id="long"))
+
+    for _ in range(40):
+        engine.step()
+
+    assert max(runner.took[20:]) <= 0.11
+    assert sum(runner.took[10:]) >= 3.0  # it was under way all the time
