@@ -13,8 +13,8 @@ class ReceiverConfig:
 
     lease_s: float = 5.0  # how long P may post without hearing of D; renewed at a third of it
     silence_s: float = 10.0  # a peer that says nothing for so long while asked is given up
-    # A revoke unanswered for so long costs the pair its channel though P lives: longer than
-    # a layer takes, in which its engine's thread can answer nothing.
+    # A revoke or a Hello unanswered for so long costs the pair its channel though P lives: longer
+    # than a layer takes, in which its engine's thread can answer nothing.
     fence_age_s: float = 60.0
     give_up_s: float = 300.0  # backstop: no receive waits longer, however alive P is
 

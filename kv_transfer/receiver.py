@@ -267,9 +267,11 @@ class Receiver:
     def _why_broken(self, pair: _Pair, now: float) -> str | None:
         if now >= self._silent_at(pair):
             return f"the prefill node said nothing for {self._config.silence_s:g} s"
+        age_s = self._config.fence_age_s
+        if not pair.is_up and now >= pair.asked_s + age_s:
+            return f"the prefill node lives and did not answer our Hello in {age_s:g} s"
         for incoming in self._of(pair):
             if incoming.state is IncomingState.FENCED and now >= self._ends_at(incoming):
-                age_s = self._config.fence_age_s
                 return f"{incoming.order.handoff_id} was revoked {age_s:g} s ago, unanswered"
         return None
 

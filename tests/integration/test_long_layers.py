@@ -25,6 +25,7 @@ def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
         chunk_tokens=CHUNK,
         lease_s=LIMIT_S,
         silence_s=LIMIT_S,
+        fence_age_s=60.0,
         write_timeout_s=60.0,
     )
     with Pair(options) as running:

@@ -56,6 +56,7 @@ class PairOptions:
     # Quick to give up, so that a test need not wait.
     lease_s: float = LEASE_S
     silence_s: float = 1.5
+    fence_age_s: float | None = None  # None: as long as silence
     has_fence: bool = True
     write_timeout_s: float = 2.0
 
@@ -78,7 +79,9 @@ class PairOptions:
 
     def _limits(self) -> KvWorkerConfig:
         return KvWorkerConfig(
-            receiver=ReceiverConfig(self.lease_s, self.silence_s, fence_age_s=self.silence_s),
+            receiver=ReceiverConfig(
+                self.lease_s, self.silence_s, self.fence_age_s or self.silence_s
+            ),
             sender=SenderConfig(
                 hold_s=60.0, write_timeout_s=self.write_timeout_s, max_write_bytes=4 << 20
             ),

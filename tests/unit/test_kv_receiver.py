@@ -263,6 +263,20 @@ def test_a_link_that_does_not_come_up_is_given_up() -> None:
     assert any(isinstance(action, Break) for action in receiver.take_actions())
 
 
+def test_a_hello_without_answer_costs_the_pair_though_the_peer_gives_signs_of_life() -> None:
+    config = ReceiverConfig(lease_s=3, silence_s=7, fence_age_s=12)
+    receiver = Receiver(config, is_one_sided=True)
+    receiver.receive(order(), LINK, 0.0)
+    broken = []
+
+    for now in range(1, 13):
+        receiver.hear(LINK, Renewed(()), float(now))
+        receiver.tick(float(now))
+        broken += [now for one in receiver.take_actions() if isinstance(one, Break)]
+
+    assert broken == [12]
+
+
 def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None:
     receiver = granted()
     receiver.revoke(ID, 0.0)

@@ -224,7 +224,8 @@ def test_a_decode_node_in_a_layer_longer_than_its_leases_keeps_them() -> None:
 
 
 def test_a_first_meeting_may_fall_into_a_layer_longer_than_the_silence_limit() -> None:
-    world = World()
+    patient = replace(CONFIG.receiver, fence_age_s=60)
+    world = World(config=replace(CONFIG, receiver=patient))
     world.receive(ID, "p0", 0, 4)
     world.begin(ID, "p0", 4)
     world.complete(ID)
