@@ -36,7 +36,7 @@ class Incoming:
     ticket: int = 0
     fenced_s: float = 0.0
     is_writing: bool = False  # P said that bytes are on their way
-    num_written: int = 0  # of its blocks, from the first on, as P said
+    num_written: int = 0  # of its blocks, from the first on
     has_arrived: bool = False
     done: Done | None = None
 

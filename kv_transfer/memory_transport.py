@@ -19,6 +19,7 @@ from kv_transfer.spans import part_of
 from kv_transfer.transport import (
     Arrived,
     ChannelEvent,
+    Landing,
     LayerRange,
     Quieted,
     Write,
@@ -228,6 +229,8 @@ class MemoryChannel:
         for target in write.targets:
             num_bytes = len(part_of(self.region.block_bytes, write.layers))
             missing[target] = missing.get(target, num_bytes) - num_bytes
+        num_whole = len(list(itertools.takewhile(lambda block: not missing[block], missing)))
+        self.tell(Landing(write.ticket, num_whole))
         if not any(missing.values()):
             del self.posted[write.ticket]
             self.tell(Arrived(write.ticket))

@@ -151,11 +151,13 @@ class Receiver:
 
     def _hear_writing(self, incoming: Incoming, writing: Writing) -> None:
         incoming.is_writing = True
-        # Two-sided, P knows only that it sent them; D will see by itself when all have come.
-        if not self._is_one_sided or incoming.state is not IncomingState.GRANTED:
-            return
-        landed = incoming.order.block_ids[incoming.num_written : writing.num_written]
-        if landed:
+        # Two-sided, P knows only that it sent them, and D sees by itself what has come.
+        if self._is_one_sided:
+            self._digest_early(incoming, writing.num_written)
+
+    def _digest_early(self, incoming: Incoming, num_written: int) -> None:
+        landed = incoming.order.block_ids[incoming.num_written : num_written]
+        if landed and incoming.state is IncomingState.GRANTED:
             incoming.num_written += len(landed)
             self._actions.append(DigestEarly(incoming.order.handoff_id, landed))
 
@@ -199,6 +201,12 @@ class Receiver:
         incoming.done = incoming.done or done
         if incoming.state is IncomingState.GRANTED:
             self._land_if_complete(incoming)
+
+    def landing(self, link_id: LinkId, ticket: int, num_blocks: int) -> None:
+        """So many of its blocks are complete, and more are to come."""
+        incoming = self._by_ticket(link_id, ticket)
+        if incoming is not None:
+            self._digest_early(incoming, num_blocks)
 
     def quieted(self, link_id: LinkId, ticket: int) -> None:
         incoming = self._by_ticket(link_id, ticket)

@@ -58,6 +58,14 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Landing:
+    """On D, two-sided only: so many blocks of this ticket, from its first on, are complete."""
+
+    ticket: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quieted:
     """On D, two-sided only: no posted receive of this ticket can write any more."""
 
@@ -71,7 +79,7 @@ class Severed:
     reason: str
 
 
-ChannelEvent = Written | WriteFailed | Arrived | Quieted | Severed
+ChannelEvent = Written | WriteFailed | Arrived | Landing | Quieted | Severed
 
 
 class Channel(Protocol):

@@ -82,18 +82,18 @@ def header_of(parcel: Parcel) -> bytes:
 
 
 def opened(
-    header: bytes, num_bytes: int, block_ids: Sequence[BlockId], block_bytes: int
-) -> tuple[Sequence[BlockId], LayerRange]:
-    """The blocks of the grant that a parcel of so many bytes holds, and which layers of each."""
+    header: bytes, num_bytes: int, num_granted: int, block_bytes: int
+) -> tuple[range, LayerRange]:
+    """The places in the grant that a parcel of so many bytes fills, and which layers of each."""
     first, num_blocks, first_layer, end_layer, of = _HEADER.unpack_from(header)
     if not (0 <= first_layer < end_layer <= of <= block_bytes) or block_bytes % of:
         raise NotAParcel(f"layers {first_layer} to {end_layer} of {of}")
     layers = LayerRange(first_layer, end_layer, of)
     part = part_of(block_bytes, layers)
-    targets = block_ids[first : first + num_blocks]
-    if not targets or len(targets) != num_blocks or num_blocks * len(part) != num_bytes:
+    is_granted = 0 < num_blocks <= num_granted - first
+    if not is_granted or num_blocks * len(part) != num_bytes:
         raise NotAParcel(f"{num_bytes} bytes for {num_blocks} blocks from {first} on")
-    return targets, layers
+    return range(first, first + num_blocks), layers
 
 
 def target_of(

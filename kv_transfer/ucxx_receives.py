@@ -17,7 +17,7 @@ import numpy as np
 
 from kv_transfer.messages import Region
 from kv_transfer.staging import SLOT_BYTES, BlockRows, Slot, Staging
-from kv_transfer.transport import Arrived, ChannelEvent, Quieted, Severed
+from kv_transfer.transport import Arrived, ChannelEvent, Landing, Quieted, Severed
 from kv_transfer.types import BlockId
 from kv_transfer.ucxx_library import Ucxx
 from kv_transfer.ucxx_messages import HEADER_BYTES, Label, NotAParcel, opened, target_of
@@ -32,6 +32,7 @@ MAX_SLOTS = 4
 class _Receive:
     request: Any
     num_bytes: int
+    first: int = 0  # of a run: place of its first block
     slot: Slot | None = None  # of a parcel
     bin: Slot | None = None  # to be kept for as long as it is filled
 
@@ -41,9 +42,18 @@ class _Expected:
     """A ticket of D: what has not come, and the receives that are being filled."""
 
     block_ids: tuple[BlockId, ...]
-    num_missing_bytes: int
+    num_missing_bytes: list[int]  # of each block
+    num_whole: int = 0  # of the blocks, from the first on
     filling: list[_Receive] = field(default_factory=list)
     is_cancelled: bool = False
+
+    def count(self, first: int, num_blocks: int, num_bytes: int) -> None:
+        """So many bytes of each of these blocks are in their place."""
+        for place in range(first, first + num_blocks):
+            self.num_missing_bytes[place] -= num_bytes
+        missing = self.num_missing_bytes
+        while self.num_whole < len(missing) and missing[self.num_whole] == 0:
+            self.num_whole += 1
 
 
 class Receives:
@@ -61,7 +71,7 @@ class Receives:
         self._events: list[ChannelEvent] = []
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
-        self._expected[ticket] = _Expected(block_ids, len(block_ids) * self._region.block_bytes)
+        self._expected[ticket] = _Expected(block_ids, [self._region.block_bytes] * len(block_ids))
         self._end_if_over(ticket)
 
     def cancel(self, ticket: int) -> None:
@@ -90,9 +100,12 @@ class Receives:
             self._binned.remove(binned)
             self._give_back(binned)
         for ticket, expected in list(self._expected.items()):
+            num_whole = expected.num_whole
             for receive in [one for one in expected.filling if one.request.completed]:
                 expected.filling.remove(receive)
                 self._end(receive, expected)
+            if expected.num_whole > num_whole:
+                self._events.append(Landing(ticket, expected.num_whole))
             self._end_if_over(ticket)
 
     def take_events(self) -> list[ChannelEvent]:
@@ -130,7 +143,7 @@ class Receives:
         slot = self._staging.lend()
         self._num_slots += 1
         request = self._ucxx.receive(self._worker, message, slot[: message.length])
-        expected.filling.append(_Receive(request, message.length - HEADER_BYTES, slot))
+        expected.filling.append(_Receive(request, message.length - HEADER_BYTES, slot=slot))
 
     def _take_run(self, message: Any, expected: _Expected, label: Label) -> None:
         target = target_of(label, message.length, expected.block_ids, self._region)
@@ -138,7 +151,8 @@ class Receives:
             self._refuse(message)
             return
         request = self._ucxx.receive(self._worker, message, target)
-        expected.filling.append(_Receive(request, target.num_bytes))
+        first = label.offset // self._region.block_bytes
+        expected.filling.append(_Receive(request, target.num_bytes, first))
 
     def _refuse(self, message: Any) -> None:
         self._bin(message)
@@ -153,22 +167,25 @@ class Receives:
         failure = self._ucxx.failure_of(receive.request)
         if failure is None and receive.slot is not None:
             failure = self._unpack(receive.slot, receive.num_bytes, expected)
+        elif failure is None:
+            num_blocks = -(-receive.num_bytes // self._region.block_bytes)
+            expected.count(receive.first, num_blocks, receive.num_bytes // num_blocks)
         self._give_back(receive)
-        if failure is None:
-            expected.num_missing_bytes -= receive.num_bytes
-        elif not expected.is_cancelled:
+        if failure is not None and not expected.is_cancelled:
             self._events.append(Severed(f"receive: {failure}"))
 
     def _unpack(self, slot: Slot, num_bytes: int, expected: _Expected) -> str | None:
         """Into the blocks of a ticket that holds; what is wrong with it otherwise."""
         header = slot[:HEADER_BYTES].tobytes()
         try:
-            block_ids, layers = opened(
-                header, num_bytes, expected.block_ids, self._region.block_bytes
+            places, layers = opened(
+                header, num_bytes, len(expected.block_ids), self._region.block_bytes
             )
         except NotAParcel as error:
             return str(error)
+        block_ids = expected.block_ids[places.start : places.stop]
         self._rows.scatter(block_ids, layers, slot[HEADER_BYTES : HEADER_BYTES + num_bytes])
+        expected.count(places.start, len(places), num_bytes // len(places))
         return None
 
     def _give_back(self, receive: _Receive) -> None:
@@ -183,6 +200,6 @@ class Receives:
         if expected.is_cancelled:
             del self._expected[ticket]
             self._events.append(Quieted(ticket))
-        elif expected.num_missing_bytes == 0:
+        elif expected.num_whole == len(expected.block_ids):
             del self._expected[ticket]
             self._events.append(Arrived(ticket))

@@ -31,6 +31,7 @@ from kv_transfer.sender import Sender
 from kv_transfer.transport import (
     Arrived,
     ChannelEvent,
+    Landing,
     Quieted,
     Severed,
     Transport,
@@ -269,6 +270,8 @@ class KvTransferWorker:
                 self._sender.write_failed(pair.link_id, write_id, reason)
             case Arrived(ticket, note):
                 self._arrived(pair, ticket, note, now)
+            case Landing(ticket, num_blocks):
+                self._receiver.landing(pair.link_id, ticket, num_blocks)
             case Quieted(ticket):
                 self._receiver.quieted(pair.link_id, ticket)
             case Severed(reason):

@@ -13,6 +13,7 @@ import pytest
 from kv_transfer.transport import (
     Arrived,
     ChannelEvent,
+    Landing,
     LayerRange,
     Quieted,
     Severed,
@@ -183,8 +184,22 @@ def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndPool, kind
         for _ in range(20):
             pair.p.ask("seen"), pair.d.ask("seen")
         assert sorted(pair.p.ask("seen"), key=str) == [Written(0), Written(1)]
-        [arrived] = pair.d.ask("seen")
-        assert arrived.ticket == TICKET
+        arrived = [event for event in pair.d.ask("seen") if not isinstance(event, Landing)]
+        assert [type(event) for event in arrived] == [Arrived]
+        assert arrived[0].ticket == TICKET
+
+
+@pytest.mark.parametrize("kind", TWO_SIDED)
+def test_decode_is_told_of_whole_blocks_before_all_have_come(pool: EndPool, kind: str) -> None:
+    with ends(pool, kind) as pair:
+        fill(pair.p, ids(0, 1))
+        pair.d.ask("expect", TICKET, ids(5, 9, 4))
+
+        pair.p.ask("post", Write(0, TICKET, 0, ids(0, 1), ids(5, 9)))
+        wait_for(pair.d, Landing(TICKET, 2))
+
+        assert pair.d.ask("read", BlockId(9)) == content(1, 4096)
+        assert not arrivals(pair.d)
 
 
 @pytest.mark.parametrize("kind", ONE_SIDED)

@@ -15,6 +15,7 @@ from kv_transfer.staging import SLOT_BYTES, BlockRows, Staging
 from kv_transfer.transport import (
     Arrived,
     ChannelEvent,
+    Landing,
     LayerRange,
     Quieted,
     Severed,
@@ -39,6 +40,7 @@ class Channel:
     block_bytes: int
     ucxx: Any = field(default_factory=FakeUcxx)
     staging: Staging = field(default_factory=Staging)  # of both sides: the stricter case
+    landings: list[Landing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         shape = self.num_blocks, self.block_bytes
@@ -64,7 +66,8 @@ class Channel:
             events += [*self.poll_d(), *self.sends.look(), *self.poll_d()]
             under_way = self.ucxx.under_way()
             if not under_way:
-                return events
+                self.landings += [one for one in events if isinstance(one, Landing)]
+                return [one for one in events if not isinstance(one, Landing)]
             for message in under_way:
                 message.land()
 
@@ -111,6 +114,38 @@ def test_layers_travel_together_and_large_blocks_by_themselves_without_a_copy() 
     assert [message.length for message in channel.ucxx.messages[1:]] == [15 << 16] * 4
     assert events == [Written(0), Arrived(TICKET), Written(1)]
     assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
+
+
+def test_decode_is_told_which_blocks_are_whole_while_others_are_to_come() -> None:
+    channel = Channel(8, 1 << 20)
+    sources, targets = scattered(4, of=8)
+    channel.receives.expect(TICKET, targets)
+
+    later, last = Write(0, TICKET, 2, sources[2:], targets[2:]), LayerRange(3, 4, 4)
+    channel.sends.post(later)
+    channel.sends.post(Write(1, TICKET, 0, sources[:2], targets[:2], LayerRange(0, 3, 4)))
+    channel.settle()
+    early = list(channel.landings)
+    channel.sends.post(Write(2, TICKET, 0, sources[:1], targets[:1], last))
+    channel.settle()
+    channel.sends.post(Write(3, TICKET, 1, sources[1:2], targets[1:2], last))
+    events = channel.settle()
+
+    assert early == []
+    assert channel.landings == [Landing(TICKET, 1), Landing(TICKET, 4)]
+    assert events == [Arrived(TICKET), Written(3)]
+
+
+def test_bytes_that_come_twice_do_not_stand_for_others() -> None:
+    channel = Channel(8, 1 << 20)
+    sources, targets = scattered(2, of=8)
+    channel.receives.expect(TICKET, targets)
+
+    for write_id in range(2):
+        channel.sends.post(Write(write_id, TICKET, 0, sources[:1], targets[:1]))
+    events = channel.settle()
+
+    assert Arrived(TICKET) not in events
 
 
 def test_more_than_there_are_slots_for_waits_and_ends_once_all_of_it_is_taken() -> None:
