@@ -34,7 +34,7 @@ class SenderConfig:
     hold_s: float = 60.0  # how long a computed result waits for D's grant
     write_timeout_s: float = 60.0  # a write that D, busy or not, has not taken is given up
     max_in_flight_bytes: int = 64 << 20  # per peer; what may still land after a lease ended
-    max_write_bytes: int = 16 << 20  # in one post
+    max_write_bytes: int = 32 << 20  # in one post: two are under way
     num_remembered: int = 10_000  # ended hand-offs whose late grant is refused by name
 
     def __post_init__(self) -> None:

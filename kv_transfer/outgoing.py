@@ -45,7 +45,7 @@ class Outgoing:
     num_layers_ended: int = 0  # of `coming`
     sliced: Sliced | None = None
     in_flight: dict[int, Flight] = field(default_factory=dict)  # by write id
-    num_told: int | None = None  # the `num_written` that D was told of last
+    told: tuple[int, bool] | None = None  # D's last news: `num_written`, and whether that is all
     must_answer_revoke: bool = False
     why_ended: str = ""
 

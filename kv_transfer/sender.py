@@ -149,7 +149,8 @@ class Sender:
         self._actions.append(Break(link_id, f"a write failed: {reason}"))
 
     def tell_of_flights(self) -> None:
-        """What does not land at once D has to help along, and it may go over what has landed.
+        """What does not land at once D has to help along, and it may go over what has landed. When
+        no more is to come, nothing wakes it but this.
 
         To be called when the data path has been looked at: most writes have landed by then.
         """
@@ -157,8 +158,9 @@ class Sender:
             is_begun = bool(outgoing.in_flight or outgoing.num_posted)
             if not is_begun or outgoing.state is not OutgoingState.PUSHING:
                 continue
-            if outgoing.num_told != outgoing.num_written:
-                outgoing.num_told = outgoing.num_written
+            news = outgoing.num_written, outgoing.complete is not None
+            if outgoing.told != news:
+                outgoing.told = news
                 self._say_to(outgoing, Writing(outgoing.handoff_id, outgoing.num_written))
 
     # --- Time ----------------------------------------------------------------------------

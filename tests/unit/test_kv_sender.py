@@ -446,6 +446,18 @@ def test_decode_is_told_once_of_what_landed_while_the_prefill_goes_on() -> None:
     assert said(sender) == [Writing(ID, num_written=2)]
 
 
+def test_decode_is_woken_when_the_last_of_it_is_under_way() -> None:
+    sender = pushing()
+    sender.tell_of_flights()
+    said(sender)
+
+    sender.complete(complete(), 0.1)
+    sender.tell_of_flights()
+    sender.tell_of_flights()
+
+    assert said(sender) == [Writing(ID, num_written=0)]
+
+
 def test_of_what_landed_at_once_nothing_is_said_but_that_it_is_done() -> None:
     sender = linked()
     sender.hear(LINK, grant(7), 0.0)
