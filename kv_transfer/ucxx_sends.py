@@ -16,7 +16,9 @@ from kv_transfer.transport import ChannelEvent, Write, WriteFailed, Written
 from kv_transfer.ucxx_library import Ucxx
 from kv_transfer.ucxx_messages import HEADER_BYTES, Label, Parcel, Run, header_of, messages_of
 
-MAX_SLOTS = 4  # of one channel, so that a peer that takes nothing holds no more
+# Of one channel, so that a peer that takes nothing holds no more. What a layer of a large chunk
+# comes to goes into them: more is sent only once P is back from its next layer.
+MAX_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)

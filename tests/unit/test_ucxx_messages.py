@@ -149,7 +149,7 @@ def test_bytes_that_come_twice_do_not_stand_for_others() -> None:
 
 
 def test_more_than_there_are_slots_for_waits_and_ends_once_all_of_it_is_taken() -> None:
-    num = 12 * SLOT_BYTES // 65536
+    num = 2 * ucxx_sends.MAX_SLOTS * SLOT_BYTES // 65536
     channel = Channel(num, 65536)
     sources, targets = scattered(num, of=num)
     channel.receives.expect(TICKET, targets)
@@ -264,7 +264,7 @@ def test_a_parcel_that_is_not_what_its_header_says_breaks_the_path_and_writes_no
 
 
 def test_a_send_that_fails_fails_its_write_once_nothing_of_it_is_under_way() -> None:
-    num = 6 * SLOT_BYTES // 65536
+    num = 2 * ucxx_sends.MAX_SLOTS * SLOT_BYTES // 65536
     channel = Channel(num, 65536)
     sources, targets = scattered(num, of=num)
     channel.sends.post(whole_write(sources, targets))
