@@ -85,28 +85,37 @@ class Receives:
         expected.filling = [one for one in expected.filling if one.slot is None]
         self._end_if_over(ticket)
 
-    def take_messages(self) -> bool:
-        """Whether any has come for which there is room."""
+    @property
+    def is_filling(self) -> bool:
+        return any(True for _ in self._all())
+
+    def take_messages(self) -> int:
+        """How many have come for which there was room."""
         room = MAX_RECEIVES - sum(1 for _ in self._all())
         for num_taken in range(room):
             message = self._ucxx.probe(self._worker) if self._num_slots < MAX_SLOTS else None
             if message is None:
-                return num_taken > 0
+                return num_taken
             self._take(message)
-        return room > 0
+        return room
 
-    def look(self) -> None:
+    def look(self) -> int:
+        """How many receives have ended."""
+        num_ended = 0
         for binned in [one for one in self._binned if one.request.completed]:
+            num_ended += 1
             self._binned.remove(binned)
             self._give_back(binned)
         for ticket, expected in list(self._expected.items()):
             num_whole = expected.num_whole
             for receive in [one for one in expected.filling if one.request.completed]:
+                num_ended += 1
                 expected.filling.remove(receive)
                 self._end(receive, expected)
             if expected.num_whole > num_whole:
                 self._events.append(Landing(ticket, expected.num_whole))
             self._end_if_over(ticket)
+        return num_ended
 
     def take_events(self) -> list[ChannelEvent]:
         events, self._events = self._events, []

@@ -26,6 +26,7 @@ _RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
 _PROTOCOLS = "^egr/multi/*,rndv/put/*,rndv/send/*"
 _TCP_PACKET = "256k"
 _MAX_ROUNDS = 64  # of receives in one poll
+_MAX_IDLE_ROUNDS = 8  # in which none begins or ends: CMA fetches half a MiB in each
 _NUM_LAST_LOOKS = 2000
 
 
@@ -141,10 +142,12 @@ class UcxxChannel:
         """D counts what comes and needs no notice."""
 
     def poll(self) -> list[ChannelEvent]:
+        num_idle = 0
         for _ in range(_MAX_ROUNDS):
             self._worker.progress()
-            self._receives.look()
-            if not self._receives.take_messages():
+            is_moving = self._receives.look() + self._receives.take_messages() > 0
+            num_idle = 0 if is_moving else num_idle + 1
+            if not self._receives.is_filling or num_idle == _MAX_IDLE_ROUNDS:
                 break
         return [*self._receives.take_events(), *self._sends.look()]
 
