@@ -263,6 +263,20 @@ def test_a_link_that_does_not_come_up_is_given_up() -> None:
     assert any(isinstance(action, Break) for action in receiver.take_actions())
 
 
+def test_whole_blocks_are_digested_while_others_come_and_not_once_they_are_fenced() -> None:
+    receiver = granted(is_one_sided=False)
+
+    receiver.landing(LINK, 1, 1)
+    receiver.landing(LINK, 1, 1)
+    early = [one for one in receiver.take_actions() if isinstance(one, DigestEarly)]
+    receiver.revoke(ID, 0.5)
+    receiver.landing(LINK, 1, 2)
+    fenced = [one for one in receiver.take_actions() if isinstance(one, DigestEarly)]
+
+    assert early == [DigestEarly(ID, order().block_ids[:1])]
+    assert fenced == []
+
+
 def test_a_hello_without_answer_costs_the_pair_though_the_peer_gives_signs_of_life() -> None:
     config = ReceiverConfig(lease_s=3, silence_s=7, fence_age_s=12)
     receiver = Receiver(config, is_one_sided=True)
