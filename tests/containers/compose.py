@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Any port that is free, so that a cluster of the same file may run beside this one.
-ENVIRONMENT = {"BATON_PUBLISH": "127.0.0.1:0", "COMPOSE_PROJECT_NAME": "baton-test"}
+PUBLISH = "127.0.0.1:0"
 
 
-def run(*command: str) -> str:
+def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """What it printed. Raises CalledProcessError with all that it said in the test's output."""
-    environment = {**os.environ, **ENVIRONMENT}
+    whole = {**os.environ, **(environment or {})}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        command, cwd=ROOT, env=whole, stdout=subprocess.PIPE, text=True, check=True
     )
     return done.stdout.strip()
 
@@ -26,25 +28,37 @@ def log_of(container: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def compose(*arguments: str) -> str:
-    return run("docker", "compose", *arguments)
-
-
+@dataclass(frozen=True)
 class ContainerCluster:
-    """A cluster that is up."""
+    """A project of docker compose."""
+
+    project: str
+    files: tuple[str, ...] = ("docker-compose.yml",)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def compose(self, *arguments: str) -> str:
+        files = [part for name in self.files for part in ("--file", name)]
+        mine = {"BATON_PUBLISH": PUBLISH, "COMPOSE_PROJECT_NAME": self.project, **self.environment}
+        return run("docker", "compose", *files, *arguments, environment=mine)
 
     @property
     def address(self) -> str:
         """Where the router is reached from outside."""
-        return compose("port", "router", "50051")
+        return self.compose("port", "router", "50051")
+
+    def build(self) -> None:
+        self.compose("build", "--quiet")
 
     def scale(self, *, prefill: int, decode: int) -> None:
         """Returns when every container is healthy, and those that are too many have ended."""
         sizes = ("--scale", f"prefill={prefill}", "--scale", f"decode={decode}")
-        compose("up", "--detach", "--no-build", "--no-recreate", "--wait", *sizes)
+        self.compose("up", "--detach", "--no-build", "--no-recreate", "--wait", *sizes)
+
+    def down(self) -> None:
+        self.compose("down", "--volumes", "--timeout", "10")
 
     def containers(self, *services: str) -> list[str]:
-        return compose("ps", "--all", "--quiet", *services).splitlines()
+        return self.compose("ps", "--all", "--quiet", *services).splitlines()
 
     def container_of(self, service: str, node_id: str) -> str:
         """By what the node says of itself when it starts."""

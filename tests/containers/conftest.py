@@ -6,22 +6,26 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.containers.compose import ContainerCluster, compose, missing
+from tests.containers.compose import ContainerCluster, missing
 
 
-@pytest.fixture(scope="session")
-def _image() -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def _docker() -> None:
     why_not = missing()
     if why_not:
         pytest.skip(why_not)
-    compose("build", "--quiet")
-    yield
-    compose("down", "--volumes", "--timeout", "10")
+
+
+@pytest.fixture(scope="module")
+def _plain() -> Iterator[ContainerCluster]:
+    plain = ContainerCluster("baton-test")
+    plain.build()
+    yield plain
+    plain.down()
 
 
 @pytest.fixture
-def cluster(_image: None) -> ContainerCluster:
+def cluster(_plain: ContainerCluster) -> ContainerCluster:
     """Two prefill nodes and two decode nodes, whatever the test before did to them."""
-    running = ContainerCluster()
-    running.scale(prefill=2, decode=2)
-    return running
+    _plain.scale(prefill=2, decode=2)
+    return _plain

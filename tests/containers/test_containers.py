@@ -12,7 +12,7 @@ import pytest
 from baton.client import Answer, Client, Generation
 from baton.retries import Retries
 from engine.sampling import SamplingParams
-from tests.containers.compose import ContainerCluster, compose, log_of, run
+from tests.containers.compose import ContainerCluster, log_of, run
 
 pytestmark = pytest.mark.containers
 
@@ -132,7 +132,7 @@ def test_a_cluster_that_is_stopped_finishes_what_it_has(cluster: ContainerCluste
         for stream in streams:
             next(stream)  # under way
         rest = [threads.submit(list, stream) for stream in streams]
-        compose("stop")
+        cluster.compose("stop")
         lasts = [chunks.result()[-1] for chunks in rest]
 
     assert [last.finish.num_completion_tokens for last in lasts if last.finish] == [600] * 4
