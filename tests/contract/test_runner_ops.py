@@ -64,7 +64,7 @@ def test_a_product_is_that_of_float64_but_for_the_last_rounding(
 
 
 @each_variant
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 12, 33])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 12, 33, 200, 500])
 def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
     kernels: Kernels, num_tokens: int
 ) -> None:

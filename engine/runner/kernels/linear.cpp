@@ -6,6 +6,8 @@
 #include "panels.h"
 #include "pool.h"
 
+#include <algorithm>
+
 using namespace baton;
 
 namespace {
@@ -45,10 +47,14 @@ constexpr Multiply kMultiply[] = {
 #endif
 };
 
-void multiply_panel(const Product& p, std::int64_t panel, std::int64_t next) {
-    const std::int64_t num_runs = (p.num_tokens + kMostRows - 1) / kMostRows;
-    for (std::int64_t run = 0, first = 0; first < p.num_tokens; ++run) {
-        const int count = next_run(p.num_tokens - first);
+// As many tokens as stay near while one panel after the other meets them.
+constexpr std::int64_t kTokensAtOnce = 32 * kMostRows;
+
+void multiply_panel(const Product& p, std::int64_t panel, std::int64_t next, std::int64_t first,
+                    std::int64_t end) {
+    const std::int64_t num_runs = (end - first + kMostRows - 1) / kMostRows;
+    for (std::int64_t run = 0; first < end; ++run) {
+        const int count = next_run(end - first);
         if (num_runs == 1)
             kMultiply<4>[count](p, panel, first, p.panel(panel) + kAhead);
         else if (num_runs < 4)
@@ -106,8 +112,13 @@ void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16
     const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
     Pool::of_process().run(num_threads, [&](int i, int count) {
         const Share share(panels, i, count);
-        for (std::int64_t panel = share.first; panel < share.end; ++panel)
-            multiply_panel(product, panel, panel + 1 < share.end ? panel + 1 : panel);
+        for (std::int64_t first = 0; first < num_tokens; first += kTokensAtOnce) {
+            const std::int64_t end = std::min(first + kTokensAtOnce, num_tokens);
+            for (std::int64_t panel = share.first; panel < share.end; ++panel) {
+                const std::int64_t next = panel + 1 < share.end ? panel + 1 : panel;
+                multiply_panel(product, panel, next, first, end);
+            }
+        }
     });
 }
 

@@ -35,21 +35,25 @@ inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[R
     }
 }
 
-// Rounds what a panel gave into its columns of the answer, whose rows are `num_rows` wide.
+// Rounds sixteen numbers into the columns of a row of the answer from `at` on, if it has so many.
+inline void store_columns(Floats numbers, const Bf16* bias, Bf16* row, std::int64_t at,
+                          std::int64_t num_rows) {
+    const std::int64_t left = num_rows - at;
+    if (left >= kLanes) return store(row + at, bias == nullptr ? numbers : numbers + wide(bias + at));
+    Bf16 added[kLanes] = {}, some[kLanes];
+    for (int i = 0; bias != nullptr && i < left; ++i) added[i] = bias[at + i];
+    store(some, numbers + wide(added));
+    for (int i = 0; i < left; ++i) row[at + i] = some[i];
+}
+
+// What a panel gave becomes its columns of the answer, whose rows are `num_rows` wide.
 template <int ROWS>
 inline void store_panel(const Totals<ROWS>& totals, const Bf16* bias, Bf16* answer,
                         std::int64_t panel, std::int64_t num_rows) {
     for (int row = 0; row < ROWS; ++row)
-        for (int v = 0; v < kVectors; ++v) {
-            const std::int64_t at = panel * kPanelRows + v * kLanes;
-            const std::int64_t left = num_rows - at;
-            if (left <= 0) break;
-            Bf16 numbers[kLanes], added[kLanes] = {};
-            const int count = left < kLanes ? int(left) : kLanes;
-            if (bias != nullptr) std::memcpy(added, bias + at, count * sizeof(Bf16));
-            store(numbers, totals[row][v] + wide(added));
-            std::memcpy(answer + row * num_rows + at, numbers, count * sizeof(Bf16));
-        }
+        for (int v = 0; v < kVectors; ++v)
+            store_columns(totals[row][v], bias, answer + row * num_rows,
+                          panel * kPanelRows + v * kLanes, num_rows);
 }
 
 // The length of the next run when so many rows are left: runs are about equally long, so that
