@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,8 +156,12 @@ def _recoveries(told: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Reco
         ]
         if waits_s:
             yield _recovery(f"{role.value} death to next token", waits_s)
+    lives = [one for one in struck if _is_router_gone(one)]
+    ends_s = [*(one.at_s for one in lives[1:]), math.inf]
     waits_s = [
-        wait_s for one in struck if _is_router_gone(one) for wait_s in _first_tokens(told, one)
+        wait_s
+        for one, end_s in zip(lives, ends_s, strict=False)
+        for wait_s in _first_tokens(told, one, end_s)
     ]
     if waits_s:
         yield _recovery("router restart to first token", waits_s)
@@ -171,8 +176,9 @@ def _next_tokens(told: Sequence[Told], struck: Struck) -> Iterator[float]:
             yield from later[:1]
 
 
-def _first_tokens(told: Sequence[Told], struck: Struck) -> Iterator[float]:
-    arrivals_s = (one.arrivals_s[0] for one in told if one.arrivals_s)
+def _first_tokens(told: Sequence[Told], struck: Struck, end_s: float) -> Iterator[float]:
+    """Of the router's next life, if it lived to see one."""
+    arrivals_s = (one.arrivals_s[0] for one in told if one.arrivals_s and one.arrivals_s[0] < end_s)
     later = [arrival_s - struck.listens_s for arrival_s in arrivals_s]
     yield from sorted(wait_s for wait_s in later if wait_s > 0)[:1]
 

@@ -179,3 +179,12 @@ def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched(
     [recovery] = reported(touched, untouched, faults=(death,)).recoveries
 
     assert (recovery.num, recovery.median_s, recovery.most_s) == (1, 0.5, 0.5)
+
+
+def test_a_router_that_was_killed_again_before_it_served_has_not_recovered() -> None:
+    first = struck(Kind.KILL, Role.ROUTER, 12.0, 14.0)  # listens from 13.0 on
+    second = struck(Kind.KILL, Role.ROUTER, 15.0, 17.0)
+
+    [recovery] = reported(told(arrivals_s=[16.5, 18.0]), faults=(first, second)).recoveries
+
+    assert (recovery.num, recovery.most_s) == (1, 0.5)
