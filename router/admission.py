@@ -22,6 +22,11 @@ class Admission:
     def num_in_flight(self) -> int:
         return self._line.num_in_flight
 
+    def resize(self, num_run_at_once: int) -> None:
+        """The nodes run so many requests at once now."""
+        for turn in self._line.resize(num_run_at_once):
+            turn.set()
+
     @asynccontextmanager
     async def turn(self, priority: int) -> AsyncIterator[None]:
         """From when it may go ahead to the end of the block. Raises QueueFull.

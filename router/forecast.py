@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
-# How much of the estimate the newest interval between two first tokens makes up.
-NEWEST_SHARE = 0.1
+# First tokens come in bunches, a step's prompts at once: how fast they come, only many tell.
+NUM_LOOKED_AT = 64
 
 
 class Forecast:
@@ -13,8 +13,10 @@ class Forecast:
 
     def __init__(self) -> None:
         self._num_by_priority: Counter[int] = Counter()
-        self._interval_s: float | None = None
-        self._since_s = 0.0  # the last first token, or the first request after nobody waited
+        # On a clock that stands still while nobody waits: when the last first tokens came.
+        self._marks_s: deque[float] = deque([0.0], maxlen=NUM_LOOKED_AT + 1)
+        self._awaited_s = 0.0  # what that clock showed
+        self._since_s = 0.0  # at this time
 
     def came(self, priority: int, now: float) -> None:
         if not self._num_by_priority:
@@ -23,10 +25,9 @@ class Forecast:
 
     def began(self, priority: int, now: float) -> None:
         """It has its first token."""
-        newest_s = now - self._since_s
-        before_s = newest_s if self._interval_s is None else self._interval_s
-        self._interval_s = before_s + NEWEST_SHARE * (newest_s - before_s)
+        self._awaited_s += now - self._since_s
         self._since_s = now
+        self._marks_s.append(self._awaited_s)
         self.left(priority)
 
     def left(self, priority: int) -> None:
@@ -38,4 +39,9 @@ class Forecast:
     def wait_s(self, priority: int) -> float:
         """0 when nobody is ahead: whoever comes then shows how fast it goes now."""
         ahead = sum(num for one, num in self._num_by_priority.items() if one <= priority)
-        return (ahead + 1) * self._interval_s if ahead and self._interval_s is not None else 0.0
+        return (ahead + 1) * self._interval_s if ahead else 0.0
+
+    @property
+    def _interval_s(self) -> float:
+        num = len(self._marks_s) - 1
+        return (self._marks_s[-1] - self._marks_s[0]) / num if num else 0.0

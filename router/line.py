@@ -15,17 +15,20 @@ from serving.errors import QueueFull
 NEWEST_SHARE = 0.1
 FIRST_GUESS_S = 1.0
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
+FIRST_ROOM = 1024  # until a decode node has told how many it runs
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class LineConfig:
-    max_in_flight: int = 1024  # requests that the nodes work on
+    # Requests that the nodes work on; None: as many as the decode nodes run at once. More would
+    # wait there, where priorities do not count and nobody is refused.
+    max_in_flight: int | None = None
     max_queue: int = 1024  # requests that wait for that; more are refused
 
     def __post_init__(self) -> None:
-        if self.max_in_flight < 1:
+        if self.max_in_flight is not None and self.max_in_flight < 1:
             raise InvalidConfig(f"max_in_flight is {self.max_in_flight}; it must be at least 1")
         if self.max_queue < 0:
             raise InvalidConfig(f"max_queue is {self.max_queue}; it must be at least 0")
@@ -43,6 +46,13 @@ class Line(Generic[K]):
         self._numbers = itertools.count()
         self._last_end_s: float | None = None
         self._interval_s = FIRST_GUESS_S
+        self._room = config.max_in_flight or FIRST_ROOM
+
+    def resize(self, num_run_at_once: int) -> list[K]:
+        """Those who may go ahead now, since nodes run more at once. 0: nobody has told."""
+        if self._config.max_in_flight is None and num_run_at_once:
+            self._room = num_run_at_once
+        return list(iter(self._admit_next, None))
 
     @property
     def num_in_flight(self) -> int:
@@ -54,7 +64,7 @@ class Line(Generic[K]):
 
     def join(self, key: K, priority: int) -> bool:
         """Whether it may go ahead at once. Raises QueueFull."""
-        if self.num_in_flight < self._config.max_in_flight:
+        if self.num_in_flight < self._room:
             self._in_flight.add(key)
             return True
         if self.num_waiting >= self._config.max_queue:
@@ -82,7 +92,7 @@ class Line(Generic[K]):
         return min(max(wait_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
 
     def _admit_next(self) -> K | None:
-        while self._heap:
+        while self._heap and self.num_in_flight < self._room:
             *_, key = heapq.heappop(self._heap)
             if self._place_by_waiting.pop(key, None) is not None:
                 self._in_flight.add(key)

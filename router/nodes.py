@@ -172,6 +172,11 @@ class NodeTable:
         ]
         return sorted(found, key=_address)
 
+    @property
+    def num_run_at_once(self) -> int:
+        """Requests in the batches of all open decode nodes."""
+        return sum(node.card.max_num_seqs for group in self.groups() for node in group.decodes)
+
     def partners(self, node: Node) -> list[Node]:
         """Open nodes of the other role whose KV fits."""
         return [

@@ -13,6 +13,7 @@ from functools import partial
 from kv_transfer.types import HandoffId
 from router.admission import Admission
 from router.answer import Answer
+from router.answer_forecast import AnswerForecast
 from router.assignment import Assignment
 from router.attempt import Attempt
 from router.breakers import BreakerConfig, Breakers
@@ -21,7 +22,7 @@ from router.failures import Failures
 from router.forecast import Forecast
 from router.large_texts import LargeTextConfig, LargeTexts
 from router.legs import NodeCalls
-from router.line import LineConfig
+from router.line import FIRST_ROOM, LineConfig
 from router.nodes import NodeTable
 from router.policy import Ask, Route, Routing, choose
 from router.retry_budget import RetryBudget
@@ -42,6 +43,7 @@ from serving.translate_sequence import Sequence
 
 SEED_BITS = 63
 NONCE_BYTES = 8
+MARGIN = 1.25  # urgent requests pass those in line, and no forecast is exact
 # When all nodes are replaced at once, many refuse before the router hears that they drain.
 MOST_TRIES = 50
 
@@ -76,8 +78,9 @@ class Pipeline:
         self._numbers = itertools.count()
         self._admission = Admission(config.line, clock)
         self._forecast = Forecast()
+        self._answers = AnswerForecast()
         self._breakers = Breakers(config.breakers)
-        self._retry_budget = RetryBudget(config.line.max_in_flight)
+        self._retry_budget = RetryBudget(config.line.max_in_flight or FIRST_ROOM)
         self._ids_in_use: set[str] = set()
         self._became_idle = asyncio.Event()
         self._became_idle.set()
@@ -85,7 +88,8 @@ class Pipeline:
         self.is_draining = False
 
     def nodes_changed(self) -> None:
-        """The table has news for those that wait for a node."""
+        """The table has news for those that wait for a node, or for room on one."""
+        self._admission.resize(self._table.num_run_at_once)
         self._nodes_changed.set()
         self._nodes_changed = asyncio.Event()
 
@@ -116,15 +120,19 @@ class Pipeline:
             if not prompt:
                 raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
             check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
-            with self._awaiting(call.priority, context) as began:
+            with self._awaiting(call, context) as began:
                 async with (
                     self._admission.turn(call.priority),
                     aclosing(self._tries(call, prompt, context)) as pieces,
                 ):
+                    # It may have waited for longer than was foreseen: nodes shall not work in vain.
+                    self._refuse_if_too_late(call, context, 0.0, self.num_in_flight - 1)
                     context.trace.admitted()
-                    async for piece in pieces:
-                        began()
-                        yield piece
+                    with self._paced() as given:
+                        async for piece in pieces:
+                            began()
+                            given(piece)
+                            yield piece
 
     async def token_ids(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
         """Raises InvalidRequest for more text than the model could take."""
@@ -136,9 +144,11 @@ class Pipeline:
         return await self._large_texts.read(len(token_ids), partial(self._text.text, token_ids))
 
     @contextmanager
-    def _awaiting(self, priority: int, context: RequestContext) -> Iterator[Callable[[], None]]:
+    def _awaiting(self, call: Call, context: RequestContext) -> Iterator[Callable[[], None]]:
         """Yields what is called when its answer has begun. Raises TooLate."""
-        self._refuse_if_too_late(priority, context)
+        wait_s = self._forecast.wait_s(call.priority)
+        self._refuse_if_too_late(call, context, wait_s, self.num_in_flight)
+        priority = call.priority
         self._forecast.came(priority, self._clock())
         self._retry_budget.request_came()
         has_begun = False
@@ -155,15 +165,39 @@ class Pipeline:
             if not has_begun:
                 self._forecast.left(priority)
 
-    def _refuse_if_too_late(self, priority: int, context: RequestContext) -> None:
-        """At once, while its client can still go elsewhere."""
+    @contextmanager
+    def _paced(self) -> Iterator[Callable[[Piece | Ending], None]]:
+        """Yields what is called with each part of an answer: the next ones will take as long."""
+        began_s = last_s = self._clock()
+        num_tokens, is_whole = 0, False
+
+        def given(part: Piece | Ending) -> None:
+            nonlocal last_s, num_tokens, is_whole
+            if isinstance(part, Ending):
+                is_whole = True
+            elif part.token_ids:
+                last_s = self._clock()
+                num_tokens += len(part.token_ids)
+
+        try:
+            yield given
+        finally:
+            lasted_s = last_s - began_s
+            self._answers.given(num_tokens, lasted_s, self.num_in_flight, is_whole=is_whole)
+
+    def _refuse_if_too_late(
+        self, call: Call, context: RequestContext, wait_s: float, num_others: int
+    ) -> None:
+        """At once, while its client can still go elsewhere. It waits so long for its turn."""
         remaining_s = context.remaining_s(self._clock())
-        wait_s = self._forecast.wait_s(priority)
-        if remaining_s is not None and wait_s > remaining_s:
+        if remaining_s is None:
+            return
+        lasts_s = self._answers.lasts_s(call.sampling.max_tokens, num_others)
+        if MARGIN * (wait_s + lasts_s) > remaining_s:
             raise TooLate(
-                f"the first token would come in about {wait_s:.1f} s; the client waits for "
-                f"{remaining_s:.1f} s",
-                wait_s - remaining_s,
+                f"its turn would come in about {wait_s:.1f} s and the answer take {lasts_s:.1f} s, "
+                f"but the client waits for {remaining_s:.1f} s",
+                MARGIN * (wait_s + lasts_s) - remaining_s,
             )
 
     async def _tries(

@@ -49,6 +49,7 @@ class NodeCard:
     prefix_naming: PrefixNaming | None = None  # None: it keeps no prefixes
     version: str = ""
     sampling_defaults: SamplingDefaults = NO_ADVICE
+    max_num_seqs: int = 0  # requests in its batch at once; 0: not told
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
         prefix_naming=_naming_from(message),
         version=message.version,
         sampling_defaults=sampling_defaults_from(message.sampling_defaults),
+        max_num_seqs=message.max_num_seqs,
     )
 
 
@@ -103,6 +105,7 @@ def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
         prefix_naming=_naming_to(card.prefix_naming),
         version=card.version,
         sampling_defaults=sampling_defaults_to(card.sampling_defaults),
+        max_num_seqs=card.max_num_seqs,
     )
 
 

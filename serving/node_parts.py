@@ -88,6 +88,7 @@ def card_of(
         prefix_naming=scheduler.cache_config.naming if options.enable_prefix_caching else None,
         version=version("baton"),
         sampling_defaults=runner.info.defaults.sampling,
+        max_num_seqs=options.scheduling.max_num_seqs,
     )
 
 

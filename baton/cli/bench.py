@@ -12,6 +12,7 @@ from rich.console import Console
 
 from baton.cli.bench_chaos import chaos
 from baton.cli.bench_memory import memory
+from baton.cli.bench_overload import overload
 from baton.cli.bench_peer import peer
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
@@ -32,6 +33,7 @@ bench.command(
     )
 )(chaos)
 bench.command(epilog=examples("baton bench memory --requests 100000 --clients 64"))(memory)
+bench.command(epilog=examples("baton bench overload --model models/demo --factor 3"))(overload)
 bench.command()(trace)
 bench.command(
     epilog=examples(

@@ -209,9 +209,11 @@ LocalPrefill = Annotated[
     ),
 ]
 MaxInFlight = Annotated[
-    int,
+    int | None,
     typer.Option(
-        help="Most requests that the nodes work on at once.", rich_help_panel=ROUTING_PANEL
+        help="Most requests that the nodes work on at once; left out, as many as the decode nodes' "
+        "batches hold.",
+        rich_help_panel=ROUTING_PANEL,
     ),
 ]
 MaxQueue = Annotated[

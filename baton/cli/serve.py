@@ -195,7 +195,7 @@ def router_options(
     port: Port = 50051,
     policy: Policy = "prefix_aware",
     local_prefill_below: LocalPrefill = 0,
-    max_in_flight: MaxInFlight = 1024,
+    max_in_flight: MaxInFlight = None,
     max_queue: MaxQueue = 1024,
     token_file: RouterTokenFile = None,
     **given: Any,

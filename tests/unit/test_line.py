@@ -118,3 +118,42 @@ def test_a_request_that_is_cancelled_just_when_it_was_admitted_passes_its_turn_o
         assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
 
     asyncio.run(three())
+
+
+def an_open_line(max_queue: int = 9) -> Line[str]:
+    return Line(LineConfig(max_queue=max_queue))
+
+
+def test_as_many_go_ahead_as_nodes_run_at_once() -> None:
+    line = an_open_line()
+    line.resize(2)
+
+    assert [line.join(key, 0) for key in "abcd"] == [True, True, False, False]
+    assert line.resize(3) == ["c"]
+    assert (line.num_in_flight, line.num_waiting) == (3, 1)
+
+
+def test_nobody_is_called_back_when_nodes_go_and_nobody_follows_before_there_is_room() -> None:
+    line = an_open_line()
+    line.resize(3)
+    for key in "abcd":
+        line.join(key, 0)
+
+    assert line.resize(1) == []
+    assert [line.leave(key, 1.0) for key in "abc"] == [None, None, "d"]
+
+
+def test_without_decode_nodes_the_line_stays_as_it_was() -> None:
+    line = an_open_line()
+    line.resize(1)
+
+    assert line.resize(0) == []
+    assert [line.join(key, 0) for key in "ab"] == [True, False]
+
+
+def test_a_limit_that_a_person_chose_holds_whatever_nodes_run() -> None:
+    line = a_line(max_in_flight=1)
+
+    line.resize(100)
+
+    assert [line.join(key, 0) for key in "ab"] == [True, False]

@@ -56,7 +56,7 @@ def a_pipeline(
     table: NodeTable | None = None,
     *,
     node_patience_s: float = 0.0,
-    max_in_flight: int = 1024,
+    max_in_flight: int | None = 1024,
     clock: Callable[[], float] | None = None,
     text: TextBoundary | None = None,
 ) -> Pipeline:
@@ -340,6 +340,83 @@ def test_the_time_that_remains_of_the_deadline_goes_to_both_legs_of_every_try() 
     assert second_s is not None
     assert 0 < second_s < first_s < 100
     assert len(nodes.asked) == 4
+
+
+def test_whose_answer_would_not_be_whole_by_its_deadline_is_refused_before_it_begins() -> None:
+    ticks = itertools.count()
+    pipeline = a_pipeline(FakeNodeCalls(), clock=lambda: float(next(ticks)))
+
+    async def scene() -> TooLate:
+        await run(pipeline, a_call("shows how long an answer takes"))
+        async with aclosing(pipeline.generate(a_call("under way"), NO_DEADLINE)) as under_way:
+            await anext(under_way)
+            hurried = RequestContext(0.0, deadline_s=next(ticks) + 3.0)
+            with pytest.raises(TooLate, match="the answer take") as refusal:
+                await run(pipeline, a_call("long"), hurried)
+            return refusal.value
+
+    assert asyncio.run(scene()).retry_after_s > 0
+
+
+def test_who_waited_for_too_long_to_be_served_whole_asks_nothing_of_nodes() -> None:
+    ticks, slept_s = itertools.count(), 0.0
+    nodes = FakeNodeCalls()
+    pipeline = a_pipeline(nodes, clock=lambda: slept_s + float(next(ticks)), max_in_flight=2)
+
+    async def scene() -> None:
+        nonlocal slept_s
+        async for _ in pipeline.generate(a_call("takes a hundred seconds"), NO_DEADLINE):
+            slept_s += 100.0
+        beside = pipeline.generate(a_call("beside"), NO_DEADLINE)
+        await anext(beside)
+        async with aclosing(pipeline.generate(a_call("under way"), NO_DEADLINE)) as under_way:
+            await anext(under_way)
+            patient = RequestContext(0.0, deadline_s=10_000.0)
+            waiting = asyncio.ensure_future(run(pipeline, a_call("waits"), patient))
+            await asyncio.sleep(0)
+            assert pipeline.num_waiting == 1
+            slept_s = 9950.0 - next(ticks)
+        with pytest.raises(TooLate):
+            await waiting
+        await beside.aclose()
+
+    asyncio.run(scene())
+
+    assert len({asked.handoff_id for asked in nodes.asked}) == 3
+
+
+def test_who_is_alone_is_served_as_far_as_its_deadline_lets_it_be() -> None:
+    """Else one slow answer would turn everybody away, and nobody could show it is over."""
+    ticks, slept_s = itertools.count(), 0.0
+    nodes = FakeNodeCalls()
+    pipeline = a_pipeline(nodes, clock=lambda: slept_s + float(next(ticks)))
+
+    async def scene() -> list[int]:
+        nonlocal slept_s
+        async for _ in pipeline.generate(a_call("takes a hundred seconds"), NO_DEADLINE):
+            slept_s += 100.0
+        hurried = RequestContext(0.0, deadline_s=slept_s + next(ticks) + 50.0)
+        return (await run(pipeline, a_call("alone"), hurried))[0]
+
+    assert asyncio.run(scene()) == expected_tokens(nodes)
+
+
+def test_as_many_go_to_nodes_as_their_batches_hold() -> None:
+    prefill, decode = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
+    table = a_table(prefill, replace(decode, card=replace(decode.card, max_num_seqs=2)))
+    pipeline = a_pipeline(FakeNodeCalls(is_endless=True), table, max_in_flight=None)
+    pipeline.nodes_changed()
+
+    async def scene() -> tuple[int, int]:
+        asking = [asyncio.ensure_future(run(pipeline, a_call(name))) for name in "abc"]
+        await asyncio.sleep(0)
+        counts = pipeline.num_in_flight, pipeline.num_waiting
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        return counts
+
+    assert asyncio.run(scene()) == (2, 1)
 
 
 def test_without_time_left_no_node_is_asked() -> None:

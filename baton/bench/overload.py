@@ -1,0 +1,197 @@
+"""What a cluster does with more requests than it can serve: its peak, then a multiple of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from baton.bench.serve_load import FIRST_PLAIN_TOKEN
+from baton.client import AsyncClient, BatonError, Generation, Retries
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+
+ORDINARY, URGENT = 0, -1  # priorities: the lower goes first
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadBench:
+    cluster: ClusterOptions
+    factor: float = 3.0  # of the peak
+    seconds: float = 20.0  # of each part
+    num_clients: int = 128  # that show the peak, each asking on and on
+    patience_s: float = 8.0  # deadline of each request beyond the peak
+    urgent_share: float = 0.1
+    prompt_tokens: int = 64
+    answer_tokens: int = 32
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request as its client saw it. Times are of the monotonic clock."""
+
+    priority: int
+    sent_s: float
+    first_token_s: float | None = None
+    ended_s: float = 0.0
+    reason: str = ""  # empty: served
+    retry_after_s: float | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Told when to come again, before anything was done for it."""
+        return self.retry_after_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What became of the requests of one priority. Times in ms."""
+
+    priority: str
+    sent: int
+    served: int
+    refused: int
+    unserved: int  # neither served nor told when to come again
+    first_token_p50_ms: float | None
+    first_token_p99_ms: float | None
+    refusal_p50_ms: float | None
+    refusal_p99_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overloaded:
+    peak_per_s: float
+    sent_per_s: float
+    served_per_s: float
+    kinds: Sequence[Kind]
+    reasons: Mapping[str, int]
+
+    @property
+    def share_of_peak(self) -> float:
+        return self.served_per_s / self.peak_per_s
+
+
+@dataclass(slots=True)
+class _Load:
+    client: AsyncClient
+    what: OverloadBench
+    vocab_size: int
+    asked: list[Asked] = field(default_factory=list)
+    draw: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.what.seed)
+
+    async def ask(self, priority: int, timeout_s: float | None) -> None:
+        what = self.what
+        sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
+        generation = Generation(sampling, priority=priority)
+        plain = range(FIRST_PLAIN_TOKEN, self.vocab_size)
+        prompt = tuple(self.draw.choices(plain, k=what.prompt_tokens))
+        asked = Asked(priority, time.monotonic())
+        self.asked.append(asked)
+        try:
+            stream = self.client.stream(prompt, generation, timeout_s=timeout_s)
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    if chunk.token_ids and asked.first_token_s is None:
+                        asked.first_token_s = time.monotonic()
+        except BatonError as error:
+            asked.reason = error.reason or error.code.name
+            asked.retry_after_s = error.retry_after_s
+        asked.ended_s = time.monotonic()
+
+
+async def run(what: OverloadBench) -> Overloaded:
+    """Raises named errors."""
+    cluster = LocalCluster(what.cluster)
+    await asyncio.to_thread(cluster.__enter__)
+    try:
+        async with AsyncClient(cluster.address, retries=Retries(max_attempts=1)) as client:
+            vocab_size = (await client.model()).vocab_size
+            await _peak(_Load(client, what, vocab_size), what.seconds / 4)  # nothing is new then
+            peak_per_s = await _peak(_Load(client, what, vocab_size), what.seconds)
+            load = _Load(client, what, vocab_size)
+            began_s = await _beyond(load, what.factor * peak_per_s)
+            return overloaded(load.asked, began_s, what.seconds, peak_per_s)
+    finally:
+        await asyncio.to_thread(cluster.__exit__, None, None, None)
+
+
+async def _peak(load: _Load, seconds: float) -> float:
+    """Requests per second that this many clients get served."""
+    began_s = time.monotonic()
+
+    async def ask_on() -> None:
+        while time.monotonic() < began_s + seconds:
+            await load.ask(ORDINARY, None)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(load.what.num_clients):
+            group.create_task(ask_on())
+    return _served_per_s(load.asked, began_s, seconds)
+
+
+async def _beyond(load: _Load, per_s: float) -> float:
+    """Requests come whatever becomes of the others. When the first one came."""
+    what, began_s = load.what, time.monotonic()
+    due_s = began_s
+    async with asyncio.TaskGroup() as group:
+        while due_s < began_s + what.seconds:
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            priority = URGENT if load.draw.random() < what.urgent_share else ORDINARY
+            group.create_task(load.ask(priority, what.patience_s))
+            due_s += load.draw.expovariate(per_s)
+    return began_s
+
+
+def _served_per_s(asked: Sequence[Asked], began_s: float, seconds: float) -> float:
+    """In the later three quarters: what began with nothing under way is not steady."""
+    first_s, last_s = began_s + seconds / 4, began_s + seconds
+    served = [one for one in asked if not one.reason and first_s <= one.ended_s < last_s]
+    return len(served) / (last_s - first_s)
+
+
+def overloaded(
+    asked: Sequence[Asked], began_s: float, seconds: float, peak_per_s: float
+) -> Overloaded:
+    return Overloaded(
+        peak_per_s=peak_per_s,
+        sent_per_s=len(asked) / seconds,
+        served_per_s=_served_per_s(asked, began_s, seconds),
+        kinds=list(_kinds(asked)),
+        reasons=dict(Counter(one.reason for one in asked if one.reason)),
+    )
+
+
+def _kinds(asked: Sequence[Asked]) -> Iterator[Kind]:
+    for priority, name in ((URGENT, "urgent"), (ORDINARY, "ordinary")):
+        mine = [one for one in asked if one.priority == priority]
+        first_ms = [
+            (one.first_token_s - one.sent_s) * 1000 for one in mine if one.first_token_s is not None
+        ]
+        refused_ms = [(one.ended_s - one.sent_s) * 1000 for one in mine if one.is_refused]
+        num_served = sum(not one.reason for one in mine)
+        yield Kind(
+            name,
+            len(mine),
+            num_served,
+            len(refused_ms),
+            len(mine) - num_served - len(refused_ms),
+            *_quantiles(first_ms),
+            *_quantiles(refused_ms),
+        )
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The middle one, and one that 1 % are above."""
+    if len(values) < 2:
+        return (values[0], values[0]) if values else (None, None)
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return cuts[49], cuts[98]

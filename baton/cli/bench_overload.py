@@ -1,0 +1,64 @@
+"""`baton bench overload`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from baton.cli.options import JsonFile
+from baton.cli.show import console, show_table
+
+
+def overload(
+    model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
+    factor: Annotated[float, typer.Option(min=1, help="Requests sent, over the peak.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each part.")] = 20.0,
+    clients: Annotated[int, typer.Option(min=1, help="That show the peak.")] = 128,
+    patience: Annotated[float, typer.Option(help="Deadline of each request, s.")] = 8.0,
+    urgent: Annotated[float, typer.Option(min=0, max=1, help="Share that goes first.")] = 0.1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
+    kv_cache_memory: Annotated[str, typer.Option(help="Of each node.")] = "64MiB",
+    json_file: JsonFile = None,
+) -> None:
+    """Find the peak, send a multiple of it, and tell what is served, refused and left unserved."""
+    import asyncio
+
+    from baton.bench.overload import OverloadBench, run
+    from baton.cluster import ClusterOptions
+
+    quiet = ("--trace-dir", "off")
+    cluster = ClusterOptions(
+        model,
+        prefill,
+        decode,
+        node_arguments=("--kv-cache-memory", kv_cache_memory, "--threads", "1", *quiet),
+        router_arguments=quiet,
+    )
+    what = OverloadBench(
+        cluster,
+        factor=factor,
+        seconds=seconds,
+        num_clients=clients,
+        patience_s=patience,
+        urgent_share=urgent,
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+    )
+    with console(stderr=True).status("peak, and then more than that"):
+        found = asyncio.run(run(what))
+    console().print(
+        f"peak {found.peak_per_s:.1f} requests/s; of {found.sent_per_s:.1f} sent, "
+        f"{found.served_per_s:.1f} are served: {found.share_of_peak:.0%} of the peak"
+    )
+    show_table("", [asdict(one) for one in found.kinds])
+    if found.reasons:
+        show_table("not served", [{"why": n, "times": c} for n, c in found.reasons.items()])
+    if json_file is not None:
+        told = {"what": asdict(what), "share_of_peak": found.share_of_peak, **asdict(found)}
+        json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")

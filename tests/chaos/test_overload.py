@@ -1,0 +1,84 @@
+"""Three times as many requests as there is room for: who is served, refused, and goes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, BatonError, Generation, Retries
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.sampling import SamplingParams
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+
+AT_ONCE, IN_LINE = 4, 12  # requests in the decode node's batch, and those that may wait
+NUM_ORDINARY, NUM_URGENT = 3 * (AT_ONCE + IN_LINE), 4
+GENERATION = Generation(SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
+    nodes = ("--kv-cache-memory", "4MiB", "--threads", "1", "--max-num-seqs", str(AT_ONCE))
+    options = ClusterOptions(
+        str(folder), node_arguments=nodes, router_arguments=("--max-queue", str(IN_LINE))
+    )
+    with LocalCluster(options) as cluster:
+        yield cluster.address
+
+
+@dataclass(slots=True)
+class Crowd:
+    """What became of whom, in the order in which it was told."""
+
+    served: list[int] = field(default_factory=list)  # priorities
+    token_ids: set[tuple[int, ...]] = field(default_factory=set)
+    refusals: list[BatonError] = field(default_factory=list)
+
+    async def ask(self, client: AsyncClient, priority: int) -> None:
+        try:
+            answer = await client.generate(prompt_of(30), replace(GENERATION, priority=priority))
+        except BatonError as refusal:
+            self.refusals.append(refusal)
+            return
+        self.served.append(priority)
+        self.token_ids.add(tuple(answer.token_ids))
+
+
+async def come(address: str) -> tuple[Crowd, int]:
+    """Ordinary requests all at once; when the first is served and there is room in line, urgent
+    ones. With how many had been served by then."""
+    crowd = Crowd()
+    async with AsyncClient(address, retries=Retries(max_attempts=1)) as client:
+        asking = [asyncio.ensure_future(crowd.ask(client, 0)) for _ in range(NUM_ORDINARY)]
+        while len(crowd.served) < NUM_URGENT:
+            await asyncio.wait(
+                [one for one in asking if not one.done()], return_when=asyncio.FIRST_COMPLETED
+            )
+        num_before = len(crowd.served)
+        asking += [asyncio.ensure_future(crowd.ask(client, -1)) for _ in range(NUM_URGENT)]
+        await asyncio.gather(*asking)
+    return crowd, num_before
+
+
+def test_all_are_served_rightly_or_told_when_to_come_and_urgent_ones_pass_the_line(
+    address: str,
+) -> None:
+    crowd, num_before = asyncio.run(come(address))
+
+    assert len(crowd.served) + len(crowd.refusals) == NUM_ORDINARY + NUM_URGENT
+    assert len(crowd.served) >= AT_ONCE + IN_LINE
+    assert len(crowd.token_ids) == 1
+    assert {(one.code, one.reason) for one in crowd.refusals} == {
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    }
+    assert all(one.retry_after_s for one in crowd.refusals)
+    assert crowd.served.count(-1) == NUM_URGENT
+    # Those under way as they came, and whoever joined those meanwhile, may end before them.
+    last = len(crowd.served) - crowd.served[::-1].index(-1)
+    assert last - num_before - NUM_URGENT <= 2 * AT_ONCE

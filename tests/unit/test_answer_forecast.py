@@ -1,0 +1,59 @@
+"""How long answers will take, by those that came lately."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.answer_forecast import AnswerForecast
+
+
+def after(
+    num: int, *, num_tokens: int = 10, lasted_s: float = 5.0, beside: int = 4
+) -> AnswerForecast:
+    forecast = AnswerForecast()
+    for _ in range(num):
+        forecast.given(num_tokens, lasted_s, beside, is_whole=True)
+    return forecast
+
+
+def test_nothing_is_foretold_before_there_was_an_answer() -> None:
+    forecast = AnswerForecast()
+    forecast.given(0, 0.0, 3, is_whole=False)
+
+    assert forecast.lasts_s(100, 3) == 0.0
+
+
+def test_answers_are_at_least_as_long_as_what_came_of_those_that_broke_off() -> None:
+    forecast = AnswerForecast()
+    forecast.given(5, 2.0, 3, is_whole=False)
+    forecast.given(3, 1.2, 3, is_whole=False)
+
+    assert forecast.lasts_s(100, 3) == pytest.approx(2.0)
+
+
+def test_an_answer_takes_as_long_as_the_last_ones_did() -> None:
+    assert after(20).lasts_s(None, 4) == pytest.approx(5.0)
+
+
+def test_who_asks_for_few_tokens_waits_for_no_more() -> None:
+    assert after(20).lasts_s(4, 4) == pytest.approx(2.0)
+    assert after(20).lasts_s(1, 4) == pytest.approx(0.5)
+
+
+def test_who_comes_alone_shows_how_it_goes_now() -> None:
+    assert after(20).lasts_s(None, 0) == 0.0
+
+
+def test_with_fewer_beside_it_goes_faster_and_with_more_as_it_went() -> None:
+    forecast = after(20, beside=8)
+
+    assert forecast.lasts_s(None, 3) == pytest.approx(2.5)
+    assert forecast.lasts_s(None, 100) == pytest.approx(5.0)
+
+
+def test_answers_that_broke_off_tell_how_fast_tokens_come() -> None:
+    forecast = after(1)
+    for _ in range(100):
+        forecast.given(5, 10.0, 4, is_whole=False)
+
+    assert forecast.lasts_s(None, 4) == pytest.approx(20.0, rel=0.01)

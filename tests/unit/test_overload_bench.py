@@ -1,0 +1,43 @@
+"""What is told of a run with more requests than can be served, on requests made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.overload import ORDINARY, URGENT, Asked, overloaded
+
+
+def asked(at_s: float, took_s: float, priority: int = ORDINARY, **told: object) -> Asked:
+    one = Asked(priority, at_s, ended_s=at_s + took_s)
+    for name, value in told.items():
+        setattr(one, name, value)
+    return one
+
+
+def test_the_rate_is_that_of_the_later_three_quarters() -> None:
+    early = [asked(0.0, 0.5) for _ in range(50)]
+    steady = [asked(place, 0.5) for place in (2.0, 4.0, 6.0)]
+
+    found = overloaded([*early, *steady], 0.0, 8.0, peak_per_s=1.0)
+
+    assert found.served_per_s == pytest.approx(0.5)
+    assert found.share_of_peak == pytest.approx(0.5)
+
+
+def test_who_was_told_when_to_come_again_is_refused_and_who_got_nothing_is_unserved() -> None:
+    found = overloaded(
+        [
+            asked(0.0, 1.0, URGENT, first_token_s=0.25),
+            asked(0.0, 0.01, reason="TOO_LATE", retry_after_s=3.0),
+            asked(0.0, 8.0, reason="DEADLINE_EXCEEDED"),
+        ],
+        0.0,
+        8.0,
+        peak_per_s=1.0,
+    )
+
+    urgent, ordinary = found.kinds
+    assert (urgent.sent, urgent.served, urgent.first_token_p50_ms) == (1, 1, 250.0)
+    assert (ordinary.refused, ordinary.unserved) == (1, 1)
+    assert ordinary.refusal_p99_ms == pytest.approx(10.0)
+    assert found.reasons == {"TOO_LATE": 1, "DEADLINE_EXCEEDED": 1}
