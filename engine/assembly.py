@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from engine.core import EngineCore, NoKvWorker
-from engine.plan import KvWorker
+from engine.kv_seam import KvWorker
 from engine.runner.runner import TorchRunner
 from engine.scheduler import Scheduler
 from engine.scheduler_config import CacheConfig, SchedulerConfig

@@ -10,6 +10,7 @@ from engine.errors import BlocksUnaccounted, InvalidRequest
 from engine.events import RequestEvent, RequestEventKind, SchedulerStats
 from engine.handoffs import HandOffs
 from engine.kv_cache import KvCache
+from engine.kv_seam import KvScheduling
 from engine.lifecycle import Rank, Request, RequestStatus
 from engine.queues import RankedQueue, WaitingLine
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
@@ -21,7 +22,7 @@ class RequestBook:
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.cache = KvCache(cache_config)
-        self.handoffs = HandOffs(self.cache.pool)
+        self.handoffs: KvScheduling = HandOffs(self.cache.pool)
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingLine()
         self.ready = RankedQueue()

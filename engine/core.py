@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.plan import KvWorker, Runner, RunResult, StepResult
+from engine.kv_seam import KvWorker
+from engine.plan import Runner, RunResult, StepResult
 from engine.request import StepOutputs
 from engine.scheduler import Scheduler
 from kv_transfer.types import KvOrders, KvReports

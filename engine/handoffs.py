@@ -47,6 +47,8 @@ class _Sending:
 
 
 class HandOffs:
+    """Keeps to KvScheduling."""
+
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._expected: set[HandoffId] = set()  # of requests that may yet receive

@@ -70,15 +70,3 @@ class Runner(Protocol):
     """Runs the model over a plan. The one room behind this border that knows torch."""
 
     def run(self, plan: Plan) -> RunResult: ...
-
-
-class KvWorker(Protocol):
-    """Moves KV blocks; never blocks a step. `now` is in monotonic seconds."""
-
-    def start(self, orders: KvOrders, now: float) -> None: ...
-
-    def poll(self, now: float) -> KvReports: ...
-
-    def next_poll_s(self, now: float) -> float | None:
-        """How long it can be left alone; None: until somebody wakes the engine."""
-        ...

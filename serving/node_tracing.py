@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from engine.core import EngineCore
-from engine.plan import KvWorker, Plan, Row, Runner, RunResult
+from engine.kv_seam import KvWorker
+from engine.plan import Plan, Row, Runner, RunResult
 from engine.request import FinishReason, Output, RequestId, RequestSpec
 from engine.scheduler import Scheduler
 from kv_transfer.records import TransferRecord

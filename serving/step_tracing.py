@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from engine.core import EngineCore
-from engine.plan import KvWorker, Plan, Runner, RunResult
+from engine.kv_seam import KvWorker
+from engine.plan import Plan, Runner, RunResult
 from engine.request import RequestId, StepOutputs
 from engine.scheduler import Scheduler
 from kv_transfer.types import KvOrders, KvReports

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.core import EngineCore, NoKvWorker
-from engine.plan import KvWorker, Runner
+from engine.kv_seam import KvWorker
+from engine.plan import Runner
 from engine.request import ClientId, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
