@@ -80,6 +80,7 @@ class Child:
         self.name = name
         self.arguments = tuple(arguments)
         self.address = ""
+        self.http_address = ""  # of a router that has one
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._show_logs = options.show_logs
         self._announced = threading.Event()
@@ -169,13 +170,20 @@ class Child:
     def _take(self, line: str) -> None:
         announced = parse_announcement(line)
         if announced is not None:
-            _, self.address = announced
-            self._announced.set()
+            self._note_address(*announced)
             return
         self._lines.append(line)
         self._on_line(self, line)
         if self._show_logs:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
+
+    def _note_address(self, what: str, address: str) -> None:
+        """A router tells of gRPC last, when all is there."""
+        if what == "http":
+            self.http_address = address
+            return
+        self.address = address
+        self._announced.set()
 
 
 class NodeLists:

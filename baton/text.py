@@ -14,6 +14,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from baton.spelling import TokenText, spelled
 from engine.errors import InvalidRequest, ModelError
 from engine.model_folder import JsonFields, read_generation_defaults
 
@@ -82,6 +83,14 @@ class Tokenizer:
     def _decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
         return self.decode((token_id,), skip_special_tokens=skip_special_tokens)
 
+    def token(self, token_id: int) -> TokenText:
+        """One token by itself, special ones by their names."""
+        text = self.decode_one(token_id, False)
+        name = self._fast.id_to_token(token_id)
+        if name is None or token_id in self._added_ids:
+            return TokenText(text, text.encode())
+        return spelled(name, text)
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -137,6 +146,10 @@ class Tokenizer:
         if source is None:
             raise InvalidRequest("this model has no chat template: send text or token ids")
         return self._environment.from_string(source)
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._fast.get_added_tokens_decoder())
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:

@@ -10,6 +10,10 @@ class EngineError(Exception):
 class InvalidRequest(EngineError):
     """The client's fault: this request alone is refused, the engine goes on."""
 
+    def __init__(self, message: str = "", field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field  # the one that is wrong, where it is one
+
 
 class InvalidConfig(EngineError):
     """A setting cannot work; the process stops at start."""

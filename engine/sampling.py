@@ -71,7 +71,9 @@ class SamplingParams:
 
     def _check_token_ids(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids is empty: leave it out to allow every token")
+            raise InvalidRequest(
+                "allowed_token_ids is empty: leave it out to allow every token", "allowed_token_ids"
+            )
         named = (*self.stop_token_ids, *self.banned_token_ids, *(self.allowed_token_ids or ()))
         for token_id in (*named, *self.logit_bias):
             _check("token id", token_id, token_id >= 0, "at least 0")
@@ -103,4 +105,4 @@ NO_ADVICE = SamplingDefaults()
 def _check(name: str, value: object, is_good: bool, expected: str) -> None:
     # NaN fails every comparison, so it lands here too.
     if not is_good:
-        raise InvalidRequest(f"{name} is {value}; it must be {expected}")
+        raise InvalidRequest(f"{name} is {value}; it must be {expected}", name.partition("[")[0])

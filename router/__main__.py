@@ -29,8 +29,10 @@ from router.readiness import PREFILL_PATIENCE_S, Readiness
 from router.servicer import InferenceServicer
 from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
+from router.visits import Visits
 from router.watching import Discovery, watching
 from serving.grace import DRAIN_TIMEOUT_S, Grace
+from serving.health import Health
 from serving.node import NodeRole
 from serving.scrapes import AskedOn
 from serving.server import Running, Service, announce, serving, stop_signal
@@ -38,6 +40,7 @@ from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
 from serving.token_gate import TokenGate, nobody_counts
 from telemetry import metric_names
+from telemetry.exposition import exposition
 from telemetry.metrics import Read, Reading, RouterMetrics
 from telemetry.options import TelemetryOptions
 from telemetry.readers import metrics_read
@@ -58,6 +61,8 @@ class RouterOptions:
     drain_timeout_s: float = DRAIN_TIMEOUT_S  # when told to end; then it ends at once
     host: str = "127.0.0.1"
     port: int = 50051  # 0 takes any that is free
+    http_port: int | None = None  # of OpenAI's API; None: gRPC alone
+    http_host: str = ""  # empty: as host
     model: str = ""  # whose tokenizer to use; empty takes token ids only
     routing: Routing = field(default_factory=Routing)
     line: LineConfig = field(default_factory=LineConfig)
@@ -104,8 +109,10 @@ async def serve(
             node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
         ),
     )
-    metrics = RouterMetrics() if options.telemetry.counts else None
-    servicer = InferenceServicer(pipeline, table, Tracing(tracer, metrics))
+    is_counted = options.telemetry.counts or options.http_port is not None
+    metrics = RouterMetrics() if is_counted else None
+    request_tracing = Tracing(tracer, metrics)
+    servicer = InferenceServicer(pipeline, table, request_tracing)
     cluster_servicer = ClusterServicer(table)
     services = (
         Service(
@@ -145,7 +152,9 @@ async def serve(
             _later(PREFILL_PATIENCE_S, note_change),
         ):
             with _metrics(options, process, metrics, read):
-                await _until_drained(server, pipeline, options.drain_timeout_s)
+                visits = Visits(pipeline, request_tracing)
+                async with _http_door(options, metrics, pipeline, table, visits, server.health):
+                    await _until_drained(server, pipeline, options.drain_timeout_s)
 
 
 @asynccontextmanager
@@ -172,6 +181,38 @@ def _metrics(
         return
     here = AskedOn(asyncio.get_running_loop().call_soon_threadsafe, read)
     with metrics_read(options.telemetry, process, metrics.registry, here):
+        yield
+
+
+@asynccontextmanager
+async def _http_door(
+    options: RouterOptions,
+    metrics: RouterMetrics | None,
+    pipeline: Pipeline,
+    table: NodeTable,
+    visits: Visits,
+    health: Health,
+) -> AsyncIterator[None]:
+    """OpenAI's API beside gRPC, if it is wanted."""
+    if options.http_port is None or metrics is None:
+        yield
+        return
+    # Loaded late: most of what it takes is of no use to those who speak gRPC.
+    from router.openai.app import http_app
+    from router.openai.server import http_serving
+
+    app = http_app(
+        pipeline=pipeline,
+        table=table,
+        visits=visits,
+        health=health,
+        scrape=partial(exposition, metrics.registry),
+        tokens=options.tokens,
+        on_refusal=metrics.refused,
+    )
+    host = options.http_host or options.host
+    async with http_serving(app, host, options.http_port, options.tls) as address:
+        announce("http", address)
         yield
 
 

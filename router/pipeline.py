@@ -10,6 +10,7 @@ from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from baton.spelling import TokenText
 from kv_transfer.types import HandoffId
 from router.admission import Admission
 from router.answer import Answer
@@ -113,7 +114,7 @@ class Pipeline:
         """The answer, piece by piece, and how it ended. Left early, every node stops."""
         if self.is_draining:
             raise Draining("this router is on its way out; send the request to another")
-        self._check_model(call.model)
+        self.check_model(call.model)
         with self._id_held(call.request_id):
             prompt = await self.token_ids(call.prompt, call.model)
             context.trace.tokenized(len(prompt), self._admission.num_waiting)
@@ -134,6 +135,13 @@ class Pipeline:
                             given(piece)
                             yield piece
 
+    def check_model(self, model: str) -> None:
+        """Raises UnknownModel."""
+        served = self._table.models
+        if model and served and model not in served:
+            names = ", ".join(sorted(served))
+            raise UnknownModel(f"model {model!r} is not served here; served: {names}")
+
     async def token_ids(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
         """Raises InvalidRequest for more text than the model could take."""
         read = partial(self._text.token_ids, prompt, self._table.max_model_len(model))
@@ -142,6 +150,10 @@ class Pipeline:
     async def spelled(self, token_ids: tuple[int, ...]) -> str:
         """Their text."""
         return await self._large_texts.read(len(token_ids), partial(self._text.text, token_ids))
+
+    def token(self, token_id: int) -> TokenText:
+        """One token by itself, for those who ask how likely it was."""
+        return self._text.token(token_id)
 
     @contextmanager
     def _awaiting(self, call: Call, context: RequestContext) -> Iterator[Callable[[], None]]:
@@ -278,12 +290,6 @@ class Pipeline:
                         return choose_one()
                     await changed.wait()
         return choose_one()
-
-    def _check_model(self, model: str) -> None:
-        served = self._table.models
-        if model and served and model not in served:
-            names = ", ".join(sorted(served))
-            raise UnknownModel(f"model {model!r} is not served here; served: {names}")
 
     @contextmanager
     def _id_held(self, request_id: str) -> Iterator[None]:

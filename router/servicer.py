@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.context import RequestContext
 from router.nodes import NodeTable
 from router.pipeline import Pipeline
 from router.tracing import TRACES_NOTHING, Tracing
 from router.translate import Responses, call_from, tokenize_input_from
+from router.visits import Visits, received_now
 from serving.ends import is_late
 from serving.errors import NoNodes
 from serving.node import NodeRole
@@ -34,7 +31,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         self._pipeline = pipeline
         self._table = table
-        self._tracing = tracing
+        self._visits = Visits(pipeline, tracing)
 
     @streamed
     async def Generate(
@@ -42,17 +39,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         request_id = request.request_id or secrets.token_hex(ID_BYTES)
         received = received_now(context.time_remaining())
-        trace = self._tracing.begin(context.invocation_metadata(), request_id, received.received_s)
-        async with named_errors(context, request_id=request_id, trace_id=trace.trace_id):
-            with trace.ending(partial(is_late, context, received.received_s)):
+        visit = self._visits.begin(request_id, context.invocation_metadata(), received)
+        is_past = partial(is_late, context, received.received_s)
+        async with named_errors(context, request_id=request_id, trace_id=visit.trace_id):
+            with visit.before_the_call(is_past):
                 defaults = self._table.sampling_defaults(request.model)
                 call = call_from(request, request_id, defaults)
-                trace.asked(call)
-                parts = self._pipeline.generate(call, replace(received, trace=trace))
-                responses = Responses(request_id)
-                async with aclosing(parts):
-                    async for part in parts:
-                        yield responses.next(part)
+            responses = Responses(request_id)
+            async with visit.answering(call, is_past) as parts:
+                async for part in parts:
+                    yield responses.next(part)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
@@ -82,9 +78,3 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             vocab_size=card.vocab_size,
             sampling_defaults=sampling_defaults_to(card.sampling_defaults),
         )
-
-
-def received_now(remaining_s: float | None) -> RequestContext:
-    """gRPC tells how long the client waits; the pipeline counts on its own clock."""
-    now = time.monotonic()
-    return RequestContext(now, None if remaining_s is None else now + remaining_s)

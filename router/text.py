@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from baton.spelling import TokenText
 from baton.text import Tokenizer
 from engine.errors import InvalidRequest
 from router.answer import NoSpeller, Speller
@@ -17,6 +18,10 @@ class TextBoundary(Protocol):
         ...
 
     def text(self, token_ids: tuple[int, ...]) -> str: ...
+
+    def token(self, token_id: int) -> TokenText:
+        """One token by itself, special ones by their names."""
+        ...
 
     def speller(self) -> Speller:
         """A new one for each answer."""
@@ -33,12 +38,15 @@ class ModelText:
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids
-            case TextPrompt(text):
+            case TextPrompt(text, add_special_tokens):
                 self._check_length(text, max_tokens)
-                return tuple(self._tokenizer.encode(text))
-            case ChatPrompt(messages):
-                turns = [{"role": one.role, "content": one.content} for one in messages]
-                text = self._tokenizer.render_chat(turns)
+                return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            case ChatPrompt(messages, add_generation_prompt, variables):
+                text = self._tokenizer.render_chat(
+                    [{"role": one.role, "content": one.content, **one.others} for one in messages],
+                    add_generation_prompt=add_generation_prompt,
+                    variables=variables,
+                )
                 self._check_length(text, max_tokens)
                 return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -55,6 +63,9 @@ class ModelText:
     def text(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(token_ids)
 
+    def token(self, token_id: int) -> TokenText:
+        return self._tokenizer.token(token_id)
+
     def speller(self) -> Speller:
         return self._tokenizer.detokenizer()
 
@@ -70,8 +81,17 @@ class TokenIdsOnly:
     def text(self, token_ids: tuple[int, ...]) -> str:
         raise _no_tokenizer()
 
+    def token(self, token_id: int) -> TokenText:
+        return by_id(token_id)
+
     def speller(self) -> Speller:
         return NoSpeller()
+
+
+def by_id(token_id: int) -> TokenText:
+    """For whoever cannot spell it, or shall not."""
+    name = f"token_id:{token_id}"
+    return TokenText(name, name.encode())
 
 
 def _no_tokenizer() -> UnsupportedInput:

@@ -45,6 +45,7 @@ class Trace:
     """Hears how a request fares, and forgets it: for requests that are not traced."""
 
     trace_id = ""
+    traceparent = ""
 
     def asked(self, call: Call) -> None: ...
 
@@ -87,6 +88,7 @@ class RecordedTrace(Trace):
         self._tracer = tracer
         self._metrics = metrics
         self.trace_id = timeline.context.trace_hex if timeline.context.is_sampled else ""
+        self.traceparent = timeline.context.traceparent
 
     def asked(self, call: Call) -> None:
         is_chat = isinstance(call.prompt, ChatPrompt)

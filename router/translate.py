@@ -59,11 +59,14 @@ def stop_strings_from(given: Sequence[str]) -> tuple[str, ...]:
     """All of them are looked for behind each token: neither many nor long ones are taken."""
     strings = tuple(string for string in given if string)
     if len(strings) > MOST_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(strings)} strings; at most {MOST_STOP_STRINGS} may be")
+        raise InvalidRequest(
+            f"stop has {len(strings)} strings; at most {MOST_STOP_STRINGS} may be", "stop"
+        )
     longest = max(map(len, strings), default=0)
     if longest > MOST_STOP_CHARACTERS:
         raise InvalidRequest(
-            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} may be"
+            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} may be",
+            "stop",
         )
     return strings
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -18,11 +19,13 @@ CHARACTERS_AROUND = 16  # each message of a chat, by its template
 class ChatMessage:
     role: str
     content: str
+    others: Mapping[str, object] = field(default_factory=dict)  # for the template, as they came
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     text: str
+    add_special_tokens: bool = True
 
     @property
     def num_characters(self) -> int:
@@ -32,12 +35,16 @@ class TextPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    variables: Mapping[str, object] = field(default_factory=dict)  # of the template; tools, too
 
     @property
     def num_characters(self) -> int:
         """About as many as the template makes of it."""
         said = sum(len(one.role) + len(one.content) for one in self.messages)
-        return said + CHARACTERS_AROUND * len(self.messages)
+        others = [self.variables, *(one.others for one in self.messages)]
+        written = sum(len(str(each)) for each in others if each)
+        return said + written + CHARACTERS_AROUND * len(self.messages)
 
 
 @dataclass(frozen=True, slots=True)

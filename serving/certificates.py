@@ -20,22 +20,15 @@ Stamp = tuple[tuple[int, int, int], ...]
 log = logging.getLogger(__name__)
 
 
-class ServerCertificates:
-    """Asked by gRPC at each new connection, on a thread of its choice."""
+class Renewals:
+    """Asked at each new connection, on any thread, whether the files have changed."""
 
     def __init__(self, tls: TlsConfig) -> None:
         self._tls = tls
         self._lock = threading.Lock()
         self._seen = self._stamp()
 
-    def credentials(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._tls),
-            self._changed,  # type: ignore[arg-type]  # gRPC takes None for "as before"
-            require_client_authentication=self._tls.client_ca is not None,
-        )
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+    def renewed(self) -> TlsConfig | None:
         """None: as before. Files that do not go together, such as half of a change, wait."""
         with self._lock:
             stamp = self._stamp()
@@ -48,7 +41,7 @@ class ServerCertificates:
                 log.warning("the old certificate stays in use: %s", error)
                 return None
         log.info("%s is shown from now on", self._tls.cert)
-        return _configuration(self._tls)
+        return self._tls
 
     def _stamp(self) -> Stamp | None:
         """None: one of them is not there, as in the middle of a change."""
@@ -61,6 +54,25 @@ class ServerCertificates:
         for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
             if path is not None:
                 yield path
+
+
+class ServerCertificates:
+    """What gRPC shows."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        self._tls = tls
+        self._renewals = Renewals(tls)
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._tls),
+            self._changed,  # type: ignore[arg-type]  # gRPC takes None for "as before"
+            require_client_authentication=self._tls.client_ca is not None,
+        )
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        renewed = self._renewals.renewed()
+        return None if renewed is None else _configuration(renewed)
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int]:

@@ -18,6 +18,10 @@ class EmptyPrompt(ServiceError):
 class UnsupportedInput(ServiceError):
     """The request asks for something that this service does not do."""
 
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field  # by which it asks, where it is one
+
 
 class RequestIdInUse(ServiceError):
     """Another request of that id is under way."""

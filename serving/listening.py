@@ -9,18 +9,23 @@ import socket
 from serving.errors import AddressInUse
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, option: str = "--port") -> None:
     """Raises AddressInUse."""
+    listening_socket(host, port, option).close()
+
+
+def listening_socket(host: str, port: int, option: str) -> socket.socket:
+    """Raises AddressInUse, which names the option that chooses another."""
     try:
         [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        socket.create_server(found[4][:2], family=found[0]).close()
+        return socket.create_server(found[4][:2], family=found[0])
     except OSError as error:
-        raise AddressInUse(_told(host, port, error)) from error
+        raise AddressInUse(_told(host, port, option, error)) from error
 
 
-def _told(host: str, port: int, error: OSError) -> str:
+def _told(host: str, port: int, option: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {host} is in use; choose another --port, or --port 0 for any"
+        return f"port {port} of {host} is in use; choose another {option}, or {option} 0 for any"
     number = error.errno or 0
     reason = os.strerror(number) if number > 0 else error.strerror  # no words around it
     return f"cannot listen on {host}:{port}: {reason}"

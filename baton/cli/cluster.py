@@ -14,6 +14,7 @@ from baton.cli.serve import node_options, router_options
 from baton.cli.signatures import is_chosen, options_of, passed_on, split, takes_options_of
 from baton.cli.telemetry import NOWHERE, TraceDir, trace_folder
 from engine.errors import InvalidConfig
+from serving.listening import check_port
 
 FOR_TLS = tuple(one.name for one in options_of(tls_config))
 # What `baton up` decides itself, for each process.
@@ -76,7 +77,10 @@ def up(
     for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
     # What is wrong with them is better told before three processes load a model.
     node_options(model=model, **for_nodes)
-    router_options(decode_nodes=f"{host}:1", model=model, **for_router)
+    routing = router_options(decode_nodes=f"{host}:1", model=model, **for_router)
+    check_port(host, port)
+    if routing.http_port is not None:
+        check_port(routing.http_host or host, routing.http_port, "--http-port")
     num_nodes = prefill + decode
     options = ClusterOptions(
         model=model,

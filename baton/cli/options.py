@@ -152,6 +152,21 @@ Port = Annotated[
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of OpenAI's API over HTTP; 0 takes any that is free, none is taken if left out.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
+]
+HttpHost = Annotated[
+    str,
+    typer.Option(
+        help="Address to serve HTTP on; as --host if left out.", rich_help_panel=NETWORK_PANEL
+    ),
+]
 NodePatience = Annotated[
     float,
     typer.Option(

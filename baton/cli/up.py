@@ -19,7 +19,6 @@ from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.model_folder import resolve_model_folder
 from serving.channel import open_blocking_channel
-from serving.listening import check_port
 from serving.node import NodeCard, card_from
 from serving.tls import TlsConfig
 
@@ -28,8 +27,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_cluster(options: ClusterOptions, num_processes: int) -> None:
-    """Until it is told to end. Raises ClusterFailed, AddressInUse and ModelError."""
-    check_port(options.host, options.port)
+    """Until it is told to end. Raises ClusterFailed and ModelError."""
     resolve_model_folder(options.model)  # downloaded once, before many would
     life = Life(options, num_processes)
     with life.listening():
@@ -72,7 +70,7 @@ class Life:
         with self._starting(), self._cluster_up() as cluster:
             if self._status is not None:
                 self._status.stop()
-            print(f"serving on {cluster.address}; Ctrl-C ends", flush=True)
+            print(f"serving on {_where(cluster, self._options.tls)}; Ctrl-C ends", flush=True)
             self._screen.print(table_of("", _rows(cluster, self._options)))
             self._until_told(cluster)
             print("draining; Ctrl-C ends at once", file=sys.stderr)
@@ -129,6 +127,13 @@ class Life:
             self._status.update(
                 f"loading: {self._num_up} of {self._num_processes} processes are up"
             )
+
+
+def _where(cluster: LocalCluster, tls: TlsConfig) -> str:
+    if not cluster.router.http_address:
+        return cluster.address
+    scheme = "https" if tls.listens else "http"
+    return f"{cluster.address} and {scheme}://{cluster.router.http_address}/v1"
 
 
 def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, object]]:

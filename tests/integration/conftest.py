@@ -58,7 +58,7 @@ def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
 @pytest.fixture(scope="session")
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     """One prefill node, one decode node, one router. Every process must end well."""
-    with LocalCluster(cluster_options()) as running:
+    with LocalCluster(cluster_options(router_arguments=("--http-port", "0"))) as running:
         yield running
     codes = {child.name: child.process.returncode for child in running.children}
     assert set(codes.values()) == {0}, codes

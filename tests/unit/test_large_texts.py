@@ -111,7 +111,7 @@ class Unread:
 
     longest_token = 4
 
-    def render_chat(self, turns: list[dict[str, str]]) -> str:
+    def render_chat(self, turns: list[dict[str, str]], **_: object) -> str:
         return "".join(turn["content"] for turn in turns)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -1,0 +1,1 @@
+"""The OpenAI dialect over HTTP, in front of the same pipeline as gRPC."""

@@ -1,0 +1,170 @@
+"""Whole answers and the events of a stream, around the choices. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.openai.asking import Asked
+from router.openai.choices import (
+    ChatChoice,
+    Choice,
+    CompletionChoice,
+    Json,
+    ToldPrompt,
+    joined,
+)
+from router.openai.logprobs import Spell, prompt_logprobs
+from router.values import Ending, Piece
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every message of one answer says."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def over(self, choices: Sequence[Json], **more: Any) -> Json:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+
+def heading_of(asked: Asked, request_id: str, created: int, model: str) -> Heading:
+    telling = asked.telling
+    if not telling.is_chat:
+        return Heading(f"cmpl-{request_id}", "text_completion", created, model)
+    kind = "chat.completion.chunk" if telling.is_streamed else "chat.completion"
+    return Heading(f"chatcmpl-{request_id}", kind, created, model)
+
+
+def choices_of(asked: Asked, prompts: Sequence[ToldPrompt], spell: Spell) -> list[Choice]:
+    """`prompts` has one for each call."""
+    telling = asked.telling
+    if telling.is_chat:
+        return [ChatChoice(index, telling, spell) for index in range(len(asked.calls))]
+    return [CompletionChoice(*each, telling, spell) for each in enumerate(prompts)]
+
+
+class Usage:
+    """Each prompt counts once, however many answers it gets."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._num_each = asked.num_each
+        self._with_answer = asked.telling.with_answer
+        self._num_prompt_tokens = 0
+        self._num_completion_tokens = 0
+
+    def ended(self, index: int, ending: Ending) -> None:
+        if index % self._num_each == 0:
+            self._num_prompt_tokens += ending.num_prompt_tokens
+        if self._with_answer:
+            self._num_completion_tokens += ending.num_completion_tokens
+
+    @property
+    def told(self) -> Json:
+        return usage_of(self._num_prompt_tokens, self._num_completion_tokens)
+
+
+def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
+class WholeAnswer:
+    """Takes the parts of all choices as they come."""
+
+    def __init__(
+        self, asked: Asked, heading: Heading, choices: Sequence[Choice], spell: Spell
+    ) -> None:
+        self._telling = asked.telling
+        self._heading = heading
+        self._choices = choices
+        self._spell = spell
+        self._pieces: list[list[Piece]] = [[] for _ in choices]
+        self._endings: dict[int, Ending] = {}
+        self._usage = Usage(asked)
+
+    def take(self, index: int, part: Piece | Ending) -> None:
+        if isinstance(part, Ending):
+            self._endings[index] = part
+            self._usage.ended(index, part)
+        else:
+            self._pieces[index].append(part)
+
+    def told(self) -> Json:
+        choices = [
+            choice.whole(self._pieces[index], self._endings[index])
+            for index, choice in enumerate(self._choices)
+        ]
+        return self._heading.over(choices, usage=self._usage.told, **self._of_the_prompt())
+
+    def _of_the_prompt(self) -> Json:
+        """vLLM tells it beside the choices of a chat, and in the choices of a completion."""
+        num_top = self._telling.num_prompt_logprobs
+        if num_top is None or not self._telling.is_chat:
+            return {}
+        entries = joined(self._pieces[0]).prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._spell)}
+
+
+class StreamedAnswer:
+    """The same, as events."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        heading: Heading,
+        choices: Sequence[Choice],
+        prompts: Sequence[ToldPrompt],
+    ) -> None:
+        self._telling = asked.telling
+        self._heading = heading
+        self._choices = choices
+        self._prompts = prompts
+        self._usage = Usage(asked)
+
+    def events(self, index: int, part: Piece | Ending) -> bytes:
+        """Empty when there is nothing to tell yet."""
+        choice = self._choices[index]
+        if isinstance(part, Ending):
+            self._usage.ended(index, part)
+            return self._event(index, choice.last_chunk(part), part.num_completion_tokens)
+        chunk = choice.chunk(part)
+        if chunk is None:
+            return b""
+        return self._event(index, chunk, part.first_index + len(part.token_ids))
+
+    def end(self) -> bytes:
+        if not self._telling.with_usage:
+            return DONE
+        return event(self._heading.over([], usage=self._usage.told)) + DONE
+
+    def _event(self, index: int, choice: Json, num_tokens: int) -> bytes:
+        more: Json = {"usage": None} if self._telling.with_usage else {}
+        if self._telling.with_usage_so_far:
+            more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
+        return event(self._heading.over([choice], **more))
+
+
+def event(told: Json) -> bytes:
+    return b"data: " + as_json(told) + b"\n\n"
+
+
+def as_json(told: object) -> bytes:
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,87 @@
+"""The HTTP door as an ASGI app: which path is whose, who may come in, how errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.nodes import NodeTable
+from router.openai.asking import chat_completion_from, completion_from
+from router.openai.endpoints import Probes, Scrape, Tokens, models_of
+from router.openai.errors import error_response, tell_bug, tell_http, tell_named
+from router.openai.generation import Generation, Kitchen
+from router.pipeline import Pipeline
+from router.visits import Visits
+from serving.errors import Unauthenticated
+from serving.health import Health
+from serving.status import NAMED, reason_of
+from serving.token import HEADER, AcceptedTokens
+from serving.token_gate import nobody_counts
+
+# Probes carry no tokens, and learn nothing else.
+OPEN_TO_ALL = frozenset({"/health", "/ready"})
+
+
+def http_app(
+    *,
+    pipeline: Pipeline,
+    table: NodeTable,
+    visits: Visits,
+    health: Health,
+    scrape: Scrape,
+    tokens: AcceptedTokens | None = None,
+    on_refusal: Callable[[str], None] = nobody_counts,
+) -> ASGIApp:
+    kitchen = Kitchen(pipeline, table, visits)
+    models, texts = models_of(table), Tokens(pipeline, table)
+    probes = Probes(health, pipeline, scrape)
+    app = Starlette(
+        routes=[
+            _post("/v1/completions", Generation(kitchen, completion_from)),
+            _post("/v1/chat/completions", Generation(kitchen, chat_completion_from)),
+            Route("/v1/models", models.all),
+            Route("/v1/models/{model:path}", models.one),
+            _post("/tokenize", texts.of_text),
+            _post("/detokenize", texts.to_text),
+            Route("/health", probes.is_alive),
+            Route("/ready", probes.is_ready),
+            Route("/metrics", probes.metrics),
+            Route("/version", probes.version),
+        ],
+        exception_handlers={
+            **dict.fromkeys(NAMED, tell_named),
+            HTTPException: tell_http,
+            Exception: tell_bug,
+        },
+    )
+    return app if tokens is None else Gate(app, tokens, on_refusal)
+
+
+def _post(path: str, endpoint: Callable[..., object]) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+class Gate:
+    """Lets in whoever shows a token that is taken here, before anything else is read."""
+
+    def __init__(
+        self, app: ASGIApp, accepted: AcceptedTokens, on_refusal: Callable[[str], None]
+    ) -> None:
+        self._app = app
+        self._accepted = accepted
+        self._on_refusal = on_refusal  # hears the reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_TO_ALL:
+            try:
+                self._accepted.check(Request(scope).headers.get(HEADER))
+            except Unauthenticated as refusal:
+                self._on_refusal(reason_of(Unauthenticated))
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

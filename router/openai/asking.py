@@ -1,0 +1,210 @@
+"""A completion or a chat as a client asks for it, to the calls that answer it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.stops import StopRule
+from engine.errors import InvalidRequest
+from engine.sampling import SamplingDefaults
+from router.openai.bodies import (
+    MOST_SAFE_INT,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    body_from,
+)
+from router.openai.prompts import chat_from, prompts_from
+from router.translate import stop_strings_from
+from router.values import Call, Prompt
+from serving.errors import UnsupportedInput
+
+MOST_CHOICES = 128  # each is a request of its own, for now
+MOST_TOP_LOGPROBS = 20
+NUM_SEEDS = 1 << 64
+MOST_DIGITS = len(str(MOST_SAFE_INT))
+ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
+PLAIN = ("min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """How the answer is to be told."""
+
+    is_chat: bool
+    is_streamed: bool
+    with_usage: bool = False  # at the end of a stream
+    with_usage_so_far: bool = False  # with each piece of it
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    echoes: bool = False
+    with_answer: bool = True  # False: the prompt alone is wanted
+    with_token_ids: bool = False
+    tokens_by_id: bool = False
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        return self.echoes or self.with_token_ids or self.with_usage_so_far
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`calls[i]` answers choice i; each prompt has `num_each` in a row."""
+
+    calls: tuple[Call, ...]
+    num_each: int
+    telling: Telling
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What the router knows of the model that is asked for."""
+
+    defaults: SamplingDefaults
+    max_model_len: int | None  # None while no decode node is known
+
+
+def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
+    """Raises what a bad request deserves."""
+    body = body_from(fields, CompletionBody)
+    prompts = prompts_from(body.prompt, add_special_tokens=body.add_special_tokens)
+    if body.best_of not in (None, body.n):
+        raise UnsupportedInput(
+            "best_of other than n is not supported here: leave it out", "best_of"
+        )
+    with_answer = not (body.echo and body.max_tokens == 0)
+    own: dict[str, Any] = {}
+    if body.max_tokens is not None:
+        own["max_tokens"] = body.max_tokens if with_answer else 1
+    if body.logprobs is not None:
+        own["logprobs"] = body.logprobs
+        if body.echo:
+            own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    telling = Telling(
+        is_chat=False,
+        num_logprobs=body.logprobs,
+        echoes=body.echo,
+        with_answer=with_answer,
+        **_telling(body),
+    )
+    return _asked(body, prompts, own, request_id, advice, telling)
+
+
+def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
+    """Raises what a bad request deserves."""
+    body = body_from(fields, ChatBody)
+    _check_tool_choice(body)
+    prompt = chat_from(body, [] if body.tool_choice == "none" else body.tools)
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    # Left out, it is what the prompt leaves of the model's length, where nodes end every answer.
+    rest = MOST_SAFE_INT if advice.max_model_len is None else advice.max_model_len
+    own: dict[str, Any] = {"max_tokens": rest if most is None else most}
+    num_logprobs = _num_logprobs(body)
+    if num_logprobs is not None:
+        own["logprobs"] = num_logprobs
+    telling = Telling(is_chat=True, num_logprobs=num_logprobs, **_telling(body))
+    return _asked(body, [prompt], own, request_id, advice, telling)
+
+
+def _check_tool_choice(body: ChatBody) -> None:
+    if body.tool_choice not in ("auto", "none"):
+        raise UnsupportedInput(
+            "tool_choice may be auto or none here: what the model writes is not forced into a form",
+            "tool_choice",
+        )
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and body.top_logprobs > MOST_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs is {body.top_logprobs}; it must be at most {MOST_TOP_LOGPROBS}",
+            "top_logprobs",
+        )
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        return None
+    return body.top_logprobs or 0
+
+
+def _telling(body: GenerationBody) -> dict[str, Any]:
+    options = body.stream_options
+    if not body.stream and "stream_options" in body.model_fields_set:
+        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise UnsupportedInput("prompt_logprobs is not told in a stream", "prompt_logprobs")
+    return {
+        "is_streamed": body.stream,
+        "with_usage": options.include_usage,
+        "with_usage_so_far": options.include_usage and options.continuous_usage_stats,
+        "num_prompt_logprobs": body.prompt_logprobs,
+        "with_token_ids": body.return_token_ids,
+        "tokens_by_id": body.return_tokens_as_token_ids,
+    }
+
+
+def _asked(
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    own: Mapping[str, Any],
+    request_id: str,
+    advice: Advice,
+    telling: Telling,
+) -> Asked:
+    num_choices = body.n * len(prompts)
+    if num_choices > MOST_CHOICES:
+        field = "prompt" if len(prompts) > MOST_CHOICES else "n"
+        raise InvalidRequest(
+            f"{num_choices} answers are asked for; at most {MOST_CHOICES} may be at once", field
+        )
+    sampling = {**_sampling(body), **own}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    calls = []
+    for index in range(num_choices):
+        params = advice.defaults.params(**sampling, seed=_seed(body, index % body.n))
+        strings = stop_strings_from(stop)
+        call = Call(
+            request_id=request_id if num_choices == 1 else f"{request_id}-{index}",
+            prompt=prompts[index // body.n],
+            sampling=params,
+            stop=StopRule(strings, body.include_stop_str_in_output, params.min_tokens),
+            model=body.model,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        calls.append(call)
+    return Asked(tuple(calls), body.n, telling)
+
+
+def _seed(body: GenerationBody, place: int) -> int | None:
+    """Each answer to a prompt has its own, and the first has the one that was given."""
+    return None if body.seed is None else (body.seed + place) % NUM_SEEDS
+
+
+def _sampling(body: GenerationBody) -> dict[str, Any]:
+    """What is left out is left to the model's makers."""
+    chosen = {name: getattr(body, name) for name in (*ADVISED, *PLAIN)}
+    if body.top_k is not None:
+        chosen["top_k"] = 0 if body.top_k == -1 else body.top_k  # vLLM's word for all
+    if body.allowed_token_ids is not None:
+        chosen["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    return {
+        **{name: value for name, value in chosen.items() if value is not None},
+        "logit_bias": _logit_bias(body.logit_bias),
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos,
+    }
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias = {}
+    for name, value in given.items():
+        is_id = name.isascii() and name.isdecimal() and len(name) <= MOST_DIGITS
+        if not (is_id and int(name) <= MOST_SAFE_INT):
+            raise InvalidRequest(
+                f"logit_bias has {name!r}; its keys must be token ids", "logit_bias"
+            )
+        bias[int(name)] = value
+    return bias

@@ -1,0 +1,156 @@
+"""What clients may send, by field. Unknown fields and wrong types are refused by name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from engine.errors import InvalidRequest
+from serving.errors import Unreadable, UnsupportedInput
+
+MOST_SAFE_INT = (1 << 31) - 1  # what nodes are told is of 32 bits
+Count = Annotated[int, Field(ge=0, le=MOST_SAFE_INT)]
+AnyInt = Annotated[int, Field(ge=-MOST_SAFE_INT, le=MOST_SAFE_INT)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+
+# They say nothing of the answer.
+HARMLESS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+)
+# What these fields may say, since it is what is done anyway.
+AS_DONE_ANYWAY: Mapping[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (),  # but in a text prompt
+}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(Body):
+    """What completions and chats have in common. None: left out."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Annotated[int, Field(ge=1)] = 1
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: AnyInt | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    seed: Seed | None = None
+    stop: str | list[str] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    stop_token_ids: list[Count] = Field(default_factory=list)
+    allowed_token_ids: list[Count] | None = None
+    ignore_eos: bool = False
+    prompt_logprobs: Count | None = None
+    priority: AnyInt = 0
+    cache_salt: str = ""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class CompletionBody(GenerationBody):
+    prompt: Any
+    echo: bool = False
+    logprobs: Count | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+class TemplateFields(Body):
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class ChatBody(GenerationBody, TemplateFields):
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Count | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+
+
+class TokenizeTextBody(Body):
+    model: str = ""
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(TemplateFields):
+    model: str = ""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: str = ""
+    tokens: list[Count]
+
+
+B = TypeVar("B", bound=Body)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The fields that say something: null is as good as left out. Raises Unreadable."""
+    try:
+        parsed = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Unreadable(f"the body is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise Unreadable("the body must be a JSON object")
+    return {name: value for name, value in parsed.items() if value is not None}
+
+
+def body_from(fields: Mapping[str, Any], kind: type[B]) -> B:
+    """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    try:
+        return kind.model_validate(_heeded(fields, kind))
+    except ValidationError as error:
+        raise _told(error) from error
+
+
+def _heeded(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
+    """Without what asks for nothing."""
+    heeded = {name: value for name, value in fields.items() if name not in HARMLESS}
+    for name in AS_DONE_ANYWAY.keys() & heeded.keys() - kind.model_fields.keys():
+        value = heeded.pop(name)
+        if value not in AS_DONE_ANYWAY[name]:
+            raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
+    return heeded
+
+
+def _told(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"{field} is not a field that is known here: leave it out", field)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{field} is missing", field)
+    return InvalidRequest(f"{field}: {first['msg']}", field)

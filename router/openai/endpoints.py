@@ -1,0 +1,129 @@
+"""The small questions: which models, which tokens, whether it is well, what it counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from router.nodes import NodeTable
+from router.openai.bodies import (
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    body_from,
+    json_object,
+)
+from router.openai.choices import Json
+from router.openai.prompts import chat_from
+from router.openai.receiving import read_body
+from router.pipeline import Pipeline
+from router.values import Prompt, TextPrompt
+from serving.errors import UnknownModel
+from serving.health import Health
+
+# Of the Accept header: what is counted, and how that is written.
+Scrape = Callable[[str], tuple[bytes, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What the decode nodes serve."""
+
+    table: NodeTable
+    since: int
+
+    async def all(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def one(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in self._names:
+            served = ", ".join(self._names) or "none yet"
+            raise UnknownModel(f"model {name!r} is not served here; served: {served}")
+        return JSONResponse(self._card(name))
+
+    @property
+    def _names(self) -> list[str]:
+        return sorted(self.table.models)
+
+    def _card(self, name: str) -> Json:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.since,
+            "owned_by": "baton",
+            "max_model_len": self.table.max_model_len(name),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    pipeline: Pipeline
+    table: NodeTable
+
+    async def of_text(self, request: Request) -> Response:
+        """Or of a chat."""
+        fields = json_object(await read_body(request))
+        body: TokenizeTextBody | TokenizeChatBody
+        prompt: Prompt
+        if "messages" in fields:
+            body = body_from(fields, TokenizeChatBody)
+            prompt = chat_from(body, body.tools)
+        else:
+            body = body_from(fields, TokenizeTextBody)
+            prompt = TextPrompt(body.prompt, body.add_special_tokens)
+        self.pipeline.check_model(body.model)
+        token_ids = await self.pipeline.token_ids(prompt, body.model)
+        told: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self.table.max_model_len(body.model),
+            "tokens": token_ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            told["token_strs"] = [self.pipeline.token(token_id).text for token_id in token_ids]
+        return JSONResponse(told)
+
+    async def to_text(self, request: Request) -> Response:
+        body = body_from(json_object(await read_body(request)), DetokenizeBody)
+        self.pipeline.check_model(body.model)
+        return JSONResponse({"prompt": await self.pipeline.spelled(tuple(body.tokens))})
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    health: Health
+    pipeline: Pipeline
+    scrape: Scrape
+
+    async def is_alive(self, _request: Request) -> Response:
+        return _yes_or_no(self.health.is_alive)
+
+    async def is_ready(self, _request: Request) -> Response:
+        """Not while it drains, nor before it knows nodes."""
+        return _yes_or_no(self.health.is_ready and not self.pipeline.is_draining)
+
+    async def metrics(self, request: Request) -> Response:
+        # On a thread: some of it is asked of this loop, as by any scrape.
+        accept = request.headers.get("accept", "")
+        body, kind = await asyncio.to_thread(self.scrape, accept)
+        return Response(body, headers={"content-type": kind})
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": version("baton")})
+
+
+def _yes_or_no(is_well: bool) -> Response:
+    status = 200 if is_well else 503
+    return JSONResponse({"status": "ok" if is_well else "unavailable"}, status)
+
+
+def models_of(table: NodeTable) -> Models:
+    return Models(table, int(time.time()))

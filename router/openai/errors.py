@@ -1,0 +1,106 @@
+"""Named errors as HTTP statuses and bodies in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+
+from grpc import StatusCode
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from engine.errors import InvalidRequest
+from router.openai.choices import Json
+from serving.errors import (
+    Draining,
+    EmptyPrompt,
+    MessageTooLarge,
+    QueueFull,
+    Unauthenticated,
+    UnknownModel,
+    UnsupportedInput,
+)
+from serving.status import code_and_reason
+
+# Of the one table from errors to gRPC statuses.
+HTTP_STATUS = {
+    StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.ALREADY_EXISTS: 409,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.INTERNAL: 500,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.FAILED_PRECONDITION: 503,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+}
+TOO_LARGE = 413
+# A process that drains is replaced by another in a moment.
+DRAINING_RETRY_AFTER_S = 1.0
+
+
+def status_of(error: Exception) -> int:
+    if isinstance(error, MessageTooLarge):
+        return TOO_LARGE
+    return HTTP_STATUS[code_and_reason(error)[0]]
+
+
+def body_of(error: Exception) -> Json:
+    _, reason = code_and_reason(error)
+    return shaped(str(error), status_of(error), reason, _field(error))
+
+
+def shaped(message: str, status: int, code: str, param: str | None = None) -> Json:
+    kind = "rate_limit_error" if status == HTTP_STATUS[StatusCode.RESOURCE_EXHAUSTED] else None
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(body_of(error), status_of(error), {**(headers or {}), **_headers(error)})
+
+
+async def tell_named(_request: Request, error: Exception) -> JSONResponse:
+    return error_response(error)
+
+
+async def tell_http(_request: Request, error: Exception) -> JSONResponse:
+    """Starlette's own: no such path, or not by this method."""
+    if not isinstance(error, HTTPException):
+        raise error
+    code = error.detail.upper().replace(" ", "_")
+    return JSONResponse(
+        shaped(error.detail, error.status_code, code), error.status_code, error.headers
+    )
+
+
+async def tell_bug(_request: Request, _error: Exception) -> JSONResponse:
+    """The log has the rest."""
+    return JSONResponse(shaped("a bug in this server; its log tells more", 500, "INTERNAL"), 500)
+
+
+def _field(error: Exception) -> str | None:
+    match error:
+        case InvalidRequest() | UnsupportedInput():
+            return error.field
+        case UnknownModel():
+            return "model"
+        case EmptyPrompt():
+            return "prompt"
+    return None
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    match error:
+        case QueueFull():
+            return {"retry-after": _seconds(error.retry_after_s)}
+        case Draining():
+            return {"retry-after": _seconds(DRAINING_RETRY_AFTER_S), "connection": "close"}
+        case Unauthenticated():
+            return {"www-authenticate": "Bearer"}
+    return {}
+
+
+def _seconds(wait_s: float) -> str:
+    """HTTP knows whole ones."""
+    return str(max(1, math.ceil(wait_s)))

@@ -1,0 +1,133 @@
+"""Completions and chats: from a body to calls of the pipeline, and from parts to an answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from router.nodes import NodeTable
+from router.openai.answers import StreamedAnswer, WholeAnswer, as_json, choices_of, heading_of
+from router.openai.asking import Advice, Asked
+from router.openai.bodies import json_object
+from router.openai.choices import ToldPrompt
+from router.openai.merging import IndexedParts, merged
+from router.openai.receiving import read_body, while_connected
+from router.openai.replies import Reply
+from router.pipeline import Pipeline
+from router.text import by_id
+from router.values import TextPrompt
+from router.visits import Visit, Visits, received_now
+from serving.status import NAMED
+from telemetry import names
+
+ID_BYTES = 12
+REQUEST_ID, TRACE_ID = "x-request-id", "x-trace-id"
+
+Read = Callable[[Mapping[str, Any], str, Advice], Asked]
+
+
+@dataclass(frozen=True, slots=True)
+class Kitchen:
+    """What every generation needs."""
+
+    pipeline: Pipeline
+    table: NodeTable
+    visits: Visits
+
+
+class Generation:
+    """An ASGI app for one path. All of a request is one task, which ends with its client."""
+
+    def __init__(self, kitchen: Kitchen, read: Read) -> None:
+        self._pipeline = kitchen.pipeline
+        self._table = kitchen.table
+        self._visits = kitchen.visits
+        self._read = read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        request_id = request.headers.get(REQUEST_ID) or secrets.token_hex(ID_BYTES)
+        visit = self._visits.begin(request_id, request.headers.items(), received_now())
+        reply = Reply(scope, receive, send)
+        reply.headers[REQUEST_ID] = request_id
+        if visit.trace_id:
+            reply.headers[TRACE_ID] = visit.trace_id
+        try:
+            with visit.before_the_call():
+                body = await read_body(request)
+        except NAMED as error:
+            await reply.fail(error)
+            return
+        await while_connected(receive, self._serve(visit, request_id, body, reply))
+
+    async def _serve(self, visit: Visit, request_id: str, body: bytes, reply: Reply) -> None:
+        try:
+            with visit.before_the_call():
+                asked = self._asked(body, request_id)
+                prompts = await self._told_prompts(asked)
+            await self._answer(asked, prompts, visit, request_id, reply)
+        except NAMED as error:
+            await reply.fail(error)
+
+    def _asked(self, body: bytes, request_id: str) -> Asked:
+        fields = json_object(body)
+        model = fields.get("model")
+        model = model if isinstance(model, str) else ""
+        defaults = self._table.sampling_defaults(model)
+        return self._read(fields, request_id, Advice(defaults, self._table.max_model_len(model)))
+
+    async def _told_prompts(self, asked: Asked) -> list[ToldPrompt]:
+        """One for each call; empty unless the answer repeats something of it."""
+        if not asked.telling.needs_prompt_ids:
+            return [ToldPrompt()] * len(asked.calls)
+        told: list[ToldPrompt] = []
+        for call in asked.calls[:: asked.num_each]:
+            token_ids = await self._pipeline.token_ids(call.prompt, call.model)
+            if isinstance(call.prompt, TextPrompt):
+                text = call.prompt.text
+            else:
+                text = await self._pipeline.spelled(token_ids) if asked.telling.echoes else ""
+            told += [ToldPrompt(token_ids, text)] * asked.num_each
+        return told
+
+    async def _answer(
+        self,
+        asked: Asked,
+        prompts: Sequence[ToldPrompt],
+        visit: Visit,
+        request_id: str,
+        reply: Reply,
+    ) -> None:
+        heading = heading_of(asked, request_id, int(time.time()), self._model(asked))
+        spell = by_id if asked.telling.tokens_by_id else self._pipeline.token
+        choices = choices_of(asked, prompts, spell)
+        async with aclosing(self._parts(asked, visit)) as parts:
+            if not asked.telling.is_streamed:
+                whole = WholeAnswer(asked, heading, choices, spell)
+                async for index, part in parts:
+                    whole.take(index, part)
+                await reply.whole(as_json(whole.told()))
+                return
+            streamed = StreamedAnswer(asked, heading, choices, prompts)
+            async for index, part in parts:
+                await reply.tell(streamed.events(index, part))
+            await reply.tell(streamed.end(), is_last=True)
+
+    def _parts(self, asked: Asked, visit: Visit) -> IndexedParts:
+        """The further choices hang under the first one's trace."""
+        metadata = [(names.TRACEPARENT, visit.traceparent)]
+        further = [
+            self._visits.begin(call.request_id, metadata, received_now()).answering(call)
+            for call in asked.calls[1:]
+        ]
+        return merged([visit.answering(asked.calls[0]), *further])
+
+    def _model(self, asked: Asked) -> str:
+        return asked.calls[0].model or next(iter(sorted(self._table.models)), "")

@@ -1,0 +1,104 @@
+"""Prompts, messages and tools of the OpenAI dialect to the router's prompts. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import InvalidRequest
+from router.openai.bodies import MOST_SAFE_INT, TemplateFields
+from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from serving.errors import EmptyPrompt, UnsupportedInput
+
+EXPECTED = "a text, a list of texts, a list of token ids, or a list of such lists"
+# The template gets these by other ways.
+RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+def prompts_from(value: object, *, add_special_tokens: bool = True) -> list[Prompt]:
+    """One or several. Raises InvalidRequest and EmptyPrompt."""
+    if isinstance(value, str):
+        return [TextPrompt(value, add_special_tokens)]
+    if isinstance(value, list):
+        if not value:
+            raise EmptyPrompt("prompt is an empty list; there is nothing to continue")
+        if all(isinstance(one, str) for one in value):
+            return [TextPrompt(text, add_special_tokens) for text in value]
+        if _are_token_ids(value):
+            return [TokenPrompt(tuple(value))]
+        if all(isinstance(one, list) and _are_token_ids(one) for one in value):
+            return [TokenPrompt(tuple(ids)) for ids in value]
+    raise InvalidRequest(f"prompt must be {EXPECTED}", "prompt")
+
+
+def _are_token_ids(values: Sequence[object]) -> bool:
+    return all(type(one) is int and 0 <= one <= MOST_SAFE_INT for one in values)
+
+
+def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+    """Raises InvalidRequest and UnsupportedInput."""
+    if not body.messages:
+        raise InvalidRequest("messages is empty: send at least one", "messages")
+    for name in RESERVED:
+        if name in body.chat_template_kwargs:
+            field = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"{field}: send {name} as a field of its own", field)
+    messages = (_message(one, f"messages.{place}") for place, one in enumerate(body.messages))
+    variables = dict(body.chat_template_kwargs)
+    if tools:
+        variables["tools"] = list(tools)
+    return ChatPrompt(tuple(messages), body.add_generation_prompt, variables)
+
+
+def _message(given: Mapping[str, Any], where: str) -> ChatMessage:
+    others = {key: value for key, value in given.items() if key not in ("role", "content")}
+    role = given.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequest(f"{where}.role must be a text", f"{where}.role")
+    if others.get("tool_calls") is not None:
+        others["tool_calls"] = _tool_calls(others["tool_calls"], f"{where}.tool_calls")
+    return ChatMessage(role, _content(given.get("content"), f"{where}.content"), others)
+
+
+def _content(value: object, where: str) -> str:
+    """Parts are joined as vLLM joins them."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} must be a text or a list of text parts", where)
+    return "\n".join(_part(part, f"{where}.{place}") for place, part in enumerate(value))
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{where} must be an object with type and text", where)
+    if part.get("type") != "text":
+        raise UnsupportedInput(f"{where} is no text: this service reads text alone", where)
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}.text must be a text", f"{where}.text")
+    return str(part["text"])
+
+
+def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
+    """Arguments come as a text that holds JSON; templates want what is in it."""
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} must be a list", where)
+    return [_tool_call(call, f"{where}.{place}") for place, call in enumerate(value)]
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise InvalidRequest(f"{where}.function must be an object", f"{where}.function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return dict(call)
+    try:
+        read = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        field = f"{where}.function.arguments"
+        raise InvalidRequest(f"{field} holds no JSON: {error}", field) from error
+    return {**call, "function": {**function, "arguments": read}}

@@ -1,0 +1,55 @@
+"""What goes back to an HTTP client: one body, or the events of a stream."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope, Send
+
+from router.openai.answers import event
+from router.openai.errors import body_of, error_response
+
+OF_JSON = {"content-type": "application/json"}
+# Nothing on the way may hold events back.
+OF_EVENTS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
+
+class Reply:
+    """A failure has a status of its own until the first of the answer has gone."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._has_begun = False
+        self.headers: dict[str, str] = {}
+
+    async def whole(self, body: bytes) -> None:
+        await self._begin({**OF_JSON, "content-length": str(len(body))})
+        await self._write(body, is_last=True)
+
+    async def tell(self, events: bytes, *, is_last: bool = False) -> None:
+        if not self._has_begun:
+            await self._begin(OF_EVENTS)
+        if events:
+            await self._write(events, is_last=is_last)
+
+    async def fail(self, error: Exception) -> None:
+        if self._has_begun:
+            await self._write(event(body_of(error)), is_last=True)
+            return
+        respond = error_response(error, self.headers)
+        await respond(self._scope, self._receive, self._send)
+
+    async def _begin(self, headers: dict[str, str]) -> None:
+        self._has_begun = True
+        everything = {**self.headers, **headers}
+        raw = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in everything.items()
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _write(self, body: bytes, *, is_last: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})

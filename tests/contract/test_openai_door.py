@@ -1,0 +1,441 @@
+"""The HTTP door as the `openai` client finds it, over nodes that behave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from baton.text import Tokenizer
+from engine.sampling import SamplingParams
+from router.legs import Leg
+from router.line import LineConfig
+from router.nodes import NodeTable
+from router.openai.receiving import MOST_BODY_BYTES
+from router.text import ModelText, TextBoundary
+from router.tracing import Tracing
+from router.values import Call, TokenPrompt
+from router.visits import received_now
+from serving.tls import TlsConfig
+from serving.token import AcceptedTokens
+from tests.support.certificates import Authority, make_authority
+from tests.support.http_routers import HttpRouter, an_http_router
+from tests.support.models import EOS_TOKEN_ID, save_tokenizer
+from tests.support.node_calls import FakeNodeCalls
+from tests.support.tracers import TakingTracer
+
+PROMPT = [3, 4, 5]
+ANSWER = [12, 19, 26, 33]  # what the nodes that behave say to it
+CHAT: list[Any] = [{"role": "user", "content": "the quick"}]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextBoundary:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+    return ModelText(Tokenizer.from_folder(folder))
+
+
+@asynccontextmanager
+async def a_client(router: HttpRouter, api_key: str = "any") -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{router.url}/v1", api_key=api_key, max_retries=0) as client:
+        yield client
+
+
+def through_the_door(
+    scene: Callable[[HttpRouter, AsyncOpenAI], Awaitable[None]],
+    nodes: FakeNodeCalls | None = None,
+    **around: Any,
+) -> None:
+    async def run() -> None:
+        async with an_http_router(nodes, **around) as router, a_client(router) as client:
+            await scene(router, client)
+
+    asyncio.run(run())
+
+
+def test_a_completion_has_the_tokens_the_ending_and_the_usage(text: TextBoundary) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ids = {"return_token_ids": True}
+        answer = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=4, extra_body=ids
+        )
+
+        [choice] = answer.choices
+        told: Any = choice
+        assert (told.token_ids, told.prompt_token_ids) == (ANSWER, PROMPT)
+        assert choice.text == text.text(tuple(ANSWER))
+        assert (choice.finish_reason, told.stop_reason) == ("length", None)
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
+        assert (answer.model, answer.object) == ("tiny", "text_completion")
+
+    through_the_door(scene, text=text)
+
+
+def test_a_stream_joined_is_the_whole_answer(text: TextBoundary) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole = await client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=9)
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=CHAT,
+            max_tokens=9,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+
+        *told, last = chunks
+        deltas = [chunk.choices[0].delta for chunk in told]
+        assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+        assert [delta.role for delta in deltas if delta.role] == ["assistant"]
+        assert told[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+        assert (last.choices, last.usage) == ([], whole.usage)
+        assert all(chunk.usage is None for chunk in told)
+        assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+    through_the_door(scene, text=text)
+
+
+def test_several_choices_are_told_apart_and_their_prompt_counts_once(text: TextBoundary) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ids = {"return_token_ids": True}
+        several: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2}
+        answer = await client.completions.create(**several, max_tokens=4, extra_body=ids)
+        stream = await client.completions.create(
+            **several, max_tokens=4, extra_body=ids, stream=True
+        )
+        streamed: dict[int, list[int]] = {}
+        async for chunk in stream:
+            for part in chunk.choices:
+                streamed.setdefault(part.index, []).extend(getattr(part, "token_ids", ()))
+
+        whole: list[Any] = list(answer.choices)
+        assert [choice.index for choice in whole] == [0, 1, 2, 3]
+        assert {choice.index: choice.token_ids for choice in whole} == streamed
+        assert whole[0].token_ids == whole[1].token_ids == ANSWER != whole[2].token_ids
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 16)
+
+    through_the_door(scene, text=text)
+
+
+def test_each_choice_has_a_seed_of_its_own() -> None:
+    nodes = FakeNodeCalls()
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=3, seed=7)
+
+        decoded = [asked for asked in nodes.asked if asked.leg is Leg.DECODE]
+        assert sorted(asked.sequence.seed for asked in decoded) == [7, 8, 9]
+
+    through_the_door(scene, nodes)
+
+
+def test_an_echo_repeats_the_prompt_as_it_was_given(text: TextBoundary) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "echo": True}
+        of_text = await client.completions.create(**ask, prompt="the quick", max_tokens=0)
+        of_ids = await client.completions.create(**ask, prompt=PROMPT, max_tokens=4)
+        stream = await client.completions.create(**ask, prompt=PROMPT, max_tokens=4, stream=True)
+        streamed = "".join([chunk.choices[0].text async for chunk in stream])
+
+        assert of_text.choices[0].text == "the quick"
+        assert of_text.usage is not None
+        assert of_text.usage.completion_tokens == 0
+        whole = text.text(tuple(PROMPT)) + text.text(tuple(ANSWER))
+        assert of_ids.choices[0].text == streamed == whole
+
+    through_the_door(scene, text=text)
+
+
+def test_the_usage_so_far_comes_with_each_piece_for_those_who_want_it() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        stream = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=4, stream=True, stream_options=options
+        )
+        told = [chunk.usage async for chunk in stream]
+
+        counts = [usage.completion_tokens for usage in told if usage is not None]
+        assert len(counts) == len(told)
+        assert counts == sorted(counts)
+        assert counts[-1] == 4
+        assert {usage.prompt_tokens for usage in told if usage is not None} == {3}
+
+    through_the_door(scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"extra_body": {"max_tokens": "many"}}, openai.BadRequestError, "max_tokens"),
+        ({"n": 10**6}, openai.BadRequestError, "n"),
+        ({"prompt": []}, openai.BadRequestError, "prompt"),
+        ({"prompt": "text"}, openai.BadRequestError, None),
+        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json"),
+    ],
+)
+def test_what_is_refused_is_a_typed_error_that_names_the_field(
+    fields: dict[str, Any], kind: type[openai.APIStatusError], param: str | None
+) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        for is_streamed in (False, True):
+            ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, **fields}
+            with pytest.raises(kind) as refusal:
+                await client.completions.create(**ask, stream=is_streamed)
+            assert refusal.value.param == param
+            assert refusal.value.type == "invalid_request_error"
+
+    through_the_door(scene)
+
+
+def test_a_full_queue_tells_when_to_come_again() -> None:
+    nodes = FakeNodeCalls(is_endless=True)
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "stream": True}
+        async with await client.completions.create(**ask):
+            with pytest.raises(openai.RateLimitError) as refusal:
+                await client.completions.create(**ask)
+        assert refusal.value.code == "QUEUE_FULL"
+        assert int(refusal.value.response.headers["retry-after"]) >= 1
+
+    through_the_door(scene, nodes, line=LineConfig(max_in_flight=1, max_queue=0))
+
+
+def test_nobody_there_is_an_outage_and_not_the_clients_fault() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.InternalServerError) as refusal:
+            await client.completions.create(model="tiny", prompt=PROMPT)
+        assert refusal.value.status_code == 503
+        assert refusal.value.code == "NO_NODES"
+
+    through_the_door(scene, table=NodeTable())
+
+
+def test_an_answer_that_breaks_off_ends_its_stream_with_an_error() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[2, 0, 0, 0, 0])
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ids = {"return_token_ids": True}
+        stream = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=50, stream=True, extra_body=ids
+        )
+        first: Any = await anext(stream)
+        with pytest.raises(openai.APIError) as failure:
+            [_ async for _ in stream]
+
+        assert first.choices[0].token_ids[:1] == ANSWER[:1]
+        assert failure.value.code == "NODE_FAILED"
+
+    through_the_door(scene, nodes)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_hangs_up_frees_the_nodes(is_streamed: bool) -> None:
+    nodes = FakeNodeCalls(is_endless=True)
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        asking = asyncio.ensure_future(
+            client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=4, n=2, stream=is_streamed
+            )
+        )
+        if is_streamed:
+            stream: Any = await asking
+            await stream.close()
+        else:
+            await nodes.decode_told_all.wait()
+            asking.cancel()
+        await router.pipeline.drain()
+
+        assert nodes.left == [Leg.DECODE, Leg.DECODE]
+
+    through_the_door(scene, nodes)
+
+
+def test_a_router_that_drains_goes_on_with_its_streams_and_takes_nothing_new() -> None:
+    nodes = FakeNodeCalls(is_endless=True)
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+        stream = await client.completions.create(**ask, stream=True)
+        draining = asyncio.ensure_future(router.pipeline.drain())
+        await asyncio.sleep(0)  # lets it begin
+
+        with pytest.raises(openai.InternalServerError) as refusal:
+            await client.completions.create(**ask)
+        ready, alive = [
+            (await client._client.get(router.url + path)).status_code
+            for path in ("/ready", "/health")
+        ]
+        assert refusal.value.code == "DRAINING"
+        assert (ready, alive) == (503, 200)
+        assert not draining.done()
+        await stream.close()
+        await draining
+
+    through_the_door(scene, nodes)
+
+
+def test_only_those_with_a_token_come_in() -> None:
+    async def scene(router: HttpRouter, stranger: AsyncOpenAI) -> None:
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.list()
+        async with a_client(router, "sesame") as friend:
+            assert [model.id async for model in friend.models.list()] == ["tiny"]
+        statuses = {
+            path: (await stranger._client.get(router.url + path)).status_code
+            for path in ("/health", "/ready", "/metrics", "/nowhere")
+        }
+        assert statuses == {"/health": 200, "/ready": 200, "/metrics": 401, "/nowhere": 401}
+
+    through_the_door(scene, tokens=AcceptedTokens(("sesame",)))
+
+
+def test_a_trace_goes_on_through_the_door_and_its_id_comes_back() -> None:
+    tracer = TakingTracer()
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    header = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "mine"}
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        raw = await client.completions.with_raw_response.create(
+            model="tiny", prompt=PROMPT, max_tokens=2, n=2, extra_headers=header
+        )
+        roots = [(await tracer.next_spans())[0] for _ in range(2)]
+
+        assert (raw.headers["x-trace-id"], raw.headers["x-request-id"]) == (trace_id, "mine")
+        assert raw.parse().id == "cmpl-mine"
+        assert {f"{root.trace_id:032x}" for root in roots} == {trace_id}
+
+    through_the_door(scene, tracing=Tracing(tracer))
+
+
+def test_a_body_beyond_the_limit_is_refused_as_such() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        too_much = b" " * (MOST_BODY_BYTES + 1)
+        refusal = await client._client.post(f"{router.url}/v1/completions", content=too_much)
+
+        assert refusal.status_code == 413
+        assert refusal.json()["error"]["code"] == "MESSAGE_TOO_LARGE"
+
+    through_the_door(scene)
+
+
+def test_the_small_questions_have_answers(text: TextBoundary) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        async def post(path: str, **fields: Any) -> Any:
+            return (await client._client.post(router.url + path, json=fields)).json()
+
+        model = await client.models.retrieve("tiny")
+        assert (model.id, getattr(model, "max_model_len", None)) == ("tiny", 512)
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("some/other")
+        tokens = await post("/tokenize", prompt="the quick", return_token_strs=True)
+        assert "".join(tokens["token_strs"]) == "the quick"
+        assert tokens["count"] == len(tokens["tokens"])
+        assert await post("/detokenize", tokens=tokens["tokens"]) == {"prompt": "the quick"}
+        chat = await post("/tokenize", messages=CHAT)
+        rendered = (await post("/detokenize", tokens=chat["tokens"]))["prompt"]
+        assert "the quick" in rendered
+        assert (await post("/tokenize", prompt="a", model="b"))["error"]["param"] == "model"
+        missing = await client._client.get(f"{router.url}/nowhere")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "NOT_FOUND")
+
+    through_the_door(scene, text=text)
+
+
+def test_one_id_is_not_two_requests_at_once() -> None:
+    nodes = FakeNodeCalls(is_endless=True)
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "stream": True}
+        named = {"x-request-id": "mine"}
+        async with await client.completions.create(**ask, extra_headers=named):
+            with pytest.raises(openai.ConflictError):
+                await client.completions.create(**ask, extra_headers=named)
+
+    through_the_door(scene, nodes)
+
+
+def test_over_tls_a_renewed_certificate_is_shown_from_then_on(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path)
+    old, new = (authority.issue(name, f"{name}.example") for name in ("old", "new"))
+    shown = tmp_path / "shown.pem", tmp_path / "shown.key"
+
+    def put(cert: Path, key: Path) -> None:
+        for source, place in zip((cert, key), shown, strict=True):
+            place.write_bytes(source.read_bytes())
+
+    async def run() -> None:
+        put(*old)
+        async with an_http_router(tls=TlsConfig(*shown)) as router:
+            assert await status_at(router, authority, "old.example") == 200
+            put(new[0], old[1])  # half of the change
+            assert await status_at(router, authority, "old.example") == 200
+            put(*new)
+            assert await status_at(router, authority, "new.example") == 200
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await status_at(router, authority, "old.example")
+
+    asyncio.run(run())
+
+
+def test_over_mutual_tls_only_those_with_a_certificate_come_in(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path)
+    mine = authority.issue("client", "client.example")
+
+    async def run() -> None:
+        async with an_http_router(tls=authority.mutual("server", "a.example")) as router:
+            assert await status_at(router, authority, "a.example", mine) == 200
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await status_at(router, authority, "a.example")
+
+    asyncio.run(run())
+
+
+async def status_at(
+    router: HttpRouter, authority: Authority, name: str, own: tuple[Path, Path] | None = None
+) -> int:
+    host, _, port = router.address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    if own is not None:
+        context.load_cert_chain(*own)
+    reading, writing = await asyncio.open_connection(
+        host, int(port), ssl=context, server_hostname=name
+    )
+    try:
+        writing.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        line = await reading.readline()
+        if not line:
+            raise ConnectionResetError("sent away")
+        return int(line.split()[1])
+    finally:
+        writing.close()
+
+
+def test_both_doors_share_one_line() -> None:
+    """What came by one counts for the other."""
+    nodes = FakeNodeCalls(is_endless=True)
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        by_grpc = Call("other", TokenPrompt((3,)), SamplingParams(max_tokens=2))
+        parts = router.pipeline.generate(by_grpc, received_now())
+        await anext(parts)
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="tiny", prompt=PROMPT)
+        await parts.aclose()
+
+    through_the_door(scene, nodes, line=LineConfig(max_in_flight=1, max_queue=0))

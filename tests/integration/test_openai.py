@@ -1,0 +1,198 @@
+"""The `openai` client against a real cluster: what gRPC answers, OpenAI's API answers, too."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from baton.client import Client, Generation
+from baton.cluster import LocalCluster
+from baton.text import Tokenizer
+from engine.sampling import SamplingParams
+from tests.support.models import prompt_of
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+ASK: dict[str, Any] = {"model": "", "max_tokens": 12, "temperature": 0}
+AS_BATON: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture
+def door(cluster: LocalCluster) -> Iterator[OpenAI]:
+    url = f"http://{cluster.router.http_address}/v1"
+    with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as connected:
+        yield connected
+
+
+def test_a_greedy_completion_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:
+    prompt = prompt_of(40, seed=80)
+    generation = Generation(
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
+    )
+    native = client.generate(prompt, generation)
+    # By id: of two tokens that look alike, the older API could tell one alone.
+    extra = {**AS_BATON, "return_tokens_as_token_ids": True}
+    ask = {**ASK, "prompt": list(prompt), "logprobs": 2, "extra_body": extra}
+
+    whole: Any = door.completions.create(**ask)
+    stream = door.completions.create(**ask, stream=True)
+    streamed: list[Any] = [chunk.choices[0] for chunk in stream]
+
+    [choice] = whole.choices
+    assert choice.token_ids == native.token_ids
+    assert choice.text == native.text == "".join(one.text for one in streamed)
+    assert [token for one in streamed for token in getattr(one, "token_ids", [])] == (
+        native.token_ids
+    )
+    told = choice.logprobs
+    assert told.token_logprobs == [one.logprob for one in native.logprobs]
+    assert [len(top) for top in told.top_logprobs] == [2] * 12
+    assert told.tokens == [f"token_id:{token_id}" for token_id in native.token_ids]
+    assert told.text_offset[:2] == [0, len(told.tokens[0])]
+    joined = [one for each in streamed if each.logprobs for one in each.logprobs.token_logprobs]
+    assert joined == told.token_logprobs
+
+
+def test_a_chat_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:
+    native = client.generate([{"role": "user", "content": "the quick brown"}], Generation(GREEDY))
+
+    answer = door.chat.completions.create(
+        **ASK,
+        messages=[{"role": "user", "content": "the quick brown"}],
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"ignore_eos": True},
+    )
+
+    [choice] = answer.choices
+    assert choice.message.content == native.text
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    spelled = b"".join(bytes(one.bytes or ()) for one in choice.logprobs.content)
+    assert spelled.decode(errors="replace").startswith(native.text.rstrip("\ufffd"))
+    assert all(one.top_logprobs[0].token == one.token for one in choice.logprobs.content)
+
+
+def test_a_chat_ends_where_the_models_length_does(door: OpenAI) -> None:
+    answer = door.chat.completions.create(
+        model="",
+        messages=[{"role": "user", "content": "fox " * 100}],
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 512
+
+
+def test_each_of_several_choices_is_what_its_seed_gives(door: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "", "prompt": "the quick", "max_tokens": 8, "temperature": 1}
+
+    several = door.completions.create(**ask, n=2, seed=11)
+    alone = [door.completions.create(**ask, seed=seed).choices[0].text for seed in (11, 12)]
+
+    assert [choice.text for choice in several.choices] == alone
+    assert alone[0] != alone[1]
+
+
+def test_an_echo_has_the_prompts_logprobs_in_front(door: OpenAI, client: Client) -> None:
+    prompt = prompt_of(10, seed=81)
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    native = client.generate(prompt, Generation(sampling))
+
+    answer: Any = door.completions.create(
+        model="",
+        prompt=list(prompt),
+        max_tokens=2,
+        temperature=0,
+        echo=True,
+        logprobs=1,
+        extra_body={"ignore_eos": True, "prompt_logprobs": 1},
+    )
+
+    [choice] = answer.choices
+    assert choice.text == client.detokenize(prompt) + native.text
+    told = choice.logprobs.token_logprobs
+    assert told[0] is None
+    expected = [one.logprob for one in native.prompt_logprobs if one is not None]
+    assert told[1:10] == expected
+    assert len(told) == 12
+    by_id = choice.prompt_logprobs
+    assert by_id[0] is None
+    assert [by_id[place][str(prompt[place])]["logprob"] for place in range(1, 10)] == expected
+
+
+def test_a_stop_text_ends_the_answer_and_is_told(door: OpenAI) -> None:
+    ask = {**ASK, "prompt": "the quick brown", "extra_body": {"ignore_eos": True}}
+    whole = door.completions.create(**ask).choices[0].text
+    stop = whole[3:5]
+
+    answer: Any = door.completions.create(**ask, stop=[stop])
+
+    [choice] = answer.choices
+    assert choice.text == whole[: whole.index(stop)]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+def test_what_nodes_refuse_is_the_clients_fault_here_too(door: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        door.completions.create(model="", prompt=[100_000])
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        door.completions.create(model="", prompt=[5] * 600)
+
+
+def test_the_routers_metrics_are_at_the_same_door(cluster: LocalCluster, door: OpenAI) -> None:
+    door.completions.create(**ASK, prompt=list(prompt_of(5)))
+
+    with urllib.request.urlopen(f"http://{cluster.router.http_address}/metrics") as answer:
+        told = answer.read().decode()
+
+    assert 'baton_nodes_open{role="decode"} 1.0' in told
+    assert 'outcome="ok"' in told
+
+
+def test_bytes_of_tokens_joined_are_the_text(model_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(model_folder)
+    text = "naïve 東京 🙂 fox\n"
+
+    spelled = [tokenizer.token(token_id) for token_id in tokenizer.encode(text)]
+
+    assert b"".join(one.raw for one in spelled) == text.encode()
+    assert any("\ufffd" in one.text for one in spelled)
+
+
+def test_a_busy_http_port_is_told_before_anything_is_loaded(model_folder: Path) -> None:
+    command = [sys.executable, "-m", "baton", "up", "--model", str(model_folder), "--port", "0"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [*command, "--http-port", port], capture_output=True, text=True, check=False
+        )
+
+    assert done.stderr == (
+        f"baton: error: port {port} of 127.0.0.1 is in use; choose another --http-port, "
+        "or --http-port 0 for any\n"
+    )
+    assert done.returncode == 1
+
+
+def test_what_is_told_of_a_failure_is_json(cluster: LocalCluster) -> None:
+    request = urllib.request.Request(
+        f"http://{cluster.router.http_address}/v1/chat/completions", data=b"{", method="POST"
+    )
+
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request)
+
+    error = json.loads(refusal.value.read())["error"]
+    assert (refusal.value.code, error["code"]) == (400, "UNREADABLE")

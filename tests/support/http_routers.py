@@ -1,0 +1,71 @@
+"""A router's HTTP door in this process, over nodes that behave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from router.line import LineConfig
+from router.nodes import NodeTable
+from router.openai.app import http_app
+from router.openai.server import http_serving
+from router.pipeline import Pipeline, PipelineConfig
+from router.policy import Policy, Routing
+from router.text import TextBoundary, TokenIdsOnly
+from router.tracing import TRACES_NOTHING, Tracing
+from router.visits import Visits
+from serving.health import Health
+from serving.tls import PLAIN, TlsConfig
+from serving.token import AcceptedTokens
+from telemetry.exposition import exposition
+from tests.support.node_calls import FakeNodeCalls, a_table
+from tests.support.routers import UNCROWDED
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRouter:
+    address: str
+    pipeline: Pipeline
+    health: Health
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+
+@asynccontextmanager
+async def an_http_router(
+    node_calls: FakeNodeCalls | None = None,
+    *,
+    table: NodeTable | None = None,
+    text: TextBoundary | None = None,
+    line: LineConfig = UNCROWDED,
+    tls: TlsConfig = PLAIN,
+    tokens: AcceptedTokens | None = None,
+    tracing: Tracing = TRACES_NOTHING,
+) -> AsyncIterator[HttpRouter]:
+    table = table or a_table()
+    pipeline = Pipeline(
+        table=table,
+        node_calls=node_calls or FakeNodeCalls(),
+        text=text or TokenIdsOnly(),
+        clock=time.monotonic,
+        config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=line),
+    )
+    health = Health(())
+    await health.set_ready(True)
+    app = http_app(
+        pipeline=pipeline,
+        table=table,
+        visits=Visits(pipeline, tracing),
+        health=health,
+        scrape=partial(exposition, CollectorRegistry()),
+        tokens=tokens,
+    )
+    async with http_serving(app, "127.0.0.1", 0, tls) as address:
+        yield HttpRouter(address, pipeline, health)

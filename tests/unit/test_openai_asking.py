@@ -1,0 +1,276 @@
+"""What clients ask for in OpenAI's dialect, as calls of the pipeline."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.sampling import SamplingDefaults, SamplingParams
+from router.openai.asking import MOST_CHOICES, Advice, Asked, chat_completion_from, completion_from
+from router.openai.bodies import json_object
+from router.openai.prompts import prompts_from
+from router.values import ChatPrompt, TextPrompt, TokenPrompt
+from serving.errors import EmptyPrompt, Unreadable, UnsupportedInput
+
+ADVICE = Advice(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**fields: Any) -> Asked:
+    return completion_from({"prompt": "hi", **fields}, "id", ADVICE)
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> Asked:
+    return chat_completion_from({"messages": list(messages) or [USER], **fields}, "id", ADVICE)
+
+
+def chat_prompt(*messages: dict[str, Any], **fields: Any) -> ChatPrompt:
+    [call] = chat(*messages, **fields).calls
+    assert isinstance(call.prompt, ChatPrompt)
+    return call.prompt
+
+
+def test_every_field_of_sampling_arrives() -> None:
+    [call] = completion(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-1,
+        frequency_penalty=1.5,
+        logit_bias={"7": -100, "0": 1.5},
+        seed=-1,
+        stop="end",
+        include_stop_str_in_output=True,
+        stop_token_ids=[5],
+        allowed_token_ids=[5, 6],
+        ignore_eos=True,
+        logprobs=3,
+        prompt_logprobs=0,
+        priority=-2,
+        cache_salt="salt",
+        model="tiny",
+    ).calls
+
+    assert call.sampling == SamplingParams(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0,
+        top_p=0.5,
+        top_k=0,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-1,
+        frequency_penalty=1.5,
+        logit_bias={7: -100, 0: 1.5},
+        seed=2**64 - 1,
+        stop_token_ids=(5,),
+        allowed_token_ids=(5, 6),
+        ignore_eos=True,
+        logprobs=3,
+        prompt_logprobs=0,
+    )
+    assert (call.stop.strings, call.stop.is_included, call.stop.min_tokens) == (("end",), True, 2)
+    assert (call.model, call.priority, call.cache_salt) == ("tiny", -2, "salt")
+
+
+def test_what_is_left_out_or_null_is_as_the_models_makers_advise() -> None:
+    fields = json_object(b'{"prompt": "hi", "temperature": null, "top_p": null, "stop": null}')
+
+    [call] = completion_from(fields, "id", ADVICE).calls
+
+    assert call.sampling == SamplingParams(temperature=0.6, top_k=20)
+
+
+def test_each_prompt_has_its_answers_in_a_row_with_ids_and_seeds_of_their_own() -> None:
+    asked = completion(prompt=["a", "b"], n=2, seed=2**64 - 1)
+
+    prompts = [call.prompt for call in asked.calls]
+    assert prompts == [TextPrompt("a"), TextPrompt("a"), TextPrompt("b"), TextPrompt("b")]
+    assert [call.request_id for call in asked.calls] == ["id-0", "id-1", "id-2", "id-3"]
+    assert [call.sampling.seed for call in asked.calls] == [2**64 - 1, 0, 2**64 - 1, 0]
+    assert asked.num_each == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("text", [TextPrompt("text")]),
+        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
+        ([3, 4], [TokenPrompt((3, 4))]),
+        ([[3], [4, 5]], [TokenPrompt((3,)), TokenPrompt((4, 5))]),
+    ],
+)
+def test_a_prompt_has_four_forms(given: object, prompts: list[object]) -> None:
+    assert prompts_from(given) == prompts
+
+
+@pytest.mark.parametrize(
+    "given", [5, {"a": 1}, ["a", 1], [1, "a"], [True], [-1], [1.0], [2**31], [[1], "a"], [[[1]]]]
+)
+def test_no_other_form_is_taken(given: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt must be"):
+        prompts_from(given)
+
+
+def test_an_empty_list_is_no_prompt() -> None:
+    with pytest.raises(EmptyPrompt):
+        prompts_from([])
+
+
+def test_a_chat_may_fill_the_models_length_unless_it_says_otherwise() -> None:
+    assert chat().calls[0].sampling.max_tokens == 512
+    assert chat(max_tokens=7).calls[0].sampling.max_tokens == 7
+    assert chat(max_tokens=7, max_completion_tokens=8).calls[0].sampling.max_tokens == 8
+
+
+def test_messages_reach_the_template_with_all_their_fields() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    prompt = chat_prompt(
+        {"role": "user", "content": parts, "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        tools=tools,
+        chat_template_kwargs={"enable_thinking": False},
+        add_generation_prompt=False,
+    )
+
+    asked, called, answered = prompt.messages
+    assert (asked.content, asked.others) == ("a\nb", {"name": "Ann"})
+    read = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+    assert (called.content, called.others) == ("", {"tool_calls": [read]})
+    assert answered.others == {"tool_call_id": "1"}
+    assert prompt.variables == {"tools": tools, "enable_thinking": False}
+    assert not prompt.add_generation_prompt
+
+
+def test_tools_that_shall_not_be_called_are_not_shown() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert "tools" not in chat_prompt(tools=tools, tool_choice="none").variables
+
+
+def test_chat_logprobs_count_those_beside_the_chosen_one() -> None:
+    assert chat().calls[0].sampling.logprobs is None
+    assert chat(logprobs=True).calls[0].sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).calls[0].sampling.logprobs == 4
+
+
+def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> None:
+    asked = completion(echo=True, logprobs=2, max_tokens=0)
+
+    assert asked.calls[0].sampling.prompt_logprobs == 2
+    assert asked.calls[0].sampling.max_tokens == 1
+    assert not asked.telling.with_answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 10**12}, "n"),
+        ({"prompt": ["a"] * (MOST_CHOICES + 1)}, "prompt"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": {"a": 1}}, "stop.str"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"prompt": 5}, "prompt"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"no_such": 1}, "no_such"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        completion(**fields)
+
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+        ),
+        ({"messages": [{**USER, "tool_calls": 5}]}, "messages.0.tool_calls"),
+        ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function"),
+        (
+            {"messages": [{**USER, "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ],
+)
+def test_a_field_of_a_chat_that_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        chat(**fields)
+
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{}], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+    ],
+)
+def test_what_is_not_done_is_refused_and_never_ignored(
+    fields: dict[str, Any], field: str | None
+) -> None:
+    with pytest.raises(UnsupportedInput) as refusal:
+        chat(**fields)
+
+    assert refusal.value.field == (field or "messages.0.content.0")
+
+
+def test_what_says_nothing_of_the_answer_is_taken() -> None:
+    harmless = {"user": "me", "metadata": {"a": "b"}, "response_format": {"type": "text"}}
+
+    assert chat(**harmless) == chat()
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"a"', b'{"a": NaN}', b"\xff", b'{"a": ' + b"[" * 5000, b"{} {}"]
+)
+def test_what_is_no_json_object_is_unreadable(body: bytes) -> None:
+    with pytest.raises(Unreadable):
+        json_object(body)
+
+
+def test_a_body_is_read_as_it_was_written() -> None:
+    fields = {"prompt": "grün 🙂\u0000", "n": 2}
+    assert json_object(json.dumps(fields).encode()) == fields
