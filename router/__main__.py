@@ -23,6 +23,7 @@ from router.line import LineConfig
 from router.node_calls import GrpcNodeCalls
 from router.node_sources import NodeSource, refuse_two_roles
 from router.nodes import NodeTable
+from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Routing
 from router.readiness import PREFILL_PATIENCE_S, Readiness
@@ -63,6 +64,7 @@ class RouterOptions:
     port: int = 50051  # 0 takes any that is free
     http_port: int | None = None  # of OpenAI's API; None: gRPC alone
     http_host: str = ""  # empty: as host
+    parsing: Parsing = ALL_IS_CONTENT
     model: str = ""  # whose tokenizer to use; empty takes token ids only
     routing: Routing = field(default_factory=Routing)
     line: LineConfig = field(default_factory=LineConfig)
@@ -207,6 +209,7 @@ async def _http_door(
         visits=visits,
         health=health,
         scrape=partial(exposition, metrics.registry),
+        parsing=options.parsing,
         tokens=options.tokens,
         on_refusal=metrics.refused,
     )

@@ -167,6 +167,22 @@ HttpHost = Annotated[
         help="Address to serve HTTP on; as --host if left out.", rich_help_panel=NETWORK_PANEL
     ),
 ]
+ToolParser = Annotated[
+    str,
+    typer.Option(
+        help="How the model writes tool calls, for OpenAI's API: hermes (Qwen, too) or "
+        "llama3_json; they stay text if left out.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+ReasoningParser = Annotated[
+    str,
+    typer.Option(
+        help="How the model sets its reasoning apart, for OpenAI's API: qwen3, or deepseek_r1 "
+        "where its template begins it; it stays text if left out.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 NodePatience = Annotated[
     float,
     typer.Option(

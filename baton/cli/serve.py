@@ -45,9 +45,11 @@ from baton.cli.options import (
     PrefixCaching,
     Push,
     Quantize,
+    ReasoningParser,
     StuckAfter,
     TargetStep,
     Threads,
+    ToolParser,
     Transport,
 )
 from baton.cli.security import RouterTokenFile, tls_config
@@ -197,6 +199,8 @@ def router_options(
     port: Port = 50051,
     http_port: HttpPort = None,
     http_host: HttpHost = "",
+    tool_parser: ToolParser = "",
+    reasoning_parser: ReasoningParser = "",
     policy: Policy = "prefix_aware",
     local_prefill_below: LocalPrefill = 0,
     max_in_flight: MaxInFlight = None,
@@ -207,6 +211,7 @@ def router_options(
     from router.__main__ import RouterOptions
     from router.line import LineConfig
     from router.node_sources import parse_sources
+    from router.openai.parsing import Parsing
     from router.policy import Routing, policy_named
     from serving.token import AcceptedTokens, read_tokens
 
@@ -221,6 +226,7 @@ def router_options(
         port=port,
         http_port=http_port,
         http_host=http_host,
+        parsing=Parsing(tool_parser, reasoning_parser),
         model=model,
         routing=Routing(policy_named(policy), local_prefill_below),
         line=LineConfig(max_in_flight, max_queue),

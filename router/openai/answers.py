@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.openai.asking import Asked
+from router.openai.chat_choices import ChatChoice
 from router.openai.choices import (
-    ChatChoice,
     Choice,
     CompletionChoice,
     Json,
@@ -17,6 +17,7 @@ from router.openai.choices import (
     joined,
 )
 from router.openai.logprobs import Spell, prompt_logprobs
+from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.values import Ending, Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -50,11 +51,19 @@ def heading_of(asked: Asked, request_id: str, created: int, model: str) -> Headi
     return Heading(f"chatcmpl-{request_id}", kind, created, model)
 
 
-def choices_of(asked: Asked, prompts: Sequence[ToldPrompt], spell: Spell) -> list[Choice]:
+def choices_of(
+    asked: Asked,
+    prompts: Sequence[ToldPrompt],
+    spell: Spell,
+    parsing: Parsing = ALL_IS_CONTENT,
+) -> list[Choice]:
     """`prompts` has one for each call."""
     telling = asked.telling
     if telling.is_chat:
-        return [ChatChoice(index, telling, spell) for index in range(len(asked.calls))]
+        return [
+            ChatChoice(index, telling, spell, parsing.reader(with_tools=telling.reads_tool_calls))
+            for index in range(len(asked.calls))
+        ]
     return [CompletionChoice(*each, telling, spell) for each in enumerate(prompts)]
 
 

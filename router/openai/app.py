@@ -15,6 +15,7 @@ from router.openai.asking import chat_completion_from, completion_from
 from router.openai.endpoints import Probes, Scrape, Tokens, models_of
 from router.openai.errors import error_response, tell_bug, tell_http, tell_named
 from router.openai.generation import Generation, Kitchen
+from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.pipeline import Pipeline
 from router.visits import Visits
 from serving.errors import Unauthenticated
@@ -34,10 +35,11 @@ def http_app(
     visits: Visits,
     health: Health,
     scrape: Scrape,
+    parsing: Parsing = ALL_IS_CONTENT,
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = nobody_counts,
 ) -> ASGIApp:
-    kitchen = Kitchen(pipeline, table, visits)
+    kitchen = Kitchen(pipeline, table, visits, parsing)
     models, texts = models_of(table), Tokens(pipeline, table)
     probes = Probes(health, pipeline, scrape)
     app = Starlette(

@@ -43,6 +43,7 @@ class Telling:
     with_answer: bool = True  # False: the prompt alone is wanted
     with_token_ids: bool = False
     tokens_by_id: bool = False
+    reads_tool_calls: bool = False
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -96,7 +97,8 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     """Raises what a bad request deserves."""
     body = body_from(fields, ChatBody)
     _check_tool_choice(body)
-    prompt = chat_from(body, [] if body.tool_choice == "none" else body.tools)
+    tools = [] if body.tool_choice == "none" else body.tools
+    prompt = chat_from(body, tools)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     # Left out, it is what the prompt leaves of the model's length, where nodes end every answer.
     rest = MOST_SAFE_INT if advice.max_model_len is None else advice.max_model_len
@@ -104,7 +106,9 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     num_logprobs = _num_logprobs(body)
     if num_logprobs is not None:
         own["logprobs"] = num_logprobs
-    telling = Telling(is_chat=True, num_logprobs=num_logprobs, **_telling(body))
+    telling = Telling(
+        is_chat=True, num_logprobs=num_logprobs, reads_tool_calls=bool(tools), **_telling(body)
+    )
     return _asked(body, [prompt], own, request_id, advice, telling)
 
 

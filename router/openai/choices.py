@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kv_transfer.types import TokenLogprobs
 from router.openai.asking import Telling
-from router.openai.logprobs import Spell, chat_logprobs, completion_logprobs, prompt_logprobs
+from router.openai.logprobs import Spell, completion_logprobs, prompt_logprobs
 from router.values import Ending, Piece
 
 Json = dict[str, Any]
@@ -92,41 +92,6 @@ class CompletionChoice:
         told = completion_logprobs(token_ids, entries, num_top, self._spell, self._offset)
         self._offset += sum(map(len, told["tokens"]))
         return told
-
-
-class ChatChoice:
-    def __init__(self, index: int, telling: Telling, spell: Spell) -> None:
-        self._index = index
-        self._telling = telling
-        self._spell = spell
-        self._has_begun = False
-
-    def chunk(self, piece: Piece) -> Json | None:
-        is_first, self._has_begun = not self._has_begun, True
-        told = self._beside(piece)
-        if not (is_first or piece.text or told["logprobs"] or "token_ids" in told):
-            return None
-        role = {"role": "assistant"} if is_first else {}
-        delta = {**role, "content": piece.text}
-        return {"index": self._index, "delta": delta, **told, "finish_reason": None}
-
-    def last_chunk(self, ending: Ending) -> Json:
-        return {"index": self._index, "delta": {}, "logprobs": None, **how_ended(ending)}
-
-    def whole(self, pieces: Sequence[Piece], ending: Ending) -> Json:
-        piece = joined(pieces)
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        beside = {**self._beside(piece), **how_ended(ending)}
-        return {"index": self._index, "message": message, **beside}
-
-    def _beside(self, piece: Piece) -> Json:
-        """What is told beside the text."""
-        num_top, told = self._telling.num_logprobs, None
-        if num_top is not None and piece.logprobs:
-            told = chat_logprobs(piece.logprobs, num_top, self._spell)
-        if self._telling.with_token_ids:
-            return {"logprobs": told, "token_ids": piece.token_ids}
-        return {"logprobs": told}
 
 
 def how_ended(ending: Ending) -> Json:

@@ -18,6 +18,7 @@ from router.openai.asking import Advice, Asked
 from router.openai.bodies import json_object
 from router.openai.choices import ToldPrompt
 from router.openai.merging import IndexedParts, merged
+from router.openai.parsing import Parsing
 from router.openai.receiving import read_body, while_connected
 from router.openai.replies import Reply
 from router.pipeline import Pipeline
@@ -40,6 +41,7 @@ class Kitchen:
     pipeline: Pipeline
     table: NodeTable
     visits: Visits
+    parsing: Parsing
 
 
 class Generation:
@@ -49,6 +51,7 @@ class Generation:
         self._pipeline = kitchen.pipeline
         self._table = kitchen.table
         self._visits = kitchen.visits
+        self._parsing = kitchen.parsing
         self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +110,7 @@ class Generation:
     ) -> None:
         heading = heading_of(asked, request_id, int(time.time()), self._model(asked))
         spell = by_id if asked.telling.tokens_by_id else self._pipeline.token
-        choices = choices_of(asked, prompts, spell)
+        choices = choices_of(asked, prompts, spell, self._parsing)
         async with aclosing(self._parts(asked, visit)) as parts:
             if not asked.telling.is_streamed:
                 whole = WholeAnswer(asked, heading, choices, spell)

@@ -16,13 +16,15 @@ from openai import AsyncOpenAI
 
 from baton.text import Tokenizer
 from engine.sampling import SamplingParams
+from router.answer import Speller
 from router.legs import Leg
 from router.line import LineConfig
 from router.nodes import NodeTable
+from router.openai.parsing import Parsing
 from router.openai.receiving import MOST_BODY_BYTES
-from router.text import ModelText, TextBoundary
+from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
-from router.values import Call, TokenPrompt
+from router.values import Call, Prompt, TokenPrompt
 from router.visits import received_now
 from serving.tls import TlsConfig
 from serving.token import AcceptedTokens
@@ -34,6 +36,7 @@ from tests.support.tracers import TakingTracer
 
 PROMPT = [3, 4, 5]
 ANSWER = [12, 19, 26, 33]  # what the nodes that behave say to it
+LONGEST_S = 120
 CHAT: list[Any] = [{"role": "user", "content": "the quick"}]
 
 
@@ -57,7 +60,11 @@ def through_the_door(
     **around: Any,
 ) -> None:
     async def run() -> None:
-        async with an_http_router(nodes, **around) as router, a_client(router) as client:
+        async with (
+            asyncio.timeout(LONGEST_S),  # rather than for ever
+            an_http_router(nodes, **around) as router,
+            a_client(router) as client,
+        ):
             await scene(router, client)
 
     asyncio.run(run())
@@ -424,6 +431,68 @@ async def status_at(
         return int(line.split()[1])
     finally:
         writing.close()
+
+
+class Scripted(TokenIdsOnly):
+    """Every chat is the same prompt, and every answer the same text, three characters a token."""
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        return tuple(PROMPT)
+
+    def speller(self) -> Speller:
+        return ScriptedSpeller(self._script)
+
+
+class ScriptedSpeller:
+    def __init__(self, script: str) -> None:
+        self._rest = script
+
+    def push(self, *token_ids: int) -> str:
+        size = 3 * len(token_ids)
+        told, self._rest = self._rest[:size], self._rest[size:]
+        return told
+
+    def finish(self) -> str:
+        return ""
+
+
+def test_reasoning_and_tool_calls_are_told_apart_whole_and_streamed() -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"for": "a fox"}}</tool_call>'
+    script = f"<think>why not</think>I look.{call}{call}<end>"
+    tools: Any = [{"type": "function", "function": {"name": "look"}}]
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "messages": CHAT,
+        "tools": tools,
+        "max_tokens": 100,
+        "stop": "<end>",
+    }
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = (await client.chat.completions.create(**ask)).choices[0]
+        message = whole.message
+        assert (message.reasoning_content, message.content) == ("why not", "I look.")
+        assert [one.function.name for one in message.tool_calls] == ["look", "look"]
+        assert json.loads(message.tool_calls[0].function.arguments) == {"for": "a fox"}
+        assert len({one.id for one in message.tool_calls}) == 2
+        assert whole.finish_reason == "tool_calls"
+
+        async with client.chat.completions.stream(**ask) as stream:
+            told: Any = (await stream.get_final_completion()).choices[0]
+        assert told.message.content == "I look."
+        assert [(one.function.name, one.function.arguments) for one in told.message.tool_calls] == [
+            (one.function.name, one.function.arguments) for one in message.tool_calls
+        ]
+        assert told.finish_reason == "tool_calls"
+
+        without: Any = await client.chat.completions.create(**{**ask, "tool_choice": "none"})
+        assert without.choices[0].message.content == f"I look.{call}{call}"
+
+    parsing = Parsing(tools="hermes", reasoning="qwen3")
+    through_the_door(scene, text=Scripted(script), parsing=parsing)
 
 
 def test_both_doors_share_one_line() -> None:

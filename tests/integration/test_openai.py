@@ -58,8 +58,9 @@ def test_a_greedy_completion_is_the_same_by_both_doors(door: OpenAI, client: Cli
     assert [len(top) for top in told.top_logprobs] == [2] * 12
     assert told.tokens == [f"token_id:{token_id}" for token_id in native.token_ids]
     assert told.text_offset[:2] == [0, len(told.tokens[0])]
-    joined = [one for each in streamed if each.logprobs for one in each.logprobs.token_logprobs]
-    assert joined == told.token_logprobs
+    in_pieces = [each.logprobs for each in streamed if each.logprobs]
+    assert [one for each in in_pieces for one in each.token_logprobs] == told.token_logprobs
+    assert [one for each in in_pieces for one in each.text_offset] == told.text_offset
 
 
 def test_a_chat_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:

@@ -144,6 +144,7 @@ def test_a_busy_port_is_told_before_anything_is_loaded(model_folder: Path) -> No
         (["--policy", "luck"], "luck"),
         (["--kv-lease-s", "0"], "lease_s is 0.0"),
         (["--push", "byte"], "--push 'byte'"),
+        (["--tool-parser", "other"], "--tool-parser 'other'"),
     ],
 )
 def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.openai.app import http_app
+from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.openai.server import http_serving
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
@@ -48,6 +49,7 @@ async def an_http_router(
     tls: TlsConfig = PLAIN,
     tokens: AcceptedTokens | None = None,
     tracing: Tracing = TRACES_NOTHING,
+    parsing: Parsing = ALL_IS_CONTENT,
 ) -> AsyncIterator[HttpRouter]:
     table = table or a_table()
     pipeline = Pipeline(
@@ -65,6 +67,7 @@ async def an_http_router(
         visits=Visits(pipeline, tracing),
         health=health,
         scrape=partial(exposition, CollectorRegistry()),
+        parsing=parsing,
         tokens=tokens,
     )
     async with http_serving(app, "127.0.0.1", 0, tls) as address:
