@@ -16,6 +16,7 @@ from engine.errors import InvalidConfig
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+NO_JSON = (ValueError, RecursionError)
 
 
 class ToolCall(NamedTuple):
@@ -215,7 +216,7 @@ def call_in(text: str, names_of_arguments: tuple[str, ...]) -> ToolCall | None:
     """None: it is no call."""
     try:
         return _call_from(json.loads(text, parse_constant=_refuse), names_of_arguments)
-    except (ValueError, RecursionError):
+    except NO_JSON:
         return None
 
 
@@ -227,9 +228,9 @@ def _calls_in_row(text: str) -> tuple[ToolCall, ...]:
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
+            call = _call_from(value, ("parameters", "arguments"))
+        except NO_JSON:
             return ()
-        call = _call_from(value, ("parameters", "arguments"))
         if call is None:
             return ()
         calls.append(call)
@@ -243,7 +244,9 @@ def _call_from(value: Any, names_of_arguments: tuple[str, ...]) -> ToolCall | No
     arguments = next((value[name] for name in names_of_arguments if name in value), None)
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    call = ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    "".join(call).encode()  # half a surrogate pair, which JSON can spell, is no text
+    return call
 
 
 def _refuse(constant: str) -> NoReturn:

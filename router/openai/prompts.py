@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from engine.errors import InvalidRequest
 from router.openai.bodies import MOST_SAFE_INT, TemplateFields
@@ -97,8 +98,8 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return dict(call)
     try:
-        read = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
+        read = from_json(arguments or "{}", allow_inf_nan=False)
+    except ValueError as error:
         field = f"{where}.function.arguments"
         raise InvalidRequest(f"{field} holds no JSON: {error}", field) from error
     return {**call, "function": {**function, "arguments": read}}

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from baton.client import Client, Generation
 from engine.sampling import SamplingParams
@@ -21,6 +23,7 @@ from tests.support.terminal import CTRL_C, Terminal
 
 BATON = (sys.executable, "-m", "baton")
 OF_NODES = ("--kv-cache-memory", "4MiB", "--threads", "1", "--max-num-seqs", "32")
+HTTP = re.compile(r"http://\S+/v1")
 ROW = re.compile(r"│ (\S+)\s*│\s*(\d+) │ (\S+)")
 
 
@@ -63,6 +66,31 @@ def test_up_shows_who_serves_and_ends_all_of_them_on_ctrl_c(up: Callable[..., Te
         screen.await_end()
         assert screen.process.returncode == 0
         assert all(is_gone(pid) for pid, _ in shown.values())
+
+
+@pytest.mark.slow
+def test_a_stream_over_http_comes_to_its_end_before_up_does(up: Callable[..., Terminal]) -> None:
+    with up("--prefill", "0", "--http-port", "0") as screen:
+        address = HTTP.search(screen.await_text("/v1; Ctrl-C ends"))
+        assert address is not None
+        with OpenAI(base_url=address[0], api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="",
+                prompt=list(prompt_of(20)),
+                max_tokens=300,
+                stream=True,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            told: list[Any] = [next(stream)]
+            screen.type(CTRL_C)
+            screen.await_text("draining")
+
+            told += stream
+
+        assert sum(len(getattr(one.choices[0], "token_ids", ())) for one in told) == 300
+        assert told[-1].choices[0].finish_reason == "length"
+        screen.await_end()
+        assert screen.process.returncode == 0
 
 
 @pytest.mark.slow

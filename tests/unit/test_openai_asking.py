@@ -226,6 +226,10 @@ def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], field: str) -> N
             {"messages": [{**USER, "tool_calls": [{"function": {"arguments": "{"}}]}]},
             "messages.0.tool_calls.0.function.arguments",
         ),
+        (
+            {"messages": [{**USER, "tool_calls": [{"function": {"arguments": '"\\ud800"'}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],
 )
@@ -264,7 +268,18 @@ def test_what_says_nothing_of_the_answer_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'"a"', b'{"a": NaN}', b"\xff", b'{"a": ' + b"[" * 5000, b"{} {}"]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"a"',
+        b'{"a": NaN}',
+        b'{"a": "\\ud800"}',
+        b"\xff",
+        b'{"a": ' + b"[" * 5000,
+        b"{} {}",
+    ],
 )
 def test_what_is_no_json_object_is_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):

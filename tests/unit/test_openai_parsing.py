@@ -39,6 +39,10 @@ def test_reasoning_is_told_apart(parser: str, text: str, expected: Delta) -> Non
         (f"{CALLED}\n{CALLED}", Delta(calls=(ToolCall("f", '{"x": "ü"}'),) * 2)),
         (f"{CALLED} done ", Delta(" done", calls=(ToolCall("f", '{"x": "ü"}'),))),
         ("<tool_call>{oh}</tool_call> no", Delta("<tool_call>{oh}</tool_call> no")),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
+            Delta('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
+        ),
         ('<tool_call>{"name": "f"', Delta('<tool_call>{"name": "f"')),
         (
             '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
@@ -57,6 +61,10 @@ def test_hermes_calls_are_read(text: str, expected: Delta) -> None:
         (
             '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {}}\n',
             Delta(calls=(ToolCall("f", "{}"), ToolCall("g", "{}"))),
+        ),
+        (
+            '{"name": "\\ud800", "parameters": {}}',
+            Delta('{"name": "\\ud800", "parameters": {}}'),
         ),
         ('{"name": "f"} and more', Delta('{"name": "f"} and more')),
         ('{"name": "f", "param', Delta('{"name": "f", "param')),

@@ -1,0 +1,113 @@
+"""Whatever a client sends, it is taken or refused by name; what is taken fits into messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.sampling import NO_ADVICE
+from kv_transfer.types import HandoffId
+from router.openai.asking import Advice, Asked, chat_completion_from, completion_from
+from router.openai.bodies import ChatBody, CompletionBody, json_object
+from router.openai.errors import status_of
+from router.values import TokenPrompt
+from serving.status import NAMED
+from serving.translate_sequence import Sequence, prefill_order
+
+ADVICE = Advice(NO_ADVICE, 512)
+numbers = st.integers() | st.sampled_from(
+    [-1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400]
+)
+scalars = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text(max_size=5)
+messages = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.just("user") | scalars,
+        "content": scalars | st.lists(st.fixed_dictionaries({"type": st.just("text")})),
+        "tool_calls": st.lists(
+            st.fixed_dictionaries({"function": st.fixed_dictionaries({"arguments": st.text()})})
+        ),
+    },
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+
+
+def bodies(fields: dict[str, Any], **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Some of its fields, with anything in them, and now and then what should be in them."""
+    some = st.dictionaries(st.sampled_from([*fields, "response_format", "x"]), values, max_size=4)
+    return st.tuples(some, st.fixed_dictionaries({}, optional=fixed)).map(
+        lambda pair: {**pair[0], **pair[1]}
+    )
+
+
+completions = bodies(
+    CompletionBody.model_fields,
+    prompt=st.text(max_size=3) | st.lists(numbers, max_size=3),
+    logit_bias=st.dictionaries(st.text(max_size=3), scalars, max_size=2),
+)
+chats = bodies(ChatBody.model_fields, messages=st.lists(messages, max_size=2))
+
+largest = 2**31 - 1
+tidy = st.fixed_dictionaries(
+    {"prompt": st.text() | st.lists(st.integers(0, largest), min_size=1)},
+    optional={
+        "max_tokens": st.integers(1, largest),
+        "top_k": st.integers(-1, largest),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+        "priority": st.integers(-largest, largest),
+        "cache_salt": st.text(),
+        "logit_bias": st.dictionaries(st.integers(0, largest).map(str), st.floats(-100, 100)),
+        "stop_token_ids": st.lists(st.integers(0, largest)),
+        "allowed_token_ids": st.lists(st.integers(0, largest), min_size=1),
+        "repetition_penalty": st.floats(0, exclude_min=True, allow_infinity=False),
+        "stop": st.text() | st.lists(st.text(), max_size=3),
+    },
+)
+
+
+def check(asked: Asked) -> None:
+    for call in asked.calls:
+        prompt = call.prompt.token_ids if isinstance(call.prompt, TokenPrompt) else (1,)
+        sampling, seed = call.sampling, call.sampling.seed or 0
+        whole = Sequence(prompt, sampling, seed, (), call.priority, call.cache_salt)
+        prefill_order(HandoffId("id", 1), whole).SerializeToString()
+
+
+def refusal_of(read: Callable[[], Asked]) -> Exception | None:
+    """None: it was taken, and fits. A bug passes through."""
+    try:
+        check(read())
+    except NAMED as refusal:
+        return refusal
+    return None
+
+
+@given(completions)
+def test_a_completion_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+    body = json.dumps(fields).encode()
+
+    refusal = refusal_of(lambda: completion_from(json_object(body), "id", ADVICE))
+
+    assert refusal is None or status_of(refusal) == 400
+
+
+@given(chats)
+def test_a_chat_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+    body = json.dumps(fields).encode()
+
+    refusal = refusal_of(lambda: chat_completion_from(json_object(body), "id", ADVICE))
+
+    assert refusal is None or status_of(refusal) == 400
+
+
+@given(tidy)
+def test_what_is_within_the_bounds_is_taken_and_fits_into_messages(fields: dict[str, Any]) -> None:
+    check(completion_from(json_object(json.dumps(fields).encode()), "id", ADVICE))
