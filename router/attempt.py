@@ -100,12 +100,20 @@ class Attempt:
         match event:
             case LegSummary(summary):
                 self._summary = summary
+            case LegFailed(Leg.PREFILL, NodeFailed()) if self._decode_goes_on:
+                self._end(Leg.PREFILL)
             case LegFailed(leg, error):
                 self._blame(leg)
                 raise error
             case LegEnded(leg):
                 self._end(leg)
         return None
+
+    @property
+    def _decode_goes_on(self) -> bool:
+        """It computed a token after the first: all KV is there, prefill is not needed any more."""
+        num_new = len(self._answer.token_ids) - len(self._sequence.prior_output_token_ids)
+        return num_new > 1
 
     def _end(self, leg: Leg) -> None:
         """Either leg may be the last: decode's words can overtake the first token."""

@@ -72,6 +72,7 @@ class FakeNodeCalls:
     """Each fault happens once: to the first call that meets it."""
 
     prefill_faults: list[Exception] = field(default_factory=list)
+    breaks_when_decoded: bool = False  # prefill, after its token and all that decode tells
     decode_breaks_after: list[int] = field(default_factory=list)  # so many tokens
     is_endless: bool = False  # decode never finishes
     is_prefill_late: bool = False  # its token comes when decode has told all
@@ -99,6 +100,9 @@ class FakeNodeCalls:
         token_id = token_at(sequence, first)
         output = _output(handoff_id, first, token_id, FinishReason.HANDED_OFF)
         deliver(LegOutput(Leg.PREFILL, (output,)))
+        if self.breaks_when_decoded:
+            await self.decode_told_all.wait()
+            raise NodeFailed("the prefill node went away")
 
     async def decode(
         self,

@@ -165,6 +165,26 @@ def test_when_the_only_prefill_node_breaks_off_decode_does_it_alone() -> None:
     assert [asked.leg for asked in nodes.asked].count(Leg.PREFILL) == 1
 
 
+def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> None:
+    nodes = FakeNodeCalls(breaks_when_decoded=True, is_endless=True)
+
+    async def three_pieces_of_an_endless_answer() -> None:
+        async for _ in a_pipeline(nodes).generate(a_call(max_tokens=3), NO_DEADLINE):
+            pass
+
+    async def meanwhile() -> None:
+        asking = asyncio.ensure_future(three_pieces_of_an_endless_answer())
+        await nodes.decode_told_all.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)  # for all that follows from it
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(meanwhile())
+
+    assert [asked.handoff_id.attempt for asked in nodes.asked] == [1, 1]
+
+
 def test_a_first_token_that_comes_after_all_others_is_waited_for() -> None:
     nodes = FakeNodeCalls(is_prefill_late=True)
 
