@@ -26,7 +26,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/baton demo
 
 test: $(VENV)/.dev $(STUBS)
-	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev $(STUBS)
 	$(BIN)/ruff format --check .
