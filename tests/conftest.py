@@ -1,8 +1,9 @@
-"""For all tests: what is traced in them stays with them."""
+"""For all tests: what is traced in them stays with them, and Ctrl-C is heard."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,10 @@ def _traces_go_to_a_folder_of_the_tests(
     os.environ.pop(TRACE_DIR_VARIABLE)
     if before is not None:
         os.environ[TRACE_DIR_VARIABLE] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_are_heard() -> None:
+    """A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
