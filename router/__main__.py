@@ -114,7 +114,8 @@ async def serve(
     is_counted = options.telemetry.counts or options.http_port is not None
     metrics = RouterMetrics() if is_counted else None
     request_tracing = Tracing(tracer, metrics)
-    servicer = InferenceServicer(pipeline, table, request_tracing)
+    visits = Visits(pipeline, request_tracing, by_token=options.tokens is not None)
+    servicer = InferenceServicer(pipeline, table, visits)
     cluster_servicer = ClusterServicer(table)
     services = (
         Service(
@@ -154,7 +155,6 @@ async def serve(
             _later(PREFILL_PATIENCE_S, note_change),
         ):
             with _metrics(options, process, metrics, read):
-                visits = Visits(pipeline, request_tracing)
                 async with _http_door(options, metrics, pipeline, table, visits, server.health):
                     await _until_drained(server, pipeline, options.drain_timeout_s)
 

@@ -12,7 +12,6 @@ from grpc import aio
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.nodes import NodeTable
 from router.pipeline import Pipeline
-from router.tracing import TRACES_NOTHING, Tracing
 from router.translate import Responses, call_from, tokenize_input_from
 from router.visits import Visits, received_now
 from serving.ends import is_late
@@ -26,12 +25,10 @@ ID_BYTES = 12
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(
-        self, pipeline: Pipeline, table: NodeTable, tracing: Tracing = TRACES_NOTHING
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, table: NodeTable, visits: Visits | None = None) -> None:
         self._pipeline = pipeline
         self._table = table
-        self._visits = Visits(pipeline, tracing)
+        self._visits = visits or Visits(pipeline)
 
     @streamed
     async def Generate(

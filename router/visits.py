@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from router.context import RequestContext
 from router.pipeline import Pipeline
+from router.salts import own_salt, owner_of
 from router.tracing import TRACES_NOTHING, Tracing
 from router.values import Call, Ending, Piece
+from telemetry import names
 from telemetry.tracer import Received
 
 Parts = AsyncGenerator[Piece | Ending, None]
@@ -23,7 +25,8 @@ def _never() -> bool:
 class Visit:
     """One request, from its first byte to its end: all of it is traced and counted, once."""
 
-    def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
+    def __init__(self, pipeline: Pipeline, context: RequestContext, owner: str) -> None:
+        self.owner = owner  # empty where clients are not told apart
         self._pipeline = pipeline
         self._context = context
         self._trace = context.trace
@@ -54,18 +57,35 @@ class Visit:
         """The answer; the request ends with the block."""
         with self._trace.ending(is_late):
             self._trace.asked(call)
+            call = replace(call, cache_salt=own_salt(call.cache_salt, self.owner))
             async with aclosing(self._pipeline.generate(call, self._context)) as parts:
                 yield parts
 
 
 class Visits:
-    def __init__(self, pipeline: Pipeline, tracing: Tracing = TRACES_NOTHING) -> None:
+    """With `by_token`, clients are who their tokens say they are: a salt is its client's own."""
+
+    def __init__(
+        self, pipeline: Pipeline, tracing: Tracing = TRACES_NOTHING, *, by_token: bool = False
+    ) -> None:
         self._pipeline = pipeline
         self._tracing = tracing
+        self._by_token = by_token
 
     def begin(self, request_id: str, metadata: Received | None, context: RequestContext) -> Visit:
+        owner = owner_of(metadata) if self._by_token and metadata is not None else ""
+        return self._begin(request_id, metadata, context, owner)
+
+    def beside(self, visit: Visit, request_id: str) -> Visit:
+        """More of what the same client asked for, under its trace."""
+        metadata = [(names.TRACEPARENT, visit.traceparent)]
+        return self._begin(request_id, metadata, received_now(), visit.owner)
+
+    def _begin(
+        self, request_id: str, metadata: Received | None, context: RequestContext, owner: str
+    ) -> Visit:
         trace = self._tracing.begin(metadata, request_id, context.received_s)
-        return Visit(self._pipeline, replace(context, trace=trace))
+        return Visit(self._pipeline, replace(context, trace=trace), owner)
 
 
 def received_now(remaining_s: float | None = None) -> RequestContext:

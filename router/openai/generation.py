@@ -26,7 +26,6 @@ from router.text import by_id
 from router.values import TextPrompt
 from router.visits import Visit, Visits, received_now
 from serving.status import NAMED
-from telemetry import names
 
 ID_BYTES = 12
 REQUEST_ID, TRACE_ID = "x-request-id", "x-trace-id"
@@ -125,10 +124,8 @@ class Generation:
 
     def _parts(self, asked: Asked, visit: Visit) -> IndexedParts:
         """The further choices hang under the first one's trace."""
-        metadata = [(names.TRACEPARENT, visit.traceparent)]
         further = [
-            self._visits.begin(call.request_id, metadata, received_now()).answering(call)
-            for call in asked.calls[1:]
+            self._visits.beside(visit, call.request_id).answering(call) for call in asked.calls[1:]
         ]
         return merged([visit.answering(asked.calls[0]), *further])
 

@@ -23,7 +23,7 @@ from serving.tls import PLAIN, TlsConfig
 from tests.support.certificates import Authority, make_authority
 from tests.support.models import prompt_of, reference_greedy
 
-TOKEN = "open-sesame"
+TOKEN, OTHER_TOKEN = "open-sesame", "sesame-open"
 # Of all processes: what is dialled is an address, as of nodes that were found by a name.
 NAME = "node.baton"
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -51,7 +51,7 @@ def secured(
     both = folder / "both.pem"
     both.write_bytes(authority.ca.read_bytes() + of_clients.ca.read_bytes())
     token_file = folder / "tokens"
-    token_file.write_text(f"{TOKEN}\n", encoding="utf-8")
+    token_file.write_text(f"{TOKEN}\n{OTHER_TOKEN}\n", encoding="utf-8")
     process_tls = replace(authority.mutual("process", NAME), server_name=NAME)
     options = cluster_options(
         router_arguments=("--token-file", str(token_file), f"--tls-client-ca={both}")
@@ -82,6 +82,23 @@ def test_kv_is_handed_over_between_nodes_that_show_each_other_certificates(
     assert answer.finish.served.is_prefill_remote
     assert answer.finish.served.kv_bytes > 0
     assert answer.finish.served.prompt_tokens_computed_on_decode == 0
+
+
+def test_a_salt_is_its_clients_own(secured: Secured) -> None:
+    """The first of two that ask the same in a row computes it, the second may find it."""
+    prompt = prompt_of(64, seed=61)
+
+    def num_cached(token: str, salt: str) -> int:
+        with Client(secured.address, tls=secured.client_tls, token=token, timeout_s=60) as client:
+            answer = client.generate(prompt, Generation(SAMPLING, cache_salt=salt))
+        assert answer.finish is not None
+        return answer.finish.served.prompt_tokens_cached_on_decode
+
+    assert num_cached(TOKEN, "house") == 0
+    assert num_cached(OTHER_TOKEN, "house") == 0
+    assert num_cached(TOKEN, "house") > 0
+    assert num_cached(TOKEN, "") == 0
+    assert num_cached(OTHER_TOKEN, "") > 0  # who gives none shares with all who give none
 
 
 def test_no_process_talks_to_those_without_a_certificate(secured: Secured) -> None:

@@ -19,6 +19,7 @@ from router.servicer import InferenceServicer
 from router.text import TokenIdsOnly
 from router.tracing import TRACES_NOTHING, Tracing
 from router.values import Prompt
+from router.visits import Visits
 from serving.server import Service, serving
 from serving.status import named_errors
 from serving.tls import PLAIN, TlsConfig
@@ -58,7 +59,7 @@ class MoodyRouter(InferenceServicer):
             clock=time.monotonic,
             config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=line),
         )
-        super().__init__(self.pipeline, table, tracing)
+        super().__init__(self.pipeline, table, Visits(self.pipeline, tracing))
         self.faults = list(faults)
         self.num_asked = 0
         self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of requests that left nothing here
