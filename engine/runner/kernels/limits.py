@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine.runner.memory import huge_page_memory
 _VECTOR_BYTES = 64
 _READ_BYTES = 256 << 20  # more than a cache holds
 _NUM_PRODUCTS = 12_000_000  # per thread
+_NUM_TRIES = 5
 _FLOPS_OF_PRODUCT = 64  # sixteen lanes, two pairs in each, a product and a sum
 
 
@@ -29,15 +31,25 @@ class LimitMeter:
 
     def bytes_per_s(self) -> float:
         """Of memory that is read in order."""
-        began_s = perf_counter()
-        self._library.baton_read_all(
-            self._memory.ctypes.data, _READ_BYTES // _VECTOR_BYTES, self._num_threads
+        return _READ_BYTES / _fastest_s(
+            lambda: self._library.baton_read_all(
+                self._memory.ctypes.data, _READ_BYTES // _VECTOR_BYTES, self._num_threads
+            )
         )
-        return _READ_BYTES / (perf_counter() - began_s)
 
     def flops_per_s(self) -> float:
         """Of products of bf16 numbers that are in registers, added up in float32."""
-        began_s = perf_counter()
-        self._library.baton_multiply_only(_NUM_PRODUCTS, self._num_threads)
         flops = _NUM_PRODUCTS * _FLOPS_OF_PRODUCT * self._num_threads
-        return flops / (perf_counter() - began_s)
+        return flops / _fastest_s(
+            lambda: self._library.baton_multiply_only(_NUM_PRODUCTS, self._num_threads)
+        )
+
+
+def _fastest_s(do: Callable[[], object]) -> float:
+    """Of a few: a limit is what can be had when nothing is in the way."""
+    took_s = []
+    for _ in range(_NUM_TRIES):
+        began_s = perf_counter()
+        do()
+        took_s.append(perf_counter() - began_s)
+    return min(took_s)
