@@ -2,7 +2,7 @@
 #
 #   make demo         one request through router, prefill node and decode node, and what happened
 #   make test         the whole test suite, by WORKERS (2) processes: most tests wait for others
-#   make check        format, lint, import rules, types and the fast tests, in under a minute
+#   make check        format, lint, import rules, types and the fast tests, about a minute and a half
 #   make breaking     whether clients and nodes of main still understand the protos
 #   make bench        the engine's own figures, as tables
 #   make soak         a cluster under load and faults for MINUTES (20), every answer judged
