@@ -18,6 +18,8 @@ from baton.client import Answer, AsyncClient, BatonError, Generation
 PATIENCE_S = 90.0
 CANCEL_SHARE = 0.08
 LONGEST_STAY_S = 1.5  # of those that leave before their answer is whole
+HURRY_SHARE = 0.08
+SHORTEST_HURRY_S, LONGEST_HURRY_S = 0.05, 2.0  # deadlines that not every answer can keep
 SHARING_SHARE = 0.3  # of the requests go by what caches hold of earlier ones
 PAUSE_AFTER_REFUSAL_S = 0.2
 FIRST_DECODED = 2  # tokens that an answer has when its decode node is at work
@@ -29,6 +31,7 @@ class Outcome(Enum):
     HUNG = "hung"
     REFUSED = "refused"  # by name, before the answer began
     BROKEN = "broken"  # by name, after it began
+    LATE = "late"  # told so at a deadline that was short
     CANCELLED = "cancelled"  # by its client
 
 
@@ -39,12 +42,18 @@ class Told:
     tag: int
     kind: str
     began_s: float
+    patience_s: float = PATIENCE_S
     ended_s: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)
     outcome: Outcome = Outcome.RIGHT
     reason: str = ""
     attempts: int = 1
     is_local: bool = False  # its decode node computed the prompt
+
+    @property
+    def is_hurried(self) -> bool:
+        """It did not wait for as long as an answer may take."""
+        return self.patience_s < PATIENCE_S
 
 
 class Load:
@@ -96,7 +105,7 @@ class Load:
         salt = "" if shares else str(self._numbers)
         leaves = self._draw.random() < CANCEL_SHARE
         leaves_after_s = self._draw.random() * LONGEST_STAY_S if leaves else None
-        told = Told(one.ask.tag, one.ask.kind, time.monotonic())
+        told = Told(one.ask.tag, one.ask.kind, time.monotonic(), self._patience_s())
         self.num_under_way += 1
         try:
             async with asyncio.timeout(leaves_after_s):
@@ -109,10 +118,15 @@ class Load:
         self.told.append(told)
         return told
 
+    def _patience_s(self) -> float:
+        if self._draw.random() >= HURRY_SHARE:
+            return PATIENCE_S
+        return self._draw.uniform(SHORTEST_HURRY_S, LONGEST_HURRY_S)
+
     async def _hear(self, one: Known, generation: Generation, told: Told) -> None:
         answer = Answer()
         self._note(Phase.ASKED)
-        stream = self._client.stream(one.ask.prompt, generation, timeout_s=PATIENCE_S)
+        stream = self._client.stream(one.ask.prompt, generation, timeout_s=told.patience_s)
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
@@ -145,8 +159,10 @@ class Load:
 
     def _judge_error(self, told: Told, error: BatonError) -> None:
         reason = error.reason or error.code.name
-        if reason == "DEADLINE_EXCEEDED":
-            _judge(told, Outcome.HUNG, f"no end within {PATIENCE_S:.0f} s")
+        if reason == "DEADLINE_EXCEEDED" and told.is_hurried:
+            _judge(told, Outcome.LATE)
+        elif reason == "DEADLINE_EXCEEDED":
+            _judge(told, Outcome.HUNG, f"no end within {told.patience_s:.0f} s")
         else:
             _judge(told, Outcome.BROKEN if told.arrivals_s else Outcome.REFUSED, reason)
 

@@ -15,8 +15,10 @@ from serving.channel import LONGEST_RECONNECT_S
 from telemetry import metric_names as counted
 from telemetry import names
 
-# A router that is full says so; that is no loss.
-FAIR_REASONS = ("QUEUE_FULL",)
+# A router that is full says so; that is no loss. Nor is it that short deadlines cannot be kept.
+FAIR_REASONS, FAIR_TO_THE_HURRIED = ("QUEUE_FULL",), ("TOO_LATE",)
+# Beyond its deadline nobody is left without a word; so late may a busy client hear of it.
+OVERDUE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -66,12 +68,14 @@ class Report:
     wrong: Sequence[str]
     hung: Sequence[str]
     lost: Sequence[str]
+    overdue: Sequence[str]  # told after their deadlines
     leaks: Sequence[str]
     died: Sequence[str]
 
     @property
     def is_good(self) -> bool:
-        return not (self.wrong or self.hung or self.lost or self.leaks or self.died)
+        unanswered = self.hung or self.lost or self.overdue
+        return not (self.wrong or unanswered or self.leaks or self.died)
 
 
 def report(
@@ -85,14 +89,17 @@ def report(
 ) -> Report:
     by_outcome = Counter(one.outcome for one in told)
     lost = [one for one in told if _is_lost(one, struck)]
+    overdue = [one for one in told if _is_overdue(one)]
     failed = (one for one in told if one.outcome in (Outcome.REFUSED, Outcome.BROKEN))
     counts = {
         "requests": len(told),
+        "hurried": sum(one.is_hurried for one in told),
         **{outcome.value: by_outcome[outcome] for outcome in Outcome},
         "retried": attempts.total(names.RETRY),
         "migrated": attempts.total(names.MIGRATE),
         "local": sum(one.is_local for one in told),
         "lost": len(lost),
+        "overdue": len(overdue),
         "leaked": len(leaks),
         "died": len(died),
     }
@@ -106,6 +113,7 @@ def report(
         wrong=[_line(one, struck) for one in told if one.outcome is Outcome.WRONG],
         hung=[_line(one, struck) for one in told if one.outcome is Outcome.HUNG],
         lost=[_line(one, struck) for one in lost],
+        overdue=[_line(one, struck) for one in overdue],
         leaks=leaks,
         died=died,
     )
@@ -113,13 +121,18 @@ def report(
 
 def _is_lost(told: Told, struck: Sequence[Struck]) -> bool:
     """It failed, and neither was its router gone nor had anybody too much to do."""
-    if told.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or told.reason in FAIR_REASONS:
+    fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if told.is_hurried else ())
+    if told.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or told.reason in fair:
         return False
     return not any(
         told.began_s <= one.healed_s + LONGEST_RECONNECT_S and one.at_s <= told.ended_s
         for one in struck
         if _is_router_gone(one)
     )
+
+
+def _is_overdue(told: Told) -> bool:
+    return told.ended_s - told.began_s > told.patience_s + OVERDUE_S
 
 
 def _is_router_gone(struck: Struck) -> bool:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 
+from baton.bench.processes import cpu_s
 from baton.bench.serve_load import FIRST_PLAIN_TOKEN
 from baton.client import AsyncClient, BatonError, Generation, Retries
 from baton.cluster import ClusterOptions, LocalCluster
+from engine.errors import InvalidConfig
 from engine.sampling import SamplingParams
 
 ORDINARY, URGENT = 0, -1  # priorities: the lower goes first
+CLIENTS = "the clients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class OverloadBench:
     prompt_tokens: int = 64
     answer_tokens: int = 32
     seed: int = 0
+    node_cpus: tuple[int, ...] = ()  # theirs alone, as where clients have machines of their own
 
 
 @dataclass(slots=True)
@@ -65,12 +70,22 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreUse:
+    """What one process had of the machine, in cores: clients and refusals take their share, too."""
+
+    process: str
+    at_peak: float
+    beyond: float
+
+
+@dataclass(frozen=True, slots=True)
 class Overloaded:
     peak_per_s: float
     sent_per_s: float
     served_per_s: float
     kinds: Sequence[Kind]
     reasons: Mapping[str, int]
+    cores: Sequence[CoreUse] = ()
 
     @property
     def share_of_peak(self) -> float:
@@ -110,18 +125,62 @@ class _Load:
 
 async def run(what: OverloadBench) -> Overloaded:
     """Raises named errors."""
+    with _leaving(what.node_cpus):
+        return await _run(what)
+
+
+@contextmanager
+def _leaving(cpus: Collection[int]) -> Iterator[None]:
+    """This process, and those that it starts and that ask for nothing else, stay off them."""
+    allowed = os.sched_getaffinity(0)
+    rest = allowed - set(cpus)
+    if not rest:
+        raise InvalidConfig(f"no core is left for router and clients beside {sorted(allowed)}")
+    os.sched_setaffinity(0, rest)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+async def _run(what: OverloadBench) -> Overloaded:
     cluster = LocalCluster(what.cluster)
     await asyncio.to_thread(cluster.__enter__)
     try:
         async with AsyncClient(cluster.address, retries=Retries(max_attempts=1)) as client:
             vocab_size = (await client.model()).vocab_size
             await _peak(_Load(client, what, vocab_size), what.seconds / 4)  # nothing is new then
-            peak_per_s = await _peak(_Load(client, what, vocab_size), what.seconds)
+            async with _cores_used(cluster, what.seconds) as at_peak:
+                peak_per_s = await _peak(_Load(client, what, vocab_size), what.seconds)
             load = _Load(client, what, vocab_size)
-            began_s = await _beyond(load, what.factor * peak_per_s)
-            return overloaded(load.asked, began_s, what.seconds, peak_per_s)
+            async with _cores_used(cluster, what.seconds) as beyond:
+                began_s = await _beyond(load, what.factor * peak_per_s)
+            found = overloaded(load.asked, began_s, what.seconds, peak_per_s)
+            uses = [CoreUse(name, at_peak[name], beyond[name]) for name in at_peak]
+            return replace(found, cores=uses)
     finally:
         await asyncio.to_thread(cluster.__exit__, None, None, None)
+
+
+@asynccontextmanager
+async def _cores_used(cluster: LocalCluster, seconds: float) -> AsyncIterator[dict[str, float]]:
+    """Filled at its end with what each process had in the later three quarters, which count."""
+    pids = {child.name: child.process.pid for child in cluster.children} | {CLIENTS: os.getpid()}
+    used: dict[str, float] = {}
+
+    async def watch() -> None:
+        await asyncio.sleep(seconds / 4)
+        before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic()
+        await asyncio.sleep(began_s + 3 * seconds / 4 - time.monotonic())
+        took_s = time.monotonic() - began_s
+        used.update({name: (cpu_s(pid) - before[name]) / took_s for name, pid in pids.items()})
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield used
+        await watching
+    finally:
+        watching.cancel()
 
 
 async def _peak(load: _Load, seconds: float) -> float:

@@ -23,8 +23,12 @@ class Server:
     pid: int
 
     def cpu_s(self) -> float:
-        """CPU time of all its threads so far, those that ended included."""
-        return time.clock_gettime((~self.pid << 3) | CPUCLOCK_SCHED)
+        return cpu_s(self.pid)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of all threads of a process so far, those that ended included."""
+    return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
 
 
 @contextmanager

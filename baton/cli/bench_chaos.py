@@ -150,7 +150,7 @@ def _tell(found: Report, what: ChaosBench) -> None:
         show_table("how soon it went on", [asdict(one) for one in found.recoveries])
     if found.reasons:
         show_table("what failed", [{"why": n, "times": c} for n, c in found.reasons.items()])
-    for name in ("wrong", "hung", "lost", "leaks", "died"):
+    for name in ("wrong", "hung", "lost", "overdue", "leaks", "died"):
         _list(name, getattr(found, name))
 
 

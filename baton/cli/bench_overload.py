@@ -24,20 +24,25 @@ def overload(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
     kv_cache_memory: Annotated[str, typer.Option(help="Of each node.")] = "64MiB",
+    node_cpus: Annotated[
+        str, typer.Option(help="Cores of the nodes alone, like 0-3,6; empty: all share all.")
+    ] = "",
     json_file: JsonFile = None,
 ) -> None:
     """Find the peak, send a multiple of it, and tell what is served, refused and left unserved."""
     import asyncio
 
     from baton.bench.overload import OverloadBench, run
+    from baton.cli.serve import parse_cpus
     from baton.cluster import ClusterOptions
 
     quiet = ("--trace-dir", "off")
+    apart = ("--cpus", node_cpus) if node_cpus else ()
     cluster = ClusterOptions(
         model,
         prefill,
         decode,
-        node_arguments=("--kv-cache-memory", kv_cache_memory, "--threads", "1", *quiet),
+        node_arguments=("--kv-cache-memory", kv_cache_memory, "--threads", "1", *apart, *quiet),
         router_arguments=quiet,
     )
     what = OverloadBench(
@@ -49,6 +54,7 @@ def overload(
         urgent_share=urgent,
         prompt_tokens=prompt,
         answer_tokens=answer,
+        node_cpus=parse_cpus(node_cpus) if node_cpus else (),
     )
     with console(stderr=True).status("peak, and then more than that"):
         found = asyncio.run(run(what))
@@ -59,6 +65,7 @@ def overload(
     show_table("", [asdict(one) for one in found.kinds])
     if found.reasons:
         show_table("not served", [{"why": n, "times": c} for n, c in found.reasons.items()])
+    show_table("cores used", [asdict(one) for one in found.cores])
     if json_file is not None:
         told = {"what": asdict(what), "share_of_peak": found.share_of_peak, **asdict(found)}
         json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")

@@ -138,6 +138,16 @@ def test_a_run_in_which_all_is_right_is_good() -> None:
     assert reported(told(), told(Outcome.CANCELLED)).is_good
 
 
+def test_the_hurried_may_be_late_or_refused_as_long_as_they_are_told_in_time() -> None:
+    late = told(Outcome.LATE, patience_s=9.5)
+    refused = told(Outcome.REFUSED, "TOO_LATE", patience_s=9.5)
+
+    found = reported(late, refused)
+
+    assert found.is_good
+    assert (found.counts["late"], found.counts["hurried"]) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("one", "name"),
     [
@@ -145,6 +155,9 @@ def test_a_run_in_which_all_is_right_is_good() -> None:
         (told(Outcome.HUNG, "no end"), "hung"),
         (told(Outcome.REFUSED, "NO_NODES"), "lost"),
         (told(Outcome.BROKEN, "NODE_FAILED"), "lost"),
+        (told(Outcome.REFUSED, "TOO_LATE"), "lost"),
+        (told(Outcome.LATE, patience_s=2.0), "overdue"),
+        (told(Outcome.REFUSED, "TOO_LATE", patience_s=8.5), "overdue"),
     ],
 )
 def test_what_went_wrong_is_told_with_the_faults_beside_it(one: Told, name: str) -> None:
