@@ -61,6 +61,8 @@ class ClusterOptions:
     program_arguments: tuple[str, ...] = ()  # of `baton` itself, in front of the command
     node_program: tuple[str, ...] = ()  # runs nodes instead of `python -m baton serve`
     node_arguments: tuple[str, ...] = ()  # given to each node as they are
+    prefill_arguments: tuple[str, ...] = ()  # to each prefill node, behind those
+    decode_arguments: tuple[str, ...] = ()
     router_arguments: tuple[str, ...] = ()
     tls: TlsConfig = PLAIN  # of every process
     start_timeout_s: float = 120.0
@@ -337,7 +339,8 @@ class LocalCluster:
         options = self._options
         where = ["--host", options.host, "--port", str(port)]
         fixed = [role, *LOGS_FOR_PEOPLE, "--model", options.model, *where, "--node-id", name]
-        return self._spawn(name, [*fixed, *options.node_arguments, *arguments])
+        own = options.prefill_arguments if role == "prefill" else options.decode_arguments
+        return self._spawn(name, [*fixed, *options.node_arguments, *own, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
         return self._begin(name, [*arguments, *_tls_arguments(self._options.tls)])

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.bench.engine import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
-from engine.errors import EngineError, InvalidConfig
+from baton.bench.peer_settings import clean_environment, python_of, vllm_settings
+from engine.errors import EngineError
 
 ENDS = Path(__file__).resolve().parent / "peers"
 MARK = "BATON "
@@ -145,7 +146,7 @@ def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, Meter]]:
         "weights": "q8_0" if bench.engine.quantize == ("int8",) else "bf16",
     }
     if bench.vllm_venv is not None:
-        settings = _vllm_settings(bench.vllm_venv, num_threads)
+        settings = vllm_settings(bench.vllm_venv, range(num_threads), kv_gib=4)
         process = _started(bench.vllm_venv, "vllm_end.py", given, settings)
         yield "vllm", _Peer(stack.enter_context(process))
     if bench.llamacpp_venv is not None:
@@ -153,36 +154,18 @@ def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, Meter]]:
         yield "llamacpp", _Peer(stack.enter_context(process))
 
 
-def _vllm_settings(venv: Path, num_threads: int) -> dict[str, str]:
-    """What it is fastest with on a CPU: a core for each thread, and Intel's OpenMP."""
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "4",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}" if num_threads > 1 else "0",
-    }
-    openmp = venv / "lib" / "libiomp5.so"
-    return settings | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
-
-
 @contextmanager
 def _started(
     venv: Path, script: str, given: dict[str, object], settings: dict[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    python = venv / "bin" / "python"
-    if not python.exists():
-        raise InvalidConfig(f"{venv} is no virtual environment: it has no bin/python")
-    # What was set for this process must not reach the peer: it is measured at its best.
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("OMP_", "KMP_", "PYTHON"))
-    }
+    python = python_of(venv)
     process = subprocess.Popen(
         _command(python, ENDS / script, given),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=kept | settings,
+        env=clean_environment() | settings,
         start_new_session=True,
     )
     with process:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.bench_chaos import chaos
+from baton.cli.bench_interference import interference
 from baton.cli.bench_memory import memory
 from baton.cli.bench_overload import overload
 from baton.cli.bench_peer import peer
@@ -34,6 +35,9 @@ bench.command(
 )(chaos)
 bench.command(epilog=examples("baton bench memory --requests 100000 --clients 64"))(memory)
 bench.command(epilog=examples("baton bench overload --model models/demo --factor 3"))(overload)
+bench.command(
+    epilog=examples("baton bench interference --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm")
+)(interference)
 bench.command()(trace)
 bench.command(
     epilog=examples(

@@ -1,0 +1,154 @@
+"""Baton and vLLM as servers, started for a measurement and ended after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from baton.bench.peer_settings import clean_environment, python_of, vllm_settings
+from baton.bench.streams import Door, EngineFailed
+from baton.cluster import ClusterOptions, LocalCluster
+from engine.errors import InvalidConfig
+
+START_TIMEOUT_S = 600.0
+LOOK_EVERY_S = 0.5
+LINES_TOLD = 20
+MOST_SEQUENCES = ("--max-num-seqs", "32")
+# Each engine has room for the KV of the load and computes every prompt anew.
+BATON = ("--kv-cache-memory", "2GiB", "--no-prefix-caching", "--trace-dir", "off", *MOST_SEQUENCES)
+VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MOST_SEQUENCES)
+
+
+def halves() -> tuple[Sequence[int], Sequence[int]]:
+    """The cores of this machine for prefill and for decode."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise InvalidConfig("a prefill and a decode node need a core each; this process has one")
+    middle = len(cpus) // 2
+    return cpus[:middle], cpus[middle:]
+
+
+@contextmanager
+def baton_apart(model: str) -> Iterator[Door]:
+    """A prefill node on one half of the cores, a decode node on the other."""
+    prefill, decode = halves()
+    options = replace(
+        _options(model), prefill_arguments=_own(prefill), decode_arguments=_own(decode)
+    )
+    with LocalCluster(options) as cluster:
+        yield Door(f"http://{cluster.router.http_address}")
+
+
+@contextmanager
+def baton_colocated(model: str) -> Iterator[Door]:
+    """One node that does both, on all cores."""
+    cpus = [*halves()[0], *halves()[1]]
+    options = replace(_options(model), num_prefill=0, decode_arguments=_own(cpus))
+    with LocalCluster(options) as cluster:
+        yield Door(f"http://{cluster.router.http_address}")
+
+
+@contextmanager
+def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Door]:
+    """One server on all cores; `chunk`: most tokens of a step, None for vLLM's own choice."""
+    more = () if chunk is None else ("--max-num-batched-tokens", str(chunk))
+    cpus = [*halves()[0], *halves()[1]]
+    with (
+        TemporaryDirectory(prefix="baton-vllm-") as logs,
+        _vllm(model, venv, cpus, Path(logs, "server"), more, {}) as url,
+    ):
+        yield Door(url)
+
+
+@contextmanager
+def vllm_apart(model: str, venv: Path) -> Iterator[Door]:
+    """Two servers with a half of the cores each; KV goes over NIXL. As vLLM ships it."""
+    transfer = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")))
+        urls = []
+        for name, cpus in zip(("prefill", "decode"), halves(), strict=True):
+            settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port())}
+            more = ("--kv-transfer-config", transfer)
+            server = _vllm(model, venv, cpus, logs / name, more, settings)
+            urls.append(stack.enter_context(server))
+        yield Door(urls[1], prefill_url=urls[0])
+
+
+def _own(cpus: Sequence[int]) -> tuple[str, ...]:
+    return ("--cpus", ",".join(map(str, cpus)), "--threads", str(len(cpus)))
+
+
+def _options(model: str) -> ClusterOptions:
+    router = ("--http-port", "0", "--trace-dir", "off")
+    return ClusterOptions(model, node_arguments=BATON, router_arguments=router)
+
+
+@contextmanager
+def _vllm(
+    model: str,
+    venv: Path,
+    cpus: Sequence[int],
+    log: Path,
+    more: Sequence[str],
+    settings: dict[str, str],
+) -> Iterator[str]:
+    """Where it serves, once it does. Raises EngineFailed."""
+    port = _free_port()
+    serve = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16")
+    command = [
+        str(python_of(venv)),
+        *serve,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *VLLM,
+        *more,
+    ]
+    environment = clean_environment() | vllm_settings(venv, cpus, kv_gib=2) | settings
+    with log.open("w") as told:
+        process = subprocess.Popen(
+            ["taskset", "-c", ",".join(map(str, cpus)), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=told,
+            stderr=subprocess.STDOUT,
+            env=environment | {"VLLM_HOST_IP": "127.0.0.1"},
+            start_new_session=True,
+        )
+        with process:
+            try:
+                url = f"http://127.0.0.1:{port}"
+                _await(url, process, log)
+                yield url
+            finally:
+                # An engine's own processes outlive it when it is told alone.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until_s:
+        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        if process.poll() is not None:
+            break
+        time.sleep(LOOK_EVERY_S)
+    said = log.read_text(errors="replace").splitlines()[-LINES_TOLD:]
+    raise EngineFailed("\n".join(["vLLM did not come up; its last words:", *said]))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,205 @@
+"""What long prompts do to the answers that are under way, in one engine after the other.
+
+A few streams decode without end while a long prompt arrives every few seconds. Where both are
+computed in one place, each prompt stands in the way of every stream.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from baton.bench.streams import Door, EngineFailed, Streamed
+from engine.errors import InvalidConfig
+
+FIRST_TOKEN, NUM_TOKENS = 5, 1995  # plain ones in every vocabulary
+ANSWER_TOKENS = 8  # of those that arrive
+WARM_TOKENS = 8  # that each steady stream has before the first prompt arrives
+WARM_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """The load, the same for each engine."""
+
+    num_streams: int = 4
+    stream_prompt_tokens: int = 128
+    stream_tokens: int = 1500  # then it begins anew
+    num_prompts: int = 8
+    prompt_tokens: int = 512
+    every_s: float = 5.0
+    num_rounds: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.num_streams, self.num_prompts, self.num_rounds) < 1:
+            raise InvalidConfig("streams, prompts and rounds must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One engine under the load. `itl`: from one message with tokens to the next, ms."""
+
+    itl_p50_ms: float
+    itl_p99_ms: float
+    itl_most_ms: float
+    first_token_p50_s: float  # of the prompts that arrive
+    first_token_most_s: float
+    tokens_per_s: float  # of all answers
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians over the rounds; how many times better the first engine was, round by round."""
+
+    engine: str
+    figures: Figures
+    itl_p50_ratio: float
+    itl_p99_ratio: float
+    first_token_ratio: float
+
+
+# Starts an engine, and stops it at the end of the block.
+Start = Callable[[], AbstractContextManager[Door]]
+OnRound = Callable[[str, int, Figures], None]
+
+
+def run(what: Interference, engines: Mapping[str, Start], on_round: OnRound) -> list[Row]:
+    """Each engine once a round, alone on the machine; the first is what others are held to."""
+    rounds: dict[str, list[Figures]] = {name: [] for name in engines}
+    for number in range(what.num_rounds):
+        for name, start in engines.items():
+            with start() as door:
+                rounds[name].append(measured(what, door))
+            on_round(name, number, rounds[name][-1])
+    first = next(iter(rounds.values()))
+    return [_row(name, found, first) for name, found in rounds.items()]
+
+
+def measured(what: Interference, door: Door) -> Figures:
+    """Raises EngineFailed."""
+    load = _Load(what, door)
+    load.warm_up()
+    with load.steady():
+        began_s = time.monotonic()
+        prompts = load.arrivals(began_s)
+        ended_s = time.monotonic()
+    return figures(load.streams, prompts, began_s, ended_s)
+
+
+@dataclass(slots=True)
+class _Load:
+    what: Interference
+    door: Door
+    model: str = field(init=False)
+    streams: list[Streamed] = field(default_factory=list)
+    draw: random.Random = field(init=False)
+    is_over: threading.Event = field(default_factory=threading.Event)
+    warm: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def __post_init__(self) -> None:
+        self.model = self.door.model()
+        self.draw = random.Random(self.what.seed)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [FIRST_TOKEN + self.draw.randrange(NUM_TOKENS) for _ in range(num_tokens)]
+
+    def warm_up(self) -> None:
+        """Memory is touched, and shapes are known."""
+        for num_tokens in (self.what.stream_prompt_tokens, self.what.prompt_tokens):
+            self.door.stream(self.model, self.prompt(num_tokens), ANSWER_TOKENS)
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """All streams decode from the beginning of the block to its end."""
+        num_streams = self.what.num_streams
+        starts = [self.prompt(self.what.stream_prompt_tokens) for _ in range(num_streams)]
+        with ThreadPoolExecutor(num_streams) as threads:
+            going = [threads.submit(self._go_on, start) for start in starts]
+            try:
+                for _ in going:
+                    if not self.warm.acquire(timeout=WARM_TIMEOUT_S):
+                        raise EngineFailed(f"{self.door.url} does not decode")
+                yield
+            finally:
+                self.is_over.set()
+        for one in going:
+            one.result()
+
+    def _go_on(self, prompt: Sequence[int]) -> None:
+        num_messages, num_tokens = 0, self.what.stream_tokens
+
+        def is_over() -> bool:
+            nonlocal num_messages
+            num_messages += 1
+            if num_messages == WARM_TOKENS:
+                self.warm.release()
+            return self.is_over.is_set()
+
+        try:
+            while not self.is_over.is_set():
+                streamed = self.door.stream(self.model, prompt, num_tokens, is_over)
+                self.streams.append(streamed)
+        finally:
+            self.warm.release()  # nobody waits for one that failed
+
+    def arrivals(self, began_s: float) -> list[Streamed]:
+        """The prompts, each sent at its time whatever became of the one before."""
+        what = self.what
+        drawn = [self.prompt(what.prompt_tokens) for _ in range(what.num_prompts)]
+        with ThreadPoolExecutor(what.num_prompts) as threads:
+            sent: list[Future[Streamed]] = []
+            for number, prompt in enumerate(drawn):
+                time.sleep(max(0.0, began_s + number * what.every_s - time.monotonic()))
+                sent.append(threads.submit(self.door.stream, self.model, prompt, ANSWER_TOKENS))
+            return [one.result() for one in sent]
+
+
+def figures(
+    streams: Sequence[Streamed], prompts: Sequence[Streamed], began_s: float, ended_s: float
+) -> Figures:
+    """Of what came between the two times."""
+    between = [
+        ((later_s - earlier_s) * 1e3, num_tokens)
+        for one in streams
+        for (earlier_s, _), (later_s, num_tokens) in pairwise(one.arrivals)
+        if began_s <= earlier_s and later_s <= ended_s
+    ]
+    gaps_ms = [gap_ms for gap_ms, _ in between]
+    if len(gaps_ms) < 2:
+        raise EngineFailed("no stream decoded while prompts arrived")
+    cuts = statistics.quantiles(gaps_ms, n=100, method="inclusive")
+    first_s = [one.first_token_s for one in prompts]
+    num_tokens = sum(count for _, count in between) + sum(one.num_tokens for one in prompts)
+    return Figures(
+        itl_p50_ms=cuts[49],
+        itl_p99_ms=cuts[98],
+        itl_most_ms=max(gaps_ms),
+        first_token_p50_s=statistics.median(first_s),
+        first_token_most_s=max(first_s),
+        tokens_per_s=num_tokens / (ended_s - began_s),
+    )
+
+
+def _row(name: str, found: Sequence[Figures], first: Sequence[Figures]) -> Row:
+    def ratio(of: Callable[[Figures], float]) -> float:
+        return statistics.median(of(one) / of(own) for one, own in zip(found, first, strict=True))
+
+    medians = {
+        figure: statistics.median(getattr(one, figure) for one in found)
+        for figure in Figures.__dataclass_fields__
+    }
+    return Row(
+        engine=name,
+        figures=Figures(**medians),
+        itl_p50_ratio=ratio(lambda one: one.itl_p50_ms),
+        itl_p99_ratio=ratio(lambda one: one.itl_p99_ms),
+        first_token_ratio=ratio(lambda one: one.first_token_p50_s),
+    )

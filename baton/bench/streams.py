@@ -1,0 +1,132 @@
+"""Completions over HTTP, as any engine that speaks OpenAI's dialect streams them.
+
+One plain client for all engines, so that none is measured with a better one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from engine.errors import EngineError
+
+Stop = Callable[[], bool]
+Body: TypeAlias = Mapping[str, object]
+END = "[DONE]"
+
+
+class EngineFailed(EngineError):
+    """It answered with an error, or with less than was asked for."""
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One answer as its client saw it. Times are of the monotonic clock."""
+
+    sent_s: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when how many tokens came
+
+    @property
+    def first_token_s(self) -> float:
+        return self.arrivals[0][0] - self.sent_s
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """An engine's door, and where prompts go before it if another process prefills them."""
+
+    url: str
+    prefill_url: str = ""  # vLLM's: clients see to the hand-off themselves
+    timeout_s: float = 600.0
+
+    def model(self) -> str:
+        """The name it serves its model by."""
+        with _asked(self.url, "GET", "/v1/models", None, self.timeout_s) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+
+    def stream(
+        self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop = lambda: False
+    ) -> Streamed:
+        """The whole answer, or what had come when `stop` told to leave. Raises EngineFailed."""
+        streamed = Streamed(time.monotonic())
+        body = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            **self._handed_over(model, prompt),
+        }
+        with _asked(self.url, "POST", "/v1/completions", body, self.timeout_s) as answer:
+            for choice in _choices(answer):
+                if choice.get("token_ids"):
+                    streamed.arrivals.append((time.monotonic(), len(choice["token_ids"])))
+                if stop():
+                    return streamed
+        if streamed.num_tokens != max_tokens:
+            raise EngineFailed(f"{self.url} gave {streamed.num_tokens} of {max_tokens} tokens")
+        return streamed
+
+    def _handed_over(self, model: str, prompt: Sequence[int]) -> dict[str, object]:
+        """What vLLM's decode server has to know of a prompt that its prefill server computed."""
+        if not self.prefill_url:
+            return {}
+        unknown = dict.fromkeys(
+            ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+        )
+        body = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                **unknown,
+            },
+        }
+        asked = _asked(self.prefill_url, "POST", "/v1/completions", body, self.timeout_s)
+        with asked as answer:
+            found = json.load(answer).get("kv_transfer_params")
+        if not found or not found.get("do_remote_prefill"):
+            raise EngineFailed(f"{self.prefill_url} told nothing of where the prompt's KV is")
+        return {"kv_transfer_params": found}
+
+
+@contextmanager
+def _asked(
+    url: str, method: str, path: str, body: Body | None, timeout_s: float
+) -> Iterator[http.client.HTTPResponse]:
+    where = urlsplit(url)
+    host, port = where.hostname or "127.0.0.1", where.port or 80
+    with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
+        told = None if body is None else json.dumps(body)
+        connection.request(method, path, told, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            reason = answer.read(1000).decode(errors="replace")
+            raise EngineFailed(f"{url} answered {answer.status}: {reason}")
+        yield answer
+
+
+def _choices(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in answer:
+        told = line.removeprefix(b"data:").strip().decode()
+        if told in ("", END):
+            continue
+        message = json.loads(told)
+        if "error" in message:
+            raise EngineFailed(f"the stream broke off: {message['error']}")
+        yield from message["choices"]

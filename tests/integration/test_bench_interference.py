@@ -1,0 +1,50 @@
+"""`baton bench interference` with Baton's own engines, and vLLM made up where it fails."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from baton.bench.engines import baton_apart, baton_colocated, vllm_colocated
+from baton.bench.interference import Interference, run
+from baton.bench.streams import EngineFailed
+from engine.errors import InvalidConfig
+
+MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
+SMALL = Interference(
+    num_streams=2, stream_tokens=500, num_prompts=2, prompt_tokens=200, every_s=0.2, num_rounds=1
+)
+
+
+def test_both_ways_to_serve_are_measured_under_the_same_load() -> None:
+    heard: list[str] = []
+
+    rows = run(
+        SMALL,
+        {"apart": partial(baton_apart, MODEL), "colocated": partial(baton_colocated, MODEL)},
+        lambda name, *_: heard.append(name),
+    )
+
+    assert heard == [row.engine for row in rows] == ["apart", "colocated"]
+    for row in rows:
+        found = row.figures
+        assert 0 < found.itl_p50_ms <= found.itl_p99_ms <= found.itl_most_ms
+        assert 0 < found.first_token_p50_s <= found.first_token_most_s
+    assert rows[0].itl_p99_ratio == 1.0
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
+    python.chmod(0o755)
+
+    with pytest.raises(EngineFailed, match="no such model"), vllm_colocated(MODEL, tmp_path, 64):
+        pass
+
+
+def test_an_environment_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig), vllm_colocated(MODEL, tmp_path, None):
+        pass
