@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from baton.bench.streams import Door, EngineFailed, Streamed
+from baton.bench.streams import Door, EngineFailed, Model, Streamed
 from engine.errors import InvalidConfig
 
 FIRST_TOKEN, NUM_TOKENS = 5, 1995  # plain ones in every vocabulary
@@ -31,7 +31,7 @@ class Interference:
 
     num_streams: int = 4
     stream_prompt_tokens: int = 128
-    stream_tokens: int = 1500  # then it begins anew
+    stream_tokens: int = 1500  # then it begins anew, or as many as the model takes
     num_prompts: int = 8
     prompt_tokens: int = 512
     every_s: float = 5.0
@@ -98,7 +98,7 @@ def measured(what: Interference, door: Door) -> Figures:
 class _Load:
     what: Interference
     door: Door
-    model: str = field(init=False)
+    model: Model = field(init=False)
     streams: list[Streamed] = field(default_factory=list)
     draw: random.Random = field(init=False)
     is_over: threading.Event = field(default_factory=threading.Event)
@@ -114,7 +114,7 @@ class _Load:
     def warm_up(self) -> None:
         """Memory is touched, and shapes are known."""
         for num_tokens in (self.what.stream_prompt_tokens, self.what.prompt_tokens):
-            self.door.stream(self.model, self.prompt(num_tokens), ANSWER_TOKENS)
+            self.door.stream(self.model.name, self.prompt(num_tokens), ANSWER_TOKENS)
 
     @contextmanager
     def steady(self) -> Iterator[None]:
@@ -134,7 +134,8 @@ class _Load:
             one.result()
 
     def _go_on(self, prompt: Sequence[int]) -> None:
-        num_messages, num_tokens = 0, self.what.stream_tokens
+        num_messages = 0
+        num_tokens = min(self.what.stream_tokens, self.model.max_len - len(prompt))
 
         def is_over() -> bool:
             nonlocal num_messages
@@ -145,20 +146,20 @@ class _Load:
 
         try:
             while not self.is_over.is_set():
-                streamed = self.door.stream(self.model, prompt, num_tokens, is_over)
+                streamed = self.door.stream(self.model.name, prompt, num_tokens, is_over)
                 self.streams.append(streamed)
         finally:
             self.warm.release()  # nobody waits for one that failed
 
     def arrivals(self, began_s: float) -> list[Streamed]:
         """The prompts, each sent at its time whatever became of the one before."""
-        what = self.what
+        what, name = self.what, self.model.name
         drawn = [self.prompt(what.prompt_tokens) for _ in range(what.num_prompts)]
         with ThreadPoolExecutor(what.num_prompts) as threads:
             sent: list[Future[Streamed]] = []
             for number, prompt in enumerate(drawn):
                 time.sleep(max(0.0, began_s + number * what.every_s - time.monotonic()))
-                sent.append(threads.submit(self.door.stream, self.model, prompt, ANSWER_TOKENS))
+                sent.append(threads.submit(self.door.stream, name, prompt, ANSWER_TOKENS))
             return [one.result() for one in sent]
 
 

@@ -42,6 +42,12 @@ class Streamed:
 
 
 @dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class Door:
     """An engine's door, and where prompts go before it if another process prefills them."""
 
@@ -49,10 +55,10 @@ class Door:
     prefill_url: str = ""  # vLLM's: clients see to the hand-off themselves
     timeout_s: float = 600.0
 
-    def model(self) -> str:
-        """The name it serves its model by."""
+    def model(self) -> Model:
         with _asked(self.url, "GET", "/v1/models", None, self.timeout_s) as answer:
-            return str(json.load(answer)["data"][0]["id"])
+            told = json.load(answer)["data"][0]
+        return Model(told["id"], told["max_model_len"])
 
     def stream(
         self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop = lambda: False

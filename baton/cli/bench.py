@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +26,7 @@ from baton.cli.show import show_table
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
 
-bench = typer.Typer(help="Measure, and print what was measured.", no_args_is_help=True)
+bench = typer.Typer(no_args_is_help=True)
 bench.command()(peer)
 bench.command()(router)
 bench.command(
@@ -45,6 +47,13 @@ bench.command(
         "baton bench serve --model models/demo --compare colocated --prompt-tokens mix:32x9,768x1",
     )
 )(serve)
+
+
+@bench.callback()
+def in_order() -> None:
+    """Measure, and print what was measured."""
+    # What was started for a measurement ends with it, also when this process is told to end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 @bench.command()

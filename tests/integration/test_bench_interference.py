@@ -13,9 +13,7 @@ from baton.bench.streams import EngineFailed
 from engine.errors import InvalidConfig
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
-SMALL = Interference(
-    num_streams=2, stream_tokens=500, num_prompts=2, prompt_tokens=200, every_s=0.2, num_rounds=1
-)
+SMALL = Interference(num_streams=2, num_prompts=2, prompt_tokens=200, every_s=0.2, num_rounds=1)
 
 
 def test_both_ways_to_serve_are_measured_under_the_same_load() -> None:
