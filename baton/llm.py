@@ -17,12 +17,14 @@ from baton.progress import generation_bar, loading_bar
 from baton.stops import StopRule
 from baton.text import Tokenizer
 from baton.units import parse_bytes
-from engine.assembly import EngineOptions, build_engine
+from engine.assembly import EngineOptions, build_engine, build_grammars
 from engine.errors import InvalidRequest
+from engine.grammar import Grammar
 from engine.request import Output, RequestId, RequestSpec
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
+from engine.structured_outputs import StructuredOutputs
 
 Prompt = str | Sequence[int]
 
@@ -77,6 +79,7 @@ class LLM:
         self.kv_memory = runner.kv_memory
         self.tokenizer = Tokenizer.from_folder(runner.info.folder)
         self.engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching))
+        self._grammars = build_grammars(runner)
 
     def __enter__(self) -> LLM:
         return self
@@ -141,10 +144,19 @@ class LLM:
         except InvalidRequest as refusal:
             raise InvalidRequest(f"prompt {place}: {refusal}") from None
 
+    def _compiled(self, specs: list[RequestSpec]) -> dict[StructuredOutputs, Grammar]:
+        """The forms that they ask for, each one time."""
+        forms = [spec.sampling.structured_outputs for spec in specs]
+        return {form: self._grammars.compile(form) for form in set(forms) if form is not None}
+
     def _run(self, specs: list[RequestSpec], stop: StopRule) -> list[Completion]:
+        grammars = self._compiled(specs)
         answers = {spec.request_id: self._writer(spec, stop) for spec in specs}
         for spec in specs:
             self.engine.scheduler.add(spec)
+            form = spec.sampling.structured_outputs
+            if form is not None:
+                self.engine.scheduler.grammar_came(spec, grammars[form])
         with interrupts_wait() as stop_here:
             try:
                 self._answer(answers, stop_here)

@@ -8,6 +8,7 @@ from engine.errors import InvalidRequest
 from engine.hashing import MAX_TOKEN_ID
 from engine.request import RequestSpec
 from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.structured_outputs import FIELD
 
 
 def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
@@ -15,6 +16,11 @@ def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig
     _check_tokens(spec, config)
     _check_lengths(spec, config)
     _check_fits_cache(spec, config, cache)
+    if spec.sampling.structured_outputs is not None and not config.eos_token_ids:
+        raise InvalidRequest(
+            "the model has no token that ends an answer: structured_outputs cannot be kept to",
+            FIELD,
+        )
     if spec.receive_from is not None and spec.send_to is not None:
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from engine.core import EngineCore, NoKvWorker
+from engine.grammars.library import GrammarLibrary
 from engine.kv_seam import KvWorker
 from engine.runner.runner import TorchRunner
 from engine.scheduler import Scheduler
@@ -40,6 +41,12 @@ def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
             collect_events=options.collect_kv_events,
         ),
     )
+
+
+def build_grammars(runner: TorchRunner) -> GrammarLibrary:
+    """What compiles grammars for this model."""
+    info = runner.info
+    return GrammarLibrary(info.folder, info.vocab_size, info.eos_token_ids)
 
 
 def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerConfig:

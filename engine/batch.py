@@ -109,6 +109,7 @@ class Batch:
             block_ids=tuple(request.block_ids),
             sampling=request.spec.sampling,
             seed=request.spec.seed,
+            grammar=request.grammar,
         )
         self._started.append(row)
 

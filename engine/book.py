@@ -8,6 +8,7 @@ from engine.admission import max_num_tokens
 from engine.batch import Batch
 from engine.errors import BlocksUnaccounted, InvalidRequest
 from engine.events import RequestEvent, RequestEventKind, SchedulerStats
+from engine.grammar import Grammar
 from engine.handoffs import HandOffs
 from engine.kv_cache import KvCache
 from engine.kv_seam import KvScheduling
@@ -28,6 +29,7 @@ class RequestBook:
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
         self.num_waiting_for_remote_kvs = 0
+        self.num_waiting_for_fsm = 0
         self.total_preemptions = 0
         self.total_sampled_tokens = 0
         self.num_changes = 0  # grows when a refused request may deserve another look
@@ -56,8 +58,18 @@ class RequestBook:
             self.handoffs.expect(spec.receive_from)
         if spec.send_to is not None:
             self.handoffs.open_send(spec.send_to)
-        self.waiting.push(request)
         self.note(request, RequestEventKind.QUEUED, spec.arrival_s)
+        if request.status is RequestStatus.WAITING_FOR_FSM:
+            self.num_waiting_for_fsm += 1
+        else:
+            self.waiting.push(request)
+
+    def stand_in_line(self, request: Request, grammar: Grammar) -> None:
+        """Its grammar is there; it has kept the place that it came to."""
+        self._leave_place(request)
+        request.grammar = grammar
+        request.move(RequestStatus.WAITING)
+        self.waiting.push(request)
 
     def preempt(self, request: Request) -> None:
         """Take its blocks; it starts anew, in front of those that never ran."""
@@ -142,6 +154,7 @@ class RequestBook:
             num_ready=len(self.ready),
             num_waiting=len(self.waiting),
             num_waiting_for_remote_kvs=self.num_waiting_for_remote_kvs,
+            num_waiting_for_fsm=self.num_waiting_for_fsm,
             num_blocks=self.cache.pool.num_blocks,
             num_free_blocks=self.cache.pool.num_free,
             num_cached_free_blocks=self.cache.pool.num_cached_free,
@@ -162,7 +175,8 @@ class RequestBook:
             *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
             *((request, RequestStatus.READY) for request in self.ready),
         ]
-        placed = len(places) + len(self.waiting) + self.num_waiting_for_remote_kvs
+        placed = len(places) + len(self.waiting)
+        placed += self.num_waiting_for_remote_kvs + self.num_waiting_for_fsm
         if placed != len(self.requests):
             raise BlocksUnaccounted(f"{len(self.requests)} requests live, {placed} have a place")
         for request, status in places:
@@ -196,6 +210,8 @@ class RequestBook:
                 self.waiting.remove(request)
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.num_waiting_for_remote_kvs -= 1
+            case RequestStatus.WAITING_FOR_FSM:
+                self.num_waiting_for_fsm -= 1
             case RequestStatus.READY:
                 self.ready.remove(request)
             case RequestStatus.RUNNING:

@@ -57,6 +57,7 @@ class SchedulerStats:
     num_ready: int  # KV landed, no place in the batch yet
     num_waiting: int
     num_waiting_for_remote_kvs: int
+    num_waiting_for_fsm: int  # their grammars are being compiled
     num_blocks: int
     num_free_blocks: int  # cached ones that nobody uses are free
     num_cached_free_blocks: int  # of these, those that a prefix could still hit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from engine.errors import OutOfTurn
+from engine.grammar import Grammar
 from engine.hashing import BlockHash
 from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec, Served
 from kv_transfer.types import BlockId
@@ -16,6 +17,7 @@ NOT_DUE = 0  # steps are counted from one
 
 
 class RequestStatus(Enum):
+    WAITING_FOR_FSM = "waiting for fsm"  # its grammar is being compiled; holds nothing
     WAITING = "waiting"  # holds nothing
     WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
     READY = "ready"  # KV landed; holds blocks, waits for a place in the batch
@@ -26,6 +28,7 @@ class RequestStatus(Enum):
 
 _S = RequestStatus
 _MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING_FOR_FSM: frozenset({_S.WAITING, _S.FINISHED}),
     _S.WAITING: frozenset({_S.WAITING_FOR_REMOTE_KVS, _S.RUNNING, _S.FINISHED}),
     # Back to WAITING when the KV is lost: the request starts anew, without a hand-off.
     _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.READY, _S.WAITING, _S.FINISHED}),
@@ -44,6 +47,7 @@ class Request:
         "block_ids",
         "client_id",
         "due_step",
+        "grammar",
         "is_long",
         "is_plain",
         "is_registering",
@@ -86,7 +90,9 @@ class Request:
         sampling = spec.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 
-        self.status = RequestStatus.WAITING
+        is_ruled = sampling.structured_outputs is not None
+        self.status = RequestStatus.WAITING_FOR_FSM if is_ruled else RequestStatus.WAITING
+        self.grammar: Grammar | None = None  # what it may write; None while it is compiled, too
         self.receive: ReceiveKv | None = spec.receive_from  # None once it landed or was lost
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)

@@ -12,8 +12,12 @@ from types import TracebackType
 
 from engine.core import EngineCore
 from engine.errors import EngineStopped, InvalidRequest
+from engine.grammar import Grammar
+from engine.grammars.compiler import GrammarCompiler
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
+from engine.structured_outputs import FIELD
 
+Compiler = GrammarCompiler[Grammar]
 # Called on the engine's thread with what one client got from one step; must not block.
 Deliver = Callable[[list[Output]], None]
 
@@ -38,9 +42,15 @@ class EngineLoop:
     """Runs an EngineCore on a thread of its own, from `with` to the end of the block."""
 
     def __init__(
-        self, core: EngineCore, *, name: str = "engine", clock: Callable[[], float] = time.monotonic
+        self,
+        core: EngineCore,
+        *,
+        name: str = "engine",
+        clock: Callable[[], float] = time.monotonic,
+        compiler: Compiler | None = None,  # None: no answer can be kept to a form
     ) -> None:
         self._core = core
+        self._compiler = compiler
         self._clock = clock
         self._mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliver_by_client: dict[ClientId, Deliver] = {}
@@ -74,9 +84,14 @@ class EngineLoop:
     def submit(self, spec: RequestSpec) -> None:
         """Raises InvalidRequest at once if it can never be served; else its outputs follow."""
         self._core.scheduler.validate(spec)
+        form = spec.sampling.structured_outputs
+        if form is not None and self._compiler is None:
+            raise InvalidRequest(f"{FIELD} cannot be kept to here: nothing compiles them", FIELD)
         with self._door:
             self._raise_if_stopped()
             self.post(_Arrival(spec, self._add))
+        if form is not None and self._compiler is not None:
+            self._compiler.start(form, lambda outcome: self._compiled(spec, outcome))
 
     def abort(self, request_id: RequestId) -> None:
         """Ask for the end of a request; unknown and finished ones are left alone."""
@@ -141,6 +156,15 @@ class EngineLoop:
             self._core.scheduler.add(spec)
         except InvalidRequest as refusal:
             self._hand_out(spec.client_id, [_refused(spec.request_id, str(refusal))])
+
+    def _compiled(self, spec: RequestSpec, outcome: Grammar | InvalidRequest) -> None:
+        """Called on any thread. Its request has arrived before: mail keeps its order."""
+        scheduler = self._core.scheduler
+        if isinstance(outcome, InvalidRequest):
+            reason = str(outcome)
+            self.post(lambda: scheduler.grammar_refused(spec, reason))
+        else:
+            self.post(lambda: scheduler.grammar_came(spec, outcome))
 
     def _drop_client(self, client_id: ClientId) -> None:
         del self._deliver_by_client[client_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.grammar import Grammar
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
@@ -21,6 +22,7 @@ class Row:
     block_ids: tuple[BlockId, ...]
     sampling: SamplingParams
     seed: int
+    grammar: Grammar | None = None  # which tokens it may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class RunResult:
     # Logprobs of prompt tokens scheduled in this step, the first of a prompt being None.
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
     errors: dict[RequestId, str] = field(default_factory=dict)  # instead of a token
+    refusals: dict[RequestId, str] = field(default_factory=dict)  # the same, by its own fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
     error: str | None = None
+    is_refused: bool = False  # with an error that is the request's own fault
     served: Served | None = None  # with the finish reason
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 64
 
@@ -33,6 +34,7 @@ class SamplingParams:
     seed: int | None = None  # None: drawn where the request enters
     logprobs: int | None = None  # how many of the likeliest; 0 is the chosen one alone
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
 
     @property
     def is_greedy(self) -> bool:
@@ -43,6 +45,7 @@ class SamplingParams:
         self._check_shape_of_distribution()
         self._check_penalties()
         self._check_token_ids()
+        self._check_form()
 
     def _check_limits(self) -> None:
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -77,6 +80,14 @@ class SamplingParams:
         named = (*self.stop_token_ids, *self.banned_token_ids, *(self.allowed_token_ids or ()))
         for token_id in (*named, *self.logit_bias):
             _check("token id", token_id, token_id >= 0, "at least 0")
+
+    def _check_form(self) -> None:
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos and structured_outputs exclude each other: an answer that is whole "
+                "cannot go on and keep its form",
+                "ignore_eos",
+            )
 
 
 @dataclass(frozen=True, slots=True)

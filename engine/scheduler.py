@@ -10,6 +10,8 @@ from engine.admission import check_request
 from engine.book import RequestBook
 from engine.errors import OutOfTurn
 from engine.events import KvEvent, RequestEvent, SchedulerStats
+from engine.grammar import Grammar
+from engine.lifecycle import Request
 from engine.plan import Plan, StepResult
 from engine.planning import Planner
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec, StepOutputs
@@ -37,6 +39,18 @@ class Scheduler:
         """Raise InvalidRequest, and stay as it was, if it can never be served."""
         self.validate(spec)
         self._book.add(spec)
+
+    def grammar_came(self, spec: RequestSpec, grammar: Grammar) -> None:
+        """What it asked for is compiled: it stands in line. If it is gone, nothing happens."""
+        request = self._awaiting_grammar(spec)
+        if request is not None:
+            self._book.stand_in_line(request, grammar)
+
+    def grammar_refused(self, spec: RequestSpec, reason: str) -> None:
+        """What it asked for cannot be had: it ends. If it is gone, nothing happens."""
+        request = self._awaiting_grammar(spec)
+        if request is not None:
+            self._settler.refuse(request, reason)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request wherever it stands; its client is told with the next outputs.
@@ -74,6 +88,11 @@ class Scheduler:
         for request in self._book.requests.values():
             by_client.setdefault(request.client_id, []).append(request.request_id)
         return by_client
+
+    def _awaiting_grammar(self, spec: RequestSpec) -> Request | None:
+        """None if it has ended; another one may have its id by now."""
+        request = self._book.requests.get(spec.request_id)
+        return request if request is not None and request.spec is spec else None
 
     # --- the step -----------------------------------------------------------------
 

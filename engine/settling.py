@@ -18,18 +18,23 @@ class Settler:
 
     def settle_run(self, run: RunResult) -> None:
         batch = self._book.batch
-        if len(run.token_ids) + len(run.errors) < batch.num_decoding:
+        if len(run.token_ids) + len(run.errors) + len(run.refusals) < batch.num_decoding:
             raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer answers")
         through = [
             request
             for request, num_tokens in batch.chunks
             if request.status is RequestStatus.RUNNING and request.request_id not in run.errors
+            if request.request_id not in run.refusals
             if self._advance_prefill(request, num_tokens, run)
         ]
         for request_id, error in run.errors.items():
             failed = batch.running.get(request_id)
             if failed is not None:
                 self._fail(failed, error)
+        for request_id, reason in run.refusals.items():
+            refused = batch.running.get(request_id)
+            if refused is not None:
+                self.refuse(refused, reason)
         self._take_tokens(run)
         for request in through:
             self._turn_to_decode(request)
@@ -43,6 +48,10 @@ class Settler:
             self._book.handoffs.end_receiving(handoff_id)
         for handoff_id in reports.finished_sending:
             self._book.handoffs.end_sending(handoff_id)
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """End it by its own fault, wherever it stands."""
+        self._end_with_error(request, reason, is_refused=True)
 
     # --- the run ------------------------------------------------------------------
 
@@ -135,12 +144,13 @@ class Settler:
         self._book.cache.distrust(request)
         self._end_with_error(request, error)
 
-    def _end_with_error(self, request: Request, error: str) -> None:
+    def _end_with_error(self, request: Request, error: str, *, is_refused: bool = False) -> None:
         output = Output(
             request.request_id,
             request.num_output_tokens,
             finish_reason=FinishReason.ERROR,
             error=error,
+            is_refused=is_refused,
             served=request.served(),
         )
         self._book.put_out(request.client_id, output)
@@ -225,7 +235,10 @@ class Settler:
         """Why the request ends with this token, its newest."""
         sampling = request.spec.sampling
         is_stop = token_id in request.stop_token_ids
-        if is_stop and request.num_output_tokens >= sampling.min_tokens:
+        # A grammar lets the model's own end token through only where the answer is whole, and
+        # before min_tokens only where nothing else may follow.
+        is_whole = request.grammar is not None and token_id in self._book.config.eos_token_ids
+        if is_whole or (is_stop and request.num_output_tokens >= sampling.min_tokens):
             return FinishReason.STOP
         is_long_enough = request.num_output_tokens >= sampling.max_tokens
         if is_long_enough or request.num_tokens >= self._book.config.max_model_len:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
-from engine.assembly import build_scheduler
-from engine.loop import EngineLoop
+from engine.assembly import build_grammars, build_scheduler
+from engine.grammars.compiler import GrammarCompiler
+from engine.loop import Compiler, EngineLoop
 from engine.runner.load import load_runner
 from engine.runner.runner import TorchRunner
 from kv_transfer.pairs import Identity
@@ -67,7 +68,8 @@ async def serve(
         LedgerRunner(traced.runner(runner), ledger),
         LedgerKvWorker(traced.kv_worker(worker), ledger),
     )
-    engine = EngineLoop(core, name=identity.node_id)
+    compiler: Compiler = GrammarCompiler(build_grammars(runner))
+    engine = EngineLoop(core, name=identity.node_id, compiler=compiler)
     runner.hook = BetweenLayers(worker.layer_done, engine.beat)
     links.attach(worker, engine.post)
     sends = Sends(
@@ -105,5 +107,5 @@ async def serve(
     # From the inside out at the end: the last words on the links need links and server still.
     with Grace(options.drain_timeout_s) as grace:
         async with serving(options.host, options.port, services, tls=options.tls) as server, links:
-            with worker, engine, calls, metrics:
+            with worker, compiler, engine, calls, metrics:
                 await until_drained(server, state, engine, options.stuck_after_s, grace)

@@ -50,6 +50,7 @@ def read_node(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
         counted.WAITING: {
             "waiting": stats.num_waiting,
             "waiting_for_remote_kvs": stats.num_waiting_for_remote_kvs,
+            "waiting_for_fsm": stats.num_waiting_for_fsm,
             "ready": stats.num_ready,
         },
         counted.BLOCKS: blocks_by_state(stats, counters.num_fenced_blocks),

@@ -48,6 +48,7 @@ def _answer(
 def _news_of(scheduler: Scheduler) -> NodeNews:
     stats = scheduler.stats()
     num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
+    num_waiting += stats.num_waiting_for_fsm
     totals = NodeTotals(
         num_prompt_tokens=stats.total_prefix_query_tokens,
         num_hit_tokens=stats.total_prefix_hit_tokens,

@@ -24,15 +24,22 @@ class ConstrainedRow(Protocol):
     @property
     def num_prompt_tokens(self) -> int: ...
 
+    @property
+    def allowed(self) -> Tensor | None: ...
+
 
 def constrain(
     logits: Tensor, rows: Sequence[ConstrainedRow], eos_token_ids: tuple[int, ...]
 ) -> Tensor:
     """A changed copy if any row asks for a change, else the logits themselves."""
+    ruled = [place for place, row in enumerate(rows) if row.allowed is not None]
     asking = [place for place, row in enumerate(rows) if _asks(row)]
-    if not asking:
+    if not (ruled or asking):
         return logits
     logits = logits.clone()
+    if ruled:
+        allowed = torch.stack([row.allowed for row in rows if row.allowed is not None])
+        logits[ruled] = logits[ruled].masked_fill(~allowed.to(logits.device), NEVER)
     for place in asking:
         row, scores = rows[place], logits[place]
         _forbid(scores, row, eos_token_ids)
@@ -76,7 +83,15 @@ def _forbid(scores: Tensor, row: ConstrainedRow, eos_token_ids: tuple[int, ...])
     if _num_outputs(row) < sampling.min_tokens:
         # What would end the answer; with ignore_eos the eos tokens do not.
         ending = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
-        scores[_indices(ending, scores)] = NEVER
+        _forbid_ending(scores, _indices(ending, scores), is_ruled=row.allowed is not None)
+
+
+def _forbid_ending(scores: Tensor, ending: Tensor, *, is_ruled: bool) -> None:
+    """An answer that is whole by its grammar ends, however short it is."""
+    kept = scores[ending]
+    scores[ending] = NEVER
+    if is_ruled and scores.max() == NEVER:
+        scores[ending] = kept
 
 
 def _penalise(scores: Tensor, row: ConstrainedRow) -> None:

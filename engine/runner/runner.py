@@ -20,6 +20,7 @@ from engine.plan import Plan, RunResult
 from engine.runner.attention import PagedAttention
 from engine.runner.batch import PersistentBatch, RowFacts, Step
 from engine.runner.facts import KvMemory, ModelInfo, PassHook
+from engine.runner.grammar_masks import GrammarMasks
 from engine.runner.kv_cache import describe
 from engine.runner.logprobs import token_logprobs
 from engine.runner.model import Decoder
@@ -50,6 +51,7 @@ class TorchRunner:
         self._attention = attention
         self._sampler = Sampler(info.eos_token_ids)
         self._prompts = PromptLogprobs(decoder)
+        self._grammars = GrammarMasks(info.vocab_size)
 
     def __enter__(self) -> TorchRunner:
         return self
@@ -68,6 +70,7 @@ class TorchRunner:
         """One flat forward pass over everything the plan schedules."""
         self._batch.apply(plan)
         self._prompts.forget(plan.dropped)
+        self._grammars.apply(plan)
         if not plan.num_scheduled_tokens:
             return RunResult()
         step = self._batch.step(plan.num_scheduled_tokens)
@@ -98,9 +101,12 @@ class TorchRunner:
     def _sample(self, step: Step, logits: Tensor, result: RunResult) -> None:
         rows = [step.rows[place] for place in step.sampled]
         asked = [self._sample_row(row) for row in rows]
+        asked = self._grammars.applied(rows, asked, result.refusals)
         choices = self._sampler.choose(logits, asked)
         _add_logprobs(logits, rows, choices, result)
         for row, choice in zip(rows, choices, strict=True):
+            if row.request_id in result.refusals:
+                continue
             if choice.token_id is None:
                 result.errors[row.request_id] = choice.error
             elif row.request_id not in result.errors:

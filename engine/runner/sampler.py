@@ -1,8 +1,8 @@
 """From logits to tokens. Each row is treated by its own parameters alone.
 
-The order is vLLM V1's: logprobs are of the raw logits; then allowed and banned tokens,
-min_tokens, logit bias, penalties; greedy rows end there; then temperature, min-p, top-k,
-top-p (renormalised after each), and the draw.
+The order is vLLM V1's, but that logprobs are of the raw logits whatever a grammar allows: then
+comes the grammar; then allowed and banned tokens, min_tokens, logit bias, penalties; greedy rows
+end there; then temperature, min-p, top-k, top-p (renormalised after each), and the draw.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ FIRST_LOOK = 1024
 RACERS_AT_ONCE = 1 << 17
 SMALLEST_TEMPERATURE = 1e-30  # in float32 the next ones are none
 NO_TOKEN_LEFT = "no token may be chosen: the allowed, banned and stop tokens leave none"
+NO_TOKEN_FITS = "no token may be chosen: what the form asks for is not allowed, or banned"
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -35,6 +36,7 @@ class SampleRow:
     seed: int
     known_tokens: Ints  # prompt and outputs; the new token's position is their number
     num_prompt_tokens: int
+    allowed: Tensor | None = None  # [vocab_size] booleans, by its grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,13 @@ class Sampler:
             drawn = _draw(constrained[random], [kept[i] for i in random])
             token_ids[random] = drawn
         return [
-            Choice(None, NO_TOKEN_LEFT) if empty else Choice(token_id)
-            for token_id, empty in zip(token_ids.tolist(), is_empty, strict=True)
+            Choice(None, _why_none(row)) if empty else Choice(token_id)
+            for row, token_id, empty in zip(kept, token_ids.tolist(), is_empty, strict=True)
         ]
+
+
+def _why_none(row: SampleRow) -> str:
+    return NO_TOKEN_LEFT if row.allowed is None else NO_TOKEN_FITS
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -6,10 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.grammar import Grammar
 from engine.plan import Plan, Row, Runner, RunResult
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from kv_transfer.types import BlockId, TokenLogprobs
+from tests.support.models import EOS_TOKEN_ID
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
@@ -23,10 +25,12 @@ class Drive:
     sampling: SamplingParams = GREEDY
     seed: int = 0
     num_tokens: int = 64  # to write
+    grammar: Grammar | None = None
     outputs: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: str | None = None
+    refusal: str | None = None
     block_ids: list[BlockId] = field(default_factory=list)
     num_computed: int = 0
     is_in_batch: bool = False
@@ -37,7 +41,12 @@ class Drive:
 
     @property
     def is_done(self) -> bool:
-        return self.error is not None or len(self.outputs) >= self.num_tokens
+        has_failed = self.error is not None or self.refusal is not None
+        return has_failed or len(self.outputs) >= self.num_tokens or self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.grammar is not None and self.outputs[-1:] == [EOS_TOKEN_ID]
 
 
 class Driver:
@@ -117,6 +126,7 @@ class Driver:
         drive.logprobs += result.logprobs.get(drive.request_id, [])
         drive.prompt_logprobs += result.prompt_logprobs.get(drive.request_id, [])
         drive.error = result.errors.get(drive.request_id)
+        drive.refusal = result.refusals.get(drive.request_id)
         if drive.is_done:
             self._leave(drive)
             del self._drives[drive.request_id]
@@ -153,4 +163,5 @@ def _row(drive: Drive) -> Row:
         block_ids=tuple(drive.block_ids),
         sampling=drive.sampling,
         seed=drive.seed,
+        grammar=drive.grammar,
     )

@@ -9,22 +9,34 @@ from engine.request import ClientId, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.structured_outputs import StructuredOutputs
 from tests.support.fake_runner import FakeRunner, KvTensor
 
 VOCAB_SIZE = 1000
+EOS_TOKEN_ID = VOCAB_SIZE - 1
 
 
 def an_engine(
     *, num_blocks: int = 64, runner: Runner | None = None, kv_worker: KvWorker | None = None
 ) -> EngineCore:
     cache = CacheConfig(num_blocks=num_blocks, block_size=4)
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs=8, vocab_size=VOCAB_SIZE), cache)
+    config = SchedulerConfig(
+        max_num_seqs=8, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_TOKEN_ID})
+    )
+    scheduler = Scheduler(config, cache)
     fake = FakeRunner(KvTensor(num_blocks, cache.block_size), VOCAB_SIZE)
     return EngineCore(scheduler, runner or fake, kv_worker or NoKvWorker())
 
 
 def a_spec(
-    name: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4, client: str = "me"
+    name: str = "a",
+    *,
+    prompt: tuple[int, ...] = (1, 2, 3),
+    max_tokens: int = 4,
+    client: str = "me",
+    form: StructuredOutputs | None = None,
 ) -> RequestSpec:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=form is None, structured_outputs=form
+    )
     return RequestSpec(RequestId(name), prompt, sampling, seed=0, client_id=ClientId(client))

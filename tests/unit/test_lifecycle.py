@@ -11,6 +11,8 @@ from engine.lifecycle import RequestStatus as Status
 from tests.support.requests import make_request
 
 ALLOWED = {
+    (Status.WAITING_FOR_FSM, Status.WAITING),
+    (Status.WAITING_FOR_FSM, Status.FINISHED),
     (Status.WAITING, Status.WAITING_FOR_REMOTE_KVS),
     (Status.WAITING, Status.RUNNING),
     (Status.WAITING, Status.FINISHED),

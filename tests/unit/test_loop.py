@@ -10,11 +10,13 @@ import pytest
 
 from engine.core import EngineCore
 from engine.errors import EngineStopped, InvalidRequest
-from engine.loop import EngineLoop
+from engine.grammars.compiler import GrammarCompiler
+from engine.loop import Compiler, EngineLoop
 from engine.plan import Plan, RunResult
 from engine.request import ClientId, FinishReason, Output, RequestId
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
+from tests.support.grammars import BAD, GOOD, SLOW, HeldLibrary
 
 ME = ClientId("me")
 LONG = 10_000  # more tokens than a test waits for, fewer than the model may write
@@ -46,10 +48,19 @@ class Client:
 
 
 @contextmanager
-def a_loop(engine: EngineCore | None = None) -> Iterator[tuple[EngineLoop, Client]]:
+def a_loop(
+    engine: EngineCore | None = None, compiler: Compiler | None = None
+) -> Iterator[tuple[EngineLoop, Client]]:
     client = Client()
-    with EngineLoop(engine or an_engine()) as loop:
+    with EngineLoop(engine or an_engine(), compiler=compiler) as loop:
         loop.attach(ME, client.deliver)
+        yield loop, client
+
+
+@contextmanager
+def a_loop_with(library: HeldLibrary) -> Iterator[tuple[EngineLoop, Client]]:
+    compiler: Compiler = GrammarCompiler(library)
+    with compiler, a_loop(an_engine(num_blocks=4096), compiler) as (loop, client):
         yield loop, client
 
 
@@ -148,3 +159,45 @@ def test_the_heart_beats_with_every_turn() -> None:
         turned.get(timeout=PATIENCE_S)
 
         assert loop.since_last_beat_s() == 0.0
+
+
+def test_while_one_waits_for_its_grammar_others_are_answered() -> None:
+    library = HeldLibrary()
+    with a_loop_with(library) as (loop, client):
+        loop.submit(a_spec("slow", form=SLOW, max_tokens=1))
+        loop.submit(a_spec("good", form=GOOD, max_tokens=1))
+        loop.submit(a_spec("plain", max_tokens=1))
+        before = {client.last_output().request_id for _ in range(2)}
+        library.may_end.set()
+        after = client.last_output()
+
+    assert before == {"good", "plain"}
+    assert after.request_id == "slow"
+    assert after.finish_reason is FinishReason.LENGTH
+
+
+def test_a_grammar_that_cannot_be_had_is_told_as_the_requests_own_fault() -> None:
+    with a_loop_with(HeldLibrary()) as (loop, client):
+        loop.submit(a_spec("bad", form=BAD))
+
+        refusal = client.last_output()
+
+    assert refusal.is_refused
+    assert refusal.error == "it is bad"
+
+
+def test_an_abort_reaches_one_that_waits_for_its_grammar() -> None:
+    library = HeldLibrary()
+    with a_loop_with(library) as (loop, client):
+        loop.submit(a_spec("slow", form=SLOW))
+        loop.abort(RequestId("slow"))
+
+        ended = client.last_output()
+        library.may_end.set()
+
+    assert ended.finish_reason is FinishReason.ABORT
+
+
+def test_where_nothing_compiles_a_form_is_refused_on_the_callers_thread() -> None:
+    with a_loop() as (loop, _), pytest.raises(InvalidRequest, match="nothing compiles"):
+        loop.submit(a_spec(form=GOOD))

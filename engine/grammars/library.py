@@ -1,0 +1,239 @@
+"""Grammars by llguidance: the one module that knows it. Any thread may compile.
+
+What it cannot keep an answer to, it refuses: a keyword that it does not know how to enforce is
+an error, never left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from time import thread_time
+from typing import Any, NoReturn
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from engine.errors import InvalidRequest
+from engine.grammar import Bits
+from engine.grammars.endless import check_grammar_ends, check_schema_ends
+from engine.structured_outputs import FIELD, MOST_CHARACTERS, StructuredOutputs
+
+ANY_OBJECT = '{"type": "object"}'
+# A space, or a new line with its indentation: as much as anybody's JSON needs. With more allowed,
+# a weak model writes nothing else until its tokens are over.
+WHITESPACE = r"( |\n[ \t]{0,64})?"
+MOST_REASON_CHARACTERS = 400
+BITS_PER_WORD = 32
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# Of processor time: no other thread's work counts. Nothing in earnest comes near.
+MOST_TO_COMPILE_S = 3.0
+MOST_TO_LOOK_S = 0.5
+MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
+# How much work and memory one grammar may cost: see docs/adr/0025.
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_items_in_row=1_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class GrammarChecks:
+    """For those who want to know whether nodes would take it, and have no tokenizer."""
+
+    def compile(self, wanted: StructuredOutputs) -> Checked:
+        """Raises InvalidRequest for what no node would take. Nodes find out more."""
+        is_wrong, told = llguidance.LLMatcher.validate_grammar_with_warnings(
+            _definition(wanted), None, limits=LIMITS
+        )
+        if is_wrong:
+            raise _refusal(wanted, told[0])
+        return Checked()
+
+
+class Checked:
+    """Nothing is known against it."""
+
+
+class GrammarLibrary:
+    """Compiles for one model's vocabulary. The tokenizer is read when it is first needed.
+
+    On threads with deep stacks: what is far down in a long chain of rules is reached by recursion.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._path = folder / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._reading = threading.Lock()
+
+    def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        """Raises InvalidRequest, with the reason. Takes up to seconds, without the GIL."""
+        tokenizer = self._read_tokenizer()
+        began_s = thread_time()
+        matcher = llguidance.LLMatcher(tokenizer, _definition(wanted), log_level=0, limits=LIMITS)
+        grammar = CompiledGrammar(wanted, matcher)
+        # The first look is often the most expensive, and tells whether anything fits at all.
+        grammar.matcher().fill(np.zeros(num_words(self._vocab_size), dtype=np.int32))
+        _check_cost(wanted, began_s, MOST_TO_COMPILE_S)
+        return grammar
+
+    def _read_tokenizer(self) -> llguidance.LLTokenizer:
+        with self._reading:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = llguidance.LLTokenizer(
+                        self._path.read_text(encoding="utf-8"),
+                        n_vocab=self._vocab_size,
+                        eos_token=self._eos_token_ids,
+                    )
+                except (OSError, ValueError) as error:
+                    raise InvalidRequest(
+                        f"{FIELD} cannot be kept to here: of this model's tokenizer no grammar "
+                        f"can be made: {error}",
+                        FIELD,
+                    ) from error
+            return self._tokenizer
+
+
+class CompiledGrammar:
+    """Its matchers share what they find out about it, so that each knows it sooner."""
+
+    def __init__(self, wanted: StructuredOutputs, start: llguidance.LLMatcher) -> None:
+        self._wanted = wanted
+        self._start = start
+        if start.is_error():
+            raise _refusal(wanted, start.get_error())
+
+    def matcher(self) -> GrammarMatcher:
+        return GrammarMatcher(self._wanted, self._start.deep_copy())
+
+
+class GrammarMatcher:
+    def __init__(self, wanted: StructuredOutputs, matcher: llguidance.LLMatcher) -> None:
+        self._wanted = wanted
+        self._matcher = matcher
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise self._trouble()
+
+    def fill(self, allowed: Bits) -> None:
+        began_s = thread_time()
+        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        if self._matcher.is_error():
+            raise self._trouble()
+        if not allowed.any():
+            raise _refusal(self._wanted, "no token can come next")
+        _check_cost(self._wanted, began_s, MOST_TO_LOOK_S)
+
+    def _trouble(self) -> InvalidRequest:
+        return _refusal(self._wanted, self._matcher.get_error())
+
+
+def num_words(vocab_size: int) -> int:
+    """How long a mask is."""
+    return -(-vocab_size // BITS_PER_WORD)
+
+
+def _definition(wanted: StructuredOutputs) -> str:
+    """In llguidance's own form. Raises InvalidRequest."""
+    try:
+        wanted.text.encode()
+    except UnicodeEncodeError:
+        raise _refusal(wanted, "it holds half a surrogate pair, which is no text") from None
+    if wanted.choice:
+        return llguidance.grammar_from("choice", json.dumps(wanted.choice))
+    if wanted.regex is not None:
+        return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.grammar is not None:
+        return _of_grammar(wanted, wanted.grammar)
+    return _of_schema(wanted, ANY_OBJECT if wanted.json is None else wanted.json)
+
+
+def _of_grammar(wanted: StructuredOutputs, text: str) -> str:
+    check_grammar_ends(text)
+    if not GBNF_RULE.search(text):
+        return llguidance.LLMatcher.grammar_from_lark(text)
+    try:
+        return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+    except Exception as error:  # its parser raises whatever it comes to
+        raise _refusal(wanted, f"it is no GBNF: {error}") from error
+
+
+def _of_schema(wanted: StructuredOutputs, text: str) -> str:
+    try:
+        schema = _parsed(wanted, text)
+        check_schema_ends(schema)
+        _check_patterns(wanted, schema)
+    except RecursionError:
+        raise _refusal(wanted, "it is nested too deeply") from None
+    if schema is True:
+        text = "{}"
+    elif schema is False:
+        raise _refusal(wanted, "nothing fits the schema false")
+    options: Any = {"lenient": False, "item_separator": ",", "key_separator": ":"}
+    if wanted.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = WHITESPACE
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+    except ValueError as error:
+        raise _refusal(wanted, str(error)) from error
+
+
+def _parsed(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise _refusal(wanted, f"it is no JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        kind = "a list" if isinstance(schema, list) else type(schema).__name__
+        raise _refusal(wanted, f"a JSON schema is an object or a boolean; this is {kind}")
+    return schema
+
+
+def _check_patterns(wanted: StructuredOutputs, schema: Any) -> None:
+    """An expression inside a schema is as dear as one that stands alone."""
+    if isinstance(schema, dict):
+        of_names = schema.get("patternProperties")
+        patterns = [schema.get("pattern"), *(of_names if isinstance(of_names, dict) else ())]
+        for pattern in patterns:
+            if isinstance(pattern, str) and len(pattern) > MOST_PATTERN_CHARACTERS:
+                raise _refusal(
+                    wanted,
+                    f"it has a pattern of {len(pattern)} characters; at most "
+                    f"{MOST_PATTERN_CHARACTERS} may be",
+                )
+    inner = schema.values() if isinstance(schema, dict) else schema
+    for each in inner if isinstance(schema, dict | list) else ():
+        _check_patterns(wanted, each)
+
+
+def _check_cost(wanted: StructuredOutputs, began_s: float, most_s: float) -> None:
+    took_s = thread_time() - began_s
+    if took_s > most_s:
+        raise _refusal(wanted, f"a step of it took {took_s:.1f} s; make it simpler")
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _refusal(wanted: StructuredOutputs, reason: str) -> InvalidRequest:
+    told = " ".join(reason.removesuffix("<non-verbose/>").split())
+    if told == "NoExtensionBias":
+        told = "no answer can fit it"
+    if len(told) > MOST_REASON_CHARACTERS:
+        told = f"{told[:MOST_REASON_CHARACTERS]}…"
+    return InvalidRequest(f"{FIELD}.{wanted.form} cannot be kept to: {told}", FIELD)

@@ -1,0 +1,263 @@
+"""Grammars in the runner: its masks against trying every token, alone, in company, put back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.text import Tokenizer
+from engine.errors import InvalidRequest
+from engine.grammar import Bits, Grammar, Matcher
+from engine.grammars.library import GrammarLibrary
+from engine.request import RequestId
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.runner import TorchRunner
+from engine.runner.sampler import NO_TOKEN_FITS
+from engine.sampling import SamplingParams
+from engine.structured_outputs import StructuredOutputs
+from tests.support.driving import Drive, Driver
+from tests.support.models import (
+    EOS_TOKEN_ID,
+    VARIANTS,
+    VOCAB_SIZE,
+    make_model_folder,
+    prompt_of,
+    reference_logprobs,
+)
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 60
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 2},
+        "n": {"type": "integer", "minimum": -99, "maximum": 999},
+    },
+    "required": ["name", "tags", "n"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json": StructuredOutputs(json=json.dumps(SCHEMA), disable_any_whitespace=True),
+    "regex": StructuredOutputs(regex="[a-f]{3,9}(-[0-9é]{2}){2}"),
+    "choice": StructuredOutputs(choice=("the quick", "the lazy dog", "東京")),
+    "grammar": StructuredOutputs(grammar='root ::= "(" root ")" | [a-c]{1,4}'),
+}
+GREEDY = {"temperature": 0.0, "max_tokens": 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Iterator[TorchRunner]:
+    block_bytes = 2 * 2 * 2 * 16 * BLOCK_SIZE * 4
+    config = RunnerConfig(
+        str(folder), block_size=BLOCK_SIZE, kv_cache_bytes=NUM_BLOCKS * block_bytes
+    )
+    with load_runner(config) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> GrammarLibrary:
+    return GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_greedy_takes_the_likeliest_of_the_tokens_that_fit_when_tried(
+    name: str, folder: Path, runner: TorchRunner, library: GrammarLibrary
+) -> None:
+    asked = drive(library, FORMS[name], num_tokens=64)
+
+    (answer,) = driver(runner).run(asked)
+
+    assert answer[-1] == EOS_TOKEN_ID
+    assert answer == _by_trying(folder, asked, Tokenizer.from_folder(folder))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_in_company_in_chunks_and_put_back_an_answer_is_the_same(
+    name: str, runner: TorchRunner, library: GrammarLibrary
+) -> None:
+    alone = [
+        driver(runner).run(drive(library, FORMS[name], seed=seed, temperature=1.0))[0]
+        for seed in range(3)
+    ]
+    mixed = Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, chunk=7)
+    company = [drive(library, FORMS[name], seed=seed, temperature=1.0) for seed in range(3)]
+    others = [replace(drive(library, None), request_id=RequestId(f"plain{i}")) for i in range(2)]
+    for number, one in enumerate(company):
+        one.request_id = RequestId(f"ruled{number}")
+    for one in (*others, *company):
+        mixed.add(one)
+    for _ in range(6):
+        mixed.step()
+    mixed.preempt(company[1].request_id)
+    while not all(one.is_done for one in (*others, *company)):
+        mixed.step()
+    mixed.flush()
+
+    assert [one.outputs for one in company] == alone
+    (plain,) = driver(runner).run(drive(library, None))
+    assert [one.outputs for one in others] == [plain, plain]
+
+
+def test_an_answer_begun_elsewhere_goes_on_from_its_tokens(
+    runner: TorchRunner, library: GrammarLibrary
+) -> None:
+    """As after a hand-off, where the first token comes from the peer, and after a migration."""
+    (whole,) = driver(runner).run(drive(library, FORMS["json"]))
+    for num_given in (1, 5, len(whole) - 1):
+        rest = drive(library, FORMS["json"])
+        rest.outputs = whole[:num_given]
+
+        (answer,) = driver(runner).run(rest)
+
+        assert answer == whole
+
+
+def test_each_token_is_taken_once(runner: TorchRunner, library: GrammarLibrary) -> None:
+    class Noted:
+        """A grammar that remembers what its one matcher is told."""
+
+        def __init__(self, grammar: Grammar) -> None:
+            self._matcher: Matcher = grammar.matcher()
+            self.taken: list[int] = []
+
+        def matcher(self) -> Matcher:
+            return self
+
+        def advance(self, token_ids: Sequence[int]) -> None:
+            self.taken += token_ids
+            self._matcher.advance(token_ids)
+
+        def fill(self, allowed: Bits) -> None:
+            self._matcher.fill(allowed)
+
+    noted = Noted(library.compile(FORMS["regex"]))
+    asked = replace(drive(library, None), grammar=noted)
+
+    (answer,) = driver(runner).run(asked)
+
+    assert answer[-1] == EOS_TOKEN_ID
+    assert noted.taken == answer[:-1]
+
+
+def test_logprobs_are_the_models_own_whatever_the_grammar_forbids(
+    folder: Path, runner: TorchRunner, library: GrammarLibrary
+) -> None:
+    asked = drive(library, FORMS["regex"], logprobs=3)
+
+    driver(runner).run(asked)
+
+    reference = reference_logprobs(folder, asked.tokens)[len(asked.prompt) - 1 :]
+    ranks = [told.rank for told in asked.logprobs]
+    assert max(ranks) > 1  # what it was let to write is not what it would have
+    for told, row in zip(asked.logprobs, reference, strict=False):
+        assert told.logprob == pytest.approx(float(row[told.token_id]), abs=1e-3)
+        assert told.top[0][1] == pytest.approx(float(row.max()), abs=1e-3)
+
+
+def test_before_min_tokens_it_ends_only_if_nothing_else_may_follow(
+    runner: TorchRunner, library: GrammarLibrary
+) -> None:
+    fixed = StructuredOutputs(regex="abc")
+    open_ended = StructuredOutputs(regex="[a-z]+")
+
+    (short,) = driver(runner).run(drive(library, fixed, min_tokens=30))
+    (long,) = driver(runner).run(drive(library, open_ended, min_tokens=12, num_tokens=13))
+
+    assert short[-1] == EOS_TOKEN_ID
+    assert len(short) <= 4
+    assert EOS_TOKEN_ID not in long[:12]
+
+
+def test_a_form_that_the_other_settings_forbid_ends_with_their_names(
+    runner: TorchRunner, library: GrammarLibrary
+) -> None:
+    asked = drive(library, FORMS["choice"], allowed_token_ids=(EOS_TOKEN_ID,))
+
+    driver(runner).run(asked)
+
+    assert asked.error == NO_TOKEN_FITS
+
+
+def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(
+    runner: TorchRunner, library: GrammarLibrary
+) -> None:
+    bad, good = drive(library, FORMS["regex"]), drive(library, FORMS["regex"])
+    bad.outputs = [EOS_TOKEN_ID + 1, 3]
+    good.request_id = RequestId("good")
+
+    driver(runner).run(bad, good)
+
+    assert bad.refusal is not None
+    assert good.refusal is None
+    assert good.outputs == driver(runner).run(drive(library, FORMS["regex"]))[0]
+
+
+def drive(
+    library: GrammarLibrary,
+    form: StructuredOutputs | None,
+    *,
+    seed: int = 0,
+    num_tokens: int = 64,
+    **sampling: Any,
+) -> Drive:
+    return Drive(
+        RequestId("r"),
+        prompt_of(30),
+        SamplingParams(**{**GREEDY, **sampling}),
+        seed=seed,
+        num_tokens=num_tokens,
+        grammar=None if form is None else library.compile(form),
+    )
+
+
+def driver(runner: TorchRunner) -> Driver:
+    return Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, chunk=20)
+
+
+def _by_trying(folder: Path, asked: Drive, tokenizer: Tokenizer) -> list[int]:
+    """Each time the likeliest token, by another implementation, that a fresh matcher takes.
+
+    Where but one text can follow, a grammar lets it be written in the tokenizer's own way alone.
+    """
+    assert asked.grammar is not None
+    answer: list[int] = []
+    while len(answer) < asked.num_tokens and EOS_TOKEN_ID not in answer:
+        order = reference_logprobs(folder, (*asked.prompt, *answer))[-1].argsort(descending=True)
+        fitting = [token for token in order.tolist() if _fits(asked.grammar, [*answer, token])]
+        longest = max(fitting, key=lambda token: len(_spelled(tokenizer, token)))
+        only_text = _spelled(tokenizer, longest)
+        is_forced = all(only_text.startswith(_spelled(tokenizer, token)) for token in fitting)
+        answer.append(longest if is_forced else fitting[0])
+    return answer
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> bytes:
+    return tokenizer.token(token).raw
+
+
+def _fits(grammar: Grammar, tokens: list[int]) -> bool:
+    try:
+        grammar.matcher().advance(tokens)
+    except InvalidRequest:
+        return False
+    return True

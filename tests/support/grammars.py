@@ -1,0 +1,48 @@
+"""Doubles for grammars: one whose every answer fits, and a library that a test holds up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequest
+from engine.grammar import Bits, Matcher
+from engine.structured_outputs import StructuredOutputs
+
+PATIENCE_S = 30.0  # only a hanging test ever waits so long
+BAD = StructuredOutputs(regex="bad")
+GOOD = StructuredOutputs(regex="good")
+SLOW = StructuredOutputs(regex="slow")
+
+
+class AnyAnswer:
+    """A grammar and its matchers in one: every token fits."""
+
+    def matcher(self) -> Matcher:
+        return self
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def fill(self, allowed: Bits) -> None:
+        allowed.fill(-1)
+
+
+@dataclass(slots=True)
+class HeldLibrary:
+    """SLOW is compiled once the test says so, BAD never."""
+
+    has_begun: threading.Event = field(default_factory=threading.Event)
+    may_end: threading.Event = field(default_factory=threading.Event)
+    compiled: list[StructuredOutputs] = field(default_factory=list)
+
+    def compile(self, wanted: StructuredOutputs) -> AnyAnswer:
+        if wanted == SLOW:
+            self.has_begun.set()
+            if not self.may_end.wait(PATIENCE_S):
+                raise TimeoutError("nobody let it end")
+        self.compiled.append(wanted)
+        if wanted == BAD:
+            raise InvalidRequest("it is bad")
+        return AnyAnswer()

@@ -1,0 +1,119 @@
+"""Compiling on threads: who is told what, how often the work is done, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.grammars.compiler import GrammarCompiler
+from engine.structured_outputs import StructuredOutputs
+from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, AnyAnswer, HeldLibrary
+
+Outcome = AnyAnswer | InvalidRequest
+Told = tuple[str, Outcome]
+
+
+class Listener:
+    def __init__(self) -> None:
+        self._told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+
+    def hears(self, name: str) -> Callable[[Outcome], None]:
+        return lambda outcome: self._told.put((name, outcome))
+
+    def next(self) -> Told:
+        return self._told.get(timeout=PATIENCE_S)
+
+    @property
+    def has_heard_nothing(self) -> bool:
+        return self._told.empty()
+
+
+def test_a_slow_one_holds_up_no_other() -> None:
+    library, listener = HeldLibrary(), Listener()
+    with GrammarCompiler(library) as compiler:
+        compiler.start(SLOW, listener.hears("slow"))
+        library.has_begun.wait(PATIENCE_S)
+        compiler.start(GOOD, listener.hears("good"))
+
+        first, _ = listener.next()
+        library.may_end.set()
+        second, _ = listener.next()
+
+    assert (first, second) == ("good", "slow")
+
+
+def test_those_that_ask_for_the_same_wait_for_the_same_work() -> None:
+    library, listener = HeldLibrary(), Listener()
+    with GrammarCompiler(library) as compiler:
+        compiler.start(SLOW, listener.hears("a"))
+        library.has_begun.wait(PATIENCE_S)
+        compiler.start(SLOW, listener.hears("b"))
+        library.may_end.set()
+        told = dict([listener.next(), listener.next()])
+        compiler.start(SLOW, listener.hears("c"))
+        name, later = listener.next()
+
+    assert library.compiled == [SLOW]
+    assert name == "c"
+    assert told["a"] is told["b"] is later
+
+
+def test_a_refusal_is_told_and_not_remembered() -> None:
+    library, listener = HeldLibrary(), Listener()
+    with GrammarCompiler(library) as compiler:
+        for _ in range(2):
+            compiler.start(BAD, listener.hears("bad"))
+            _, outcome = listener.next()
+            assert isinstance(outcome, InvalidRequest)
+
+    assert library.compiled == [BAD, BAD]
+
+
+def test_a_bug_of_the_library_is_told_as_a_refusal_and_ends_no_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(BaseException):
+        """As a foreign library may raise."""
+
+    class BrokenLibrary(HeldLibrary):
+        def compile(self, wanted: StructuredOutputs) -> AnyAnswer:
+            if wanted == BAD:
+                raise Broken
+            return super().compile(wanted)
+
+    listener = Listener()
+    with GrammarCompiler(BrokenLibrary(), num_threads=1) as compiler:
+        compiler.start(BAD, listener.hears("bad"))
+        _, refusal = listener.next()
+        compiler.start(GOOD, listener.hears("good"))
+        _, grammar = listener.next()
+
+    assert isinstance(refusal, InvalidRequest)
+    assert isinstance(grammar, AnyAnswer)
+    assert "a bug" in caplog.text
+
+
+def test_only_so_many_are_remembered_and_the_one_used_longest_ago_goes() -> None:
+    library, listener = HeldLibrary(), Listener()
+    one, two, three = (StructuredOutputs(regex=text) for text in ("1", "2", "3"))
+    with GrammarCompiler(library, num_threads=1, most_remembered=2) as compiler:
+        for wanted in (one, two, one, three, one, two):
+            compiler.start(wanted, listener.hears("it"))
+            listener.next()
+
+    assert library.compiled == [one, two, three, two]
+
+
+def test_at_the_end_no_thread_is_left_behind() -> None:
+    library, listener = HeldLibrary(), Listener()
+    with GrammarCompiler(library) as compiler:
+        compiler.start(SLOW, listener.hears("slow"))
+        library.has_begun.wait(PATIENCE_S)
+        assert any(thread.name.startswith("grammars") for thread in threading.enumerate())
+        library.may_end.set()
+
+    assert not any(thread.name.startswith("grammars") for thread in threading.enumerate())

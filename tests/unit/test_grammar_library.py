@@ -1,0 +1,253 @@
+"""What is asked for, compiled for a real tokenizer: what fits, what is refused, and why."""
+
+from __future__ import annotations
+
+import json
+import queue
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.text import Tokenizer
+from engine.errors import InvalidRequest
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.library import (
+    CompiledGrammar,
+    GrammarChecks,
+    GrammarLibrary,
+    num_words,
+)
+from engine.structured_outputs import MOST_CHOICES, StructuredOutputs
+from tests.support.grammars import PATIENCE_S
+from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
+
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+ENDLESS = {
+    "$defs": {
+        "n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+    },
+    "$ref": "#/$defs/n",
+}
+ENDLESS_LIST = {"type": "array", "minItems": 1, "items": {"$ref": "#"}}
+LINKED = {
+    "$defs": {
+        "n": {
+            "type": "object",
+            "properties": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/n",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    (path / "config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> GrammarLibrary:
+    return GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(folder)
+
+
+FITTING: list[tuple[StructuredOutputs, list[str], list[str]]] = [
+    (
+        StructuredOutputs(json=json.dumps(OBJECT)),
+        ['{"a":1}', '{ "a" : -12 }', '{\n  "a": 1\n}'],
+        ['{"a":"1"}', "{}", '{"a":1,"b":2}', '{"a":1} ', '{  "a":1}', ""],
+    ),
+    (
+        StructuredOutputs(json=json.dumps(OBJECT), disable_any_whitespace=True),
+        ['{"a":1}'],
+        ['{"a": 1}', '{\n"a":1}'],
+    ),
+    (StructuredOutputs(json=json.dumps(LINKED)), ['{"n":{"n":null}}'], ['{"n":{"n":1}}']),
+    (StructuredOutputs(json="true"), ["1", "[]", '"é"'], ["nope"]),
+    (StructuredOutputs(json_object=True), ["{}", '{"b":[1,null]}'], ["[]", "1"]),
+    (StructuredOutputs(regex="[a-c]{2,3}"), ["ab", "abc"], ["a", "abcd", "xx"]),
+    (StructuredOutputs(regex=""), [""], ["a"]),
+    (
+        StructuredOutputs(choice=("yes", 'a "quoted"\\ one\n', "東京")),
+        ["yes", 'a "quoted"\\ one\n', "東京"],
+        ["ye", "yess", "no"],
+    ),
+    (StructuredOutputs(grammar='start: N ("+" N)*\nN: /[0-9]+/'), ["1", "1+23"], ["+", "1+"]),
+    (StructuredOutputs(grammar='root ::= "a" root | "b"'), ["b", "aab"], ["a", "c"]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "good", "bad"), FITTING, ids=lambda one: str(one)[:40])
+def test_what_fits_may_be_written_to_its_end_and_nothing_else(
+    wanted: StructuredOutputs,
+    good: list[str],
+    bad: list[str],
+    library: GrammarLibrary,
+    tokenizer: Tokenizer,
+) -> None:
+    grammar = library.compile(wanted)
+    assert [text for text in good if not _is_whole(grammar, tokenizer, text)] == []
+    assert [text for text in bad if _is_whole(grammar, tokenizer, text)] == []
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no json": ({"json": "{"}, "no JSON"),
+    "nan": ({"json": '{"minimum": NaN}'}, "NaN is no JSON"),
+    "a list": ({"json": "[1]"}, "a JSON schema is an object or a boolean; this is a list"),
+    "a number": ({"json": "1"}, "this is int"),
+    "no such type": ({"json": '{"type": "strnig"}'}, "strnig"),
+    "type is a number": ({"json": '{"type": 5}'}, "type must be"),
+    "properties is a list": ({"json": '{"properties": []}'}, "properties must be"),
+    "what cannot be enforced": ({"json": '{"not": {}}'}, "not"),
+    "told to be lenient": (
+        {"json": '{"x-guidance": {"lenient": true}, "not": {}}'},
+        "Unimplemented",
+    ),
+    "false": ({"json": "false"}, "nothing fits"),
+    "contradiction": ({"json": '{"type": "integer", "minimum": 5, "maximum": 3}'}, "minimum"),
+    "from elsewhere": ({"json": '{"$ref": "http://example.com/s.json"}'}, "example.com"),
+    "itself": ({"json": '{"$ref": "#"}'}, "never ends"),
+    "endless": ({"json": json.dumps(ENDLESS)}, "never ends"),
+    "endless list": ({"json": json.dumps(ENDLESS_LIST)}, "never ends"),
+    "nested 60 deep, 400": ({"json": '{"items":' * 400 + "{}" + "}" * 400}, "recursion|deeply"),
+    "nested 5000 deep": ({"json": "[" * 5000}, "deeply"),
+    "long pattern": ({"json": json.dumps({"pattern": "a?" * 3000})}, "pattern of 6000"),
+    "half a character": ({"json": '{"const": "\\ud800"}'}, "hex escape|surrogate"),
+    "open bracket": ({"regex": "(a"}, "unclosed group"),
+    "back reference": ({"regex": r"(a)\1"}, "backreferences"),
+    "look ahead": ({"regex": "(?=a)b"}, "look-around"),
+    "no text at all": ({"regex": "[^\\s\\S]"}, "no answer can fit"),
+    "no lark": ({"grammar": "start: ("}, ".+"),
+    "no start": ({"grammar": 'a: "b"'}, "start"),
+    "file": ({"grammar": '%import /etc/passwd\nstart: "a"'}, ".+"),
+    "endless lark": ({"grammar": 'start: "a" start'}, "never ends"),
+    "endless gbnf": ({"grammar": 'root ::= "a" b\nb ::= root | "(" b ")"'}, "never ends"),
+    "deep lark": ({"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}, "nested"),
+    "deep gbnf": ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "recursion"),
+}
+
+
+@pytest.mark.parametrize(("wanted", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_kept_to_is_refused_with_the_reason(
+    wanted: dict[str, Any], reason: str, library: GrammarLibrary
+) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as refusal:
+        library.compile(StructuredOutputs(**wanted))
+
+    assert refusal.value.field == "structured_outputs"
+    assert len(str(refusal.value)) < 600
+
+
+FOUND_WITH_A_TOKENIZER = {"no text at all"}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - FOUND_WITH_A_TOKENIZER))
+def test_nearly_all_of_it_is_found_without_a_tokenizer_too(name: str) -> None:
+    wanted, reason = REFUSED[name]
+    with pytest.raises(InvalidRequest, match=reason):
+        GrammarChecks().compile(StructuredOutputs(**wanted))
+
+
+@pytest.mark.parametrize(("wanted", "good", "bad"), FITTING, ids=lambda one: str(one)[:40])
+def test_what_fits_is_not_refused_by_the_checks(
+    wanted: StructuredOutputs, good: list[str], bad: list[str]
+) -> None:
+    GrammarChecks().compile(wanted)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "none of them"),
+    "two": ({"regex": "a", "json": "{}"}, "json and regex"),
+    "whitespace of a regex": ({"regex": "a", "disable_any_whitespace": True}, "says nothing"),
+    "empty choice": ({"choice": ("a", "")}, "empty text"),
+    "too many": ({"choice": tuple(map(str, range(MOST_CHOICES + 1)))}, "at most 1024"),
+    "too long": ({"regex": "a" * 5000}, "5000 characters; at most 4096"),
+    "half a character": ({"choice": ("\ud800",)}, "surrogate"),
+}
+
+
+@pytest.mark.parametrize(("wanted", "reason"), WRONG.values(), ids=WRONG.keys())
+def test_what_makes_no_sense_is_refused(wanted: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        GrammarChecks().compile(StructuredOutputs(**wanted))
+
+
+def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) -> None:
+    """On a thread with an ordinary stack this ended the process."""
+    rules = "".join(f"r{n}: r{n + 1}\n" for n in range(1300))
+    wanted = StructuredOutputs(grammar=f'start: r0\n{rules}r1300: "a"')
+    outcomes: queue.SimpleQueue[CompiledGrammar | InvalidRequest] = queue.SimpleQueue()
+    library = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+
+    with GrammarCompiler[CompiledGrammar](library) as compiler:
+        compiler.start(wanted, outcomes.put)
+        outcome = outcomes.get(timeout=PATIENCE_S)
+
+    assert isinstance(outcome, CompiledGrammar)
+
+
+def test_without_a_tokenizer_it_is_told_what_is_missing(tmp_path: Path) -> None:
+    library = GrammarLibrary(tmp_path, VOCAB_SIZE, (EOS_TOKEN_ID,))
+
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
+        library.compile(StructuredOutputs(regex="a"))
+
+
+def test_where_an_answer_stands_follows_from_its_tokens_however_they_came(
+    library: GrammarLibrary, tokenizer: Tokenizer
+) -> None:
+    grammar = library.compile(StructuredOutputs(json=json.dumps(LINKED)))
+    tokens = tokenizer.encode('{"n": {"n":', add_special_tokens=False)
+    at_once, one_by_one = grammar.matcher(), grammar.matcher()
+    at_once.advance(tokens)
+    for token in tokens:
+        one_by_one.advance([token])
+        _allowed(one_by_one)
+
+    assert _allowed(at_once) == _allowed(one_by_one) != _allowed(grammar.matcher())
+
+
+def test_every_end_token_of_the_model_may_end_it(folder: Path) -> None:
+    library = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID, 1))
+    matcher = library.compile(StructuredOutputs(regex="")).matcher()
+
+    assert _allowed(matcher) == {1, EOS_TOKEN_ID}
+
+
+def test_tokens_that_do_not_fit_are_told_of(library: GrammarLibrary, tokenizer: Tokenizer) -> None:
+    matcher = library.compile(StructuredOutputs(regex="[0-9]+")).matcher()
+
+    with pytest.raises(InvalidRequest, match="cannot be kept to"):
+        matcher.advance(tokenizer.encode("no", add_special_tokens=False))
+
+
+def _is_whole(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
+    matcher = grammar.matcher()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in _allowed(matcher):
+            return False
+        matcher.advance([token])
+    return EOS_TOKEN_ID in _allowed(matcher)
+
+
+def _allowed(matcher: Any) -> set[int]:
+    bits = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
+    matcher.fill(bits)
+    flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(flags).tolist())

@@ -1,0 +1,205 @@
+"""WAITING_FOR_FSM: a request waits for its grammar and holds up nobody."""
+
+from __future__ import annotations
+
+from engine.plan import Plan, RunResult, StepResult
+from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from kv_transfer.types import HandoffId
+from tests.support.engine_world import SOURCE
+from tests.support.grammars import GOOD, AnyAnswer
+
+EOS, STOP, OTHER = 7, 8, 9
+GRAMMAR = AnyAnswer()
+
+
+def test_it_waits_and_those_behind_it_run() -> None:
+    scheduler = _scheduler()
+    scheduler.add(_spec("slow"))
+    scheduler.add(_spec("plain", is_ruled=False))
+
+    plan = scheduler.schedule(0.0)
+
+    assert _started(plan) == ["plain"]
+    assert scheduler.stats().num_waiting_for_fsm == 1
+    assert not scheduler.is_idle
+    scheduler.check()
+
+
+def test_alone_it_is_no_work() -> None:
+    scheduler = _scheduler()
+    scheduler.add(_spec("slow"))
+
+    assert not scheduler.has_work
+    assert scheduler.schedule(0.0).is_empty
+
+
+def test_with_its_grammar_it_runs_and_the_runner_gets_the_grammar() -> None:
+    scheduler = _scheduler()
+    spec = _spec("slow")
+    scheduler.add(spec)
+    scheduler.grammar_came(spec, GRAMMAR)
+
+    (row,) = scheduler.schedule(0.0).started
+
+    assert row.grammar is GRAMMAR
+    assert scheduler.stats().num_waiting_for_fsm == 0
+
+
+def test_it_keeps_the_place_that_it_came_to() -> None:
+    scheduler = _scheduler(max_num_seqs=1)
+    first = _spec("first")
+    scheduler.add(first)
+    scheduler.add(_spec("second", is_ruled=False))
+    scheduler.grammar_came(first, GRAMMAR)
+
+    assert _started(scheduler.schedule(0.0)) == ["first"]
+
+
+def test_a_receiver_lends_no_blocks_before_its_grammar_is_there() -> None:
+    scheduler = _scheduler()
+    spec = _spec("r", receives=True)
+    scheduler.add(spec)
+    before = scheduler.schedule(0.0)
+    scheduler.update(before, StepResult(RunResult()))
+    scheduler.grammar_came(spec, GRAMMAR)
+    after = scheduler.schedule(1.0)
+
+    assert before.kv_orders.receives == ()
+    assert len(after.kv_orders.receives) == 1
+
+
+def test_a_grammar_that_cannot_be_had_ends_it_with_the_reason() -> None:
+    scheduler = _scheduler()
+    spec = _spec("bad")
+    scheduler.add(spec)
+    scheduler.grammar_refused(spec, "it never ends")
+
+    (output,) = _step(scheduler, {})
+
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error == "it never ends"
+    assert output.is_refused
+    assert scheduler.is_idle
+    scheduler.check()
+
+
+def test_aborted_while_it_waits_it_ends_and_what_comes_late_is_nothing() -> None:
+    scheduler = _scheduler()
+    old, new = _spec("a"), _spec("a")
+    scheduler.add(old)
+    scheduler.abort(RequestId("a"))
+    scheduler.grammar_came(old, GRAMMAR)
+    scheduler.add(new)
+    scheduler.grammar_refused(old, "too late to matter")
+
+    (output,) = _step(scheduler, {})
+
+    assert output.finish_reason is FinishReason.ABORT
+    assert scheduler.stats().num_waiting_for_fsm == 1
+    scheduler.check()
+
+
+def test_preempted_it_starts_again_with_its_grammar() -> None:
+    scheduler = _scheduler(num_blocks=4)
+    spec = _spec("a", prompt_len=7, max_tokens=8)
+    scheduler.add(_spec("b", prompt_len=7, max_tokens=8, is_ruled=False))
+    _step(scheduler, {"b": OTHER})
+    scheduler.add(spec)
+    scheduler.grammar_came(spec, GRAMMAR)
+    rows = []
+    for _ in range(40):
+        plan = scheduler.schedule(0.0)
+        rows += [row for row in plan.started if row.request_id == "a"]
+        tokens = {str(name): OTHER for name in plan.num_scheduled_tokens}
+        scheduler.update(plan, StepResult(_run(tokens)))
+        if scheduler.is_idle:
+            break
+
+    assert len(rows) > 1  # it was put back
+    assert all(row.grammar is GRAMMAR for row in rows)
+    scheduler.check()
+
+
+def test_an_end_token_ends_what_is_whole_before_min_tokens() -> None:
+    assert _reason_after(EOS, min_tokens=5, is_ruled=True) is FinishReason.STOP
+
+
+def test_without_a_grammar_min_tokens_stands() -> None:
+    assert _reason_after(EOS, min_tokens=5, is_ruled=False) is None
+
+
+def test_another_stop_token_ends_nothing_before_min_tokens() -> None:
+    assert _reason_after(STOP, min_tokens=5, is_ruled=True) is None
+
+
+def test_a_row_that_its_grammar_refuses_ends_by_its_own_fault() -> None:
+    scheduler = _scheduler()
+    spec = _spec("a")
+    scheduler.add(spec)
+    scheduler.grammar_came(spec, GRAMMAR)
+    plan = scheduler.schedule(0.0)
+
+    refused = RunResult(refusals={RequestId("a"): "it grew too large"})
+    outputs = scheduler.update(plan, StepResult(refused)).by_client
+
+    ((output,),) = outputs.values()
+    assert output.is_refused
+    assert output.error == "it grew too large"
+    scheduler.check()
+
+
+def _reason_after(token_id: int, *, min_tokens: int, is_ruled: bool) -> FinishReason | None:
+    scheduler = _scheduler()
+    spec = _spec("a", min_tokens=min_tokens, is_ruled=is_ruled, max_tokens=9)
+    scheduler.add(spec)
+    if is_ruled:
+        scheduler.grammar_came(spec, GRAMMAR)
+    (output,) = _step(scheduler, {"a": token_id})
+    return output.finish_reason
+
+
+def _scheduler(*, max_num_seqs: int = 4, num_blocks: int = 32) -> Scheduler:
+    config = SchedulerConfig(
+        max_num_batched_tokens=64,
+        max_num_seqs=max_num_seqs,
+        max_model_len=64,
+        eos_token_ids=frozenset({EOS}),
+    )
+    return Scheduler(config, CacheConfig(num_blocks=num_blocks, block_size=4))
+
+
+def _spec(
+    name: str,
+    *,
+    is_ruled: bool = True,
+    receives: bool = False,
+    prompt_len: int = 3,
+    min_tokens: int = 0,
+    max_tokens: int = 6,
+) -> RequestSpec:
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=(STOP,),
+        structured_outputs=GOOD if is_ruled else None,
+    )
+    prompt = tuple(range(100, 100 + prompt_len))
+    receive = ReceiveKv(HandoffId(name, 1), SOURCE) if receives else None
+    return RequestSpec(RequestId(name), prompt, sampling, seed=0, receive_from=receive)
+
+
+def _step(scheduler: Scheduler, tokens: dict[str, int]) -> list[Output]:
+    plan = scheduler.schedule(0.0)
+    outputs = scheduler.update(plan, StepResult(_run(tokens))).by_client
+    return [output for its in outputs.values() for output in its]
+
+
+def _run(tokens: dict[str, int]) -> RunResult:
+    return RunResult(token_ids={RequestId(name): [token] for name, token in tokens.items()})
+
+
+def _started(plan: Plan) -> list[str]:
+    return [str(row.request_id) for row in plan.started]
