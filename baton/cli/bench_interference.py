@@ -35,6 +35,7 @@ def interference(
     prompt: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
     every: Annotated[float, typer.Option(help="Seconds from one to the next.")] = 5.0,
     rounds: Annotated[int, typer.Option(help="Medians of so many are shown.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this PNG, too.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """What long prompts do to the answers that are under way: Baton, colocated or not, and vLLM.
@@ -43,6 +44,8 @@ def interference(
     times the figure of Baton's prefill and decode nodes the other engine has.
     """
     from baton.bench.interference import Figures, Interference, run
+    from baton.bench.interference_plot import draw
+    from baton.bench.plotting import need_matplotlib
 
     what = Interference(
         num_streams=streams,
@@ -51,6 +54,8 @@ def interference(
         every_s=every,
         num_rounds=rounds,
     )
+    if plot is not None:
+        need_matplotlib()
     with console(stderr=True).status("round 1") as status:
 
         def on_round(name: str, number: int, found: Figures) -> None:
@@ -59,6 +64,8 @@ def interference(
         rows = run(what, _engines(model, vllm_venv, vllm_chunks, vllm_apart), on_round)
     title = f"{streams} streams, {prompt} tokens every {every:g} s, medians of {rounds} rounds"
     show_table(title, [_flat(row) for row in rows])
+    if plot is not None:
+        draw(what, rows, plot)
     if json_file is not None:
         told = {"what": asdict(what), "engines": [asdict(row) for row in rows]}
         json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from baton.bench.interference import Figures, Interference, figures, run
+from baton.bench.interference import Figures, Interference, Row, figures, run
+from baton.bench.interference_plot import draw
 from baton.bench.streams import EngineFailed, Streamed
 from engine.errors import InvalidConfig
 
@@ -68,3 +71,15 @@ def test_ratios_are_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.itl_p50_ratio == 1.0
     assert other.itl_p50_ratio == 2.0
     assert (own.figures.itl_p50_ms, other.figures.itl_p50_ms) == (20.0, 40.0)
+
+
+def test_the_picture_names_each_engine(tmp_path: Path) -> None:
+    found = Figures(50.0, 1500.0, 1600.0, 1.5, 1.6, 40.0)
+    rows = [Row(f"engine {number}", found, 1.0, 1.0, 1.0) for number in range(3)]
+
+    draw(Interference(), rows, tmp_path / "one.svg")
+
+    written = (tmp_path / "one.svg").read_text(encoding="utf-8")
+    for row in rows:
+        assert f"<!-- {row.engine} -->" in written
+    assert "<!-- 1500 -->" in written
