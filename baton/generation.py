@@ -83,6 +83,8 @@ class Served:
     prompt_tokens_cached_on_decode: int
     attempts: int
     trace_id: str = ""  # empty: not traced
+    tokens_proposed: int = 0  # by the decode node's speculation
+    tokens_accepted: int = 0  # of these: they came true
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,4 +250,6 @@ def _served(message: inference_pb2.Served) -> Served:
         prompt_tokens_cached_on_decode=message.prompt_tokens_cached_on_decode,
         attempts=message.attempts,
         trace_id=message.trace_id,
+        tokens_proposed=message.tokens_proposed,
+        tokens_accepted=message.tokens_accepted,
     )

@@ -24,6 +24,7 @@ from engine.request import Output, RequestId, RequestSpec
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
+from engine.speculation import parse_speculation
 from engine.structured_outputs import StructuredOutputs
 
 Prompt = str | Sequence[int]
@@ -53,6 +54,7 @@ class LLM:
         num_threads: int | None = None,
         kernels: str = "auto",
         quantize: str = "none",
+        speculative: str = "",
         show_progress: bool | None = None,
     ) -> None:
         self._shows_progress = sys.stderr.isatty() if show_progress is None else show_progress
@@ -67,6 +69,7 @@ class LLM:
             num_threads=num_threads,
             kernels=kernels,
             quantize=quantize,
+            speculation=parse_speculation(speculative),
         )
         scheduling = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

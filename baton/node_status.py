@@ -28,14 +28,23 @@ class NodeStatus:
     num_running: int = 0
     num_waiting: int = 0
     num_sent: int = 0  # by this router, and not ended yet
-    num_prompt_tokens: int = 0  # since its process began, as the next two
+    num_prompt_tokens: int = 0  # since its process began, as those below
     num_hit_tokens: int = 0
     num_sampled_tokens: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def hit_rate(self) -> float | None:
         """The share of prompt tokens that its prefix cache had; None before there were any."""
         return self.num_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of speculation's proposals that came true; None before there were any."""
+        if not self.num_proposed_tokens:
+            return None
+        return self.num_accepted_tokens / self.num_proposed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +100,6 @@ def _status_from(report: cluster_pb2.NodeReport) -> NodeStatus:
         num_prompt_tokens=report.totals.num_prompt_tokens,
         num_hit_tokens=report.totals.num_hit_tokens,
         num_sampled_tokens=report.totals.num_sampled_tokens,
+        num_proposed_tokens=report.totals.num_proposed_tokens,
+        num_accepted_tokens=report.totals.num_accepted_tokens,
     )

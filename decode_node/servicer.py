@@ -10,6 +10,7 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
+from engine.request import Served
 from serving.call_streams import CallContext, serve_calls
 from serving.engine_calls import CLIENT_ID
 from serving.ledger import Entry, Ledger
@@ -60,7 +61,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
                     is_told = is_first or output.finish_reason is not None
                     if is_told:
                         trace.gave(output)
-                    summary = self._summary(entry) if is_told else None
+                    summary = self._summary(entry, output.served) if is_told else None
                     yield node_pb2.CallEvent(output=output_to(output), summary=summary)
                     is_first = False
 
@@ -72,11 +73,13 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
                 self._connect(request.prefill.address)
         return node_pb2.ConnectResponse()
 
-    def _summary(self, entry: Entry) -> node_pb2.DecodeSummary:
+    def _summary(self, entry: Entry, served: Served | None) -> node_pb2.DecodeSummary:
         return node_pb2.DecodeSummary(
             kv_bytes=entry.num_received_bytes,
             kv_blocks=entry.num_received_blocks,
             kv_transport=self._state.card.kv_transport if entry.num_received_blocks else "",
             prompt_tokens_computed=entry.num_computed_prompt_tokens,
             prompt_tokens_cached=entry.num_cached_prompt_tokens,
+            tokens_proposed=0 if served is None else served.num_proposed_tokens,
+            tokens_accepted=0 if served is None else served.num_accepted_tokens,
         )

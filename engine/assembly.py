@@ -50,8 +50,10 @@ def build_grammars(runner: TorchRunner) -> GrammarLibrary:
 
 
 def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerConfig:
+    speculation = runner.speculation
     return replace(
         config,
+        num_lookahead_tokens=0 if speculation is None else speculation.num_tokens,
         max_model_len=runner.info.max_model_len,
         vocab_size=runner.info.vocab_size,
         eos_token_ids=frozenset(runner.info.eos_token_ids),

@@ -32,6 +32,8 @@ class RequestBook:
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0
         self.total_sampled_tokens = 0
+        self.total_proposed_tokens = 0
+        self.total_accepted_tokens = 0
         self.num_changes = 0  # grows when a refused request may deserve another look
         self.now_s = 0.0
         self._num_added = 0
@@ -166,6 +168,8 @@ class RequestBook:
             total_prefix_hit_tokens=self.cache.total_hit_tokens,
             total_unknown_kv_reports=self.handoffs.total_unknown_reports,
             total_sampled_tokens=self.total_sampled_tokens,
+            total_proposed_tokens=self.total_proposed_tokens,
+            total_accepted_tokens=self.total_accepted_tokens,
         )
 
     def check(self) -> None:

@@ -69,3 +69,5 @@ class SchedulerStats:
     total_prefix_hit_tokens: int
     total_unknown_kv_reports: int
     total_sampled_tokens: int
+    total_proposed_tokens: int = 0  # by speculation
+    total_accepted_tokens: int = 0  # of these: they came true

@@ -52,6 +52,7 @@ class Request:
         "is_plain",
         "is_registering",
         "max_num_tokens",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_context_tokens",
@@ -59,6 +60,7 @@ class Request:
         "num_prefilled_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_proposed_tokens",
         "num_received_tokens",
         "num_registered_blocks",
         "rank",
@@ -111,6 +113,8 @@ class Request:
         self.num_received_tokens = 0
         self.num_prefilled_tokens = 0
         self.num_preemptions = 0
+        self.num_proposed_tokens = 0
+        self.num_accepted_tokens = 0
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +130,8 @@ class Request:
             num_received_tokens=self.num_received_tokens,
             num_prefilled_tokens=self.num_prefilled_tokens,
             num_preemptions=self.num_preemptions,
+            num_proposed_tokens=self.num_proposed_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
     def move(self, status: RequestStatus) -> None:

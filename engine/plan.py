@@ -61,6 +61,8 @@ class RunResult:
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
     errors: dict[RequestId, str] = field(default_factory=dict)  # instead of a token
     refusals: dict[RequestId, str] = field(default_factory=dict)  # the same, by its own fault
+    # With speculation: how many tokens were proposed; `token_ids` has those that came true.
+    num_proposed: dict[RequestId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

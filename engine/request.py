@@ -57,6 +57,8 @@ class Served:
     num_received_tokens: int  # of its first tokens, written by a peer
     num_prefilled_tokens: int  # computed here in prefill chunks, again after preemption too
     num_preemptions: int
+    num_proposed_tokens: int = 0  # by speculation
+    num_accepted_tokens: int = 0  # of these: they came true
 
 
 class Output(NamedTuple):

@@ -35,6 +35,8 @@ class Settler:
             refused = batch.running.get(request_id)
             if refused is not None:
                 self.refuse(refused, reason)
+        if run.num_proposed:
+            self._count_proposed(run)
         self._take_tokens(run)
         for request in through:
             self._turn_to_decode(request)
@@ -79,6 +81,18 @@ class Settler:
         if fresh:
             output = Output(request.request_id, request.num_output_tokens, prompt_logprobs=fresh)
             self._book.put_out(request.client_id, output)
+
+    def _count_proposed(self, run: RunResult) -> None:
+        """Before tokens are taken: they may end a request."""
+        book = self._book
+        for request_id, num_proposed in run.num_proposed.items():
+            num_accepted = max(0, len(run.token_ids.get(request_id, ())) - 1)
+            book.total_proposed_tokens += num_proposed
+            book.total_accepted_tokens += num_accepted
+            request = book.batch.running.get(request_id)
+            if request is not None:
+                request.num_proposed_tokens += num_proposed
+                request.num_accepted_tokens += num_accepted
 
     def _take_tokens(self, run: RunResult) -> None:
         """Nearly all requests get one token that ends nothing: that path is kept bare."""

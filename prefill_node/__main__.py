@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
 from engine.assembly import build_grammars, build_scheduler
@@ -46,7 +47,8 @@ def main(options: NodeOptions, around: Around = NOTHING_AROUND) -> None:
     """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
     check_port(options.host, options.port)  # before a model is loaded
     pin(options.cpus)
-    with load_runner(options.runner) as runner:
+    # Here requests end with their first token: there is nothing to speculate on.
+    with load_runner(replace(options.runner, speculation=None)) as runner:
         identity = identify(options, NodeRole.PREFILL, runner)
         with tracing(options.telemetry, process_of(NodeRole.PREFILL, identity)) as tracer:
             asyncio.run(serve(options, runner, identity, tracer, around))

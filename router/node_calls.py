@@ -192,4 +192,6 @@ def _summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
         kv_transport=message.kv_transport,
         prompt_tokens_computed=message.prompt_tokens_computed,
         prompt_tokens_cached=message.prompt_tokens_cached,
+        tokens_proposed=message.tokens_proposed,
+        tokens_accepted=message.tokens_accepted,
     )

@@ -167,4 +167,6 @@ def _served_to(served: Served) -> inference_pb2.Served:
         prompt_tokens_cached_on_decode=summary.prompt_tokens_cached,
         attempts=served.attempts,
         trace_id=served.trace_id,
+        tokens_proposed=summary.tokens_proposed,
+        tokens_accepted=summary.tokens_accepted,
     )

@@ -106,6 +106,8 @@ class DecodeSummary:
     kv_transport: str = ""
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
+    tokens_proposed: int = 0
+    tokens_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

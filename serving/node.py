@@ -59,6 +59,8 @@ class NodeTotals:
     num_prompt_tokens: int = 0  # of the requests that got blocks
     num_hit_tokens: int = 0  # of these, found in the prefix cache
     num_sampled_tokens: int = 0
+    num_proposed_tokens: int = 0  # by speculation
+    num_accepted_tokens: int = 0  # of these: they came true
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,13 @@ def load_from(message: node_pb2.WatchResponse) -> NodeLoad:
 
 
 def totals_from(message: node_pb2.NodeTotals) -> NodeTotals:
-    return NodeTotals(message.num_prompt_tokens, message.num_hit_tokens, message.num_sampled_tokens)
+    return NodeTotals(
+        message.num_prompt_tokens,
+        message.num_hit_tokens,
+        message.num_sampled_tokens,
+        message.num_proposed_tokens,
+        message.num_accepted_tokens,
+    )
 
 
 def totals_to(totals: NodeTotals) -> node_pb2.NodeTotals:
@@ -128,6 +136,8 @@ def totals_to(totals: NodeTotals) -> node_pb2.NodeTotals:
         num_prompt_tokens=totals.num_prompt_tokens,
         num_hit_tokens=totals.num_hit_tokens,
         num_sampled_tokens=totals.num_sampled_tokens,
+        num_proposed_tokens=totals.num_proposed_tokens,
+        num_accepted_tokens=totals.num_accepted_tokens,
     )
 
 

@@ -64,6 +64,10 @@ def read_node(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
             "found": stats.total_prefix_hit_tokens,
         },
         counted.SAMPLED_TOKENS: stats.total_sampled_tokens,
+        counted.SPECULATED_TOKENS: {
+            "proposed": stats.total_proposed_tokens,
+            "accepted": stats.total_accepted_tokens,
+        },
         counted.DIGEST_MISMATCHES: counters.num_digest_mismatches,
         counted.LINKS: {"up": counters.num_linked_peers, "opening": counters.num_linking_peers},
         counted.LINKS_CUT: counters.num_cut_pairs,

@@ -53,6 +53,8 @@ def _news_of(scheduler: Scheduler) -> NodeNews:
         num_prompt_tokens=stats.total_prefix_query_tokens,
         num_hit_tokens=stats.total_prefix_hit_tokens,
         num_sampled_tokens=stats.total_sampled_tokens,
+        num_proposed_tokens=stats.total_proposed_tokens,
+        num_accepted_tokens=stats.total_accepted_tokens,
     )
     load = NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)
     return NodeNews(load, scheduler.take_kv_events())

@@ -141,6 +141,9 @@ PROMPT_TOKENS_COMPUTED = _counter(
     "role",
 )
 SAMPLED_TOKENS = _counter("baton.tokens.sampled", "Tokens that were sampled.")
+SPECULATED_TOKENS = _counter(
+    "baton.tokens.speculated", "Tokens that speculation proposed, and that came true.", "kind"
+)
 HANDOFFS = _counter("baton.handoffs", "Hand-offs that ended.", "direction", "outcome")
 KV_BYTES = _counter(
     "baton.kv.bytes",
@@ -195,7 +198,8 @@ MESSAGES_DROPPED = _counter(
 TRANSPORT = _gauge("baton.kv.transport", "1 for what carries KV here.", "transport")
 
 NODE_METRICS = (
-    *(STEP, BATCH, SILENCE, PROMPT_TOKENS_COMPUTED, SAMPLED_TOKENS, HANDOFFS, KV_BYTES, TRANSFER),
+    *(STEP, BATCH, SILENCE, PROMPT_TOKENS_COMPUTED, SAMPLED_TOKENS, SPECULATED_TOKENS, HANDOFFS),
+    *(KV_BYTES, TRANSFER),
     *(RATE, OVERLAP, RUNNING, WAITING, BLOCKS, PREEMPTIONS, PREFIX_TOKENS, OPEN_HANDOFFS),
     *(DIGEST_MISMATCHES, LINKS, LINKS_CUT, MESSAGES_DROPPED, TRANSPORT, TRACES_LOST),
     READINGS_AGE,

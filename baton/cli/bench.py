@@ -19,6 +19,7 @@ from baton.cli.bench_overload import overload
 from baton.cli.bench_peer import peer
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
+from baton.cli.bench_speculation import speculation
 from baton.cli.bench_trace import trace
 from baton.cli.examples import examples
 from baton.cli.options import JsonFile, can_be_written
@@ -40,6 +41,7 @@ bench.command(epilog=examples("baton bench overload --model models/demo --factor
 bench.command(
     epilog=examples("baton bench interference --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm")
 )(interference)
+bench.command(epilog=examples("baton bench speculation --speculative ngram:6"))(speculation)
 bench.command()(trace)
 bench.command(
     epilog=examples(

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from baton.node_status import NodeRates, NodeStatus, Snapshot
 
 STATE_STYLES = {"ready": "green", "unreachable": "red"}
-TO_THE_RIGHT = {"running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s"}
+TO_THE_RIGHT = {
+    *("running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s"),
+    "drafts true",
+}
 
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 
@@ -84,7 +87,8 @@ def as_values(seen: Snapshot, rates: Mapping[str, NodeRates]) -> dict[str, Any]:
     rows = []
     for node in seen.nodes:
         rate = rates.get(node.address)
-        more = {"hit_rate": node.hit_rate, **({} if rate is None else asdict(rate))}
+        shares = {"hit_rate": node.hit_rate, "acceptance_rate": node.acceptance_rate}
+        more = {**shares, **({} if rate is None else asdict(rate))}
         rows.append({**asdict(node), **more})
     return {"nodes": rows}
 
@@ -103,7 +107,7 @@ def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
     is_there = bool(node.node_id)
-    hit_rate = node.hit_rate
+    hit_rate, acceptance_rate = node.hit_rate, node.acceptance_rate
 
     def known(text: str) -> str:
         return text if is_there else ""
@@ -119,6 +123,7 @@ def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
         "hit rate": "" if hit_rate is None else f"{hit_rate:.0%}",
         "prompt tok/s": "" if rates is None else f"{rates.prompt_tokens_per_s:.0f}",
         "new tok/s": "" if rates is None else f"{rates.sampled_tokens_per_s:.0f}",
+        "drafts true": "" if acceptance_rate is None else f"{acceptance_rate:.0%}",
         "KV over": node.kv_transport,
         "model": node.model,
         "version": node.version,

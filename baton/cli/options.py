@@ -54,6 +54,14 @@ Quantize = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+Speculative = Annotated[
+    str,
+    typer.Option(
+        help="ngram:K: decode nodes propose up to K tokens at once from what was there before, and "
+        "confirm them in one step; the answers stay what they are.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of torch.", rich_help_panel=MACHINE_PANEL)
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.errors import FAILED, tell
-from baton.cli.options import KV_PANEL, Device, Dtype, Model, Threads
+from baton.cli.options import KV_PANEL, Device, Dtype, Model, Speculative, Threads
 from baton.cli.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import takes_options_of
 from baton.encoding import valid_text
@@ -24,6 +24,7 @@ def run(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = None,
+    speculative: Speculative = "",
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(
@@ -43,7 +44,12 @@ def run(
     with valid_text():
         "".join(asked).encode()
     with LLM(
-        model, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory, num_threads=threads
+        model,
+        dtype=dtype,
+        device=device,
+        kv_cache_memory=kv_cache_memory,
+        num_threads=threads,
+        speculative=speculative,
     ) as llm:
         size = f"{llm.kv_memory.num_blocks} blocks, {llm.kv_memory.num_tokens} tokens"
         print(f"KV cache: {format_bytes(llm.kv_memory.num_bytes)}, {size}", file=sys.stderr)

@@ -46,6 +46,7 @@ from baton.cli.options import (
     Push,
     Quantize,
     ReasoningParser,
+    Speculative,
     StuckAfter,
     TargetStep,
     Threads,
@@ -95,6 +96,7 @@ def node_options(
     max_num_batched_tokens: MaxTokens = 2048,
     long_prefill_token_threshold: LongPrefill = 512,
     target_step_ms: TargetStep = 0.0,
+    speculative: Speculative = "",
     host: Host = "127.0.0.1",
     port: Port = 0,
     node_id: NodeName = "",
@@ -106,6 +108,7 @@ def node_options(
     """Both kinds of node take these."""
     from engine.runner.settings import RunnerConfig
     from engine.scheduler_config import SchedulerConfig
+    from engine.speculation import parse_speculation
     from kv_transfer.config import KvWorkerConfig, ReceiverConfig
     from serving.node_options import NodeOptions
 
@@ -122,6 +125,7 @@ def node_options(
             num_threads=threads,
             kernels=kernels,
             quantize=quantize,
+            speculation=parse_speculation(speculative),
         ),
         scheduling=SchedulerConfig(
             max_num_seqs=max_num_seqs,

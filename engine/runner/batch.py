@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,11 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass over the batch: its input, and which of its rows end in a sample."""
+    """One pass over the batch: its input, and which of its rows end in a sample.
+
+    A row with a draft is there once for its newest token and once for each drafted one, in
+    this order: each sees what a step of its own would have seen, computed in the same way.
+    """
 
     rows: tuple[RowFacts, ...]  # in the order of the flat batch
     layout: PassLayout
@@ -39,12 +43,16 @@ class Step:
     sampled: tuple[int, ...]  # places in rows
 
 
+NO_DRAFTS: Mapping[RequestId, Sequence[int]] = {}
+
+
 class PersistentBatch:
     """Rows by slot. A step costs what it schedules, not what the batch holds."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         max_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
+        self._max_model_len = max_model_len
         # Pages of these that no request has reached take no memory.
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._blocks: Ints = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
@@ -66,17 +74,28 @@ class PersistentBatch:
         for request_id, block_ids in plan.new_block_ids.items():
             self._append_blocks(self._rows[request_id].slot, block_ids)
 
-    def step(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Step:
-        rows = tuple(self._rows[request_id] for request_id in num_scheduled_tokens)
+    def step(
+        self,
+        num_scheduled_tokens: Mapping[RequestId, int],
+        drafts: Mapping[RequestId, Sequence[int]] = NO_DRAFTS,
+    ) -> Step:
+        rows = [self._rows[request_id] for request_id in num_scheduled_tokens]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         num_queries = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
         context_lens = self._num_computed[slots] + num_queries
+        if drafts:
+            times, ahead = self._put_behind(rows, drafts)
+            rows = [
+                row for row, count in zip(rows, times.tolist(), strict=True) for _ in range(count)
+            ]
+            slots, num_queries = slots.repeat(times), num_queries.repeat(times)
+            context_lens = context_lens.repeat(times) + ahead
         order = _in_flat_order(num_queries, context_lens)
         slots, num_queries, context_lens = slots[order], num_queries[order], context_lens[order]
         layout = self._layout(slots, num_queries, context_lens)
         by_token = np.repeat(slots, num_queries)
         return Step(
-            rows=tuple(rows[place] for place in order),
+            rows=tuple([rows[place] for place in order]),
             layout=layout,
             token_ids=self._tokens[by_token, layout.positions],
             seen_lens=np.maximum(self._num_prompt[by_token], layout.positions + 1),
@@ -86,16 +105,37 @@ class PersistentBatch:
     def advance(self, step: Step) -> None:
         """The pass is done: its tokens have their KV now."""
         slots = np.array([row.slot for row in step.rows], dtype=np.int64)
-        self._num_computed[slots] = step.layout.context_lens
+        # What was drafted is not known yet to be the sequence's.
+        self._num_computed[slots] = np.minimum(step.layout.context_lens, self._num_tokens[slots])
 
-    def append(self, row: RowFacts, token_id: int) -> None:
-        """A sampled token, the next input of its row."""
-        self._tokens[row.slot, self._num_tokens[row.slot]] = token_id
-        self._num_tokens[row.slot] += 1
+    def append(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        """Sampled tokens: drafted ones that came true, then the one that is the next input."""
+        slot, count = self._rows[request_id].slot, len(token_ids)
+        first = self._num_tokens[slot]
+        self._tokens[slot, first : first + count] = token_ids
+        self._num_tokens[slot] = first + count
+        self._num_computed[slot] = first + count - 1
 
-    def known_tokens(self, row: RowFacts) -> Ints:
-        """Prompt and outputs so far, as a view."""
-        return self._tokens[row.slot, : self._num_tokens[row.slot]]
+    def known_tokens(self, row: RowFacts, num_tokens: int | None = None) -> Ints:
+        """Prompt and outputs so far, or the first so many with what is drafted, as a view."""
+        return self._tokens[row.slot, : num_tokens or self._num_tokens[row.slot]]
+
+    def decoding(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[RowFacts]:
+        """The rows whose newest token, an output, is all that is scheduled of them."""
+        for request_id, num_tokens in num_scheduled_tokens.items():
+            if num_tokens != 1:
+                continue
+            row = self._rows[request_id]
+            known = self._num_tokens[row.slot]
+            if known > row.num_prompt_tokens and self._num_computed[row.slot] + 1 == known:
+                yield row
+
+    def room_for_draft(self, row: RowFacts) -> int:
+        """How many tokens could be computed, and sampled behind, after the newest one."""
+        known = int(self._num_tokens[row.slot])
+        longest = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
+        num_slots = int(self._num_blocks[row.slot]) * self._block_size
+        return max(0, min(longest - known - 1, num_slots - known))
 
     def _start(self, row: Row) -> None:
         num_tokens, room = len(row.token_ids), self._tokens.shape[1]
@@ -116,6 +156,22 @@ class PersistentBatch:
         self._num_prompt[slot] = row.num_prompt_tokens
         self._num_blocks[slot] = 0
         self._append_blocks(slot, row.block_ids)
+
+    def _put_behind(
+        self, rows: Sequence[RowFacts], drafts: Mapping[RequestId, Sequence[int]]
+    ) -> tuple[Ints, Ints]:
+        """Writes the drafts behind the known tokens, where they count for nothing.
+
+        Answers how many times each row is in the step, and how far each of these is ahead.
+        """
+        for request_id, draft in drafts.items():
+            slot = self._rows[request_id].slot
+            first = self._num_tokens[slot]
+            self._tokens[slot, first : first + len(draft)] = draft
+        lengths = [len(drafts.get(row.request_id, ())) for row in rows]
+        times: Ints = 1 + np.array(lengths, dtype=np.int64)
+        ahead: Ints = np.concatenate([np.arange(count) for count in times])
+        return times, ahead
 
     def _append_blocks(self, slot: int, block_ids: tuple[BlockId, ...]) -> None:
         first = int(self._num_blocks[slot])

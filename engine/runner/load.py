@@ -49,6 +49,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
         kv,
         PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
         parts.make_attention(kv, model.sliding_windows),
+        config.speculation,
     )
 
 

@@ -11,6 +11,7 @@ in bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from engine.plan import Plan, RunResult
 from engine.runner.attention import PagedAttention
-from engine.runner.batch import PersistentBatch, RowFacts, Step
+from engine.runner.batch import NO_DRAFTS, PersistentBatch, RowFacts, Step
+from engine.runner.drafted_rows import DraftedRows, Drafts, standing
 from engine.runner.facts import KvMemory, ModelInfo, PassHook
 from engine.runner.grammar_masks import GrammarMasks
 from engine.runner.kv_cache import describe
@@ -27,6 +29,7 @@ from engine.runner.model import Decoder
 from engine.runner.prompt_logprobs import PromptLogprobs
 from engine.runner.rope import Rope
 from engine.runner.sampler import Choice, Sampler, SampleRow
+from engine.speculation import Speculation
 
 
 class TorchRunner:
@@ -40,9 +43,11 @@ class TorchRunner:
         kv: Tensor,
         batch: PersistentBatch,
         attention: PagedAttention,
+        speculation: Speculation | None = None,
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv)
+        self.speculation = speculation
         self.hook: PassHook | None = None
         self._decoder = decoder
         self._rope = rope
@@ -52,6 +57,7 @@ class TorchRunner:
         self._sampler = Sampler(info.eos_token_ids)
         self._prompts = PromptLogprobs(decoder)
         self._grammars = GrammarMasks(info.vocab_size)
+        self._drafted_rows = None if speculation is None else DraftedRows(batch, speculation)
 
     def __enter__(self) -> TorchRunner:
         return self
@@ -71,12 +77,20 @@ class TorchRunner:
         self._batch.apply(plan)
         self._prompts.forget(plan.dropped)
         self._grammars.apply(plan)
+        if self._drafted_rows is not None:
+            self._drafted_rows.forget(plan.dropped)
         if not plan.num_scheduled_tokens:
             return RunResult()
-        step = self._batch.step(plan.num_scheduled_tokens)
+        drafts = self._draft(plan)
+        step = self._batch.step(plan.num_scheduled_tokens, drafts)
         states = self._forward(step)
         self._batch.advance(step)
-        return self._answer(step, states)
+        return self._answer(step, states, drafts)
+
+    def _draft(self, plan: Plan) -> Drafts:
+        if self._drafted_rows is None:
+            return NO_DRAFTS
+        return self._drafted_rows.drafts(plan.num_scheduled_tokens)
 
     def _forward(self, step: Step) -> Tensor:
         device = self._kv.device
@@ -89,44 +103,54 @@ class TorchRunner:
             self.hook,
         )
 
-    def _answer(self, step: Step, states: Tensor) -> RunResult:
+    def _answer(self, step: Step, states: Tensor, drafts: Drafts) -> RunResult:
         result = RunResult()
         self._prompts.answer(step, states, self._batch, result)
         if step.sampled:
             last = torch.from_numpy(step.layout.query_starts + step.layout.num_queries - 1)
             at = last[list(step.sampled)].to(states.device)
-            self._sample(step, self._decoder.logits(states[at]), result)
+            self._sample(step, self._decoder.logits(states[at]), drafts, result)
+        if self._drafted_rows is not None:
+            self._drafted_rows.judge(drafts, result)
         return result
 
-    def _sample(self, step: Step, logits: Tensor, result: RunResult) -> None:
+    def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
         rows = [step.rows[place] for place in step.sampled]
-        asked = [self._sample_row(row) for row in rows]
+        asked = [self._sample_row(step, place) for place in step.sampled]
         asked = self._grammars.applied(rows, asked, result.refusals)
         choices = self._sampler.choose(logits, asked)
-        _add_logprobs(logits, rows, choices, result)
-        for row, choice in zip(rows, choices, strict=True):
-            if row.request_id in result.refusals:
+        places = standing(rows, choices, drafts)
+        _add_logprobs(logits, rows, choices, places, result)
+        for place in places:
+            request_id, choice = rows[place].request_id, choices[place]
+            if request_id in result.refusals:
                 continue
             if choice.token_id is None:
-                result.errors[row.request_id] = choice.error
-            elif row.request_id not in result.errors:
-                result.token_ids[row.request_id] = [choice.token_id]
-                self._batch.append(row, choice.token_id)
+                result.errors[request_id] = choice.error
+            elif request_id not in result.errors:
+                result.token_ids.setdefault(request_id, []).append(choice.token_id)
+        for request_id, token_ids in result.token_ids.items():
+            self._batch.append(request_id, token_ids)
 
-    def _sample_row(self, row: RowFacts) -> SampleRow:
-        known = self._batch.known_tokens(row)
+    def _sample_row(self, step: Step, place: int) -> SampleRow:
+        row = step.rows[place]
+        known = self._batch.known_tokens(row, int(step.layout.context_lens[place]))
         return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
 
 
 def _add_logprobs(
-    logits: Tensor, rows: list[RowFacts], choices: list[Choice], result: RunResult
+    logits: Tensor,
+    rows: list[RowFacts],
+    choices: list[Choice],
+    places: Sequence[int],
+    result: RunResult,
 ) -> None:
-    chosen = [(i, c.token_id) for i, c in enumerate(choices) if c.token_id is not None]
-    wanted = [(i, token) for i, token in chosen if rows[i].sampling.logprobs is not None]
+    chosen = [(i, choices[i].token_id) for i in places if rows[i].sampling.logprobs is not None]
+    wanted = [(i, token_id) for i, token_id in chosen if token_id is not None]
     if not wanted:
         return
     places = [place for place, _ in wanted]
     num_tops = [rows[place].sampling.logprobs or 0 for place in places]
     found = token_logprobs(logits[places], [token for _, token in wanted], num_tops)
     for place, logprobs in zip(places, found, strict=True):
-        result.logprobs[rows[place].request_id] = [logprobs]
+        result.logprobs.setdefault(rows[place].request_id, []).append(logprobs)

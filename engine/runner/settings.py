@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from engine.errors import InvalidConfig
+from engine.speculation import Speculation
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KERNEL_NAMES = ("auto", "native", "torch")
@@ -29,6 +30,7 @@ class RunnerConfig:
     offline: bool = False
     kernels: str = "auto"  # native where there are any for this dtype and device, else torch
     quantize: str = "none"  # what the weights are made into as they are loaded
+    speculation: Speculation | None = None  # the scheduler must have as many slots to look ahead
 
     def __post_init__(self) -> None:
         _check(

@@ -117,7 +117,10 @@ class FakeRunner:
                 self.kv.write(row.block_ids, position, GARBAGE)
             result.errors[request_id] = "the logits are not finite"
             return
+        is_decode = self.num_lookahead_tokens > 0 and len(row.token_ids) > len(row.row.token_ids)
         result.token_ids[request_id] = self._sample(row, slots)
+        if is_decode:
+            result.num_proposed[request_id] = self.num_lookahead_tokens
         if row.row.sampling.logprobs is not None:
             result.logprobs[request_id] = [logprob_of(t) for t in result.token_ids[request_id]]
 

@@ -1,0 +1,67 @@
+"""`baton bench speculation`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.cli.options import Dtype, JsonFile, Threads
+from baton.cli.show import show_table
+from engine.errors import InvalidConfig
+
+
+def speculation(
+    model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
+    speculative: Annotated[str, typer.Option(help="As of --speculative.")] = "ngram:4",
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    temperatures: Annotated[str, typer.Option(help="0 is greedy.")] = "0,0.2,0.8",
+    batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 300,
+    answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 200,
+    runs: Annotated[int, typer.Option(min=1, help="Of each setting; medians are shown.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Continue source code with speculation and without, in turns: tokens per second, and whether
+    the tokens are the same."""
+    from baton.bench.speculation import SpeculationBench, SpeedUp, run
+    from baton.cli.bench import numbers
+    from engine.speculation import parse_speculation
+
+    chosen = parse_speculation(speculative)
+    if chosen is None:
+        raise InvalidConfig("there is nothing to measure without --speculative")
+    what = SpeculationBench(
+        model,
+        chosen,
+        dtype=dtype,
+        num_threads=threads,
+        temperatures=_temperatures(temperatures),
+        batch_sizes=numbers(batches),
+        num_prompt_tokens=prompt,
+        num_tokens=answer,
+        num_runs=runs,
+    )
+    with Console(stderr=True).status("loading") as status:
+
+        def on_figure(one: SpeedUp) -> None:
+            status.update(f"{one.temperature}, {one.batch} at once: {one.speed_up:.2f} times")
+
+        figures = [asdict(one) for one in run(what, on_figure)]
+    show_table(f"{model}, {speculative}, medians of {runs} runs", figures)
+    if json_file is not None:
+        told = {"model": model, "speculative": speculative, "figures": figures}
+        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _temperatures(written: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(one) for one in written.split(","))
+    except ValueError:
+        raise InvalidConfig(
+            f"{written!r} is no list of temperatures; write it like 0,0.7"
+        ) from None

@@ -1,0 +1,305 @@
+"""With speculation and without: the same tokens, logprobs and ends, whatever is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from baton.llm import LLM
+from engine.assembly import EngineOptions, build_engine
+from engine.core import EngineCore
+from engine.request import FinishReason, Output, RequestId, RequestSpec
+from engine.runner.load import RunnerConfig, load_runner
+from engine.sampling import SamplingParams
+from engine.scheduler_config import SchedulerConfig
+from engine.speculation import Speculation
+from engine.structured_outputs import StructuredOutputs
+from kv_transfer.types import TokenLogprobs
+from tests.support.kernels import kernels_by_variant
+from tests.support.models import VARIANTS, prompt_of
+
+NUM_TOKENS = 64
+NUM_DRAFTED = 5
+SPECULATION = Speculation(NUM_DRAFTED, min_ngram=2, max_rows=64)
+FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
+BFLOAT16 = [name for name, variant in VARIANTS.items() if variant.dtype == "bfloat16"]
+
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+# Few tokens to choose from: they repeat, so that some drafts come true and others do not.
+SEEDED = replace(GREEDY, temperature=0.7, allowed_token_ids=(5, 6, 7, 8), logprobs=2)
+ASKED = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "top-p": replace(SEEDED, top_p=0.9, min_p=0.01),
+    "top-k": replace(SEEDED, top_k=3),
+    "penalties": replace(
+        SEEDED, repetition_penalty=1.05, presence_penalty=0.02, frequency_penalty=0.02
+    ),
+    "min-tokens": replace(SEEDED, stop_token_ids=(6, 7), min_tokens=30),
+    "stop": replace(SEEDED, stop_token_ids=(8,)),
+    "length": replace(SEEDED, max_tokens=23),
+    "bias": replace(SEEDED, logit_bias={5: 2.0, 6: -1.0}),
+}
+
+needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+# These cannot but repeat themselves; and these may, what the prompt has.
+LOOPING = RequestSpec(RequestId("loop"), prompt_of(9), replace(GREEDY, allowed_token_ids=(5,)), 0)
+EVEN = replace(SEEDED, temperature=50.0, allowed_token_ids=(5, 6))
+COPYING = RequestSpec(RequestId("copy"), (5, 6) * 16, EVEN, 0)
+
+FolderOf = Callable[[str], Path]
+MakeEngine = Callable[..., EngineCore]
+
+
+@dataclass(slots=True)
+class Got:
+    """What one request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+
+    def take(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.outputs.append(output)
+
+    @property
+    def end(self) -> tuple[FinishReason | None, int | None]:
+        return self.outputs[-1].finish_reason, self.outputs[-1].stop_token_id
+
+    @property
+    def num_accepted(self) -> int:
+        served = self.outputs[-1].served
+        assert served is not None
+        assert 0 <= served.num_accepted_tokens <= served.num_proposed_tokens
+        return served.num_accepted_tokens
+
+
+@pytest.fixture
+def engine_of(model_folder: FolderOf) -> Iterator[MakeEngine]:
+    """Every block is back when the test ends."""
+    made: list[EngineCore] = []
+    with ExitStack() as runners:
+
+        def make(
+            name: str, speculation: Speculation | None, *, num_blocks: int = 200
+        ) -> EngineCore:
+            config = RunnerConfig(
+                str(model_folder(name)),
+                kv_cache_bytes=1 << 20,
+                max_num_seqs=8,
+                speculation=speculation,
+            )
+            with load_runner(config) as probe:
+                block_bytes = probe.kv_memory.block_bytes
+            config = replace(config, kv_cache_bytes=num_blocks * block_bytes)
+            runner = runners.enter_context(load_runner(config))
+            scheduling = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8)
+            made.append(build_engine(runner, EngineOptions(scheduling)))
+            return made[-1]
+
+        yield make
+        for engine in made:
+            engine.scheduler.check()
+            stats = engine.scheduler.stats()
+            assert stats.num_free_blocks == stats.num_blocks
+
+
+def run(engine: EngineCore, *specs: RequestSpec) -> list[Got]:
+    for spec in specs:
+        engine.scheduler.add(spec)
+    got = {spec.request_id: Got() for spec in specs}
+    while engine.scheduler.has_work:
+        for outputs in engine.step().by_client.values():
+            for output in outputs:
+                assert output.first_index == num_prior(specs, output) + len(
+                    got[output.request_id].token_ids
+                )
+                got[output.request_id].take(output)
+    return list(got.values())
+
+
+def num_prior(specs: Sequence[RequestSpec], output: Output) -> int:
+    [spec] = [one for one in specs if one.request_id == output.request_id]
+    return len(spec.prior_output_token_ids)
+
+
+def specs_of(sampling: SamplingParams) -> list[RequestSpec]:
+    """Some prompts repeat what is in them, some do not."""
+    prompts = [prompt_of(9) * 3, prompt_of(40), prompt_of(5) * 7, prompt_of(1)]
+    return [
+        RequestSpec(RequestId(f"r{i}"), prompt, sampling, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def assert_alike(plain: Sequence[Got], speculated: Sequence[Got]) -> None:
+    for one, other in zip(plain, speculated, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.end == one.end
+        assert [each.token_id for each in other.logprobs] == [e.token_id for e in one.logprobs]
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert theirs.logprob == pytest.approx(mine.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "llama-rope-dynamic"])
+def test_nothing_of_the_answers_changes(name: str, asked: str, engine_of: MakeEngine) -> None:
+    specs = specs_of(ASKED[asked])
+    plain = run(engine_of(name, None), *specs)
+
+    speculated = run(engine_of(name, SPECULATION), *specs)
+
+    assert_alike(plain, speculated)
+    assert sum(one.num_accepted for one in speculated) > 0
+    assert sum(one.num_accepted for one in plain) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in FLOAT32 if name != "llama"])
+def test_greedy_tokens_stay_the_same_on_every_family(name: str, engine_of: MakeEngine) -> None:
+    specs = specs_of(GREEDY)
+
+    speculated = run(engine_of(name, SPECULATION), *specs)
+
+    assert_alike(run(engine_of(name, None), *specs), speculated)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_with_the_native_kernels_every_bit_of_the_logprobs_stays_the_same(
+    name: str, engine_of: MakeEngine
+) -> None:
+    specs = specs_of(SEEDED)
+    plain = run(engine_of(name, None), *specs)
+
+    speculated = run(engine_of(name, SPECULATION), *specs)
+
+    assert [one.logprobs for one in speculated] == [one.logprobs for one in plain]
+    assert sum(one.num_accepted for one in speculated) > 0
+
+
+def test_a_run_of_tokens_comes_as_one_output(engine_of: MakeEngine) -> None:
+    [got] = run(engine_of("llama", SPECULATION), LOOPING)
+
+    lengths = [len(output.token_ids) for output in got.outputs]
+    assert max(lengths) == 1 + NUM_DRAFTED
+    assert len(got.outputs) < NUM_TOKENS / 2
+
+
+def test_a_stop_token_inside_a_run_ends_it_there(engine_of: MakeEngine) -> None:
+    speculating = engine_of("llama", SPECULATION)
+    spec, free, inside = next(
+        (spec, free, inside)
+        for spec in (replace(COPYING, request_id=RequestId(f"s{n}"), seed=n) for n in range(50))
+        for free in run(speculating, spec)
+        if (inside := new_token_inside_a_run(free)) is not None
+    )
+    stopping = replace(spec, sampling=replace(EVEN, stop_token_ids=(inside,)))
+
+    [got] = run(speculating, stopping)
+
+    assert got.token_ids == free.token_ids[: free.token_ids.index(inside) + 1]
+    assert got.end == (FinishReason.STOP, inside)
+    assert len(got.logprobs) == len(got.token_ids)
+    same_output = free.outputs[len(got.outputs) - 1]
+    assert len(got.outputs[-1].token_ids) < len(same_output.token_ids)
+
+
+def new_token_inside_a_run(got: Got) -> int | None:
+    """A token that the answer has for the first time, with more behind it in the same output."""
+    for output in got.outputs:
+        for place, token_id in enumerate(output.token_ids[:-1]):
+            if token_id not in got.token_ids[: output.first_index + place]:
+                return token_id
+    return None
+
+
+def test_preempted_and_crowded_requests_get_the_same(engine_of: MakeEngine) -> None:
+    specs = [
+        RequestSpec(RequestId(f"r{i}"), prompt_of(3 + i) * 5, SEEDED, seed=i) for i in range(6)
+    ]
+    alone = [run(engine_of("llama", None), spec)[0] for spec in specs]
+    crowded = engine_of("llama", SPECULATION, num_blocks=19)
+
+    together = run(crowded, *specs)
+
+    assert_alike(alone, together)
+    assert crowded.scheduler.stats().total_preemptions > 0
+    assert crowded.scheduler.stats().total_accepted_tokens > 0
+
+
+def test_an_answer_that_goes_on_elsewhere_goes_on_alike(engine_of: MakeEngine) -> None:
+    spec = specs_of(SEEDED)[0]
+    [whole] = run(engine_of("llama", None), spec)
+    resumed = replace(spec, prior_output_token_ids=tuple(whole.token_ids[:20]))
+
+    [rest] = run(engine_of("llama", SPECULATION), resumed)
+
+    assert rest.token_ids == whole.token_ids[20:]
+    assert rest.num_accepted > 0
+
+
+def test_what_was_drafted_in_vain_is_never_a_prefix_of_others(engine_of: MakeEngine) -> None:
+    """The blocks of an answer are hit by one that begins with it, and hold its KV alone."""
+    engine = engine_of("llama", SPECULATION)
+    spec = specs_of(SEEDED)[0]
+    [first] = run(engine, spec)
+    longer = replace(spec, prompt_token_ids=(*spec.prompt_token_ids, *first.token_ids))
+
+    [after_hit] = run(engine, replace(longer, request_id=RequestId("hit")))
+
+    [untouched] = run(engine_of("llama", None), longer)
+    assert after_hit.token_ids == untouched.token_ids
+    assert engine.scheduler.stats().total_prefix_hit_tokens >= NUM_TOKENS
+
+
+def test_the_longest_sequence_is_filled_to_its_end(engine_of: MakeEngine) -> None:
+    name = "llama"  # 512 positions
+    spec = RequestSpec(
+        RequestId("long"), prompt_of(9) * 52, replace(GREEDY, max_tokens=400), seed=1
+    )
+
+    [plain], [got] = run(engine_of(name, None), spec), run(engine_of(name, SPECULATION), spec)
+
+    assert got.token_ids == plain.token_ids
+    assert got.end == (FinishReason.LENGTH, None)
+    assert len(spec.prompt_token_ids) + len(got.token_ids) == 512
+
+
+def test_a_name_used_again_begins_with_a_fresh_memory(engine_of: MakeEngine) -> None:
+    engine = engine_of("llama", SPECULATION)
+    [first] = run(engine, LOOPING)
+
+    [again] = run(engine, LOOPING)
+
+    assert again.num_accepted == first.num_accepted > 0
+
+
+def test_without_room_for_more_rows_nothing_is_proposed(engine_of: MakeEngine) -> None:
+    engine = engine_of("llama", replace(SPECULATION, max_rows=4))
+
+    run(engine, *specs_of(GREEDY))
+
+    assert engine.scheduler.stats().total_proposed_tokens == 0
+
+
+def test_an_answer_that_must_keep_a_form_is_the_same_beside_one_that_need_not(
+    model_folder: FolderOf,
+) -> None:
+    form = StructuredOutputs(regex="[a-f]{3,9}(-[0-9]{2}){4}")
+    asked = [replace(GREEDY, ignore_eos=False, structured_outputs=form), LOOPING.sampling]
+    answers = []
+    for speculative in ("", "ngram:4"):
+        folder = str(model_folder("llama"))
+        with LLM(folder, kv_cache_memory="4MiB", speculative=speculative) as llm:
+            got = llm.generate([[7, 8, 9], [7, 8, 9]], asked)
+            answers.append([one.token_ids for one in got])
+            stats = llm.engine.scheduler.stats()
+
+    assert answers[0] == answers[1]
+    assert 0 < stats.total_accepted_tokens < len(answers[1][1])  # of the other one alone

@@ -1,0 +1,135 @@
+"""Speculation on the decode nodes of a real cluster: the answers of one without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from baton.client import AsyncClient, Client, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.node_status import NodeStatus
+from engine.sampling import SamplingParams
+from tests.support.load import Ask, tell_all
+from tests.support.models import prompt_of
+from tests.support.nodes import await_load, is_busy, load_at
+from tests.support.scrapes import Scrape
+
+MakeOptions = Callable[..., ClusterOptions]
+SPECULATIVE = ("--speculative", "ngram:4", "--metrics-port", "0")
+SPECULATED = "baton_tokens_speculated_total"
+
+# Few tokens to choose from, so that some are foretold and others are not.
+SEEDED = SamplingParams(
+    max_tokens=60,
+    temperature=0.7,
+    allowed_token_ids=(70, 71, 72, 73),
+    seed=5,
+    logprobs=1,
+    ignore_eos=True,
+)
+
+
+@pytest.fixture(scope="module")
+def speculating(cluster_options: MakeOptions) -> Iterator[LocalCluster]:
+    options = cluster_options(num_decode=2)
+    options = replace(options, node_arguments=(*options.node_arguments, *SPECULATIVE))
+    with LocalCluster(options) as running:
+        yield running
+
+
+def asks() -> list[Ask]:
+    prompts = [prompt_of(9) * 3, prompt_of(40), (70, 71, 72) * 9, prompt_of(150)]
+    samplings = [
+        SEEDED,
+        replace(SEEDED, temperature=0.0, presence_penalty=0.3),
+        replace(SEEDED, stop_token_ids=(73,), min_tokens=12),
+        replace(SEEDED, max_tokens=23),
+    ]
+    return [Ask(prompt, Generation(one)) for prompt in prompts for one in samplings]
+
+
+def test_every_answer_is_what_it_is_without_speculation(
+    cluster: LocalCluster, speculating: LocalCluster
+) -> None:
+    plain = tell_all(cluster.address, asks())
+    speculated = tell_all(speculating.address, asks())
+
+    for one, other in zip(plain, speculated, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.finish.reason == one.finish.reason
+        assert other.finish.stop_token_id == one.finish.stop_token_id
+        assert other.finish.served.prompt_tokens_computed_on_decode == 0
+        assert one.finish.served.tokens_proposed == 0
+    assert sum(one.finish.served.tokens_accepted for one in speculated) > 0
+
+
+def test_a_stop_string_inside_a_run_ends_the_answer_there(
+    cluster: LocalCluster, speculating: LocalCluster
+) -> None:
+    # One token over and over: all that is proposed comes true, and the string ends inside of it.
+    sampling = replace(SEEDED, allowed_token_ids=(70,))
+    with Client(cluster.address) as one, Client(speculating.address) as other:
+        letter = one.generate("x", Generation(replace(sampling, max_tokens=1))).text
+        asked = Generation(sampling, stop=(letter * 9,))
+
+        plain, speculated = one.generate("x", asked), other.generate("x", asked)
+
+    assert plain.finish is not None
+    assert speculated.finish is not None
+    assert speculated.finish.stop_string == letter * 9
+    assert speculated.text == plain.text
+    assert speculated.token_ids == plain.token_ids
+    assert len(speculated.logprobs) == len(speculated.token_ids)
+
+
+def test_a_stream_that_speculates_goes_on_elsewhere_when_its_node_is_killed(
+    cluster_options: MakeOptions, cluster: LocalCluster
+) -> None:
+    sampling = replace(SEEDED, max_tokens=300)
+    options = cluster_options(num_decode=2)
+    options = replace(options, node_arguments=(*options.node_arguments, *SPECULATIVE))
+    with LocalCluster(options) as broken, Client(broken.address) as client:
+        stream = client.stream(prompt_of(40), Generation(sampling))
+        chunks = [next(stream), next(stream)]
+        [serving] = [child for child in broken.decodes if is_busy(load_at(child.address))]
+        serving.process.kill()
+        chunks += stream
+
+    token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    with Client(cluster.address) as client:
+        assert token_ids == client.generate(prompt_of(40), Generation(sampling)).token_ids
+    finish = chunks[-1].finish
+    assert finish is not None
+    assert finish.served.attempts > 1
+
+
+def test_proposed_and_accepted_are_told_alike_by_answers_nodes_and_metrics(
+    speculating: LocalCluster,
+) -> None:
+    before = [Scrape(child) for child in speculating.decodes]
+    sampling = replace(SEEDED, allowed_token_ids=(70,))
+    with Client(speculating.address) as client:
+        answer = client.generate(prompt_of(7), Generation(sampling))
+        assert answer.finish is not None
+        served = answer.finish.served
+        for child in speculating.decodes:
+            await_load(child.address, lambda load: not is_busy(load))
+    nodes = asyncio.run(seen(speculating.address))
+
+    assert 0 < served.tokens_accepted <= served.tokens_proposed
+    since = [Scrape(child) - was for child, was in zip(speculating.decodes, before, strict=True)]
+    for kind, told in (("proposed", served.tokens_proposed), ("accepted", served.tokens_accepted)):
+        assert sum(one.total(SPECULATED, kind=kind) for one in since) == told
+    decodes = [node for node in nodes if node.role == "decode"]
+    scraped = sum(Scrape(child).total(SPECULATED, kind="accepted") for child in speculating.decodes)
+    assert sum(node.num_accepted_tokens for node in decodes) == scraped
+    assert {node.num_proposed_tokens for node in nodes if node.role == "prefill"} == {0}
+
+
+async def seen(address: str) -> tuple[NodeStatus, ...]:
+    async with AsyncClient(address) as client, aclosing(client.nodes()) as looks:
+        return await anext(looks)

@@ -1,0 +1,106 @@
+"""How much is guessed, by how good the guesses were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine.drafts import LONGEST_PAUSE, MOST_READ_AT_ONCE, Drafter, TokensFrom
+from engine.errors import InvalidConfig
+from engine.request import RequestId
+from engine.speculation import Speculation, parse_speculation
+
+NAME = RequestId("r")
+REPEATING = [1, 2, 3, 4] * 4
+
+
+def known(tokens: Sequence[int]) -> TokensFrom:
+    return lambda first, most: tokens[first : first + most]
+
+
+def drafted(drafter: Drafter, tokens: Sequence[int] = REPEATING, *, most: int = 8) -> int:
+    return len(drafter.draft(NAME, known(tokens), most))
+
+
+def test_as_much_is_guessed_as_is_allowed() -> None:
+    drafter = Drafter(Speculation(num_tokens=4))
+
+    assert drafter.draft(NAME, known(REPEATING), 8) == [1, 2, 3, 4]
+    assert drafter.draft(NAME, known(REPEATING), 2) == [1, 2]
+
+
+def test_guesses_grow_with_what_comes_true() -> None:
+    drafter = Drafter(Speculation(num_tokens=8))
+    drafted(drafter)
+
+    lengths = []
+    for num_accepted in (1, 2, 3, 4):
+        drafter.judged(NAME, 8, num_accepted)
+        lengths.append(drafted(drafter))
+
+    assert lengths == [2, 4, 6, 8]
+
+
+def test_whoever_never_guesses_right_hardly_guesses_any_more() -> None:
+    drafter = Drafter(Speculation(num_tokens=8))
+    num_guessed = 0
+
+    for _ in range(1000):
+        length = drafted(drafter)
+        num_guessed += length
+        if length:
+            drafter.judged(NAME, length, 0)
+
+    assert num_guessed <= 8 + 4 + 1000 // LONGEST_PAUSE + 6
+
+
+def test_the_first_right_guess_ends_the_pauses() -> None:
+    drafter = Drafter(Speculation(num_tokens=4))
+    for _ in range(6):
+        while not (length := drafted(drafter)):
+            pass
+        drafter.judged(NAME, length, 0)
+    while not drafted(drafter):
+        pass
+
+    drafter.judged(NAME, 1, 1)
+
+    assert drafted(drafter) == 2
+
+
+def test_a_long_prompt_is_read_over_some_steps() -> None:
+    drafter = Drafter(Speculation(num_tokens=4))
+    prompt = [1, 2] * MOST_READ_AT_ONCE
+
+    assert [drafted(drafter, prompt) for _ in range(3)] == [0, 0, 4]
+
+
+def test_a_request_that_left_and_came_back_is_read_anew() -> None:
+    drafter = Drafter(Speculation(num_tokens=4))
+    drafted(drafter)
+
+    drafter.forget([NAME, RequestId("never seen")])
+
+    assert drafter.draft(NAME, known([7, 8, 9, 6, 7, 8, 9]), 1) == [6]
+
+
+def test_how_speculation_is_written() -> None:
+    assert parse_speculation("ngram:5") == Speculation(num_tokens=5)
+    assert parse_speculation("") is None
+    assert parse_speculation("none") is None
+
+
+@pytest.mark.parametrize(
+    "written", ["ngram", "ngram:", "ngram:0", "ngram:33", "ngram:x", "eagle:3"]
+)
+def test_what_cannot_be_read_is_refused(written: str) -> None:
+    with pytest.raises(InvalidConfig):
+        parse_speculation(written)
+
+
+def test_ngrams_of_no_length_are_refused() -> None:
+    with pytest.raises(InvalidConfig):
+        Speculation(4, min_ngram=0)
+    with pytest.raises(InvalidConfig):
+        Speculation(4, min_ngram=3, max_ngram=2)

@@ -1,0 +1,84 @@
+"""What an index of n-grams proposes, and that it says the same as looking through all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.ngrams import MOST_LOOKED_AT, NgramIndex
+
+
+def index_of(tokens: Sequence[int], *, min_ngram: int = 2, max_ngram: int = 4) -> NgramIndex:
+    index = NgramIndex(min_ngram, max_ngram)
+    index.extend(tokens)
+    return index
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (1, 2), (1, 2, 3, 4), (1, 2, 3, 2, 1)])
+def test_what_was_never_there_proposes_nothing(tokens: tuple[int, ...]) -> None:
+    assert index_of(tokens).proposal(5) == []
+
+
+def test_what_followed_is_proposed() -> None:
+    assert index_of((1, 2, 3, 4, 5, 1, 2)).proposal(2) == [3, 4]
+
+
+def test_a_longer_match_counts_more_than_a_newer_one() -> None:
+    tokens = (9, 1, 2, 3, 7, 7, 8, 2, 3, 5, 9, 1, 2, 3)
+
+    assert index_of(tokens).proposal(1) == [7]
+
+
+def test_of_equally_long_matches_the_newest_counts() -> None:
+    assert index_of((1, 2, 3, 1, 2, 4, 1, 2)).proposal(1) == [4]
+
+
+def test_tokens_beyond_the_longest_ngram_are_not_looked_at() -> None:
+    tokens = (9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2)
+
+    assert index_of(tokens, max_ngram=2).proposal(1) == [4]
+    assert index_of(tokens, max_ngram=3).proposal(1) == [3]
+
+
+def test_a_text_that_repeats_is_expected_to_go_on_so() -> None:
+    assert index_of((5, 1, 2, 1, 2)).proposal(6) == [1, 2, 1, 2, 1, 2]
+    assert index_of((7, 7, 7)).proposal(4) == [7, 7, 7, 7]
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.integers(0, 3))
+def test_the_index_says_what_looking_through_all_tokens_says(
+    tokens: list[int], min_ngram: int, more: int
+) -> None:
+    index = NgramIndex(min_ngram, min_ngram + more)
+    for place, token in enumerate(tokens):
+        index.extend([token])
+        expected = looked_through(tokens[: place + 1], min_ngram, min_ngram + more)
+        assert index.proposal(3) == expected
+
+
+def looked_through(tokens: Sequence[int], min_ngram: int, max_ngram: int) -> list[int]:
+    """Proposals of three tokens, found the slow way, among the newest places only."""
+    total = len(tokens)
+    newest_first = [
+        end
+        for end in range(total - 1, min_ngram - 1, -1)
+        if tokens[end - min_ngram : end] == tokens[total - min_ngram :]
+    ][:MOST_LOOKED_AT]
+    best, best_length = None, 0
+    for end in newest_first:
+        length = 0
+        while (
+            length < min(max_ngram, end) and tokens[end - length - 1] == tokens[total - length - 1]
+        ):
+            length += 1
+        if length > best_length:
+            best, best_length = end, length
+    if best is None:
+        return []
+    known = [*tokens]
+    for place in range(3):
+        known.append(known[best + place])
+    return known[total:]
