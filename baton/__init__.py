@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from baton.completion import Completion
     from baton.llm import LLM
     from engine.sampling import SamplingParams
+    from engine.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -24,6 +25,7 @@ __all__ = [
     "Generation",
     "Retries",
     "SamplingParams",
+    "StructuredOutputs",
     "TlsConfig",
 ]
 
@@ -36,6 +38,7 @@ _HOMES = {
     "Generation": "baton.client",
     "Retries": "baton.client",
     "SamplingParams": "engine.sampling",
+    "StructuredOutputs": "engine.structured_outputs",
     "TlsConfig": "serving.tls",
 }
 

@@ -10,12 +10,14 @@ from baton.encoding import valid_text
 from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingDefaults, SamplingParams
+from engine.structured_outputs import StructuredOutputs, structured_outputs_of
 from kv_transfer.types import TokenLogprobs
 from serving.translate import (
     logprobs_from,
     prompt_logprobs_from,
     sampling_defaults_from,
     sampling_to,
+    structured_outputs_to,
 )
 from telemetry.names import TRACEPARENT
 
@@ -44,6 +46,7 @@ class Sampling(TypedDict, total=False):
     seed: int
     logprobs: int
     prompt_logprobs: int
+    structured_outputs: StructuredOutputs | Mapping[str, Any]  # a mapping of its fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,10 @@ def _sampling_to(sampling: SamplingParams | Sampling) -> sampling_pb2.SamplingPa
     if "allowed_token_ids" in chosen:
         ids = chosen["allowed_token_ids"]
         chosen["allowed_token_ids"] = sampling_pb2.TokenIds(ids=ids)
+    form = chosen.get("structured_outputs")
+    if isinstance(form, Mapping):
+        form = structured_outputs_of(form)
+    chosen["structured_outputs"] = structured_outputs_to(form)
     try:
         return sampling_pb2.SamplingParams(**chosen)
     except (TypeError, ValueError) as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import InvalidRequest
 
@@ -33,7 +36,7 @@ class StructuredOutputs:
             )
         if self.disable_any_whitespace and not given[0].startswith("json"):
             raise InvalidRequest(f"disable_any_whitespace says nothing of a {given[0]}", FIELD)
-        self._check_size()
+        self._check_text()
         self._check_choices()
 
     @property
@@ -46,7 +49,13 @@ class StructuredOutputs:
         """All of it, in a row."""
         return "".join(filter(None, (self.json, self.regex, self.grammar, *self.choice)))
 
-    def _check_size(self) -> None:
+    def _check_text(self) -> None:
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                f"{FIELD}.{self.form} holds half a surrogate pair, which is no text", FIELD
+            ) from None
         num_characters, most = len(self.text), MOST_CHARACTERS.get(self.form, 0)
         if num_characters > most:
             raise InvalidRequest(
@@ -62,4 +71,51 @@ class StructuredOutputs:
             raise InvalidRequest(f"{FIELD}.choice has an empty text", FIELD)
 
 
-FIELD_NAMES = tuple(field.name for field in fields(StructuredOutputs))
+def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
+    """As clients write it: schemas may be objects. Raises InvalidRequest, by the field's name."""
+    read: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in _READERS:
+            raise InvalidRequest(f"{FIELD}.{name} is not known here: leave it out", FIELD)
+        if value is not None:
+            read[name] = _READERS[name](f"{FIELD}.{name}", value)
+    return StructuredOutputs(**read)
+
+
+def _schema(where: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict | bool):
+        raise InvalidRequest(f"{where} must be a JSON schema, or its text", FIELD)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{where} is no JSON: {error}", FIELD) from error
+
+
+def _text(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where} must be a text", FIELD)
+    return value
+
+
+def _flag(where: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{where} must be true or false", FIELD)
+    return value
+
+
+def _texts(where: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(f"{where} must be a list of texts", FIELD)
+    return tuple(_text(f"{where}.{place}", text) for place, text in enumerate(value))
+
+
+_READERS: Mapping[str, Callable[[str, object], object]] = {
+    "json": _schema,
+    "json_object": _flag,
+    "regex": _text,
+    "choice": _texts,
+    "grammar": _text,
+    "disable_any_whitespace": _flag,
+}

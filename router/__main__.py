@@ -17,8 +17,11 @@ from grpc import aio
 from baton.text import Tokenizer
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
 from engine.errors import InvalidConfig
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.library import GrammarChecks
 from engine.model_folder import resolve_model_folder
 from router.cluster_servicer import ClusterServicer
+from router.form_checks import ThreadedFormChecks
 from router.line import LineConfig
 from router.node_calls import GrpcNodeCalls
 from router.node_sources import NodeSource, refuse_two_roles
@@ -102,6 +105,7 @@ async def serve(
     options: RouterOptions, text: TextBoundary, process: Process, tracer: Tracer = NO_TRACER
 ) -> None:
     table, node_calls = NodeTable(), GrpcNodeCalls(options.tls)
+    compiler = GrammarCompiler(GrammarChecks())
     pipeline = Pipeline(
         table=table,
         node_calls=node_calls,
@@ -110,6 +114,7 @@ async def serve(
         config=PipelineConfig(
             node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
         ),
+        forms=ThreadedFormChecks(compiler),
     )
     is_counted = options.telemetry.counts or options.http_port is not None
     metrics = RouterMetrics() if is_counted else None
@@ -154,7 +159,7 @@ async def serve(
             watching(options.discovery, table, node_calls, note_change),
             _later(PREFILL_PATIENCE_S, note_change),
         ):
-            with _metrics(options, process, metrics, read):
+            with compiler, _metrics(options, process, metrics, read):
                 async with _http_door(options, metrics, pipeline, table, visits, server.health):
                     await _until_drained(server, pipeline, options.drain_timeout_s)
 

@@ -21,6 +21,7 @@ from router.breakers import BreakerConfig, Breakers
 from router.context import RequestContext
 from router.failures import Failures
 from router.forecast import Forecast
+from router.form_checks import NODES_WILL_TELL, FormChecks
 from router.large_texts import LargeTextConfig, LargeTexts
 from router.legs import NodeCalls
 from router.line import FIRST_ROOM, LineConfig
@@ -69,10 +70,12 @@ class Pipeline:
         text: TextBoundary,
         clock: Callable[[], float],
         config: PipelineConfig,
+        forms: FormChecks = NODES_WILL_TELL,
     ) -> None:
         self._table = table
         self._node_calls = node_calls
         self._text = text
+        self._forms = forms
         self._large_texts = LargeTexts(config.large_texts)
         self._clock = clock
         self._config = config
@@ -121,6 +124,7 @@ class Pipeline:
             if not prompt:
                 raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
             check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
+            await self._forms.check(call.sampling.structured_outputs)
             with self._awaiting(call, context) as began:
                 async with (
                     self._admission.turn(call.priority),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from google.protobuf.message import Message
 
 from baton.v1 import node_pb2, sampling_pb2
 from engine.request import FinishReason, Output, RequestId
 from engine.sampling import NO_ADVICE, SamplingDefaults, SamplingParams
+from engine.structured_outputs import StructuredOutputs
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import HandoffId, NodeId, Peer, TokenLogprobs
 
@@ -52,6 +54,30 @@ def sampling_from(
         banned_token_ids=tuple(message.banned_token_ids),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        structured_outputs=structured_outputs_from(message),
+    )
+
+
+def structured_outputs_from(message: sampling_pb2.SamplingParams) -> StructuredOutputs | None:
+    """Raises InvalidRequest."""
+    if not message.HasField("structured_outputs"):
+        return None
+    told = message.structured_outputs
+    form = told.WhichOneof("form")
+    given: Any = {} if form is None else {form: getattr(told, form)}
+    if form == "choice":
+        given = {form: tuple(told.choice.texts)}
+    return StructuredOutputs(**given, disable_any_whitespace=told.disable_any_whitespace)
+
+
+def structured_outputs_to(value: StructuredOutputs | None) -> sampling_pb2.StructuredOutputs | None:
+    if value is None:
+        return None
+    given: Any = {value.form: getattr(value, value.form)}
+    if value.choice:
+        given = {"choice": sampling_pb2.Choice(texts=value.choice)}
+    return sampling_pb2.StructuredOutputs(
+        **given, disable_any_whitespace=value.disable_any_whitespace
     )
 
 
@@ -62,6 +88,7 @@ def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
         banned_token_ids=sampling.banned_token_ids,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        structured_outputs=structured_outputs_to(sampling.structured_outputs),
     )
     if sampling.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)

@@ -14,6 +14,7 @@ BATCH_PANEL = "Batching"
 MACHINE_PANEL = "Machine"
 NETWORK_PANEL = "Network"
 ROUTING_PANEL = "Routing"
+FORM_PANEL = "The form of the answer"
 SAMPLING_PANEL = "Sampling"
 OUTPUT_PANEL = "Output"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.options import SAMPLING_PANEL
+from baton.cli.options import FORM_PANEL, SAMPLING_PANEL
+from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
+from engine.structured_outputs import structured_outputs_of
 
 if TYPE_CHECKING:
     from baton.generation import Sampling
@@ -43,6 +46,24 @@ IncludeStop = Annotated[
 ]
 
 
+def _form(*names: str, help: str, **more: Any) -> Any:  # noqa: A002
+    return typer.Option(*names, help=help, rich_help_panel=FORM_PANEL, **more)
+
+
+_FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "metavar": "FILE"}
+JsonSchema = Annotated[
+    Path | None, _form("--json-schema", help="File with a schema of its JSON.", **_FILE)
+]
+JsonObject = Annotated[bool, _form("--json-object", help="Any JSON object.")]
+Regex = Annotated[str | None, _form("--regex", help="What all of it matches.")]
+Choices = Annotated[
+    list[str] | None, _form("--choice", help="A text that it may be; may be given often.")
+]
+GrammarFile = Annotated[
+    Path | None, _form("--grammar", help="File with a grammar, Lark's or GBNF.", **_FILE)
+]
+
+
 def sampling(
     max_tokens: MaxTokens = 128,
     min_tokens: MinTokens = None,
@@ -56,9 +77,31 @@ def sampling(
     seed: Seed = None,
     stop_token_ids: TokenIds = None,
     ignore_eos: IgnoreEos = False,
+    json_schema: JsonSchema = None,
+    json_object: JsonObject = False,
+    regex: Regex = None,
+    choices: Choices = None,
+    grammar: GrammarFile = None,
 ) -> Sampling:
     """What was chosen. Raises InvalidRequest."""
     given: dict[str, Any] = locals()
+    form = {
+        "json": _read(given.pop("json_schema")),
+        "json_object": given.pop("json_object"),
+        "regex": given.pop("regex"),
+        "choice": tuple(given.pop("choices") or ()),
+        "grammar": _read(given.pop("grammar")),
+    }
+    if any(value not in (None, False, ()) for value in form.values()):
+        given["structured_outputs"] = structured_outputs_of(form)
     chosen = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**chosen)  # it complains of what cannot be
     return chosen  # type: ignore[return-value]  # the options have its keys
+
+
+def _read(path: Path | None) -> str | None:
+    """Raises InvalidRequest for what is no text."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path} is no valid UTF-8: {error}; convert it first") from error

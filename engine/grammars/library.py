@@ -147,10 +147,6 @@ def num_words(vocab_size: int) -> int:
 
 def _definition(wanted: StructuredOutputs) -> str:
     """In llguidance's own form. Raises InvalidRequest."""
-    try:
-        wanted.text.encode()
-    except UnicodeEncodeError:
-        raise _refusal(wanted, "it holds half a surrogate pair, which is no text") from None
     if wanted.choice:
         return llguidance.grammar_from("choice", json.dumps(wanted.choice))
     if wanted.regex is not None:

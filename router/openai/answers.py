@@ -59,9 +59,10 @@ def choices_of(
 ) -> list[Choice]:
     """`prompts` has one for each call."""
     telling = asked.telling
+    reading = ALL_IS_CONTENT if telling.has_form else parsing
     if telling.is_chat:
         return [
-            ChatChoice(index, telling, spell, parsing.reader(with_tools=telling.reads_tool_calls))
+            ChatChoice(index, telling, spell, reading.reader(with_tools=telling.reads_tool_calls))
             for index in range(len(asked.calls))
         ]
     return [CompletionChoice(*each, telling, spell) for each in enumerate(prompts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.stops import StopRule
@@ -16,6 +16,7 @@ from router.openai.bodies import (
     GenerationBody,
     body_from,
 )
+from router.openai.forms import form_from
 from router.openai.prompts import chat_from, prompts_from
 from router.translate import stop_strings_from
 from router.values import Call, Prompt
@@ -44,6 +45,7 @@ class Telling:
     with_token_ids: bool = False
     tokens_by_id: bool = False
     reads_tool_calls: bool = False
+    has_form: bool = False  # then all of it is content: no reasoning comes before it
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -157,13 +159,14 @@ def _asked(
     advice: Advice,
     telling: Telling,
 ) -> Asked:
+    form = form_from(body)
     num_choices = body.n * len(prompts)
     if num_choices > MOST_CHOICES:
         field = "prompt" if len(prompts) > MOST_CHOICES else "n"
         raise InvalidRequest(
             f"{num_choices} answers are asked for; at most {MOST_CHOICES} may be at once", field
         )
-    sampling = {**_sampling(body), **own}
+    sampling = {**_sampling(body), **own, "structured_outputs": form}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     calls = []
     for index in range(num_choices):
@@ -179,7 +182,7 @@ def _asked(
             cache_salt=body.cache_salt,
         )
         calls.append(call)
-    return Asked(tuple(calls), body.n, telling)
+    return Asked(tuple(calls), body.n, replace(telling, has_form=form is not None))
 
 
 def _seed(body: GenerationBody, place: int) -> int | None:

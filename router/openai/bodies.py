@@ -27,7 +27,6 @@ AS_DONE_ANYWAY: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "continue_final_message": (False,),
@@ -69,6 +68,12 @@ class GenerationBody(Body):
     allowed_token_ids: list[Count] | None = None
     ignore_eos: bool = False
     prompt_logprobs: Count | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: AnyInt = 0
     cache_salt: str = ""
     return_token_ids: bool = False

@@ -191,7 +191,8 @@ def test_the_usage_so_far_comes_with_each_piece_for_those_who_want_it() -> None:
         ({"n": 10**6}, openai.BadRequestError, "n"),
         ({"prompt": []}, openai.BadRequestError, "prompt"),
         ({"prompt": "text"}, openai.BadRequestError, None),
-        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json"),
+        ({"extra_body": {"no_such": {}}}, openai.BadRequestError, "no_such"),
+        ({"extra_body": {"guided_json": 5}}, openai.BadRequestError, "guided_json"),
     ],
 )
 def test_what_is_refused_is_a_typed_error_that_names_the_field(

@@ -13,6 +13,7 @@ from engine.errors import InvalidRequest
 from engine.hashing import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingDefaults, SamplingParams
+from engine.structured_outputs import StructuredOutputs
 from kv_transfer.done_note import done_of, note_of
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.messages import (
@@ -96,6 +97,11 @@ SAMPLINGS = [
         logprobs=3,
         prompt_logprobs=2,
     ),
+    SamplingParams(structured_outputs=StructuredOutputs(json="{}", disable_any_whitespace=True)),
+    SamplingParams(structured_outputs=StructuredOutputs(json_object=True)),
+    SamplingParams(structured_outputs=StructuredOutputs(regex="")),
+    SamplingParams(structured_outputs=StructuredOutputs(choice=("é", "b"))),
+    SamplingParams(structured_outputs=StructuredOutputs(grammar="start: A")),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingDefaults, SamplingParams
+from engine.structured_outputs import StructuredOutputs
 from router.openai.asking import MOST_CHOICES, Advice, Asked, chat_completion_from, completion_from
 from router.openai.bodies import json_object
 from router.openai.prompts import prompts_from
@@ -196,7 +197,7 @@ def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> N
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
         ({"min_tokens": 20}, "min_tokens"),
         ({"prompt": 5}, "prompt"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_decoding_backend": "auto"}, "guided_decoding_backend"),
         ({"no_such": 1}, "no_such"),
     ],
 )
@@ -245,7 +246,7 @@ def test_a_field_of_a_chat_that_is_wrong_is_named(fields: dict[str, Any], field:
     [
         ({"tools": [{}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -259,6 +260,77 @@ def test_what_is_not_done_is_refused_and_never_ignored(
         chat(**fields)
 
     assert refusal.value.field == (field or "messages.0.content.0")
+
+
+SCHEMA = {"type": "object", "title": "é"}
+WRITTEN = json.dumps(SCHEMA, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
+                }
+            },
+            StructuredOutputs(json=WRITTEN),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=WRITTEN)),
+        ({"structured_outputs": {"json": WRITTEN}}, StructuredOutputs(json=WRITTEN)),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            StructuredOutputs(json_object=True, disable_any_whitespace=True),
+        ),
+        (
+            {"structured_outputs": {"regex": "a+", "json": None, "json_object": False}},
+            StructuredOutputs(regex="a+"),
+        ),
+        ({"guided_json": SCHEMA}, StructuredOutputs(json=WRITTEN)),
+        ({"guided_regex": "a"}, StructuredOutputs(regex="a")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
+        ({"guided_grammar": "start: A"}, StructuredOutputs(grammar="start: A")),
+    ],
+)
+def test_a_form_is_read_by_all_its_names(
+    fields: dict[str, Any], form: StructuredOutputs | None
+) -> None:
+    for asked in (chat(**fields), completion(**fields)):
+        assert asked.calls[0].sampling.structured_outputs == form
+        assert asked.telling.has_form == (form is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "response_format",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_a_form_that_makes_no_sense_is_refused_by_the_name_that_was_used(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        completion(**fields)
+
+    assert refusal.value.field == field
 
 
 def test_what_says_nothing_of_the_answer_is_taken() -> None:

@@ -1,0 +1,74 @@
+"""Whether a form can be kept to is looked at before a node is asked, beside the router's loop.
+
+Nodes look at it again, for their own model's tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from engine.errors import InvalidRequest
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.library import Checked
+from engine.structured_outputs import StructuredOutputs
+from serving.errors import QueueFull
+
+MOST_WAITING = 1024  # a form has 64 KiB at the most, and each is looked at in milliseconds
+RETRY_AFTER_S = 1.0
+
+
+class FormChecks(Protocol):
+    async def check(self, form: StructuredOutputs | None) -> None:
+        """Raises InvalidRequest, and QueueFull when too many wait for their turn."""
+        ...
+
+
+class NoFormChecks:
+    async def check(self, form: StructuredOutputs | None) -> None:
+        pass
+
+
+NODES_WILL_TELL = NoFormChecks()
+
+
+class ThreadedFormChecks:
+    """What was found to be well is remembered as long as the compiler remembers it."""
+
+    def __init__(
+        self, compiler: GrammarCompiler[Checked], *, max_waiting: int = MOST_WAITING
+    ) -> None:
+        self._compiler = compiler
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    async def check(self, form: StructuredOutputs | None) -> None:
+        if form is None:
+            return
+        if self._num_waiting >= self._max_waiting:
+            raise QueueFull(
+                f"the forms of {self._num_waiting} requests wait already to be looked at; send "
+                "this one later",
+                RETRY_AFTER_S,
+            )
+        self._num_waiting += 1
+        try:
+            outcome = await self._outcome(form)
+        finally:
+            self._num_waiting -= 1
+        if isinstance(outcome, InvalidRequest):
+            raise InvalidRequest(str(outcome), outcome.field)
+
+    async def _outcome(self, form: StructuredOutputs) -> Checked | InvalidRequest:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Checked | InvalidRequest] = loop.create_future()
+
+        def take(outcome: Checked | InvalidRequest) -> None:
+            if not found.done():
+                found.set_result(outcome)
+
+        def tell(outcome: Checked | InvalidRequest) -> None:
+            loop.call_soon_threadsafe(take, outcome)
+
+        self._compiler.start(form, tell)
+        return await found

@@ -1,0 +1,313 @@
+"""Answers in a form, through whole clusters: the same apart and together, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.client import BatonError, Client, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.llm import LLM
+from baton.text import Tokenizer
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from engine.errors import InvalidRequest
+from engine.request import FinishReason
+from engine.sampling import SamplingParams
+from engine.structured_outputs import StructuredOutputs
+from serving.status import remote_error
+from tests.support.load import Ask, tell_all
+from tests.support.models import EOS_TOKEN_ID, prompt_of
+from tests.support.nodes import is_busy, load_at
+from tests.support.schemas import Schema, is_valid, random_schema
+
+SCHEMA: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"enum": ["small", "large"]},
+        "tags": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+BY_SCHEMA = StructuredOutputs(json=json.dumps(SCHEMA))
+LONG = StructuredOutputs(regex="([a-z]{3} ){60,70}")
+FORMS = [
+    BY_SCHEMA,
+    StructuredOutputs(json=json.dumps(SCHEMA), disable_any_whitespace=True),
+    StructuredOutputs(regex=r"[a-z]{2,9}@[a-z]{2,9}\.(com|org)"),
+    StructuredOutputs(choice=("the quick brown fox", "the lazy dog")),
+    StructuredOutputs(grammar='start: /[a-z]+/ ("+" /[a-z]+/)~2..4'),
+    None,
+]
+
+
+@pytest.fixture(scope="module")
+def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    with LocalCluster(cluster_options(is_colocated=True)) as running:
+        yield running
+
+
+def asks_for(num_each: int) -> list[Ask]:
+    """Greedy and drawn ones, with and without a form, for prompts of several lengths."""
+    asks = []
+    for place, form in enumerate(FORMS):
+        for number in range(num_each):
+            sampling = SamplingParams(
+                max_tokens=60,
+                temperature=0.0 if number == 0 else 1.0,
+                seed=number,
+                min_tokens=5 * number,
+                logprobs=1,
+                structured_outputs=form,
+            )
+            prompt = prompt_of(10 + 30 * number, seed=70 + place)
+            asks.append(Ask(prompt, Generation(sampling)))
+    return asks
+
+
+def test_apart_together_and_here_the_tokens_are_the_same_with_and_without_a_form(
+    cluster: LocalCluster, colocated: LocalCluster, local: LLM
+) -> None:
+    asks = asks_for(3)
+
+    apart, together = tell_all(cluster.address, asks), tell_all(colocated.address, asks)
+
+    here = local.generate([ask.prompt for ask in asks], [_sampling(ask) for ask in asks])
+    expected = [tuple(one.token_ids) for one in here]
+    assert [one.token_ids for one in apart] == expected
+    assert [one.token_ids for one in together] == expected
+    for one in apart:
+        assert one.finish.served.prompt_tokens_computed_on_decode == 0
+    reasons = Counter(one.finish.reason for one in apart if _sampling(one.ask).structured_outputs)
+    assert reasons["stop"] > 8
+
+
+def test_a_first_token_that_is_the_whole_answer_ends_it_on_both_nodes(client: Client) -> None:
+    empty = StructuredOutputs(regex="")
+
+    answer = client.generate((5, 6, 7), Generation({"structured_outputs": empty}))
+
+    assert answer.token_ids == [EOS_TOKEN_ID]
+    assert answer.finish is not None
+    assert answer.finish.reason == "stop"
+
+
+def test_an_answer_keeps_its_form_when_its_decode_node_is_killed(
+    cluster_options: Callable[..., ClusterOptions], local: LLM
+) -> None:
+    prompt = prompt_of(40)
+    sampling = SamplingParams(max_tokens=300, temperature=0.0, structured_outputs=LONG)
+    with (
+        LocalCluster(cluster_options(num_decode=2)) as cluster,
+        Client(cluster.address) as client,
+    ):
+        stream = client.stream(prompt, Generation(sampling))
+        chunks = [next(stream), next(stream)]
+        [serving] = [child for child in cluster.decodes if is_busy(load_at(child.address))]
+        serving.process.kill()
+        chunks += stream
+
+    [here] = local.generate([prompt], sampling)
+    finish = chunks[-1].finish
+    assert [token for chunk in chunks for token in chunk.token_ids] == here.token_ids
+    assert here.finish_reason is FinishReason.STOP
+    assert finish is not None
+    assert (finish.reason, finish.served.attempts) == ("stop", 2)
+
+
+def test_preempted_answers_keep_their_form(model_folder: Path, local: LLM) -> None:
+    prompts = [prompt_of(40, seed=seed) for seed in range(6)]
+    samplings = [
+        SamplingParams(max_tokens=200, temperature=1.0, seed=seed, structured_outputs=LONG)
+        for seed in range(6)
+    ]
+    apart = [local.generate([p], s)[0].token_ids for p, s in zip(prompts, samplings, strict=True)]
+    with LLM(
+        str(model_folder), kv_cache_memory="128KiB", num_threads=1, show_progress=False
+    ) as tight:
+        crowded = tight.generate(prompts, samplings)
+        num_preempted = tight.engine.scheduler.stats().total_preemptions
+
+    assert num_preempted > 0
+    assert [one.token_ids for one in crowded] == apart
+
+
+def test_a_form_is_said_to_be_wrong_before_anything_runs_here_too(local: LLM) -> None:
+    wrong = SamplingParams(structured_outputs=StructuredOutputs(json='{"type": "strnig"}'))
+
+    with pytest.raises(InvalidRequest, match="strnig"):
+        local.generate(["a", "b"], wrong)
+    assert local.engine.scheduler.is_idle
+
+
+# --- What is refused, and how that is told ----------------------------------------------------
+
+ENDLESS = {
+    "$defs": {
+        "n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+    },
+    "$ref": "#/$defs/n",
+}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json": "{"}, "no JSON"),
+    ({"json": {"type": "strnig"}}, "strnig"),
+    ({"json": {"not": {}}}, "not"),
+    ({"json": ENDLESS}, "never ends"),
+    ({"regex": "(a"}, "unclosed group"),
+    ({"regex": r"[^\s\S]"}, "no answer can fit"),  # only nodes find this out
+    ({"grammar": 'start: "a" start'}, "never ends"),
+    ({"choice": []}, "none of them"),
+]
+
+
+@pytest.mark.parametrize(("form", "reason"), REFUSED, ids=[str(form)[:30] for form, _ in REFUSED])
+def test_a_bad_form_is_refused_by_both_doors_with_the_reason(
+    form: dict[str, Any], reason: str, cluster: LocalCluster
+) -> None:
+    status, told = _post(cluster, {"prompt": "a", "structured_outputs": form})
+
+    assert status == 400
+    assert reason in told["message"]
+    assert told["type"] == "invalid_request_error"
+    with grpc.insecure_channel(cluster.address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            list(stub.Generate(_request(form), timeout=60))
+    remote = remote_error(failed.value)
+    assert remote.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason in remote.message
+
+
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format"),
+    ({"response_format": {"type": "grammar"}}, "response_format"),
+    ({"response_format": {}}, "response_format"),
+    ({"response_format": "json_object"}, "response_format"),
+    ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": [1]}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs"),
+    ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
+    ({"guided_regex": "(a"}, "structured_outputs"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), WRONG_TYPES, ids=[str(f)[:50] for f, _ in WRONG_TYPES]
+)
+def test_wrong_types_are_refused_by_the_fields_name(
+    fields: dict[str, Any], param: str, cluster: LocalCluster
+) -> None:
+    status, told = _post(cluster, {"prompt": "a", **fields})
+
+    assert (status, told["param"]) == (400, param)
+
+
+def test_a_client_is_told_by_name_and_can_go_on(client: Client) -> None:
+    with pytest.raises(BatonError, match="never ends"):
+        client.generate("a", Generation({"structured_outputs": {"json": ENDLESS}}))
+
+    form = {"choice": ["a", "b"]}
+    assert client.generate("a", Generation({"structured_outputs": form})).text in form["choice"]
+
+
+# --- Random schemas ---------------------------------------------------------------------------
+
+
+def test_answers_to_random_schemas_parse_and_validate(local: LLM) -> None:
+    counts = _judged_here(local, num=50, seed=0)
+
+    assert counts["invalid"] == 0
+    assert counts["valid"] > 40
+
+
+@pytest.mark.slow
+def test_answers_to_a_thousand_random_schemas_parse_and_validate(
+    cluster: LocalCluster, model_folder: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(model_folder)
+    chance = random.Random(1)
+    counts: Counter[str] = Counter()
+    for _ in range(10):
+        schemas = [random_schema(chance) for _ in range(100)]
+        asks = [_ask_for(schema, place) for place, schema in enumerate(schemas)]
+        for schema, told in zip(schemas, tell_all(cluster.address, asks), strict=True):
+            counts[_verdict(tokenizer.decode(told.token_ids), told.finish.reason, schema)] += 1
+            assert told.finish.served.prompt_tokens_computed_on_decode == 0
+    print(f"1,000 random schemas, disaggregated: {dict(counts)}")
+
+    assert counts["invalid"] == 0
+    assert counts["valid"] > 900
+
+
+def _judged_here(local: LLM, *, num: int, seed: int) -> Counter[str]:
+    chance = random.Random(seed)
+    schemas = [random_schema(chance) for _ in range(num)]
+    asks = [_ask_for(schema, place) for place, schema in enumerate(schemas)]
+    answers = local.generate([ask.prompt for ask in asks], [_sampling(ask) for ask in asks])
+    return Counter(
+        _verdict(one.text, "" if one.finish_reason is None else one.finish_reason.value, schema)
+        for one, schema in zip(answers, schemas, strict=True)
+    )
+
+
+def _ask_for(schema: Schema, place: int) -> Ask:
+    form = StructuredOutputs(json=json.dumps(schema), disable_any_whitespace=place % 2 == 0)
+    sampling = SamplingParams(
+        max_tokens=400, temperature=(0.0, 1.0)[place % 3 > 0], seed=place, structured_outputs=form
+    )
+    return Ask(prompt_of(5 + place % 40, seed=place), Generation(sampling))
+
+
+def _verdict(text: str, reason: str, schema: Schema) -> str:
+    if reason != "stop":
+        return reason
+    try:
+        return "valid" if is_valid(text, schema) else "invalid"
+    except ValueError:
+        return "invalid"
+
+
+def _sampling(ask: Ask) -> SamplingParams:
+    assert isinstance(ask.generation.sampling, SamplingParams)
+    return ask.generation.sampling
+
+
+def _post(cluster: LocalCluster, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The status, and the error in the body."""
+    request = urllib.request.Request(
+        f"http://{cluster.router.http_address}/v1/completions",
+        json.dumps(fields).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, {}
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)["error"]
+
+
+def _request(form: dict[str, Any]) -> inference_pb2.GenerateRequest:
+    """As a foreign client may send it."""
+    given = dict(form)
+    if isinstance(given.get("json"), dict):
+        given["json"] = json.dumps(given["json"])
+    if "choice" in given:
+        given["choice"] = sampling_pb2.Choice(texts=given["choice"])
+    told = sampling_pb2.StructuredOutputs(**given)
+    sampling = sampling_pb2.SamplingParams(structured_outputs=told)
+    return inference_pb2.GenerateRequest(text="a", sampling=sampling)

@@ -1,0 +1,82 @@
+"""Forms looked at beside the router's loop: it goes on, and not too many wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.library import Checked
+from engine.structured_outputs import StructuredOutputs
+from router.form_checks import ThreadedFormChecks
+from serving.errors import QueueFull
+from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary
+
+
+def compiler_of(library: HeldLibrary) -> GrammarCompiler[Checked]:
+    return cast("GrammarCompiler[Checked]", GrammarCompiler(library))
+
+
+def test_without_a_form_there_is_nothing_to_look_at() -> None:
+    library = HeldLibrary()
+    with compiler_of(library) as compiler:
+        asyncio.run(ThreadedFormChecks(compiler).check(None))
+
+    assert library.compiled == []
+
+
+def test_the_loop_and_other_forms_go_on_while_one_is_looked_at() -> None:
+    library = HeldLibrary()
+
+    async def look(checks: ThreadedFormChecks) -> None:
+        slow = asyncio.ensure_future(checks.check(SLOW))
+        await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
+        await checks.check(GOOD)
+        assert not slow.done()
+        library.may_end.set()
+        await slow
+
+    with compiler_of(library) as compiler:
+        asyncio.run(look(ThreadedFormChecks(compiler)))
+
+    assert library.compiled == [GOOD, SLOW]
+
+
+def test_a_bad_one_is_refused_with_the_reason() -> None:
+    with compiler_of(HeldLibrary()) as compiler, pytest.raises(InvalidRequest, match="it is bad"):
+        asyncio.run(ThreadedFormChecks(compiler).check(BAD))
+
+
+def test_what_was_found_well_is_looked_at_once() -> None:
+    library = HeldLibrary()
+
+    async def look(checks: ThreadedFormChecks) -> None:
+        for _ in range(3):
+            await checks.check(GOOD)
+
+    with compiler_of(library) as compiler:
+        asyncio.run(look(ThreadedFormChecks(compiler)))
+
+    assert library.compiled == [GOOD]
+
+
+def test_when_too_many_wait_the_next_is_sent_away() -> None:
+    library = HeldLibrary()
+    forms = [StructuredOutputs(regex=str(number)) for number in range(2)]
+
+    async def look(checks: ThreadedFormChecks) -> None:
+        waiting = [asyncio.ensure_future(checks.check(form)) for form in (SLOW, SLOW)]
+        await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
+        with pytest.raises(QueueFull, match="2 requests"):
+            await checks.check(forms[0])
+        waiting.pop().cancel()
+        await asyncio.sleep(0)
+        await checks.check(forms[1])
+        library.may_end.set()
+        await asyncio.gather(*waiting)
+
+    with compiler_of(library) as compiler:
+        asyncio.run(look(ThreadedFormChecks(compiler, max_waiting=2)))
