@@ -9,10 +9,12 @@ from typing import Any, TypedDict
 from baton.encoding import valid_text
 from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
-from engine.sampling import SamplingDefaults, SamplingParams
+from engine.extra_args import argument_of
+from engine.sampling import Argument, SamplingDefaults, SamplingParams
 from engine.structured_outputs import StructuredOutputs, structured_outputs_of
 from kv_transfer.types import TokenLogprobs
 from serving.translate import (
+    argument_to,
     logprobs_from,
     prompt_logprobs_from,
     sampling_defaults_from,
@@ -41,12 +43,14 @@ class Sampling(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
     banned_token_ids: Sequence[int]
+    banned_sequences: Sequence[Sequence[int]]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     seed: int
     logprobs: int
     prompt_logprobs: int
     structured_outputs: StructuredOutputs | Mapping[str, Any]  # a mapping of its fields
+    extra_args: Mapping[str, Argument]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Generation:
     sampling: SamplingParams | Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     include_stop_in_output: bool = False
+    bad_words: tuple[str, ...] = ()
     request_id: str = ""
     model: str = ""
     priority: int = 0
@@ -151,6 +156,7 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
     sampling = _sampling_to(generation.sampling)
     sampling.stop.extend(generation.stop)
     sampling.include_stop_in_output = generation.include_stop_in_output
+    sampling.bad_words.extend(generation.bad_words)
     request = inference_pb2.GenerateRequest(
         request_id=generation.request_id,
         model=generation.model,
@@ -171,6 +177,10 @@ def _sampling_to(sampling: SamplingParams | Sampling) -> sampling_pb2.SamplingPa
     if "allowed_token_ids" in chosen:
         ids = chosen["allowed_token_ids"]
         chosen["allowed_token_ids"] = sampling_pb2.TokenIds(ids=ids)
+    banned = chosen.get("banned_sequences", ())
+    chosen["banned_sequences"] = [sampling_pb2.TokenIds(ids=one) for one in banned]
+    extra = chosen.get("extra_args", {})
+    chosen["extra_args"] = {name: argument_to(argument_of(extra[name])) for name in extra}
     form = chosen.get("structured_outputs")
     if isinstance(form, Mapping):
         form = structured_outputs_of(form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from engine.errors import InvalidRequest
 from engine.hashing import MAX_TOKEN_ID
@@ -21,6 +22,7 @@ def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig
             "the model has no token that ends an answer: structured_outputs cannot be kept to",
             FIELD,
         )
+    config.check_extra_args(spec.sampling.extra_args)
     if spec.receive_from is not None and spec.send_to is not None:
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
 
@@ -50,6 +52,7 @@ def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     yield "stop_token_ids", sampling.stop_token_ids
     yield "banned_token_ids", sampling.banned_token_ids
     yield "allowed_token_ids", sampling.allowed_token_ids or ()
+    yield "banned_sequences", tuple(chain.from_iterable(sampling.banned_sequences))
     yield "logit_bias", tuple(sampling.logit_bias)
 
 

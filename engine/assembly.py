@@ -57,4 +57,5 @@ def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerCo
         max_model_len=runner.info.max_model_len,
         vocab_size=runner.info.vocab_size,
         eos_token_ids=frozenset(runner.info.eos_token_ids),
+        check_extra_args=runner.processors.check,
     )

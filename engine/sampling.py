@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 from engine.errors import InvalidRequest
 from engine.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 64
+
+# What logits processors are given: what JSON holds, a list of such at most.
+Scalar: TypeAlias = str | int | float | bool
+Argument: TypeAlias = Scalar | tuple[Scalar, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,15 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
+    # The last token of each is never chosen after the others.
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # None: drawn where the request enters
     logprobs: int | None = None  # how many of the likeliest; 0 is the chosen one alone
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
+    extra_args: Mapping[str, Argument] = field(default_factory=dict)  # for logits processors
 
     @property
     def is_greedy(self) -> bool:
@@ -77,7 +85,10 @@ class SamplingParams:
             raise InvalidRequest(
                 "allowed_token_ids is empty: leave it out to allow every token", "allowed_token_ids"
             )
-        named = (*self.stop_token_ids, *self.banned_token_ids, *(self.allowed_token_ids or ()))
+        if not all(self.banned_sequences):
+            raise InvalidRequest("banned_sequences: one of them is empty", "banned_sequences")
+        banned = (*self.banned_token_ids, *chain.from_iterable(self.banned_sequences))
+        named = (*self.stop_token_ids, *banned, *(self.allowed_token_ids or ()))
         for token_id in (*named, *self.logit_bias):
             _check("token id", token_id, token_id >= 0, "at least 0")
 

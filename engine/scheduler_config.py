@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.errors import InvalidConfig
+from engine.extra_args import Check, refuse_any
 from engine.hashing import PrefixNaming
 
 
@@ -72,6 +73,8 @@ class SchedulerConfig:
     remote_headroom_blocks: int = 1
     # Let peers be sent each layer of a chunk as it ends; else all of them when the chunk has.
     push_layers: bool = False
+    # Raises InvalidRequest for what no logits processor takes.
+    check_extra_args: Check = refuse_any
     collect_events: bool = False  # whoever sets it must take them
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from baton.spelling import TokenText
@@ -119,6 +119,7 @@ class Pipeline:
             raise Draining("this router is on its way out; send the request to another")
         self.check_model(call.model)
         with self._id_held(call.request_id):
+            call = self._without_bad_words(call)
             prompt = await self.token_ids(call.prompt, call.model)
             context.trace.tokenized(len(prompt), self._admission.num_waiting)
             if not prompt:
@@ -158,6 +159,14 @@ class Pipeline:
     def token(self, token_id: int) -> TokenText:
         """One token by itself, for those who ask how likely it was."""
         return self._text.token(token_id)
+
+    def _without_bad_words(self, call: Call) -> Call:
+        """Nodes know no text: they are told the tokens."""
+        if not call.bad_words:
+            return call
+        spelled = {tokens for word in call.bad_words for tokens in self._text.spellings(word)}
+        banned = (*call.sampling.banned_sequences, *sorted(spelled))
+        return replace(call, sampling=replace(call.sampling, banned_sequences=banned))
 
     @contextmanager
     def _awaiting(self, call: Call, context: RequestContext) -> Iterator[Callable[[], None]]:

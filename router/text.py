@@ -17,6 +17,10 @@ class TextBoundary(Protocol):
         """Refuses, before it reads it, a text that cannot be of so few tokens."""
         ...
 
+    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
+        """The tokens that spell it, within a word and at the beginning of one."""
+        ...
+
     def text(self, token_ids: tuple[int, ...]) -> str: ...
 
     def token(self, token_id: int) -> TokenText:
@@ -60,6 +64,11 @@ class ModelText:
                 f"these spell {most} at the most; shorten it"
             )
 
+    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
+        texts = (word, f" {word.lstrip()}")
+        found = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return frozenset(filter(None, found))
+
     def text(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(token_ids)
 
@@ -76,6 +85,9 @@ class TokenIdsOnly:
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
+        raise _no_tokenizer()
+
+    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         raise _no_tokenizer()
 
     def text(self, token_ids: tuple[int, ...]) -> str:

@@ -26,6 +26,8 @@ from serving.translate import FINISH_TO_MESSAGE, logprobs_to, prompt_logprobs_to
 
 MOST_STOP_STRINGS = 64
 MOST_STOP_CHARACTERS = 1024
+MOST_BAD_WORDS = 64
+MOST_BAD_CHARACTERS = 256
 PLACE_TO_MESSAGE = {
     PrefillPlace.REMOTE: inference_pb2.PREFILL_PLACE_REMOTE,
     PrefillPlace.LOCAL: inference_pb2.PREFILL_PLACE_LOCAL,
@@ -52,7 +54,25 @@ def call_from(
         model=message.model,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        bad_words=bad_words_from(message.sampling.bad_words),
     )
+
+
+def bad_words_from(given: Sequence[str]) -> tuple[str, ...]:
+    """Each of their spellings is looked for before each token."""
+    words = tuple(given)
+    if len(words) > MOST_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words has {len(words)} texts; at most {MOST_BAD_WORDS} may be", "bad_words"
+        )
+    for word in words:
+        if not 0 < len(word) <= MOST_BAD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words has a text of {len(word)} characters; from 1 to {MOST_BAD_CHARACTERS} "
+                "may be",
+                "bad_words",
+            )
+    return words
 
 
 def stop_strings_from(given: Sequence[str]) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ class Call:
     model: str = ""  # empty: whichever is served
     priority: int = 0
     cache_salt: str = ""
+    bad_words: tuple[str, ...] = ()  # texts that it must not hold
 
 
 class Piece(NamedTuple):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from google.protobuf import json_format, struct_pb2
 from google.protobuf.message import Message
 
 from baton.v1 import node_pb2, sampling_pb2
+from engine.extra_args import argument_of
 from engine.request import FinishReason, Output, RequestId
-from engine.sampling import NO_ADVICE, SamplingDefaults, SamplingParams
+from engine.sampling import NO_ADVICE, Argument, SamplingDefaults, SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import HandoffId, NodeId, Peer, TokenLogprobs
@@ -55,7 +57,25 @@ def sampling_from(
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         structured_outputs=structured_outputs_from(message),
+        banned_sequences=tuple(tuple(one.ids) for one in message.banned_sequences),
+        extra_args={name: argument_from(value) for name, value in message.extra_args.items()},
     )
+
+
+def argument_from(value: struct_pb2.Value) -> Argument:
+    """Raises InvalidRequest."""
+    return argument_of(json_format.MessageToDict(value))
+
+
+def argument_to(value: Argument) -> struct_pb2.Value:
+    if isinstance(value, tuple):
+        values = [argument_to(one) for one in value]
+        return struct_pb2.Value(list_value=struct_pb2.ListValue(values=values))
+    if isinstance(value, bool):
+        return struct_pb2.Value(bool_value=value)
+    if isinstance(value, str):
+        return struct_pb2.Value(string_value=value)
+    return struct_pb2.Value(number_value=value)
 
 
 def structured_outputs_from(message: sampling_pb2.SamplingParams) -> StructuredOutputs | None:
@@ -89,6 +109,8 @@ def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         structured_outputs=structured_outputs_to(sampling.structured_outputs),
+        banned_sequences=[sampling_pb2.TokenIds(ids=one) for one in sampling.banned_sequences],
+        extra_args={name: argument_to(value) for name, value in sampling.extra_args.items()},
     )
     if sampling.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)

@@ -12,7 +12,7 @@ import typer
 
 from baton.cli.connection import connect
 from baton.cli.options import MODEL_PANEL, OUTPUT_PANEL
-from baton.cli.sampling import IncludeStop, StopStrings, sampling
+from baton.cli.sampling import BadWords, IncludeStop, StopStrings, sampling
 from baton.cli.show import console, for_terminal, table_of
 from baton.cli.signatures import split, takes_options_of
 from baton.units import format_bytes
@@ -63,6 +63,7 @@ def generate(
     ] = "",
     stop: StopStrings = None,
     include_stop_in_output: IncludeStop = False,
+    bad_words: BadWords = None,
     request_id: Annotated[str, typer.Option(help="Its name in logs and traces.")] = "",
     priority: Annotated[int, typer.Option(help="Lower runs earlier.")] = 0,
     cache_salt: Annotated[
@@ -85,6 +86,7 @@ def generate(
         chosen,
         stop=tuple(stop or ()),
         include_stop_in_output=include_stop_in_output,
+        bad_words=tuple(bad_words or ()),
         request_id=request_id,
         model=model,
         priority=priority,

@@ -55,6 +55,13 @@ Quantize = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+LogitsProcessors = Annotated[
+    str,
+    typer.Option(
+        help="Names of installed logits processors, with commas; the same on every node.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
 Speculative = Annotated[
     str,
     typer.Option(

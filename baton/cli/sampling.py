@@ -40,6 +40,14 @@ IgnoreEos = Annotated[bool, _option("--ignore-eos", help="Go on after the model'
 StopStrings = Annotated[
     list[str] | None, _option("--stop", help="Text that ends the answer; may be given often.")
 ]
+BadWords = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bad-word",
+        help="A text that the answer must not hold; may be given often.",
+        rich_help_panel=SAMPLING_PANEL,
+    ),
+]
 IncludeStop = Annotated[
     bool,
     _option("--include-stop-in-output", help="Leave the text that ended it in the answer."),

@@ -27,6 +27,7 @@ from baton.cli.options import (
     KvVerify,
     LocalPrefill,
     LogFormat,
+    LogitsProcessors,
     LogLevel,
     LongPrefill,
     MaxInFlight,
@@ -97,6 +98,7 @@ def node_options(
     long_prefill_token_threshold: LongPrefill = 512,
     target_step_ms: TargetStep = 0.0,
     speculative: Speculative = "",
+    logits_processors: LogitsProcessors = "",
     host: Host = "127.0.0.1",
     port: Port = 0,
     node_id: NodeName = "",
@@ -126,6 +128,7 @@ def node_options(
             kernels=kernels,
             quantize=quantize,
             speculation=parse_speculation(speculative),
+            logits_processors=tuple(filter(None, logits_processors.split(","))),
         ),
         scheduling=SchedulerConfig(
             max_num_seqs=max_num_seqs,

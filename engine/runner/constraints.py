@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.runner.layout import Ints
+from engine.runner.processors import NEVER, NO_PROCESSORS, Processors
 from engine.sampling import SamplingParams
-
-NEVER = float("-inf")
 
 
 class ConstrainedRow(Protocol):
@@ -28,14 +28,25 @@ class ConstrainedRow(Protocol):
     def allowed(self) -> Tensor | None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """Logits to choose from; a row whose processor failed has none that is above -inf."""
+
+    logits: Tensor
+    failures: Mapping[int, str]  # why, by row
+
+
 def constrain(
-    logits: Tensor, rows: Sequence[ConstrainedRow], eos_token_ids: tuple[int, ...]
-) -> Tensor:
+    logits: Tensor,
+    rows: Sequence[ConstrainedRow],
+    eos_token_ids: tuple[int, ...],
+    processors: Processors = NO_PROCESSORS,
+) -> Constrained:
     """A changed copy if any row asks for a change, else the logits themselves."""
     ruled = [place for place, row in enumerate(rows) if row.allowed is not None]
     asking = [place for place, row in enumerate(rows) if _asks(row)]
     if not (ruled or asking):
-        return logits
+        return Constrained(logits, {})
     logits = logits.clone()
     if ruled:
         allowed = torch.stack([row.allowed for row in rows if row.allowed is not None])
@@ -46,7 +57,25 @@ def constrain(
         for token_id, bias in row.sampling.logit_bias.items():
             scores[token_id] += bias
         _penalise(scores, row)
-    return logits
+    return Constrained(logits, _process(logits, rows, asking, processors))
+
+
+def _process(
+    logits: Tensor,
+    rows: Sequence[ConstrainedRow],
+    asking: Sequence[int],
+    processors: Processors,
+) -> dict[int, str]:
+    """Last, so that processors see what has been made of the logits, and why some failed."""
+    failures = {}
+    for place in asking:
+        row, scores = rows[place], logits[place]
+        given = row.sampling.extra_args
+        failure = processors.apply(scores, row.known_tokens, row.num_prompt_tokens, given)
+        if failure:
+            failures[place] = failure
+            scores.fill_(NEVER)
+    return failures
 
 
 def _asks(row: ConstrainedRow) -> bool:
@@ -54,9 +83,11 @@ def _asks(row: ConstrainedRow) -> bool:
     return bool(
         sampling.allowed_token_ids is not None
         or sampling.banned_token_ids
+        or sampling.banned_sequences
         or sampling.logit_bias
         or _num_outputs(row) < sampling.min_tokens
         or _has_penalty(sampling)
+        or sampling.extra_args
     )
 
 
@@ -80,10 +111,18 @@ def _forbid(scores: Tensor, row: ConstrainedRow, eos_token_ids: tuple[int, ...])
         scores.fill_(NEVER)
         scores[allowed] = kept
     scores[_indices(sampling.banned_token_ids, scores)] = NEVER
+    scores[_indices(_ends_of_banned(sampling.banned_sequences, row.known_tokens), scores)] = NEVER
     if _num_outputs(row) < sampling.min_tokens:
         # What would end the answer; with ignore_eos the eos tokens do not.
         ending = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
         _forbid_ending(scores, _indices(ending, scores), is_ruled=row.allowed is not None)
+
+
+def _ends_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: Ints) -> list[int]:
+    """The last tokens of those that prompt and answer have all of before it."""
+    longest = max(map(len, sequences), default=0)
+    known = known_tokens[max(0, len(known_tokens) + 1 - longest) :].tolist()
+    return [last for *before, last in sequences if not before or known[-len(before) :] == before]
 
 
 def _forbid_ending(scores: Tensor, ending: Tensor, *, is_ruled: bool) -> None:

@@ -15,6 +15,7 @@ from engine.runner.decoder_loading import Target, load_decoder
 from engine.runner.facts import ModelInfo, OnLoad
 from engine.runner.kernels.choose import choose_parts
 from engine.runner.kv_cache import KvShape, free_bytes, num_blocks_within
+from engine.runner.processors import Model, load_processors, versions
 from engine.runner.rope import Rope
 from engine.runner.runner import TorchRunner
 from engine.runner.settings import RunnerConfig as RunnerConfig
@@ -38,7 +39,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
     with WeightFiles(folder) as files:
         target = Target(dtype, device, parts.ops, config.quantize)
         decoder = load_decoder(model, files, target, on_progress)
-        fingerprint = _fingerprint(model, config.quantize, files)
+        fingerprint = _fingerprint(model, config, files)
     info = _describe(config, model, folder, fingerprint)
     shape = KvShape.of(model, config.block_size, dtype)
     kv = shape.allocate(_num_blocks(config, shape, device), device)
@@ -50,6 +51,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
         PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
         parts.make_attention(kv, model.sliding_windows),
         config.speculation,
+        load_processors(config.logits_processors, Model(str(folder), info.vocab_size)),
     )
 
 
@@ -95,8 +97,9 @@ def _num_blocks(config: RunnerConfig, shape: KvShape, device: torch.device) -> i
     return num_blocks_within(budget, shape.block_bytes)
 
 
-def _fingerprint(model: ModelConfig, quantize: str, files: WeightFiles) -> str:
-    return hashlib.sha256(f"{model}\n{quantize}\n{files.digest()}".encode()).hexdigest()
+def _fingerprint(model: ModelConfig, config: RunnerConfig, files: WeightFiles) -> str:
+    parts = [str(model), config.quantize, files.digest(), *versions(config.logits_processors)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _check(is_good: bool, message: str) -> None:

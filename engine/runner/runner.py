@@ -26,6 +26,7 @@ from engine.runner.grammar_masks import GrammarMasks
 from engine.runner.kv_cache import describe
 from engine.runner.logprobs import token_logprobs
 from engine.runner.model import Decoder
+from engine.runner.processors import NO_PROCESSORS, Processors
 from engine.runner.prompt_logprobs import PromptLogprobs
 from engine.runner.rope import Rope
 from engine.runner.sampler import Choice, Sampler, SampleRow
@@ -44,17 +45,19 @@ class TorchRunner:
         batch: PersistentBatch,
         attention: PagedAttention,
         speculation: Speculation | None = None,
+        processors: Processors = NO_PROCESSORS,
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv)
         self.speculation = speculation
+        self.processors = processors
         self.hook: PassHook | None = None
         self._decoder = decoder
         self._rope = rope
         self._kv = kv
         self._batch = batch
         self._attention = attention
-        self._sampler = Sampler(info.eos_token_ids)
+        self._sampler = Sampler(info.eos_token_ids, processors)
         self._prompts = PromptLogprobs(decoder)
         self._grammars = GrammarMasks(info.vocab_size)
         self._drafted_rows = None if speculation is None else DraftedRows(batch, speculation)

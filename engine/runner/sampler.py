@@ -1,8 +1,9 @@
 """From logits to tokens. Each row is treated by its own parameters alone.
 
 The order is vLLM V1's, but that logprobs are of the raw logits whatever a grammar allows: then
-comes the grammar; then allowed and banned tokens, min_tokens, logit bias, penalties; greedy rows
-end there; then temperature, min-p, top-k, top-p (renormalised after each), and the draw.
+comes the grammar; then allowed and banned tokens, min_tokens, logit bias, penalties, and
+processors of people's own; greedy rows end there; then temperature, min-p, top-k, top-p
+(renormalised after each), and the draw.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from engine.runner.constraints import constrain
 from engine.runner.layout import Ints
+from engine.runner.processors import NO_PROCESSORS, Processors
 from engine.runner.randomness import waiting_times
 from engine.sampling import SamplingParams
 
@@ -48,8 +50,11 @@ class Choice:
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, eos_token_ids: tuple[int, ...], processors: Processors = NO_PROCESSORS
+    ) -> None:
         self._eos_token_ids = eos_token_ids
+        self._processors = processors
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
         """logits: [rows, vocab_size] in float32; left as they are."""
@@ -66,16 +71,18 @@ class Sampler:
         if len(good) < len(rows):
             logits = logits[good]
         kept = [rows[place] for place in good]
-        constrained = constrain(logits, kept, self._eos_token_ids)
-        best, token_ids = constrained.max(dim=-1)
+        constrained = constrain(logits, kept, self._eos_token_ids, self._processors)
+        best, token_ids = constrained.logits.max(dim=-1)
         is_empty = best.isneginf().tolist()  # everything is forbidden
         random = [i for i, row in enumerate(kept) if not (row.sampling.is_greedy or is_empty[i])]
         if random:
-            drawn = _draw(constrained[random], [kept[i] for i in random])
+            drawn = _draw(constrained.logits[random], [kept[i] for i in random])
             token_ids[random] = drawn
         return [
-            Choice(None, _why_none(row)) if empty else Choice(token_id)
-            for row, token_id, empty in zip(kept, token_ids.tolist(), is_empty, strict=True)
+            Choice(None, constrained.failures.get(i) or _why_none(row))
+            if is_empty[i]
+            else Choice(token_id)
+            for i, (row, token_id) in enumerate(zip(kept, token_ids.tolist(), strict=True))
         ]
 
 

@@ -30,6 +30,7 @@ class RunnerConfig:
     offline: bool = False
     kernels: str = "auto"  # native where there are any for this dtype and device, else torch
     quantize: str = "none"  # what the weights are made into as they are loaded
+    logits_processors: tuple[str, ...] = ()  # entry points; see engine.runner.processors
     speculation: Speculation | None = None  # the scheduler must have as many slots to look ahead
 
     def __post_init__(self) -> None:

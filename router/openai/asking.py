@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.stops import StopRule
 from engine.errors import InvalidRequest
+from engine.extra_args import argument_of
 from engine.sampling import SamplingDefaults
 from router.openai.bodies import (
     MOST_SAFE_INT,
@@ -18,7 +19,7 @@ from router.openai.bodies import (
 )
 from router.openai.forms import form_from
 from router.openai.prompts import chat_from, prompts_from
-from router.translate import stop_strings_from
+from router.translate import bad_words_from, stop_strings_from
 from router.values import Call, Prompt
 from serving.errors import UnsupportedInput
 
@@ -180,6 +181,7 @@ def _asked(
             model=body.model,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            bad_words=bad_words_from(body.bad_words),
         )
         calls.append(call)
     return Asked(tuple(calls), body.n, replace(telling, has_form=form is not None))
@@ -202,6 +204,7 @@ def _sampling(body: GenerationBody) -> dict[str, Any]:
         "logit_bias": _logit_bias(body.logit_bias),
         "stop_token_ids": tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
+        "extra_args": {name: argument_of(value) for name, value in body.vllm_xargs.items()},
     }
 
 

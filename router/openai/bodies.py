@@ -66,6 +66,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     stop_token_ids: list[Count] = Field(default_factory=list)
     allowed_token_ids: list[Count] | None = None
+    bad_words: list[str] = Field(default_factory=list)
+    vllm_xargs: dict[str, Any] = Field(default_factory=dict)
     ignore_eos: bool = False
     prompt_logprobs: Count | None = None
     response_format: dict[str, Any] | None = None

@@ -34,6 +34,10 @@ def row(
     return SampleRow(SamplingParams(**asked), seed, tokens, num_prompt_tokens)
 
 
+def constrained_logits(logits: Tensor, rows: Sequence[SampleRow], eos: tuple[int, ...]) -> Tensor:
+    return constrain(logits, rows, eos).logits
+
+
 def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator) * spread
@@ -258,7 +262,7 @@ def test_a_request_that_allows_nothing_is_an_error_of_its_own() -> None:
 def test_logit_bias_is_added() -> None:
     logits = random_logits(1, VOCAB_SIZE)
 
-    constrained = constrain(logits, [row(logit_bias={4: 2.5, 6: -3.0})], EOS)
+    constrained = constrained_logits(logits, [row(logit_bias={4: 2.5, 6: -3.0})], EOS)
 
     expected = logits.clone()
     expected[0, 4] += 2.5
@@ -281,7 +285,7 @@ def test_what_would_end_an_answer_waits_for_min_tokens(
         ignore_eos=ignore_eos,
     )
 
-    constrained = constrain(random_logits(1, VOCAB_SIZE), [asked], EOS)
+    constrained = constrained_logits(random_logits(1, VOCAB_SIZE), [asked], EOS)
 
     assert set(constrained[0].isneginf().nonzero().flatten().tolist()) == masked
 
@@ -295,7 +299,9 @@ def test_repetition_penalty_equals_that_of_transformers(tokens: list[int], penal
     logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
     theirs = generation.RepetitionPenaltyLogitsProcessor(penalty)
 
-    constrained = constrain(logits, [row(tokens, num_prompt=1, repetition_penalty=penalty)], EOS)
+    constrained = constrained_logits(
+        logits, [row(tokens, num_prompt=1, repetition_penalty=penalty)], EOS
+    )
 
     assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
 
@@ -316,7 +322,7 @@ def test_presence_and_frequency_count_the_outputs_alone(
         tokens, num_prompt=num_prompt, presence_penalty=presence, frequency_penalty=frequency
     )
 
-    constrained = constrain(logits, [asked], EOS)
+    constrained = constrained_logits(logits, [asked], EOS)
 
     expected = logits.clone()
     for token_id, count in Counter(tokens[num_prompt:]).items():
@@ -369,3 +375,49 @@ def test_equals_share_the_better_rank() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
 
     assert [token_logprobs(logits, [t], [0])[0].rank for t in range(4)] == [3, 1, 1, 4]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    sequences=st.lists(
+        st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5
+    ),
+)
+@settings(max_examples=200, deadline=None)
+def test_banned_sequences_equal_the_bad_words_of_transformers(
+    tokens: list[int], sequences: list[tuple[int, ...]]
+) -> None:
+    logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
+    theirs = generation.NoBadWordsLogitsProcessor([list(one) for one in sequences])
+
+    constrained = constrained_logits(
+        logits, [row(tokens, num_prompt=1, banned_sequences=tuple(sequences))], EOS
+    )
+
+    assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
+
+
+@given(num_outputs=st.integers(0, 6), min_tokens=st.integers(0, 6))
+@settings(max_examples=40, deadline=None)
+def test_min_tokens_equal_the_min_new_tokens_of_transformers(
+    num_outputs: int, min_tokens: int
+) -> None:
+    logits = random_logits(1, VOCAB_SIZE)
+    tokens = [1] * (3 + num_outputs)
+    theirs = generation.MinNewTokensLengthLogitsProcessor(3, min_tokens, list(EOS))
+
+    constrained = constrained_logits(
+        logits, [row(tokens, num_prompt=3, min_tokens=min_tokens)], EOS
+    )
+
+    assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
+
+
+def test_logit_bias_equals_the_sequence_bias_of_transformers() -> None:
+    logits = random_logits(1, VOCAB_SIZE)
+    bias = {4: 2.5, 6: -3.0, 9: 100.0}
+    theirs = generation.SequenceBiasLogitsProcessor([[[token], by] for token, by in bias.items()])
+
+    constrained = constrained_logits(logits, [row(logit_bias=bias)], EOS)
+
+    assert torch.equal(constrained, theirs(torch.tensor([[1, 2, 3]]), logits.clone()))

@@ -1,0 +1,159 @@
+"""Processors of people's own: found, asked, and kept from harming anybody."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, EntryPoints
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import InvalidConfig, InvalidRequest
+from engine.extra_args import Arguments
+from engine.runner import processors
+from engine.runner.layout import Ints
+from engine.runner.processors import NEVER, Model, Processors, load_processors, versions
+from engine.runner.sampler import Sampler, SampleRow
+from engine.sampling import Argument, SamplingParams
+
+MODEL = Model("somewhere", 8)
+EOS = (7,)
+
+
+class Favour:
+    """Makes one token certain."""
+
+    arguments = frozenset({"favour"})
+
+    def __init__(self, model: Model) -> None:
+        self._vocab_size = model.vocab_size
+
+    def check(self, given: Arguments) -> None:
+        if given["favour"] not in range(self._vocab_size):
+            raise ValueError(f"favour is {given['favour']}; it must be a token id")
+
+    def apply(self, scores: Tensor, tokens: Ints, num_prompt_tokens: int, given: Arguments) -> None:
+        scores[int(str(given["favour"]))] = 1000.0
+
+
+class Echo(Favour):
+    """The token that is so many places back in the answer; looks at what it is given."""
+
+    arguments = frozenset({"back"})
+
+    def check(self, given: Arguments) -> None: ...
+
+    def apply(self, scores: Tensor, tokens: Ints, num_prompt_tokens: int, given: Arguments) -> None:
+        outputs = tokens[num_prompt_tokens:]
+        scores[int(outputs[-int(str(given["back"]))])] = 1000.0
+
+
+class Broken(Favour):
+    arguments = frozenset({"broken"})
+
+    def check(self, given: Arguments) -> None: ...
+
+    def apply(self, scores: Tensor, tokens: Ints, num_prompt_tokens: int, given: Arguments) -> None:
+        if given["broken"] == "raises":
+            raise RuntimeError("no such thing")
+        scores[3] = float(str(given["broken"]))
+
+
+def all_of_them() -> Processors:
+    return Processors({"favour": Favour(MODEL), "echo": Echo(MODEL), "broken": Broken(MODEL)})
+
+
+def row(*known: int, num_prompt: int = 1, **extra: Argument) -> SampleRow:
+    sampling = SamplingParams(temperature=0.0, extra_args=extra)
+    return SampleRow(sampling, 0, np.array(known or (1,)), num_prompt)
+
+
+def chosen(*rows: SampleRow) -> list[int | str]:
+    """Token ids, or why there is none; without a processor token 5 would be taken."""
+    logits = torch.zeros(len(rows), MODEL.vocab_size)
+    logits[:, 5] = 1.0
+    choices = Sampler(EOS, all_of_them()).choose(logits, rows)
+    return [one.error if one.token_id is None else one.token_id for one in choices]
+
+
+def test_only_requests_that_give_its_argument_get_a_processor() -> None:
+    assert chosen(row(favour=2), row(), row(favour=6)) == [2, 5, 6]
+
+
+def test_a_processor_is_told_the_tokens_so_far_and_where_the_answer_begins() -> None:
+    assert chosen(row(1, 2, 3, 4, num_prompt=2, back=2)) == [3]
+
+
+def test_several_go_in_the_order_in_which_the_node_names_them() -> None:
+    assert chosen(row(1, 3, num_prompt=1, favour=2, back=1)) == [2]  # equals: the lower id
+
+
+@pytest.mark.parametrize(
+    ("how", "word"), [("raises", "no such thing"), ("nan", "no number"), ("inf", "endless")]
+)
+def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: str) -> None:
+    failed, other = chosen(row(broken=how), row(favour=2))
+
+    assert "broken" in str(failed)
+    assert word in str(failed)
+    assert other == 2
+
+
+def test_what_is_forbidden_stays_so() -> None:
+    logits = torch.zeros(1, MODEL.vocab_size)
+    banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
+    asked = SampleRow(banned, 0, np.array([1]), 1)
+
+    (choice,) = Sampler(EOS, all_of_them()).choose(logits, [asked])
+
+    assert choice.token_id not in (2, None)
+    assert float(logits.min()) > NEVER  # the caller's own are left as they are
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"), [({"favour": 8}, "token id"), ({"favor": 2}, "takes 'favor'")]
+)
+def test_what_nobody_takes_or_a_processor_refuses_is_an_invalid_request(
+    extra: dict[str, Argument], word: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=word) as refused:
+        all_of_them().check(extra)
+
+    assert refused.value.field == "extra_args"
+
+
+def test_two_that_take_the_same_argument_are_refused_at_start() -> None:
+    with pytest.raises(InvalidConfig, match="both take 'favour'"):
+        Processors({"one": Favour(MODEL), "other": Favour(MODEL)})
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoints(
+        EntryPoint(name, f"{__name__}:{value}", processors.GROUP)
+        for name, value in {"favour": "Favour", "echo": "Echo", "bad": "nothing"}.items()
+    )
+    monkeypatch.setattr(processors, "entry_points", lambda group: found.select(group=group))
+
+
+@pytest.mark.usefixtures("installed")
+def test_they_are_found_by_entry_point_and_made_for_the_model() -> None:
+    found = load_processors(["echo", "favour"], MODEL)
+
+    found.check({"favour": MODEL.vocab_size - 1, "back": 1})
+    with pytest.raises(InvalidRequest):
+        found.check({"favour": MODEL.vocab_size})
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("name", "word"), [("absent", "installed: bad, echo"), ("bad", "nothing")])
+def test_one_that_is_not_there_or_cannot_be_made_is_named(name: str, word: str) -> None:
+    with pytest.raises(InvalidConfig, match=word):
+        load_processors([name], MODEL)
+
+
+@pytest.mark.usefixtures("installed")
+def test_nodes_with_others_are_told_apart() -> None:
+    assert versions(["echo"]) != versions(["echo", "favour"]) != versions(["favour", "echo"])
+    assert versions([]) == []
