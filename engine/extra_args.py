@@ -9,6 +9,7 @@ from engine.errors import InvalidRequest
 from engine.sampling import Argument, Scalar
 
 FIELD = "extra_args"
+MOST_EXACT = 2**53  # up to here JSON's numbers are exact
 
 Arguments = Mapping[str, Argument]
 Check = Callable[[Arguments], None]
@@ -22,7 +23,7 @@ def argument_of(value: object) -> Argument:
 
 
 def _scalar_of(value: object) -> Scalar:
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT:
         return int(value)  # JSON knows one kind of number
     is_number = isinstance(value, float) and math.isfinite(value)
     if isinstance(value, (str, int)) or is_number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from google.protobuf import json_format, struct_pb2
+from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
 from baton.v1 import node_pb2, sampling_pb2
@@ -64,7 +64,15 @@ def sampling_from(
 
 def argument_from(value: struct_pb2.Value) -> Argument:
     """Raises InvalidRequest."""
-    return argument_of(json_format.MessageToDict(value))
+    if value.WhichOneof("kind") == "list_value":
+        return argument_of([_one_from(one) for one in value.list_value.values])
+    return argument_of(_one_from(value))
+
+
+def _one_from(value: struct_pb2.Value) -> object:
+    """Whatever was set; what may not be has no place in an argument."""
+    kind = value.WhichOneof("kind")
+    return None if kind in (None, "null_value") else getattr(value, kind)
 
 
 def argument_to(value: Argument) -> struct_pb2.Value:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 
 from baton.generation import Generation, request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
@@ -245,3 +247,36 @@ def test_cards_and_loads_survive_the_wire() -> None:
 def test_a_call_without_a_prompt_is_refused_by_name() -> None:
     with pytest.raises(EmptyPrompt):
         call_from(inference_pb2.GenerateRequest(), "a")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Value(),
+        Value(null_value=NULL_VALUE),
+        Value(number_value=math.nan),
+        Value(number_value=-math.inf),
+        Value(struct_value=Struct()),
+        Value(list_value=ListValue(values=[Value(list_value=ListValue())])),
+        Value(list_value=ListValue(values=[Value(number_value=math.nan)])),
+    ],
+    ids=str,
+)
+def test_arguments_that_nobody_could_use_are_refused_by_name(value: Value) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        sampling_from(sampling_pb2.SamplingParams(extra_args={"a": value}))
+
+    assert refused.value.field == "extra_args"
+
+
+def test_whole_numbers_are_whole_as_far_as_they_are_exact() -> None:
+    given = {"whole": 7.0, "large": 1e300, "half": 0.5}
+    message = sampling_pb2.SamplingParams(
+        extra_args={name: Value(number_value=value) for name, value in given.items()}
+    )
+
+    taken = sampling_from(message).extra_args
+
+    assert taken == {"whole": 7, "large": 1e300, "half": 0.5}
+    assert isinstance(taken["whole"], int)
+    assert isinstance(taken["large"], float)
