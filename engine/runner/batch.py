@@ -105,8 +105,7 @@ class PersistentBatch:
     def advance(self, step: Step) -> None:
         """The pass is done: its tokens have their KV now."""
         slots = np.array([row.slot for row in step.rows], dtype=np.int64)
-        # What was drafted is not known yet to be the sequence's.
-        self._num_computed[slots] = np.minimum(step.layout.context_lens, self._num_tokens[slots])
+        self._num_computed[slots] = step.layout.context_lens
 
     def append(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
         """Sampled tokens: drafted ones that came true, then the one that is the next input."""
@@ -114,7 +113,7 @@ class PersistentBatch:
         first = self._num_tokens[slot]
         self._tokens[slot, first : first + count] = token_ids
         self._num_tokens[slot] = first + count
-        self._num_computed[slot] = first + count - 1
+        self._num_computed[slot] = first + count - 1  # what was drafted in vain does not count
 
     def known_tokens(self, row: RowFacts, num_tokens: int | None = None) -> Ints:
         """Prompt and outputs so far, or the first so many with what is drafted, as a view."""

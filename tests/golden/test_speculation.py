@@ -87,7 +87,11 @@ def engine_of(model_folder: FolderOf) -> Iterator[MakeEngine]:
     with ExitStack() as runners:
 
         def make(
-            name: str, speculation: Speculation | None, *, num_blocks: int = 200
+            name: str,
+            speculation: Speculation | None,
+            *,
+            num_blocks: int = 200,
+            max_num_batched_tokens: int = 64,
         ) -> EngineCore:
             config = RunnerConfig(
                 str(model_folder(name)),
@@ -99,7 +103,9 @@ def engine_of(model_folder: FolderOf) -> Iterator[MakeEngine]:
                 block_bytes = probe.kv_memory.block_bytes
             config = replace(config, kv_cache_bytes=num_blocks * block_bytes)
             runner = runners.enter_context(load_runner(config))
-            scheduling = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8)
+            scheduling = SchedulerConfig(
+                max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=8
+            )
             made.append(build_engine(runner, EngineOptions(scheduling)))
             return made[-1]
 
@@ -242,6 +248,33 @@ def test_an_answer_that_goes_on_elsewhere_goes_on_alike(engine_of: MakeEngine) -
 
     assert rest.token_ids == whole.token_ids[20:]
     assert rest.num_accepted > 0
+
+
+def test_a_draft_never_reaches_past_a_requests_own_blocks(engine_of: MakeEngine) -> None:
+    """One that resumes has room for what it came with alone, until its prompt is through."""
+    first = specs_of(SEEDED)[0]
+    [alone] = run(engine_of("llama", None), first)
+    # Its last chunk is one token, the last of a block, as the other one takes its share.
+    chunk = 4 * 16 - 1
+    engine = engine_of("llama", SPECULATION, max_num_batched_tokens=chunk + 1 + NUM_DRAFTED)
+    resumed = replace(LOOPING, prior_output_token_ids=(5,) * (chunk + 1 - 9))
+    resumed = replace(resumed, sampling=replace(LOOPING.sampling, max_tokens=70))
+    engine.scheduler.add(first)
+    got = Got()
+    for output in step(engine) + step(engine):
+        got.take(output)
+    engine.scheduler.add(resumed)
+
+    while engine.scheduler.has_work:
+        for output in step(engine):
+            if output.request_id == first.request_id:
+                got.take(output)
+
+    assert got.token_ids == alone.token_ids
+
+
+def step(engine: EngineCore) -> list[Output]:
+    return [output for outputs in engine.step().by_client.values() for output in outputs]
 
 
 def test_what_was_drafted_in_vain_is_never_a_prefix_of_others(engine_of: MakeEngine) -> None:
