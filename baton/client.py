@@ -25,9 +25,11 @@ from baton.generation import (
     Prompt,
     Sampling,
     Served,
+    answers_of,
     chunk_from,
     model_from,
     request_from,
+    the_only_one,
     tokenize_request_from,
 )
 from baton.node_status import NodeStatus, statuses_from
@@ -131,7 +133,10 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Generator[Chunk, None, None]:
-        """The answer as it comes. Leaving its loop, closing it, or Ctrl-C cancels the request."""
+        """The answer as it comes, or all `n` of them, mixed.
+
+        Leaving its loop, closing it, or Ctrl-C cancels the request.
+        """
         request = request_from(prompt, generation)
         tries = self._access.tries(timeout_s)
         while True:
@@ -157,10 +162,21 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        answer = Answer()
+        the_only_one(answers_of(generation))
+        return self.generate_all(prompt, generation, timeout_s=timeout_s)[0]
+
+    def generate_all(
+        self,
+        prompt: Prompt,
+        generation: Generation = AS_THE_MODEL_LIKES,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Answer]:
+        """All `n` answers."""
+        answers = answers_of(generation)
         for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
-            answer.take(chunk)
-        return answer
+            answers[chunk.index].take(chunk)
+        return answers
 
     def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
         """The ids that Generate would use for a text or a chat."""
@@ -220,7 +236,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """The answer as it comes. Leaving its loop, or closing it, cancels the request.
+        """The answer as it comes, or all `n` of them, mixed. Leaving its loop cancels the request.
 
         A generator that is still held by a name when its loop is left goes on until its
         `aclose`: use `contextlib.aclosing` then.
@@ -251,10 +267,21 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        answer = Answer()
+        the_only_one(answers_of(generation))
+        return (await self.generate_all(prompt, generation, timeout_s=timeout_s))[0]
+
+    async def generate_all(
+        self,
+        prompt: Prompt,
+        generation: Generation = AS_THE_MODEL_LIKES,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Answer]:
+        """All `n` answers."""
+        answers = answers_of(generation)
         async for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
-            answer.take(chunk)
-        return answer
+            answers[chunk.index].take(chunk)
+        return answers
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
         """The ids that Generate would use for a text or a chat."""

@@ -66,6 +66,7 @@ class Generation:
     model: str = ""
     priority: int = 0
     cache_salt: str = ""
+    n: int = 1  # answers; answer i is drawn with the seed that was given, plus i
     traceparent: str = ""  # of the caller's own trace (W3C), for the request to be part of it
 
     @property
@@ -119,7 +120,8 @@ class Chunk:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...]
-    finish: Finish | None  # on the last
+    finish: Finish | None  # on the last of each answer
+    index: int = 0  # of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,20 @@ class Answer:
         self.finish = chunk.finish or self.finish
 
 
+def answers_of(generation: Generation) -> list[Answer]:
+    """To be filled. Raises InvalidRequest."""
+    if generation.n < 1:
+        raise InvalidRequest(f"n is {generation.n}; it must be at least 1", "n")
+    return [Answer() for _ in range(generation.n)]
+
+
+def the_only_one(answers: Sequence[Answer]) -> Answer:
+    """Raises InvalidRequest."""
+    if len(answers) > 1:
+        raise InvalidRequest(f"n is {len(answers)}: generate_all gives all the answers", "n")
+    return answers[0]
+
+
 def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.GenerateRequest:
     sampling = _sampling_to(generation.sampling)
     sampling.stop.extend(generation.stop)
@@ -163,6 +179,7 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
         sampling=sampling,
         priority=generation.priority,
         cache_salt=generation.cache_salt,
+        n=generation.n if generation.n != 1 else None,
     )
     with valid_text():
         _set_prompt(request, prompt)
@@ -234,6 +251,7 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
         logprobs=tuple(logprobs_from(one) for one in response.logprobs),
         prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),
         finish=_finish(response.finish) if response.HasField("finish") else None,
+        index=response.index,
     )
 
 

@@ -37,7 +37,7 @@ from serving.translate_sequence import Sequence
 
 
 def _nobody_listens() -> None:
-    """For those to whom the end of the prompt means nothing."""
+    """For those to whom it means nothing."""
 
 
 class Attempt:
@@ -51,6 +51,7 @@ class Attempt:
         context: RequestContext,
         clock: Callable[[], float],
         on_prefilled: Callable[[], None] = _nobody_listens,
+        on_decoded: Callable[[], None] = _nobody_listens,
     ) -> None:
         self._route = route
         self._handoff_id = handoff_id
@@ -59,6 +60,7 @@ class Attempt:
         self._context = context
         self._clock = clock
         self._on_prefilled = on_prefilled
+        self._on_decoded = on_decoded  # a first token from the decode node: all KV is there
         self._under_way = {Leg.DECODE} if route.prefill is None else {Leg.PREFILL, Leg.DECODE}
         self._summary: DecodeSummary | None = None
         self._dispatched_s = 0.0
@@ -136,6 +138,7 @@ class Attempt:
             self._first_token_s = self._since_received()
         if leg is Leg.DECODE and self._first_decoded_token_s is None:
             self._first_decoded_token_s = self._since_received()
+            self._on_decoded()
 
     def _blame(self, leg: Leg) -> None:
         node = self._route.prefill if leg is Leg.PREFILL else self._route.decode

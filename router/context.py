@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.shared_prompt import SharedPrompt
 from router.tracing import UNTRACED, Trace
 from serving.errors import DeadlineExceeded
 
@@ -13,6 +14,7 @@ class RequestContext:
     received_s: float
     deadline_s: float | None = None  # on the same clock; None: the client waits for ever
     trace: Trace = UNTRACED
+    shared: SharedPrompt | None = None  # with the other answers to its prompt
 
     def remaining_s(self, now: float) -> float | None:
         """The time that is left for nodes. Raises DeadlineExceeded when there is none."""

@@ -25,9 +25,10 @@ from router.form_checks import NODES_WILL_TELL, FormChecks
 from router.large_texts import LargeTextConfig, LargeTexts
 from router.legs import NodeCalls
 from router.line import FIRST_ROOM, LineConfig
-from router.nodes import NodeTable
+from router.nodes import Node, NodeTable
 from router.policy import Ask, Route, Routing, choose
 from router.retry_budget import RetryBudget
+from router.shared_prompt import SharedPrompt
 from router.sizes import check_prompt_logprobs_fit
 from router.text import TextBoundary
 from router.values import Call, Ending, Piece, Prompt
@@ -41,6 +42,7 @@ from serving.errors import (
     TooLate,
     UnknownModel,
 )
+from serving.node import NodeRole
 from serving.translate_sequence import Sequence
 
 SEED_BITS = 63
@@ -118,9 +120,11 @@ class Pipeline:
         if self.is_draining:
             raise Draining("this router is on its way out; send the request to another")
         self.check_model(call.model)
-        with self._id_held(call.request_id):
+        with self._id_held(call.request_id), _shared(call, context) as (shared, leads):
+            beside = None if leads else await shared.decode_node()
             call = self._without_bad_words(call)
-            prompt = await self.token_ids(call.prompt, call.model)
+            prompt = shared.token_ids or await self.token_ids(call.prompt, call.model)
+            shared.token_ids = prompt
             context.trace.tokenized(len(prompt), self._admission.num_waiting)
             if not prompt:
                 raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
@@ -129,7 +133,7 @@ class Pipeline:
             with self._awaiting(call, context) as began:
                 async with (
                     self._admission.turn(call.priority),
-                    aclosing(self._tries(call, prompt, context)) as pieces,
+                    aclosing(self._tries(call, prompt, context, shared, beside)) as pieces,
                 ):
                     # It may have waited for longer than was foreseen: nodes shall not work in vain.
                     self._refuse_if_too_late(call, context, 0.0, self.num_in_flight - 1)
@@ -226,7 +230,12 @@ class Pipeline:
             )
 
     async def _tries(
-        self, call: Call, prompt: tuple[int, ...], context: RequestContext
+        self,
+        call: Call,
+        prompt: tuple[int, ...],
+        context: RequestContext,
+        shared: SharedPrompt,
+        beside: Node | None,
     ) -> AsyncGenerator[Piece | Ending, None]:
         """Try until one comes to its end; the answer goes on where the last try broke off."""
         answer = Answer(self._text.speller(), call.stop)
@@ -239,7 +248,9 @@ class Pipeline:
         for number in itertools.count(1):
             num_given = len(answer.token_ids)
             context.trace.try_began(number, num_given)
-            route = await self._route(call, prompt, answer.token_ids, failures.addresses)
+            route = self._route_beside(beside, prompt) if number == 1 else None
+            if route is None:
+                route = await self._route(call, prompt, answer.token_ids, failures.addresses)
             context.trace.routed(route, self._config.routing.policy, self._table)
             assignment = Assignment(self._table, route)
             self._breakers.sent(route.addresses, self._clock())
@@ -251,6 +262,7 @@ class Pipeline:
                 context=context,
                 clock=self._clock,
                 on_prefilled=assignment.prompt_done,
+                on_decoded=partial(shared.is_at, route.decode),
             )
             try:
                 with closing(assignment):
@@ -293,6 +305,19 @@ class Pipeline:
             await asyncio.sleep(self._config.retry_pause_s)
         return await self._patiently(partial(choose, self._table, self._config.routing, ask))
 
+    def _route_beside(self, decode: Node | None, prompt: tuple[int, ...]) -> Route | None:
+        """To the node that has the prompt of another answer, if it can take one more."""
+        if decode is None or decode.card.prefix_naming is None:
+            return None
+        if decode not in self._table.open_nodes(NodeRole.DECODE):
+            return None
+        room = decode.card.max_num_seqs
+        if room and self._table.burden(decode).num_requests >= room:
+            return None
+        block_size = decode.card.fingerprint.block_size
+        num_missing = 1 + (len(prompt) - 1) % block_size
+        return Route(decode, None, "its prompt is there, for another answer", num_missing)
+
     async def _patiently(self, choose_one: Callable[[], Route]) -> Route:
         """A node that restarts is back in a moment. Raises NoNodes when it is not."""
         with suppress(TimeoutError):
@@ -316,6 +341,16 @@ class Pipeline:
             self._ids_in_use.discard(request_id)
             if not self._ids_in_use:
                 self._became_idle.set()
+
+
+@contextmanager
+def _shared(call: Call, context: RequestContext) -> Iterator[tuple[SharedPrompt, bool]]:
+    """What it has in common with other answers, and whether it is the first of them."""
+    # Only computing a prompt tells its logprobs.
+    is_alone = context.shared is None or call.sampling.prompt_logprobs is not None
+    shared = SharedPrompt() if is_alone or context.shared is None else context.shared
+    with shared.led() as leads:
+        yield shared, leads
 
 
 def _sequence(call: Call, prompt: tuple[int, ...], seed: int, given: tuple[int, ...]) -> Sequence:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.merging import merged
 from router.nodes import NodeTable
 from router.pipeline import Pipeline
-from router.translate import Responses, call_from, tokenize_input_from
+from router.translate import Responses, calls_from, tokenize_input_from
 from router.visits import Visits, received_now
 from serving.ends import is_late
 from serving.errors import NoNodes
@@ -41,11 +43,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with named_errors(context, request_id=request_id, trace_id=visit.trace_id):
             with visit.before_the_call(is_past):
                 defaults = self._table.sampling_defaults(request.model)
-                call = call_from(request, request_id, defaults)
-            responses = Responses(request_id)
-            async with visit.answering(call, is_past) as parts:
-                async for part in parts:
-                    yield responses.next(part)
+                calls = calls_from(request, request_id, defaults)
+            responses = [Responses(request_id, index) for index in range(len(calls))]
+            answers = self._visits.answering(visit, calls, len(calls), is_past)
+            async with aclosing(merged(answers)) as parts:
+                async for index, part in parts:
+                    yield responses[index].next(part)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.stops import StopRule
 from baton.v1 import inference_pb2
@@ -24,6 +25,8 @@ from router.values import (
 from serving.errors import EmptyPrompt
 from serving.translate import FINISH_TO_MESSAGE, logprobs_to, prompt_logprobs_to, sampling_from
 
+MOST_ANSWERS = 128  # to one request; each is a sequence of its own
+NUM_SEEDS = 1 << 64
 MOST_STOP_STRINGS = 64
 MOST_STOP_CHARACTERS = 1024
 MOST_BAD_WORDS = 64
@@ -32,6 +35,33 @@ PLACE_TO_MESSAGE = {
     PrefillPlace.REMOTE: inference_pb2.PREFILL_PLACE_REMOTE,
     PrefillPlace.LOCAL: inference_pb2.PREFILL_PLACE_LOCAL,
 }
+
+
+def calls_from(
+    message: inference_pb2.GenerateRequest,
+    request_id: str,
+    defaults: SamplingDefaults = NO_ADVICE,
+) -> list[Call]:
+    """One for each answer. Raises what a bad request deserves."""
+    num_answers = message.n if message.HasField("n") else 1
+    if not 1 <= num_answers <= MOST_ANSWERS:
+        raise InvalidRequest(f"n is {num_answers}; it must be from 1 to {MOST_ANSWERS}", "n")
+    call = call_from(message, request_id, defaults)
+    if num_answers == 1:
+        return [call]
+    return [
+        replace(
+            call,
+            request_id=f"{request_id}-{index}",
+            sampling=replace(call.sampling, seed=seed_of(call.sampling.seed, index)),
+        )
+        for index in range(num_answers)
+    ]
+
+
+def seed_of(seed: int | None, index: int) -> int | None:
+    """Each answer to a prompt has its own, and the first has the one that was given."""
+    return None if seed is None else (seed + index) % NUM_SEEDS
 
 
 def call_from(
@@ -115,15 +145,19 @@ def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
     return ChatPrompt(tuple(ChatMessage(one.role, one.content) for one in message.messages))
 
 
-def response_to(request_id: str, part: Piece | Ending) -> inference_pb2.GenerateResponse:
+def response_to(
+    request_id: str, part: Piece | Ending, index: int = 0
+) -> inference_pb2.GenerateResponse:
     if isinstance(part, Ending):
         return inference_pb2.GenerateResponse(
             request_id=request_id,
+            index=index,
             first_index=part.num_completion_tokens,
             finish=_finish_to(part),
         )
     return inference_pb2.GenerateResponse(
         request_id=request_id,
+        index=index,
         first_index=part.first_index,
         token_ids=part.token_ids,
         text=part.text,
@@ -133,16 +167,17 @@ def response_to(request_id: str, part: Piece | Ending) -> inference_pb2.Generate
 
 
 class Responses:
-    """One request's messages. Each is to be written before the next is asked for."""
+    """One answer's messages. Each is to be written before the next is asked for."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, index: int = 0) -> None:
         self._request_id = request_id
+        self._index = index
         # Filled anew for every token: making a message costs more than filling it.
-        self._plain = inference_pb2.GenerateResponse(request_id=request_id)
+        self._plain = inference_pb2.GenerateResponse(request_id=request_id, index=index)
 
     def next(self, part: Piece | Ending) -> inference_pb2.GenerateResponse:
         if isinstance(part, Ending) or part.logprobs or part.prompt_logprobs:
-            return response_to(self._request_id, part)
+            return response_to(self._request_id, part, self._index)
         self._plain.first_index = part.first_index
         self._plain.token_ids[:] = part.token_ids
         self._plain.text = part.text

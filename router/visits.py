@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from router.context import RequestContext
 from router.pipeline import Pipeline
 from router.salts import own_salt, owner_of
+from router.shared_prompt import SharedPrompt
 from router.tracing import TRACES_NOTHING, Tracing
 from router.values import Call, Ending, Piece
 from telemetry import names
 from telemetry.tracer import Received
 
 Parts = AsyncGenerator[Piece | Ending, None]
+Answering = AbstractAsyncContextManager[Parts]
 
 
 def _never() -> bool:
@@ -37,6 +39,10 @@ class Visit:
         return self._trace.trace_id
 
     @property
+    def deadline_s(self) -> float | None:
+        return self._context.deadline_s
+
+    @property
     def traceparent(self) -> str:
         """Under which more of the same request's work may hang; empty if there is none."""
         return self._trace.traceparent
@@ -52,13 +58,17 @@ class Visit:
 
     @asynccontextmanager
     async def answering(
-        self, call: Call, is_late: Callable[[], bool] = _never
+        self,
+        call: Call,
+        is_late: Callable[[], bool] = _never,
+        shared: SharedPrompt | None = None,
     ) -> AsyncIterator[Parts]:
         """The answer; the request ends with the block."""
         with self._trace.ending(is_late):
             self._trace.asked(call)
             call = replace(call, cache_salt=own_salt(call.cache_salt, self.owner))
-            async with aclosing(self._pipeline.generate(call, self._context)) as parts:
+            context = replace(self._context, shared=shared)
+            async with aclosing(self._pipeline.generate(call, context)) as parts:
                 yield parts
 
 
@@ -76,10 +86,29 @@ class Visits:
         owner = owner_of(metadata) if self._by_token and metadata is not None else ""
         return self._begin(request_id, metadata, context, owner)
 
-    def beside(self, visit: Visit, request_id: str) -> Visit:
-        """More of what the same client asked for, under its trace."""
+    def answering(
+        self,
+        visit: Visit,
+        calls: Sequence[Call],
+        num_each: int,
+        is_late: Callable[[], bool] = _never,
+    ) -> list[Answering]:
+        """An answer to each call. Every `num_each` in a row have their prompt in common.
+
+        The first one is the visit's; the others hang under its trace.
+        """
+        visits = [visit, *(self._beside(visit, call.request_id) for call in calls[1:])]
+        num_prompts = len(calls) // num_each
+        shared = [SharedPrompt() if num_each > 1 else None for _ in range(num_prompts)]
+        return [
+            one.answering(call, is_late, shared[place // num_each])
+            for place, (one, call) in enumerate(zip(visits, calls, strict=True))
+        ]
+
+    def _beside(self, visit: Visit, request_id: str) -> Visit:
         metadata = [(names.TRACEPARENT, visit.traceparent)]
-        return self._begin(request_id, metadata, received_now(), visit.owner)
+        context = replace(received_now(), deadline_s=visit.deadline_s)
+        return self._begin(request_id, metadata, context, visit.owner)
 
     def _begin(
         self, request_id: str, metadata: Received | None, context: RequestContext, owner: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,6 +62,10 @@ def generate(
         str,
         typer.Option(help="Refuse unless this model is served.", rich_help_panel=MODEL_PANEL),
     ] = "",
+    n: Annotated[
+        int,
+        typer.Option("-n", "--n", min=1, help="How many answers.", rich_help_panel=OUTPUT_PANEL),
+    ] = 1,
     stop: StopStrings = None,
     include_stop_in_output: IncludeStop = False,
     bad_words: BadWords = None,
@@ -91,26 +96,41 @@ def generate(
         model=model,
         priority=priority,
         cache_salt=cache_salt,
+        n=n,
     )
     asked = _prompt(prompt)
 
-    async def stream() -> Answer:
-        answer = Answer()
+    async def stream() -> list[Answer]:
+        answers = [Answer() for _ in range(n)]
         async with (
             connect(**for_connection) as client,
             aclosing(client.stream(asked, generation)) as chunks,
         ):
+            # Several at once would be a muddle: each is shown when all are there.
+            shows = n == 1 and not as_json
             async for chunk in chunks:
-                answer.take(chunk)
-                print("" if as_json else for_terminal(chunk.text), end="", flush=True)
-            print(json.dumps(as_values(answer)) if as_json else "")
+                answers[chunk.index].take(chunk)
+                print(for_terminal(chunk.text) if shows else "", end="", flush=True)
+            print(_told(answers, as_json=as_json))
             if logprobs is not None and not as_json:
-                await _show_logprobs(client, answer)
-        return answer
+                for answer in answers:
+                    await _show_logprobs(client, answer)
+        return answers
 
-    answer = asyncio.run(stream())
-    if timings and answer.finish is not None:
-        print(timing_line(answer.finish), file=sys.stderr)
+    for answer in asyncio.run(stream()):
+        if timings and answer.finish is not None:
+            print(timing_line(answer.finish), file=sys.stderr)
+
+
+def _told(answers: Sequence[Answer], *, as_json: bool) -> str:
+    """What is printed at the end; of one that was shown as it came, nothing more."""
+    if as_json:
+        values = [as_values(answer) for answer in answers]
+        return json.dumps(values[0] if len(values) == 1 else {"answers": values})
+    if len(answers) == 1:
+        return ""
+    texts = enumerate(for_terminal(answer.text) for answer in answers)
+    return "\n".join(f"--- {index}\n{text}" for index, text in texts)
 
 
 def as_values(answer: Answer) -> dict[str, Any]:

@@ -19,13 +19,11 @@ from router.openai.bodies import (
 )
 from router.openai.forms import form_from
 from router.openai.prompts import chat_from, prompts_from
-from router.translate import bad_words_from, stop_strings_from
+from router.translate import MOST_ANSWERS, bad_words_from, seed_of, stop_strings_from
 from router.values import Call, Prompt
 from serving.errors import UnsupportedInput
 
-MOST_CHOICES = 128  # each is a request of its own, for now
 MOST_TOP_LOGPROBS = 20
-NUM_SEEDS = 1 << 64
 MOST_DIGITS = len(str(MOST_SAFE_INT))
 ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
 PLAIN = ("min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs")
@@ -162,16 +160,16 @@ def _asked(
 ) -> Asked:
     form = form_from(body)
     num_choices = body.n * len(prompts)
-    if num_choices > MOST_CHOICES:
-        field = "prompt" if len(prompts) > MOST_CHOICES else "n"
+    if num_choices > MOST_ANSWERS:
+        field = "prompt" if len(prompts) > MOST_ANSWERS else "n"
         raise InvalidRequest(
-            f"{num_choices} answers are asked for; at most {MOST_CHOICES} may be at once", field
+            f"{num_choices} answers are asked for; at most {MOST_ANSWERS} may be at once", field
         )
     sampling = {**_sampling(body), **own, "structured_outputs": form}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     calls = []
     for index in range(num_choices):
-        params = advice.defaults.params(**sampling, seed=_seed(body, index % body.n))
+        params = advice.defaults.params(**sampling, seed=seed_of(body.seed, index % body.n))
         strings = stop_strings_from(stop)
         call = Call(
             request_id=request_id if num_choices == 1 else f"{request_id}-{index}",
@@ -185,11 +183,6 @@ def _asked(
         )
         calls.append(call)
     return Asked(tuple(calls), body.n, replace(telling, has_form=form is not None))
-
-
-def _seed(body: GenerationBody, place: int) -> int | None:
-    """Each answer to a prompt has its own, and the first has the one that was given."""
-    return None if body.seed is None else (body.seed + place) % NUM_SEEDS
 
 
 def _sampling(body: GenerationBody) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from router.merging import IndexedParts, merged
 from router.nodes import NodeTable
 from router.openai.answers import StreamedAnswer, WholeAnswer, as_json, choices_of, heading_of
 from router.openai.asking import Advice, Asked
 from router.openai.bodies import json_object
 from router.openai.choices import ToldPrompt
-from router.openai.merging import IndexedParts, merged
 from router.openai.parsing import Parsing
 from router.openai.receiving import read_body, while_connected
 from router.openai.replies import Reply
@@ -123,11 +123,7 @@ class Generation:
             await reply.tell(streamed.end(), is_last=True)
 
     def _parts(self, asked: Asked, visit: Visit) -> IndexedParts:
-        """The further choices hang under the first one's trace."""
-        further = [
-            self._visits.beside(visit, call.request_id).answering(call) for call in asked.calls[1:]
-        ]
-        return merged([visit.answering(asked.calls[0]), *further])
+        return merged(self._visits.answering(visit, asked.calls, asked.num_each))
 
     def _model(self, asked: Asked) -> str:
         return asked.calls[0].model or next(iter(sorted(self._table.models)), "")

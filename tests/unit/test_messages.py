@@ -41,7 +41,8 @@ from kv_transfer.types import (
     Peer,
     TokenLogprobs,
 )
-from router.translate import call_from
+from router.translate import call_from, calls_from
+from router.values import TextPrompt
 from serving.errors import EmptyPrompt, UnsupportedInput
 from serving.node import NodeLoad, NodeRole, card_from, card_to, load_from, news_to
 from serving.translate import output_from, output_to, sampling_from, sampling_to
@@ -280,3 +281,25 @@ def test_whole_numbers_are_whole_as_far_as_they_are_exact() -> None:
     assert taken == {"whole": 7, "large": 1e300, "half": 0.5}
     assert isinstance(taken["whole"], int)
     assert isinstance(taken["large"], float)
+
+
+def test_each_of_several_answers_has_a_name_and_a_seed_of_its_own() -> None:
+    wire = request_from("a", Generation({"seed": 2**64 - 1}, n=3))
+
+    calls = calls_from(wire, "r")
+
+    assert [call.request_id for call in calls] == ["r-0", "r-1", "r-2"]
+    assert [call.sampling.seed for call in calls] == [2**64 - 1, 0, 1]
+    assert {call.prompt for call in calls} == {TextPrompt("a")}
+
+
+def test_without_a_seed_each_answer_is_drawn_by_itself() -> None:
+    calls = calls_from(request_from("a", Generation(n=2)), "r")
+
+    assert [call.sampling.seed for call in calls] == [None, None]
+
+
+def test_one_answer_keeps_its_name() -> None:
+    [call] = calls_from(request_from("a", Generation()), "r")
+
+    assert call.request_id == "r"

@@ -10,9 +10,10 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingDefaults, SamplingParams
 from engine.structured_outputs import StructuredOutputs
-from router.openai.asking import MOST_CHOICES, Advice, Asked, chat_completion_from, completion_from
+from router.openai.asking import Advice, Asked, chat_completion_from, completion_from
 from router.openai.bodies import json_object
 from router.openai.prompts import prompts_from
+from router.translate import MOST_ANSWERS
 from router.values import ChatPrompt, TextPrompt, TokenPrompt
 from serving.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
@@ -185,7 +186,7 @@ def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> N
         ({"seed": 2**64}, "seed"),
         ({"n": 0}, "n"),
         ({"n": 10**12}, "n"),
-        ({"prompt": ["a"] * (MOST_CHOICES + 1)}, "prompt"),
+        ({"prompt": ["a"] * (MOST_ANSWERS + 1)}, "prompt"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
 
 from router.values import Ending, Piece
-from router.visits import Parts
+from router.visits import Answering
 
-Answering = AbstractAsyncContextManager[Parts]
 IndexedParts = AsyncGenerator[tuple[int, Piece | Ending], None]
 
 

@@ -1,0 +1,207 @@
+"""Several answers to one prompt, over nodes that behave: who computes it, and who goes where."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.sampling import SamplingParams
+from router.legs import Leg
+from router.merging import merged
+from router.nodes import Node, NodeTable
+from router.pipeline import Pipeline, PipelineConfig
+from router.policy import Policy, Routing
+from router.text import TokenIdsOnly
+from router.values import Call, Ending, PrefillPlace, TokenPrompt
+from router.visits import Visits, received_now
+from serving.errors import NodeFailed
+from serving.node import NodeRole
+from tests.support.node_calls import FakeNodeCalls, a_node, a_table, token_at
+
+PROMPT = tuple(range(1, 36))  # two blocks of 16, and three tokens
+
+
+def calls_of(
+    count: int, *, prompt: tuple[int, ...] = PROMPT, name: str = "a", max_tokens: int = 6
+) -> list[Call]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return [
+        Call(f"{name}-{index}", TokenPrompt(prompt), replace(sampling, seed=index))
+        for index in range(count)
+    ]
+
+
+def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
+    ticks = itertools.count()
+    config = PipelineConfig(retry_pause_s=0.0, routing=Routing(Policy.ROUND_ROBIN))
+    return Pipeline(
+        table=table,
+        node_calls=nodes,
+        text=TokenIdsOnly(),
+        clock=lambda: float(next(ticks)),
+        config=config,
+    )
+
+
+def answered(
+    nodes: FakeNodeCalls,
+    calls: list[Call],
+    table: NodeTable | None = None,
+    *,
+    num_each: int | None = None,
+    remaining_s: float | None = None,
+) -> dict[int, tuple[list[int], Ending]]:
+    """What each answer holds, and how it ended."""
+
+    async def run() -> dict[int, tuple[list[int], Ending]]:
+        visits = Visits(a_pipeline(nodes, table or a_table()))
+        visit = visits.begin("a", None, received_now(remaining_s))
+        token_ids: dict[int, list[int]] = {index: [] for index in range(len(calls))}
+        endings: dict[int, Ending] = {}
+        answers = visits.answering(visit, calls, num_each or len(calls))
+        async with aclosing(merged(answers)) as parts:
+            async for index, part in parts:
+                if isinstance(part, Ending):
+                    endings[index] = part
+                else:
+                    token_ids[index] += part.token_ids
+        return {index: (token_ids[index], ending) for index, ending in endings.items()}
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
+    return [token_at(nodes.asked[0].sequence, index) for index in range(count)]
+
+
+def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
+    """How many prefills and how many decodes were asked for."""
+    num_prefills = sum(asked.leg is Leg.PREFILL for asked in nodes.asked)
+    return num_prefills, len(nodes.asked) - num_prefills
+
+
+def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() -> None:
+    nodes = FakeNodeCalls()
+    table = a_table(
+        *(a_node(NodeRole.PREFILL, f"p{n}") for n in range(2)),
+        *(a_node(NodeRole.DECODE, f"d{n}") for n in range(3)),
+    )
+
+    answers = answered(nodes, calls_of(4), table)
+
+    assert legs(nodes) == (1, 4)
+    assert len({asked.node for asked in nodes.asked if asked.leg is Leg.DECODE}) == 1
+    assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 4
+    assert len({asked.handoff_id for asked in nodes.asked}) == 4
+    assert sorted(asked.sequence.seed for asked in nodes.asked if asked.leg is Leg.DECODE) == [
+        *range(4)
+    ]
+    places = [ending.served.prefill for _, ending in answers.values()]
+    assert places.count(PrefillPlace.REMOTE) == 1
+
+
+def test_what_is_laid_on_the_node_is_the_last_block_alone() -> None:
+    table = a_table()
+    [decode] = table.open_nodes(NodeRole.DECODE)
+    seen: list[int] = []
+
+    class Watching(FakeNodeCalls):
+        async def decode(self, *args: object, **more: object) -> None:
+            seen.append(table.burden(decode).num_sent_tokens)
+            await super().decode(*args, **more)  # type: ignore[arg-type]
+
+    answered(Watching(), calls_of(2), table)
+
+    assert seen == [0, 3]
+
+
+def test_the_others_do_not_wait_for_a_first_answer_that_ends_with_its_first_token() -> None:
+    nodes = FakeNodeCalls()
+
+    answers = answered(nodes, calls_of(3, max_tokens=1))
+
+    assert [tokens for tokens, _ in answers.values()] == [expected(nodes, 1)] * 3
+
+
+def test_a_first_answer_that_is_tried_again_takes_the_others_with_it() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[NodeFailed("gone")], decode_breaks_after=[0])
+
+    answers = answered(nodes, calls_of(3))
+
+    assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 3
+    # The prefill node that failed is not asked again; decode computes the prompt, once.
+    assert legs(nodes) == (1, 4)
+
+
+def test_when_the_first_answer_is_refused_nobody_waits_for_it() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[InvalidRequest("too long")] * 3)
+
+    with pytest.raises(InvalidRequest, match="too long"):
+        answered(nodes, calls_of(3))
+
+
+def without_prefixes(node: Node) -> Node:
+    return replace(node, card=replace(node.card, prefix_naming=None))
+
+
+def with_room_for_one(node: Node) -> Node:
+    return replace(node, card=replace(node.card, max_num_seqs=1))
+
+
+@pytest.mark.parametrize("made", [without_prefixes, with_room_for_one])
+def test_where_the_prompt_would_not_be_found_or_have_room_each_goes_its_own_way(
+    made: object,
+) -> None:
+    assert callable(made)
+    table = a_table(
+        a_node(NodeRole.PREFILL), *(made(a_node(NodeRole.DECODE, f"d{n}")) for n in range(2))
+    )
+
+    class Slow(FakeNodeCalls):
+        """The first answer is still under way when the second one looks for a node."""
+
+        async def decode(self, *args: object, **more: object) -> None:
+            await super().decode(*args, **more)  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+
+    nodes = Slow()
+
+    answered(nodes, calls_of(2), table)
+
+    assert legs(nodes) == (2, 2)
+
+
+def test_prompts_are_shared_by_their_own_answers_alone() -> None:
+    nodes = FakeNodeCalls()
+    calls = calls_of(2) + calls_of(2, prompt=PROMPT[::-1][:20], name="b")
+
+    answers = answered(nodes, calls, num_each=2)
+
+    assert legs(nodes) == (2, 4)
+    assert answers[0][0] == answers[1][0] != answers[2][0] == answers[3][0]
+
+
+def test_logprobs_of_the_prompt_are_computed_for_each() -> None:
+    nodes = FakeNodeCalls()
+    calls = [
+        replace(call, sampling=replace(call.sampling, prompt_logprobs=1)) for call in calls_of(2)
+    ]
+
+    answered(nodes, calls)
+
+    assert legs(nodes) == (2, 2)
+
+
+def test_all_answers_have_the_clients_deadline() -> None:
+    nodes = FakeNodeCalls()
+
+    answered(nodes, calls_of(3), remaining_s=1e6)
+
+    timeouts = [asked.timeout_s for asked in nodes.asked]
+    assert len(timeouts) == 4
+    assert None not in timeouts
