@@ -42,11 +42,16 @@ class Rope:
     def _frequencies_at(self, seen_lens: Tensor | None) -> Tensor:
         if seen_lens is None or not self.is_dynamic:
             return self._frequencies
-        factor, trained = self._config.factor, self._trained_len
-        dim = self._head_dim
-        stretch = (factor * seen_lens.clamp(min=trained) / trained) - (factor - 1)
-        base = self._config.theta * stretch ** (dim / (dim - 2))
-        return 1.0 / (base[:, None] ** _exponents(dim).to(base.device))
+        lens, places = seen_lens.clamp(min=self._trained_len).unique(return_inverse=True)
+        # Each by itself: torch's powers depend in their last bits on how many there are.
+        by_len = torch.stack([self._stretched(seen_len) for seen_len in lens.tolist()])
+        return by_len.to(places.device)[places]
+
+    def _stretched(self, seen_len: int) -> Tensor:
+        factor, dim = self._config.factor, self._head_dim
+        stretch = (factor * seen_len / self._trained_len) - (factor - 1)
+        base: float = self._config.theta * stretch ** (dim / (dim - 2))
+        return 1.0 / (base ** _exponents(dim))
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
 """The model runner: plans in, tokens out. Owns the weights, the KV tensor and the batch.
 
 What company a request keeps changes none of its decisions: random numbers are keyed by
-(seed, position, token), and no row of logits is touched on behalf of another. It can change
-the last bits of the logits: torch's matrix products add up in another order for another number
-of rows (the native ones do not), and a chunk's attention in another than a single token's. So a
-request's tokens are the same alone, in a batch, after preemption, with a prefix hit and on
-another node, unless two tokens are as near as rounding: next to never in float32, now and then
-in bfloat16.
+(seed, position, token), and no row of logits is touched on behalf of another. With native
+kernels it does not change a bit of the logits either: a request's tokens are the same alone, in
+a batch, after preemption, with a prefix hit and on another node with the same kernels. Torch
+adds up in another order for another number of rows; there the tokens are the same unless two are
+as near as rounding: next to never in float32, now and then in half precision.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import zip_longest
 from threading import Event, Semaphore
 
 import pytest
@@ -17,14 +18,21 @@ from tests.containers.compose import ContainerCluster, log_of, run
 pytestmark = pytest.mark.containers
 
 PATIENCE_S = 120.0
-NUM_PROMPTS = 12
 NUM_AT_ONCE = 4
-PROMPT = "# Request {number} of many, long enough to fill some blocks.\n" + "import os, sys\n" * 20
+# Their answers' fifth tokens are as likely as another, or all but: if anything were computed
+# otherwise on another node, or in another try, these would tell.
+NEAR_TIES = tuple(
+    f"# Request {number} of many, long enough to fill some blocks.\n" + "import os, sys\n" * 20
+    for number in range(12)
+)
+# Each has an answer of its own: if one request got another one's tokens, these would tell.
+DISTINCT = tuple(f"    value = {number}\n" * 20 for number in (0, 4, 6, 35, 36, 60))
+PROMPTS = (*NEAR_TIES, *DISTINCT)
 
 
-def ask(client: Client, number: int, max_tokens: int = 48) -> Answer:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return client.generate(PROMPT.format(number=number), Generation(sampling))
+def ask(client: Client, prompt: str) -> Answer:
+    sampling = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+    return client.generate(prompt, Generation(sampling))
 
 
 @contextmanager
@@ -41,7 +49,7 @@ class Load:
         self._client = client
         self._is_over = Event()
         self._answered = Semaphore(0)
-        self.answers: list[tuple[int, Answer]] = []
+        self.answers: list[tuple[str, Answer]] = []
 
     def await_answers(self, count: int) -> None:
         """So many more, from now on."""
@@ -64,34 +72,47 @@ class Load:
 
     def _work(self) -> None:
         while not self._is_over.is_set():
-            for number in range(NUM_PROMPTS):
-                self.answers.append((number, ask(self._client, number)))
+            for prompt in PROMPTS:
+                self.answers.append((prompt, ask(self._client, prompt)))
                 self._answered.release()
 
 
 def check_answers_while(cluster: ContainerCluster, disturb: Callable[[Load], object]) -> None:
     """Every answer comes, and is the one that a quiet cluster gives."""
     with connected(cluster) as client:
-        quiet = {number: ask(client, number).token_ids for number in range(NUM_PROMPTS)}
+        quiet = {prompt: ask(client, prompt) for prompt in PROMPTS}
+        assert len({tuple(quiet[prompt].token_ids) for prompt in DISTINCT}) == len(DISTINCT)
         load = Load(client)
         with load.running():
             load.await_answers(NUM_AT_ONCE)
             disturb(load)
             load.await_answers(2 * NUM_AT_ONCE)
 
-    wrong = [number for number, answer in load.answers if answer.token_ids != quiet[number]]
-    assert wrong == []
+    wrong = [
+        difference(answer, quiet[prompt])
+        for prompt, answer in load.answers
+        if answer.token_ids != quiet[prompt].token_ids
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def difference(answer: Answer, quiet: Answer) -> str:
+    """Where it begins, and who served both in how many tries."""
+    pairs = zip_longest(answer.token_ids, quiet.token_ids)
+    place, (found, wanted) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    served = [one.finish and one.finish.served for one in (answer, quiet)]
+    return f"token {place} is {found}, not {wanted}: {served[0]}; in quiet: {served[1]}"
 
 
 def test_kv_goes_from_container_to_container(cluster: ContainerCluster) -> None:
     before = cluster.received_bytes("decode")
 
     with connected(cluster) as client:
-        answers = [ask(client, 100 + number) for number in range(NUM_PROMPTS)]
+        answers = [ask(client, f"# {number}\n" + prompt) for number, prompt in enumerate(PROMPTS)]
 
     served = [answer.finish.served for answer in answers if answer.finish is not None]
     kv_bytes = sum(one.kv_bytes for one in served)
-    assert [one.prompt_tokens_computed_on_decode for one in served] == [0] * NUM_PROMPTS
+    assert [one.prompt_tokens_computed_on_decode for one in served] == [0] * len(PROMPTS)
     assert kv_bytes > 0
     assert cluster.received_bytes("decode") - before > kv_bytes
 
@@ -124,10 +145,10 @@ def test_a_cluster_that_is_stopped_finishes_what_it_has(cluster: ContainerCluste
     with connected(cluster) as client, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         streams = [
             client.stream(
-                PROMPT.format(number=number),
+                prompt,
                 Generation(SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)),
             )
-            for number in range(NUM_AT_ONCE)
+            for prompt in PROMPTS[:NUM_AT_ONCE]
         ]
         for stream in streams:
             next(stream)  # under way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ from tests.support.kernels import kernels_by_variant
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 TEXT = "def read_lines(path):\n    with open(path) as file:\n        return file.read()\n"
 PROMPTS = [TEXT * 3, "import os\n", "class Queue:\n    def __init__(self):\n        self."]
+# Of each answer, the fifth token is as likely as another, or all but.
+NEAR_TIES = [
+    f"# Request {number} of many, long enough to fill some blocks.\n" + "import os, sys\n" * 20
+    for number in range(12)
+]
 # bfloat16 keeps eight bits: logits near ten are known to about a sixteenth.
 TOLERANCE = 0.15
 
@@ -44,3 +50,25 @@ def test_greedy_answers_are_the_same_alone_in_a_batch_and_with_their_prefix_cach
         together = [answer.token_ids for answer in llm.generate(PROMPTS, sampling)]
 
     assert together == alone
+
+
+@needs_kernels
+def test_an_answer_goes_on_the_same_when_what_there_is_of_it_has_become_prompt() -> None:
+    """As on the node that goes on where another one died or drained."""
+    sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
+    with LLM(str(MODEL), dtype="bfloat16", kernels="native", enable_prefix_caching=False) as llm:
+        prompts = [llm.tokenizer.encode(prompt) for prompt in NEAR_TIES]
+        whole = llm.generate(prompts, sampling)
+        for given in range(1, 8):
+            begun = [
+                (*prompt, *answer.token_ids[:given])
+                for prompt, answer in zip(prompts, whole, strict=True)
+            ]
+            rest = llm.generate(begun, replace(sampling, max_tokens=16 - given))
+            assert [answer.token_ids for answer in rest] == [
+                answer.token_ids[given:] for answer in whole
+            ]
+
+    for answer in whole:
+        (_, likeliest), (_, second) = answer.logprobs[4].top
+        assert likeliest - second < 0.1

@@ -104,7 +104,7 @@ class Driver:
         dropped = self._take_dropped()
         started, new_blocks, scheduled = [], {}, {}
         for drive in self._drives.values():
-            num_tokens = min(self._chunk, len(drive.tokens) - drive.num_computed)
+            num_tokens = self._num_tokens(drive)
             fresh = self._allocate(drive, drive.num_computed + num_tokens)
             scheduled[drive.request_id] = num_tokens
             if not drive.is_in_batch:
@@ -113,6 +113,10 @@ class Driver:
             elif fresh:
                 new_blocks[drive.request_id] = fresh
         return Plan(dropped, tuple(started), new_blocks, scheduled)
+
+    def _num_tokens(self, drive: Drive) -> int:
+        """In the next step."""
+        return min(self._chunk, len(drive.tokens) - drive.num_computed)
 
     def _allocate(self, drive: Drive, num_tokens: int) -> tuple[BlockId, ...]:
         missing = -(-num_tokens // self._block_size) - len(drive.block_ids)
@@ -141,6 +145,26 @@ class Driver:
     def _take_dropped(self) -> tuple[RequestId, ...]:
         dropped, self._dropped = tuple(self._dropped), []
         return dropped
+
+
+class RestlessDriver(Driver):
+    """Cuts what there is to compute into chunks of any size, and takes requests' blocks away."""
+
+    def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, seed: int) -> None:
+        super().__init__(runner, num_blocks=num_blocks, block_size=block_size, shuffle_seed=seed)
+        self._random = random.Random(seed)
+        self.num_preempted = 0
+
+    def step(self) -> RunResult:
+        for drive in self._drives.values():
+            if drive.is_in_batch and self._random.random() < 0.03:
+                self.preempt(drive.request_id)
+                self.num_preempted += 1
+        return super().step()
+
+    def _num_tokens(self, drive: Drive) -> int:
+        missing = super()._num_tokens(drive)
+        return min(missing, self._random.choice((1, 2, 7, 16, 33, 64, missing)))
 
 
 def drives_of(prompts: Sequence[Sequence[int]], **settings: object) -> list[Drive]:

@@ -1,182 +1,187 @@
-// Paged attention of single tokens: each reads its sequence's blocks in place.
+// Paged attention.
 //
-// A thread takes a sequence and goes over its blocks, KV head after KV head as they lie there, each
-// with all query heads that share it: every key and value is read once, and in order. Where there
-// are few sequences, each thread takes some of the heads. An answer adds up in the order of the
-// context, whoever computes it.
+// There is one way to it, whatever a sequence has in a pass: a chunk of a prompt or a single token.
+// The context is cut into panels of 64 slots, counted from its first. A panel's keys and values are
+// packed; then rows of queries (token by token, all heads that share the KV head) look at it, a few
+// at a time: scores of the slots, weights, values, each as a product with a panel. So an answer has
+// the same bits however its prompt was cut into chunks, whoever is beside it, and whether a token
+// was written in its own step or is computed again with others.
 
-#include "cache.h"
+#include "context.h"
 #include "pool.h"
 
-#include <algorithm>
 #include <limits>
-#include <vector>
 
 using namespace baton;
 
 namespace {
 
-constexpr int kPair = 2 * kLanes;  // numbers in a vector of pairs
-constexpr int kTogether = 2;       // queries for which a value is widened once
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Up to sixteen slots of a block: scores of one query, in order, kNever in lanes past them.
-// The same slots of the next head are fetched.
-Floats score(const Bf16* query, const Bf16* keys, const Cache& cache, std::int64_t count) {
-    const std::int64_t size = cache.head_dim, next = cache.block_size * size;
-    Floats totals[kLanes] = {};
-    float rests[kLanes];
-    const std::int64_t paired = size / kPair * kPair;
-    for (std::int64_t slot = 0; slot < count; ++slot)
-        for (std::int64_t d = 0; d < paired; d += kPair) {
-            Words some, others;
-            std::memcpy(&some, query + d, sizeof some);
-            std::memcpy(&others, keys + slot * size + d, sizeof others);
-            __builtin_prefetch(keys + slot * size + d + next);
-            add_products(totals[slot], some, others);
-        }
-    for (std::int64_t slot = 0; slot < kLanes; ++slot) {
-        rests[slot] = slot < count ? 0.0f : kNever;
-        for (std::int64_t d = paired; slot < count && d < size; ++d)
-            rests[slot] += wide(query[d]) * wide(keys[slot * size + d]);
+// The last tokens of a sequence, whose keys and values are all in their slots.
+struct Chunk {
+    Context context;
+    const Bf16* queries;  // [tokens, heads, head_dim]
+    Bf16* answers;        // the same
+    std::int64_t num_tokens, window, num_shared;
+    float scale;
+
+    std::int64_t num_rows() const { return num_tokens * num_shared; }
+    std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
+    std::int64_t first_slot(std::int64_t token) const {
+        return window > 0 ? std::max<std::int64_t>(0, position(token) - window + 1) : 0;
     }
-    Floats rest;
-    std::memcpy(&rest, rests, sizeof rest);
-    return sums(totals) + rest;
-}
-
-// What one KV head's queries have seen so far. Of the totals each run of 32 has the even places
-// before the odd ones, as they come out of pairs.
-struct Seen {
-    std::vector<float> most, weight, total, weights;
-    std::int64_t size;
-
-    Seen(std::int64_t queries, std::int64_t head_dim)
-        : most(queries), weight(queries), total(queries * head_dim), weights(queries * kLanes),
-          size(head_dim) {}
-
-    void forget() {
-        most.assign(most.size(), kNever);
-        weight.assign(weight.size(), 0.0f);
-        total.assign(total.size(), 0.0f);
-    }
-
-    float answer(std::int64_t query, std::int64_t d) const {
-        const std::int64_t run = d / kPair * kPair, within = d - run;
-        const std::int64_t at = run + kPair <= size ? run + within % 2 * kLanes + within / 2 : d;
-        return total[query * size + at] / weight[query];
+    std::int64_t at(std::int64_t token, std::int64_t head, std::int64_t shared) const {
+        return ((token * context.cache.num_kv_heads + head) * num_shared + shared) *
+               context.cache.head_dim;
     }
 };
 
-// Turns a query's scores into weights, and what was seen before into their scale.
-void weigh(Seen& seen, std::int64_t query, Floats scores) {
-    const float before = seen.most[query], now = largest(scores);
-    const float most = now > before ? now : before;
-    if (most != before) {
-        const float scale = std::exp(before - most);
-        for (std::int64_t d = 0; d < seen.size; ++d) seen.total[query * seen.size + d] *= scale;
-        seen.weight[query] *= scale;
-    }
-    // A largest score of NaN is never found, but its weight is one.
-    const Floats weights = exponential(scores - (most == kNever ? 0.0f : most));
-    std::memcpy(seen.weights.data() + query * kLanes, &weights, sizeof weights);
-    seen.most[query] = most;
-    seen.weight[query] += sum(weights);
-}
-
-template <int QUERIES>
-void add_values(Seen& seen, std::int64_t query, const Bf16* values, const Cache& cache,
-                std::int64_t count) {
-    const std::int64_t next = cache.block_size * cache.head_dim;
-    const float* weights = seen.weights.data() + query * kLanes;
-    float* total = seen.total.data() + query * seen.size;
-    std::int64_t d = 0;
-    for (; d + kPair <= seen.size; d += kPair) {
-        Floats even[QUERIES], odd[QUERIES];
-        for (int q = 0; q < QUERIES; ++q) {
-            std::memcpy(&even[q], total + q * seen.size + d, sizeof(Floats));
-            std::memcpy(&odd[q], total + q * seen.size + d + kLanes, sizeof(Floats));
-        }
-        for (std::int64_t slot = 0; slot < count; ++slot) {
-            Words pairs;
-            std::memcpy(&pairs, values + slot * seen.size + d, sizeof pairs);
-            __builtin_prefetch(values + slot * seen.size + d + next);
-            const Floats low = (Floats)(pairs << 16), high = (Floats)(pairs & 0xffff0000u);
-            for (int q = 0; q < QUERIES; ++q) {
-                even[q] += weights[q * kLanes + slot] * low;
-                odd[q] += weights[q * kLanes + slot] * high;
-            }
-        }
-        for (int q = 0; q < QUERIES; ++q) {
-            std::memcpy(total + q * seen.size + d, &even[q], sizeof(Floats));
-            std::memcpy(total + q * seen.size + d + kLanes, &odd[q], sizeof(Floats));
+// A few query rows on their way over the context.
+class Rows {
+  public:
+    Rows(const Chunk& chunk, const ContextPanel& packed, std::int64_t head, std::int64_t first,
+         int count)
+        : chunk_(chunk), packed_(packed), head_(head), count_(count),
+          sums_(count * packed.wide() * kPanelRows) {
+        for (int row = 0; row < count; ++row) {
+            const std::int64_t token = (first + row) / chunk.num_shared;
+            at_[row] = chunk.at(token, head, (first + row) % chunk.num_shared);
+            first_slot_[row] = chunk.first_slot(token);
+            end_slot_[row] = chunk.position(token) + 1;
+            most_[row] = kNever;
+            weight_[row] = 0.0f;
         }
     }
-    for (; d < seen.size; ++d)
-        for (int q = 0; q < QUERIES; ++q)
-            for (std::int64_t slot = 0; slot < count; ++slot)
-                total[q * seen.size + d] +=
-                    weights[q * kLanes + slot] * wide(values[slot * seen.size + d]);
-}
 
-struct Singles {
-    Cache cache;
-    std::int64_t layer;
-    const Bf16* queries;  // [sequences, heads, head_dim]
-    Bf16* answers;        // the same
-    const std::int64_t* tables;
-    std::int64_t table_stride;
-    const std::int64_t* lengths;
-    std::int64_t window;  // 0: none
-    std::int64_t num_shared;  // query heads of a KV head
-    float scale;
+    std::int64_t head() const { return head_; }
 
-    // For the heads from `first` on, as many as `seen` has room for.
-    void attend(std::int64_t sequence, std::int64_t first, std::vector<Seen>& seen) const {
-        const std::int64_t length = lengths[sequence];
-        for (Seen& one : seen) one.forget();
-        std::int64_t slot = window > 0 && length > window ? length - window : 0;
-        for (std::int64_t count; slot < length; slot += count) {
-            count = std::min({std::int64_t(kLanes), length - slot,
-                              cache.block_size - slot % cache.block_size});
-            for (std::int64_t i = 0; i < std::int64_t(seen.size()); ++i)
-                look(sequence, first + i, slot, count, seen[i]);
-        }
-        for (std::int64_t i = 0; i < std::int64_t(seen.size()); ++i)
-            answer(sequence, first + i, seen[i]);
+    bool sees(std::int64_t panel) const {
+        return first_slot_[0] < (panel + 1) * kPanelRows &&
+               panel * kPanelRows < end_slot_[count_ - 1];
+    }
+
+    void look_at(std::int64_t panel) {
+        constexpr void (Rows::*kLook[])(std::int64_t) = {
+            nullptr, &Rows::look<1>, &Rows::look<2>,
+#if defined(__AVX512BF16__)
+            &Rows::look<3>, &Rows::look<4>, &Rows::look<5>, &Rows::look<6>,
+#endif
+        };
+        (this->*kLook[count_])(panel);
+    }
+
+    void answer() const {
+        for (int row = 0; row < count_; ++row)
+            for (std::int64_t d = 0; d < chunk_.context.cache.head_dim; ++d)
+                chunk_.answers[at_[row] + d] = narrow(sums_[sum_at(row) + d] / weight_[row]);
     }
 
   private:
-    void look(std::int64_t sequence, std::int64_t head, std::int64_t slot, std::int64_t count,
-              Seen& seen) const {
-        const Bf16* keys = at_slot(sequence, head, slot, 0);
-        const Bf16* values = at_slot(sequence, head, slot, 1);
-        for (std::int64_t query = 0; query < num_shared; ++query) {
-            const Bf16* asked = queries + at_query(sequence, head, query);
-            weigh(seen, query, scale * score(asked, keys, cache, count));
+    std::int64_t sum_at(int row) const { return row * packed_.wide() * kPanelRows; }
+
+    template <int ROWS>
+    void look(std::int64_t panel) {
+        score<ROWS>(panel);
+        add_values<ROWS>();
+    }
+
+    template <int ROWS>
+    void score(std::int64_t panel) {
+        const std::uint32_t* queries[ROWS];
+        for (int row = 0; row < ROWS; ++row)
+            queries[row] = reinterpret_cast<const std::uint32_t*>(chunk_.queries + at_[row]);
+        Totals<ROWS> totals = {};
+        add_panel<ROWS>(totals, queries, packed_.keys(), packed_.pairs());
+        for (int row = 0; row < ROWS; ++row) {
+            for (int v = 0; v < kVectors; ++v) totals[row][v] *= chunk_.scale;
+            const std::int64_t begin = first_slot_[row] - panel * kPanelRows;
+            const std::int64_t end = end_slot_[row] - panel * kPanelRows;
+            if (begin > 0 || end < kPanelRows) hide(totals[row], begin, end);
+            weigh(row, totals[row]);
         }
-        std::int64_t query = 0;
-        for (; query + kTogether <= num_shared; query += kTogether)
-            add_values<kTogether>(seen, query, values, cache, count);
-        for (; query < num_shared; ++query) add_values<1>(seen, query, values, cache, count);
     }
 
-    void answer(std::int64_t sequence, std::int64_t head, const Seen& seen) const {
-        for (std::int64_t query = 0; query < num_shared; ++query)
-            for (std::int64_t d = 0; d < cache.head_dim; ++d)
-                answers[at_query(sequence, head, query) + d] = narrow(seen.answer(query, d));
+    static void hide(Floats (&scores)[kVectors], std::int64_t begin, std::int64_t end) {
+        float seen[kPanelRows];
+        std::memcpy(seen, scores, sizeof seen);
+        for (std::int64_t i = 0; i < kPanelRows; ++i)
+            if (i < begin || i >= end) seen[i] = kNever;
+        std::memcpy(scores, seen, sizeof seen);
     }
 
-    std::int64_t at_query(std::int64_t sequence, std::int64_t head, std::int64_t query) const {
-        return ((sequence * cache.num_kv_heads + head) * num_shared + query) * cache.head_dim;
+    // Scores become weights relative to the largest so far, and the sums are brought to the same.
+    void weigh(int row, const Floats (&scores)[kVectors]) {
+        Floats larger = fill(most_[row]);
+        for (int v = 0; v < kVectors; ++v) larger = scores[v] > larger ? scores[v] : larger;
+        const float most = largest(larger);
+        const float shift = most == kNever ? 0.0f : most;  // none of these is seen by this row
+        Floats total{};
+        for (int v = 0; v < kVectors; ++v) {
+            const Floats weights = attention_weight(scores[v] - shift);
+            store(weights_[row] + v * kLanes, weights);
+            total += weights;
+        }
+        if (most != most_[row]) rescale(row, std::exp(most_[row] - most));
+        weight_[row] += sum(total);
+        most_[row] = most;
     }
 
-    const Bf16* at_slot(std::int64_t sequence, std::int64_t head, std::int64_t slot,
-                        int which) const {
-        const std::int64_t block = tables[sequence * table_stride + slot / cache.block_size];
-        return cache.slots(block, layer, which, head) + slot % cache.block_size * cache.head_dim;
+    void rescale(int row, float factor) {
+        float* sums = sums_.data() + sum_at(row);
+        for (std::int64_t d = 0; d < packed_.wide() * kPanelRows; ++d) sums[d] *= factor;
+        weight_[row] *= factor;
     }
+
+    template <int ROWS>
+    void add_values() {
+        const std::uint32_t* weights[ROWS];
+        for (int row = 0; row < ROWS; ++row)
+            weights[row] = reinterpret_cast<const std::uint32_t*>(weights_[row]);
+        for (std::int64_t part = 0; part < packed_.wide(); ++part) {
+            float* sums = sums_.data() + part * kPanelRows;
+            Totals<ROWS> totals;
+            for (int row = 0; row < ROWS; ++row)
+                std::memcpy(totals[row], sums + sum_at(row), sizeof totals[row]);
+            add_panel<ROWS>(totals, weights, packed_.values(part), kPanelRows / 2);
+            for (int row = 0; row < ROWS; ++row)
+                std::memcpy(sums + sum_at(row), totals[row], sizeof totals[row]);
+        }
+    }
+
+    const Chunk& chunk_;
+    const ContextPanel& packed_;
+    std::int64_t head_;
+    int count_;
+    std::vector<float> sums_;  // [rows, head_dim in whole panels]
+    std::int64_t at_[kMostRows], first_slot_[kMostRows], end_slot_[kMostRows];
+    float most_[kMostRows], weight_[kMostRows];
+    alignas(64) Bf16 weights_[kMostRows][kPanelRows];
 };
+
+// Some of a chunk's rows, of some of the KV heads.
+struct Part {
+    std::int64_t first_head, end_head, first_row, end_row;
+};
+
+// Panel by panel, and in each head by head as they lie in their blocks.
+void attend(const Chunk& chunk, const Part& part, ContextPanel& packed) {
+    std::vector<Rows> runs;
+    for (std::int64_t head = part.first_head; head < part.end_head; ++head)
+        for (std::int64_t row = part.first_row, count; row < part.end_row; row += count) {
+            count = next_run(part.end_row - row);
+            runs.emplace_back(chunk, packed, head, row, int(count));
+        }
+    const std::int64_t last = chunk.position((part.end_row - 1) / chunk.num_shared);
+    std::int64_t panel = chunk.first_slot(part.first_row / chunk.num_shared) / kPanelRows;
+    for (; panel <= last / kPanelRows; ++panel)
+        for (std::size_t run = 0; run < runs.size(); ++run) {
+            if (run == 0 || runs[run].head() != runs[run - 1].head())
+                packed.take(chunk.context, runs[run].head(), panel);
+            if (runs[run].sees(panel)) runs[run].look_at(panel);
+        }
+    for (const Rows& rows : runs) rows.answer();
+}
 
 }  // namespace
 
@@ -207,17 +212,43 @@ void baton_attend_singles(Bf16* blocks, std::int64_t num_layers, std::int64_t nu
                           std::int64_t table_stride, const std::int64_t* lengths,
                           std::int64_t window, std::int64_t num_sequences,
                           std::int64_t num_shared, float scale, int num_threads) {
-    const Singles singles{{blocks, num_layers, num_kv_heads, block_size, head_dim},
-                          layer, queries, answers, tables, table_stride, lengths, window,
-                          num_shared, scale};
+    const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
+    const std::int64_t numbers = num_kv_heads * num_shared * head_dim;  // of a token
     std::int64_t at_once = num_kv_heads;  // heads
     while (num_sequences * (num_kv_heads / at_once) < num_threads && at_once % 2 == 0) at_once /= 2;
     const std::int64_t parts = num_kv_heads / at_once;
     std::atomic<std::int64_t> next{0};
     Pool::of_process().run(num_threads, [&](int, int) {
-        std::vector<Seen> seen(at_once, Seen(num_shared, head_dim));
-        for (std::int64_t task = next++; task < num_sequences * parts; task = next++)
-            singles.attend(task / parts, task % parts * at_once, seen);
+        ContextPanel packed(head_dim);
+        for (std::int64_t task = next++; task < num_sequences * parts; task = next++) {
+            const std::int64_t which = task / parts, head = task % parts * at_once;
+            const Context context{cache, layer, tables + which * table_stride, lengths[which]};
+            const Chunk chunk{context, queries + which * numbers, answers + which * numbers,
+                              1, window, num_shared, scale};
+            attend(chunk, {head, head + at_once, 0, num_shared}, packed);
+        }
+    });
+}
+
+// The last tokens of a sequence of `length`.
+void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
+                        std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
+                        const Bf16* queries, Bf16* answers, const std::int64_t* table,
+                        std::int64_t num_tokens, std::int64_t length, std::int64_t window,
+                        std::int64_t num_shared, float scale, int num_threads) {
+    constexpr std::int64_t kRowsAtOnce = 64 * kMostRows;  // look at a panel while it is near
+    const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
+    const Context context{cache, layer, table, length};
+    const Chunk chunk{context, queries, answers, num_tokens, window, num_shared, scale};
+    const std::int64_t parts = (chunk.num_rows() + kRowsAtOnce - 1) / kRowsAtOnce;
+    std::atomic<std::int64_t> next{0};
+    Pool::of_process().run(num_threads, [&](int, int) {
+        ContextPanel packed(head_dim);
+        for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
+            const std::int64_t head = task / parts, first = task % parts * kRowsAtOnce;
+            const std::int64_t end = std::min(first + kRowsAtOnce, chunk.num_rows());
+            attend(chunk, {head, head + 1, first, end}, packed);
+        }
     });
 }
 

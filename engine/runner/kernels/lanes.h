@@ -19,6 +19,7 @@ typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::int32_t Whole __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef std::uint32_t EightWords __attribute__((vector_size(32), aligned(4), may_alias));
 
 inline float wide(Bf16 value) {
     const std::uint32_t bits = std::uint32_t(value) << 16;
@@ -37,11 +38,14 @@ inline Bf16 narrow(float number) {
 
 inline float rounded(float number) { return wide(narrow(number)); }
 
-inline Floats wide(const Bf16* values) {
+// Each in the low half of a word.
+inline Words words(const Bf16* values) {
     Halves halves;
     std::memcpy(&halves, values, sizeof halves);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+    return __builtin_convertvector(halves, Words);
 }
+
+inline Floats wide(const Bf16* values) { return (Floats)(words(values) << 16); }
 
 // As `narrow` does, but where the processor rounds by itself what is below 2^-126 becomes zero.
 inline void store(Bf16* target, Floats numbers) {
@@ -81,16 +85,32 @@ inline float largest(Floats numbers) {
     return joined(numbers, [](auto left, auto right) { return left > right ? left : right; });
 }
 
-// The sum of each of sixteen vectors. Neighbours are added until there is one number left of each.
-inline Floats sums(Floats (&vectors)[kLanes]) {
-    constexpr Words kEven = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    for (int left = kLanes / 2; left >= 1; left /= 2)
-        for (int i = 0; i < left; ++i) {
-            const Floats one = vectors[2 * i], other = vectors[2 * i + 1];
-            vectors[i] = __builtin_shuffle(one, other, kEven) +
-                         __builtin_shuffle(one, other, kEven + 1);
-        }
-    return vectors[0];
+// Some of the words of both, those of the other counted from eight on.
+template <int... PLACES>
+inline EightWords picked(EightWords one, EightWords other) {
+#if defined(__clang__)
+    return __builtin_shufflevector(one, other, PLACES...);
+#else
+    return __builtin_shuffle(one, other, EightWords{PLACES...});
+#endif
+}
+
+// Eight rows of eight words become eight columns.
+inline void turn(EightWords (&rows)[8]) {
+    EightWords twos[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        twos[i] = picked<0, 8, 1, 9, 4, 12, 5, 13>(rows[i], rows[i + 1]);
+        twos[i + 1] = picked<2, 10, 3, 11, 6, 14, 7, 15>(rows[i], rows[i + 1]);
+    }
+    for (const int i : {0, 1, 4, 5}) {
+        const int to = i / 4 * 4 + i % 4 * 2;
+        fours[to] = picked<0, 1, 8, 9, 4, 5, 12, 13>(twos[i], twos[i + 2]);
+        fours[to + 1] = picked<2, 3, 10, 11, 6, 7, 14, 15>(twos[i], twos[i + 2]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        rows[i] = picked<0, 1, 2, 3, 8, 9, 10, 11>(fours[i], fours[i + 4]);
+        rows[i + 4] = picked<4, 5, 6, 7, 12, 13, 14, 15>(fours[i], fours[i + 4]);
+    }
 }
 
 // Each lane: total += low half of left * low half of right + the same of the high halves.

@@ -235,7 +235,7 @@ class NativeQuantizedLinear:
 
 
 class NativePagedAttention:
-    """Keeps to PagedAttention. Single tokens read the blocks in place, chunks pack them first."""
+    """Keeps to PagedAttention. An answer's bits depend on its own sequence up to itself alone."""
 
     def __init__(self, kernels: Kernels, kv: Tensor, windows: Sequence[int | None]) -> None:
         self._kernels = kernels

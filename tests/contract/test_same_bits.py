@@ -1,0 +1,221 @@
+"""What native kernels promise: a token's bits do not depend on how it came to be computed.
+
+Not on the chunks its prompt was cut into, nor on the company it has in a pass, nor on whether it
+was written in a step of its own or is computed again with others. So an answer that goes on
+elsewhere goes on with the tokens it would have had, even where two are as likely as each other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.request import RequestId
+from engine.runner.config import RopeConfig
+from engine.runner.kernels.native import Kernels, NativePagedAttention
+from engine.runner.layout import PassLayout
+from engine.runner.load import RunnerConfig, load_runner
+from engine.runner.rope import Rope
+from engine.runner.runner import TorchRunner
+from engine.sampling import SamplingParams
+from tests.support.driving import Drive, Driver, RestlessDriver
+from tests.support.kernels import kernels_by_variant
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+
+pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+
+GREEDY = SamplingParams(temperature=0.0, logprobs=3)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=3)
+# By the edges of blocks (16), of panels (64), and longer than both.
+PROMPT_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
+NUM_BLOCKS = 200
+
+Cut = Callable[[int], int]  # of so many tokens that are left, how many the next pass takes
+
+
+class Sequences:
+    """Random keys, values and queries of some sequences, in one layer of a cache amid garbage."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        heads: tuple[int, int],
+        head_dim: int,
+        block_size: int,
+        seed: int,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        num_kv_heads, num_shared = heads
+        num_heads = num_kv_heads * num_shared
+        self._block_size = block_size
+        self._lengths = tuple(lengths)
+        self._queries = [_drawn(generator, n, num_heads, head_dim) for n in lengths]
+        self._keys = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
+        self._values = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
+        counts = [-(-n // block_size) for n in lengths]
+        ids = torch.randperm(sum(counts), generator=generator).tolist()
+        self._tables = [[ids.pop() for _ in range(count)] for count in counts]
+        self._shape = (sum(counts), 1, 2, num_kv_heads, block_size, head_dim)
+
+    def attended(self, kernels: Kernels, window: int | None, cut: Cut) -> list[Tensor]:
+        """By sequence: its answers, computed in as many passes as it takes."""
+        kv = torch.full(self._shape, torch.nan, dtype=torch.bfloat16)
+        attention = NativePagedAttention(kernels, kv, [window])
+        computed = [0] * len(self._lengths)
+        answers = [torch.empty_like(queries) for queries in self._queries]
+        while any(self._left(computed)):
+            takes = [(i, cut(left)) for i, left in enumerate(self._left(computed)) if left]
+            takes.sort(key=lambda take: take[1] != 1)  # single tokens first, as layouts promise
+            parts = [(i, slice(computed[i], computed[i] + taken)) for i, taken in takes]
+            flat = [
+                torch.cat([tensors[i][part] for i, part in parts])
+                for tensors in (self._queries, self._keys, self._values)
+            ]
+            answer = attention.begin(self._layout(parts)).attend(0, *flat)
+            for (i, part), piece in zip(parts, answer.split([n for _, n in takes]), strict=True):
+                answers[i][part] = piece
+                computed[i] = part.stop
+        return answers
+
+    def _left(self, computed: Sequence[int]) -> list[int]:
+        return [length - done for length, done in zip(self._lengths, computed, strict=True)]
+
+    def _layout(self, parts: Sequence[tuple[int, slice]]) -> PassLayout:
+        widest = max(len(self._tables[i]) for i, _ in parts)
+        places = [(i, p) for i, part in parts for p in range(part.start, part.stop)]
+        size = self._block_size
+        return PassLayout(
+            num_queries=np.array([part.stop - part.start for _, part in parts]),
+            context_lens=np.array([part.stop for _, part in parts]),
+            block_tables=np.array(
+                [self._tables[i] + [10**6] * (widest - len(self._tables[i])) for i, _ in parts]
+            ),
+            positions=np.array([p for _, p in places]),
+            write_blocks=np.array([self._tables[i][p // size] for i, p in places]),
+            write_offsets=np.array([p % size for _, p in places]),
+        )
+
+
+def _drawn(generator: torch.Generator, *shape: int) -> Tensor:
+    return (3 * torch.randn(*shape, generator=generator)).bfloat16()
+
+
+def whole(left: int) -> int:
+    return left
+
+
+@pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    heads=st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4, 7])),
+    head_dim=st.sampled_from([8, 24, 64, 128]),
+    block_size=st.sampled_from([1, 4, 16, 24]),
+    window=st.none() | st.integers(1, 150),
+    most=st.sampled_from([1, 2, 20, 100]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_attention_is_the_same_however_a_sequence_is_cut_and_whoever_is_beside_it(
+    kernels: Kernels,
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    most: int,
+    seed: int,
+) -> None:
+    sequences = Sequences(lengths, heads, head_dim, block_size, seed)
+    draw = random.Random(seed)
+
+    at_once = sequences.attended(kernels, window, whole)
+    cut = sequences.attended(kernels, window, lambda left: draw.randint(1, min(left, most)))
+
+    assert all(map(torch.equal, at_once, cut))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Each computes something that the others do not.
+MODELS = {
+    "llama-bf16": {},
+    "qwen3-bf16": {},
+    "qwen2": {},
+    "mistral-window": {},
+    "llama-rope-dynamic": {},
+    "llama-rope-yarn": {},
+    "qwen3": {"quantize": "int8"},
+    "llama": {"quantize": "int4"},
+}
+
+
+@pytest.fixture(
+    scope="module", params=MODELS.items(), ids=lambda it: "-".join((it[0], *it[1].values()))
+)
+def runner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TorchRunner]:
+    name, options = request.param
+    folder = tmp_path_factory.mktemp(name)
+    make_model_folder(folder, replace(VARIANTS[name], dtype="bfloat16"))
+    config = RunnerConfig(
+        str(folder), kernels="native", kv_cache_bytes=4 << 20, max_num_seqs=16, **options
+    )
+    with load_runner(config) as loaded:
+        assert loaded.kv_memory.num_blocks >= NUM_BLOCKS
+        yield loaded
+
+
+def drives() -> list[Drive]:
+    return [
+        Drive(
+            RequestId(f"r{i}"),
+            prompt_of(length, seed=i),
+            sampling=SEEDED if i % 2 else GREEDY,
+            seed=i,
+            num_tokens=40,
+        )
+        for i, length in enumerate(PROMPT_LENGTHS)
+    ]
+
+
+def test_tokens_and_logprobs_are_the_same_in_any_chunks_in_any_company_and_computed_again(
+    runner: TorchRunner,
+) -> None:
+    alone, together = drives(), drives()
+    restless = RestlessDriver(runner, num_blocks=NUM_BLOCKS, block_size=16, seed=1)
+
+    for drive in alone:
+        Driver(runner, num_blocks=NUM_BLOCKS, block_size=16).run(drive)
+    restless.run(*together)
+
+    assert restless.num_preempted > len(together)
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs == other.outputs
+        assert one.logprobs == other.logprobs
+
+
+def test_the_angles_of_dynamic_rope_do_not_depend_on_how_many_are_asked_for() -> None:
+    rope = Rope(RopeConfig(kind="dynamic", factor=4.0), 64, 128, torch.device("cpu"))
+    positions, seen = torch.arange(700), torch.arange(1, 701)
+
+    whole = rope.angles(positions, seen, torch.float32)
+
+    for start, count in ((0, 1), (127, 3), (300, 7), (500, 33), (699, 1)):
+        part = slice(start, start + count)
+        found = rope.angles(positions[part], seen[part], torch.float32)
+        assert torch.equal(torch.stack(found), torch.stack(whole)[:, part])
