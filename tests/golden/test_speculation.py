@@ -42,6 +42,7 @@ ASKED = {
     "min-tokens": replace(SEEDED, stop_token_ids=(6, 7), min_tokens=30),
     "stop": replace(SEEDED, stop_token_ids=(8,)),
     "length": replace(SEEDED, max_tokens=23),
+    "bad-words": replace(SEEDED, banned_sequences=((5, 6), (7, 7, 8), (6,))),
     "bias": replace(SEEDED, logit_bias={5: 2.0, 6: -1.0}),
 }
 

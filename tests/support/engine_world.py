@@ -186,6 +186,9 @@ class EngineWorld:
         )
         num_context = len(context_of(receipt.spec))
         assert num_had == num_context or served.num_preemptions
+        # What came true may have been cut off by the token that ends the answer.
+        num_more = sum(max(0, len(output.token_ids) - 1) for output in receipt.outputs)
+        assert num_more <= served.num_accepted_tokens <= served.num_proposed_tokens
         num_told = sum(len(output.prompt_logprobs) for output in receipt.outputs)
         wants_all = receipt.spec.sampling.prompt_logprobs is not None
         if receipt.spec.receive_from is None:

@@ -20,7 +20,7 @@ from router.text import TokenIdsOnly
 from router.values import Call, Ending, PrefillPlace, TokenPrompt
 from router.visits import Visits, received_now
 from serving.errors import NodeFailed
-from serving.node import NodeRole
+from serving.node import NodeLoad, NodeRole
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table, token_at
 
 PROMPT = tuple(range(1, 36))  # two blocks of 16, and three tokens
@@ -205,3 +205,39 @@ def test_all_answers_have_the_clients_deadline() -> None:
     timeouts = [asked.timeout_s for asked in nodes.asked]
     assert len(timeouts) == 4
     assert None not in timeouts
+
+
+def decodes_of(nodes: FakeNodeCalls) -> list[str]:
+    return [asked.node for asked in nodes.asked if asked.leg is Leg.DECODE]
+
+
+def two_decodes() -> NodeTable:
+    decodes = (a_node(NodeRole.DECODE, f"d{n}") for n in range(2))
+    return a_table(a_node(NodeRole.PREFILL), *decodes)
+
+
+def test_an_answer_that_breaks_off_beside_the_first_goes_on_elsewhere() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[100, 2])
+
+    answers = answered(nodes, calls_of(2), two_decodes())
+
+    assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 2
+    first, beside, again = decodes_of(nodes)
+    assert first == beside != again
+
+
+def test_nobody_follows_to_a_node_that_takes_no_more_requests() -> None:
+    table = two_decodes()
+
+    class Draining(FakeNodeCalls):
+        async def decode(self, node: Node, *args: object, **more: object) -> None:
+            if not decodes_of(self):
+                table.note_load(node.address, NodeLoad(is_draining=True))
+            await super().decode(node, *args, **more)  # type: ignore[arg-type]
+
+    nodes = Draining()
+
+    answered(nodes, calls_of(2), table)
+
+    first, other = decodes_of(nodes)
+    assert first != other

@@ -1,0 +1,40 @@
+"""`baton bench speculation`, small: its figures are there, and the tokens the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_both_ways_are_timed_and_give_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    size = ["--prompt", "40", "--answer", "20", "--runs", "1", "--batches", "1,3"]
+    command = [sys.executable, "-m", "baton", "bench", "speculation", "--model", str(model_folder)]
+
+    done = subprocess.run(
+        [*command, *size, "--temperatures", "0,0.9", "--json", str(figures)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    rows = json.loads(figures.read_text())["figures"]
+    assert [(row["temperature"], row["batch"]) for row in rows] == [
+        *((0.0, 1), (0.0, 3)),
+        *((0.9, 1), (0.9, 3)),
+    ]
+    assert all(row["same"] for row in rows)
+    assert all(row["tokens_per_s_with"] > 0 and row["cpu_speed_up"] > 0 for row in rows)
+    assert "speed up" in done.stdout
+
+
+def test_nothing_to_compare_with_is_one_clear_line() -> None:
+    command = [sys.executable, "-m", "baton", "bench", "speculation", "--speculative", "none"]
+
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--speculative" in done.stderr
