@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.bench_chaos import chaos
+from baton.cli.bench_forms import forms
 from baton.cli.bench_interference import interference
 from baton.cli.bench_memory import memory
 from baton.cli.bench_overload import overload
@@ -42,6 +43,7 @@ bench.command(
     epilog=examples("baton bench interference --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm")
 )(interference)
 bench.command(epilog=examples("baton bench speculation --speculative ngram:6"))(speculation)
+bench.command(epilog=examples("baton bench forms --model models/demo --runs 20"))(forms)
 bench.command()(trace)
 bench.command(
     epilog=examples(

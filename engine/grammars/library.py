@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from time import thread_time
+from types import TracebackType
 from typing import Any, NoReturn
 
 import llguidance
@@ -28,7 +29,11 @@ ANY_OBJECT = '{"type": "object"}'
 # a weak model writes nothing else until its tokens are over.
 WHITESPACE = r"( |\n[ \t]{0,64})?"
 MOST_REASON_CHARACTERS = 400
+PANIC = "panic:"  # how llguidance tells of one that it caught
 BITS_PER_WORD = 32
+# Looking ahead for what must be written in any case never ends where it goes on without end, and it
+# would let a text be written in the tokenizer's own way alone.
+HEADER = '%llguidance {"no_forcing": true}'
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Of processor time: no other thread's work counts. Nothing in earnest comes near.
 MOST_TO_COMPILE_S = 3.0
@@ -38,8 +43,8 @@ MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,
-    step_max_items=20_000,
-    max_items_in_row=1_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,
@@ -51,9 +56,10 @@ class GrammarChecks:
 
     def compile(self, wanted: StructuredOutputs) -> Checked:
         """Raises InvalidRequest for what no node would take. Nodes find out more."""
-        is_wrong, told = llguidance.LLMatcher.validate_grammar_with_warnings(
-            _definition(wanted), None, limits=LIMITS
-        )
+        with _Panics(wanted):
+            is_wrong, told = llguidance.LLMatcher.validate_grammar_with_warnings(
+                _definition(wanted), None, limits=LIMITS
+            )
         if is_wrong:
             raise _refusal(wanted, told[0])
         return Checked()
@@ -80,7 +86,10 @@ class GrammarLibrary:
         """Raises InvalidRequest, with the reason. Takes up to seconds, without the GIL."""
         tokenizer = self._read_tokenizer()
         began_s = thread_time()
-        matcher = llguidance.LLMatcher(tokenizer, _definition(wanted), log_level=0, limits=LIMITS)
+        with _Panics(wanted):
+            matcher = llguidance.LLMatcher(
+                tokenizer, _definition(wanted), log_level=0, limits=LIMITS
+            )
         grammar = CompiledGrammar(wanted, matcher)
         # The first look is often the most expensive, and tells whether anything fits at all.
         grammar.matcher().fill(np.zeros(num_words(self._vocab_size), dtype=np.int32))
@@ -124,12 +133,15 @@ class GrammarMatcher:
         self._matcher = matcher
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        if not self._matcher.consume_tokens(list(token_ids)):
+        with _Panics(self._wanted):
+            is_taken = self._matcher.consume_tokens(list(token_ids))
+        if not is_taken:
             raise self._trouble()
 
     def fill(self, allowed: Bits) -> None:
         began_s = thread_time()
-        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        with _Panics(self._wanted):
+            self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
         if self._matcher.is_error():
             raise self._trouble()
         if not allowed.any():
@@ -140,6 +152,25 @@ class GrammarMatcher:
         return _refusal(self._wanted, self._matcher.get_error())
 
 
+class _Panics:
+    """What llguidance comes to grief on is refused: it is somebody's form, and nobody's engine."""
+
+    def __init__(self, wanted: StructuredOutputs) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and kind.__name__ == "PanicException":  # Rust's; no Exception
+            raise _refusal(self._wanted, PANIC) from error
+
+
 def num_words(vocab_size: int) -> int:
     """How long a mask is."""
     return -(-vocab_size // BITS_PER_WORD)
@@ -147,45 +178,53 @@ def num_words(vocab_size: int) -> int:
 
 def _definition(wanted: StructuredOutputs) -> str:
     """In llguidance's own form. Raises InvalidRequest."""
+    return llguidance.LLMatcher.grammar_from_lark(f"{HEADER}\n{_lark(wanted)}")
+
+
+def _lark(wanted: StructuredOutputs) -> str:
     if wanted.choice:
-        return llguidance.grammar_from("choice", json.dumps(wanted.choice))
+        return f"start: {' | '.join(map(json.dumps, wanted.choice))}"
     if wanted.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
+        made = json.loads(llguidance.LLMatcher.grammar_from_regex(wanted.regex))
+        return str(made["grammars"][0]["lark_grammar"])
     if wanted.grammar is not None:
-        return _of_grammar(wanted, wanted.grammar)
-    return _of_schema(wanted, ANY_OBJECT if wanted.json is None else wanted.json)
+        return _lark_of_grammar(wanted, wanted.grammar)
+    return f"start: %json {_schema(wanted, ANY_OBJECT if wanted.json is None else wanted.json)}"
 
 
-def _of_grammar(wanted: StructuredOutputs, text: str) -> str:
+def _lark_of_grammar(wanted: StructuredOutputs, text: str) -> str:
+    if "%llguidance" in text:
+        raise _refusal(wanted, "%llguidance is not for clients to say: leave it out")
     check_grammar_ends(text)
     if not GBNF_RULE.search(text):
-        return llguidance.LLMatcher.grammar_from_lark(text)
+        return text
     try:
-        return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+        return gbnf_to_lark(text).removeprefix("%llguidance {}")
     except Exception as error:  # its parser raises whatever it comes to
         raise _refusal(wanted, f"it is no GBNF: {error}") from error
 
 
-def _of_schema(wanted: StructuredOutputs, text: str) -> str:
+def _schema(wanted: StructuredOutputs, text: str) -> str:
+    """As it was asked for, with our settings instead of any that came with it."""
     try:
         schema = _parsed(wanted, text)
         check_schema_ends(schema)
         _check_patterns(wanted, schema)
+        if schema is False:
+            raise _refusal(wanted, "nothing fits the schema false")
+        fields = {} if schema is True else schema
+        return json.dumps({**fields, "x-guidance": _json_settings(wanted)}, allow_nan=False)
     except RecursionError:
         raise _refusal(wanted, "it is nested too deeply") from None
-    if schema is True:
-        text = "{}"
-    elif schema is False:
-        raise _refusal(wanted, "nothing fits the schema false")
-    options: Any = {"lenient": False, "item_separator": ",", "key_separator": ":"}
-    if wanted.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    else:
-        options["whitespace_pattern"] = WHITESPACE
-    try:
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
     except ValueError as error:
-        raise _refusal(wanted, str(error)) from error
+        raise _refusal(wanted, f"a number is out of range: {error}") from error
+
+
+def _json_settings(wanted: StructuredOutputs) -> dict[str, Any]:
+    settings = {"lenient": False, "item_separator": ",", "key_separator": ":"}
+    if wanted.disable_any_whitespace:
+        return {**settings, "whitespace_flexible": False}
+    return {**settings, "whitespace_pattern": WHITESPACE}
 
 
 def _parsed(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
@@ -230,6 +269,8 @@ def _refusal(wanted: StructuredOutputs, reason: str) -> InvalidRequest:
     told = " ".join(reason.removesuffix("<non-verbose/>").split())
     if told == "NoExtensionBias":
         told = "no answer can fit it"
+    if told.startswith(PANIC):  # with a backtrace behind it
+        told = "the library that compiles forms failed on it"
     if len(told) > MOST_REASON_CHARACTERS:
         told = f"{told[:MOST_REASON_CHARACTERS]}…"
     return InvalidRequest(f"{FIELD}.{wanted.form} cannot be kept to: {told}", FIELD)

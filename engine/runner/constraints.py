@@ -49,15 +49,23 @@ def constrain(
         return Constrained(logits, {})
     logits = logits.clone()
     if ruled:
-        allowed = torch.stack([row.allowed for row in rows if row.allowed is not None])
-        logits[ruled] = logits[ruled].masked_fill(~allowed.to(logits.device), NEVER)
+        _keep_to_form(logits, rows, ruled)
     for place in asking:
         row, scores = rows[place], logits[place]
         _forbid(scores, row, eos_token_ids)
         for token_id, bias in row.sampling.logit_bias.items():
             scores[token_id] += bias
         _penalise(scores, row)
-    return Constrained(logits, _process(logits, rows, asking, processors))
+    failures = _process(logits, rows, asking, processors)
+    processed = [place for place in ruled if rows[place].sampling.extra_args]
+    if processed:  # whatever a processor has raised: the form stands
+        _keep_to_form(logits, rows, processed)
+    return Constrained(logits, failures)
+
+
+def _keep_to_form(logits: Tensor, rows: Sequence[ConstrainedRow], places: list[int]) -> None:
+    allowed = torch.stack([mask for place in places if (mask := rows[place].allowed) is not None])
+    logits[places] = logits[places].masked_fill(~allowed.to(logits.device), NEVER)
 
 
 def _process(

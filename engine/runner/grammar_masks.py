@@ -62,7 +62,7 @@ class GrammarMasks:
                 self._look(self._places[row.request_id], asked[place], bits[line])
             except InvalidRequest as refusal:
                 refusals[row.request_id] = str(refusal)
-        allowed = self._unpacked(bits)
+        allowed = unpacked(bits, self._vocab_size)
         for line, place in enumerate(ruled):
             if rows[place].request_id not in refusals:
                 asked[place] = replace(asked[place], allowed=allowed[line])
@@ -77,7 +77,8 @@ class GrammarMasks:
             place.num_taken += len(new)
         place.matcher.fill(bits)
 
-    def _unpacked(self, bits: Bits) -> Tensor:
-        """[rows, vocab_size] booleans."""
-        flags = np.unpackbits(bits.view(np.uint8), axis=-1, bitorder="little")
-        return torch.from_numpy(flags[:, : self._vocab_size].view(np.bool_))
+
+def unpacked(bits: Bits, vocab_size: int) -> Tensor:
+    """bits: [rows, words]; [rows, vocab_size] booleans."""
+    flags = np.unpackbits(bits.view(np.uint8), axis=-1, bitorder="little")
+    return torch.from_numpy(flags[:, :vocab_size].view(np.bool_))

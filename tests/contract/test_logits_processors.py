@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 
 import numpy as np
@@ -87,6 +88,13 @@ def test_a_processor_is_told_the_tokens_so_far_and_where_the_answer_begins() -> 
 
 def test_several_go_in_the_order_in_which_the_node_names_them() -> None:
     assert chosen(row(1, 3, num_prompt=1, favour=2, back=1)) == [2]  # equals: the lower id
+
+
+def test_what_a_form_forbids_no_processor_can_bring_back() -> None:
+    allowed = torch.tensor([token in (3, 4) for token in range(MODEL.vocab_size)])
+
+    assert chosen(replace(row(favour=2), allowed=allowed)) == [3]
+    assert chosen(replace(row(favour=4), allowed=allowed)) == [4]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from serving.status import remote_error
+from tests.support.life import standing_still
 from tests.support.load import Ask, tell_all
 from tests.support.models import EOS_TOKEN_ID, prompt_of
-from tests.support.nodes import is_busy, load_at
+from tests.support.nodes import kill_the_writer
 from tests.support.schemas import Schema, is_valid, random_schema
 
 SCHEMA: Schema = {
@@ -111,10 +112,10 @@ def test_an_answer_keeps_its_form_when_its_decode_node_is_killed(
         LocalCluster(cluster_options(num_decode=2)) as cluster,
         Client(cluster.address) as client,
     ):
-        stream = client.stream(prompt, Generation(sampling))
-        chunks = [next(stream), next(stream)]
-        [serving] = [child for child in cluster.decodes if is_busy(load_at(child.address))]
-        serving.process.kill()
+        with standing_still(*cluster.decodes):
+            stream = client.stream(prompt, Generation(sampling))
+            chunks = [next(stream)]  # sampled on prefill
+            kill_the_writer(cluster)
         chunks += stream
 
     [here] = local.generate([prompt], sampling)

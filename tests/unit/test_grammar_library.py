@@ -133,6 +133,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "back reference": ({"regex": r"(a)\1"}, "backreferences"),
     "look ahead": ({"regex": "(?=a)b"}, "look-around"),
     "no text at all": ({"regex": "[^\\s\\S]"}, "no answer can fit"),
+    "settings of ours": ({"grammar": '%llguidance {}\nstart: "a"'}, "%llguidance is not"),
+    # Its message about this is cut inside a character.
+    "what the library panics on": (
+        {"json": json.dumps({"pattern": ["x" * 91 + "\U00039f66" * 9]})},
+        "failed on it",
+    ),
     "no lark": ({"grammar": "start: ("}, ".+"),
     "no start": ({"grammar": 'a: "b"'}, "start"),
     "file": ({"grammar": '%import /etc/passwd\nstart: "a"'}, ".+"),
@@ -200,6 +206,27 @@ def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) ->
         outcome = outcomes.get(timeout=PATIENCE_S)
 
     assert isinstance(outcome, CompiledGrammar)
+
+
+def test_what_goes_on_without_end_is_looked_at_one_token_at_a_time(
+    library: GrammarLibrary, tokenizer: Tokenizer
+) -> None:
+    """The first part takes all there is, so the second never begins: looking ahead never ended."""
+    grammar = library.compile(StructuredOutputs(grammar="start: /y+/ /y+/"))
+
+    tokens = tokenizer.encode("yyy", add_special_tokens=False)
+    matcher = grammar.matcher()
+    matcher.advance(tokens)
+    assert EOS_TOKEN_ID not in _allowed(matcher)
+
+
+def test_a_text_that_is_all_that_may_be_written_may_be_written_in_any_tokens(
+    library: GrammarLibrary, tokenizer: Tokenizer
+) -> None:
+    matcher = library.compile(StructuredOutputs(choice=("the quick",))).matcher()
+
+    spelled = {tokenizer.token(token).text for token in _allowed(matcher)}
+    assert {"t", "the"} <= spelled
 
 
 def test_without_a_tokenizer_it_is_told_what_is_missing(tmp_path: Path) -> None:

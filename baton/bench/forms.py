@@ -1,0 +1,176 @@
+"""What forms cost: compiling them, a mask for each token, and applying it to a batch's logits.
+
+Times are of the processor, by the thread that works. Answers are random walks: each token is drawn
+from all that are allowed, and the end token only where nothing else is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from time import thread_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.grammar import Bits, Grammar
+from engine.grammars.library import GrammarLibrary, num_words
+from engine.model_folder import read_generation_defaults, resolve_model_folder
+from engine.runner.config import read_model_config
+from engine.runner.constraints import constrain
+from engine.runner.grammar_masks import unpacked
+from engine.runner.sampler import SampleRow
+from engine.sampling import SamplingParams
+from engine.structured_outputs import StructuredOutputs
+
+NUM_TIMES_APPLIED = 50
+
+
+@dataclass(frozen=True, slots=True)
+class FormBench:
+    """What to measure."""
+
+    model: str
+    num_runs: int = 5
+    num_tokens: int = 300  # of a walk, unless it ends before
+    batch_sizes: tuple[int, ...] = (1, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class FormCost:
+    form: str
+    compile_ms: float  # with the first mask; median of the runs
+    num_tokens: int
+    mask_p50_us: float  # one row's: advanced by its last token, and filled
+    mask_p99_us: float
+    mask_max_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyCost:
+    num_rows: int
+    us_per_step: float  # for all rows: bits unpacked, logits copied and masked
+
+
+def _object(properties: Mapping[str, Any], *, needed: bool = True) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties) if needed else [],
+        "additionalProperties": False,
+    }
+
+
+PERSON = _object(
+    {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 5},
+        "home": _object(
+            {"street": {"type": "string"}, "zip": {"type": "string", "pattern": r"^\d{5}$"}}
+        ),
+    }
+)
+TEXT = {"type": ["string", "null"]}
+FORMS: Mapping[str, StructuredOutputs] = {
+    "json: 6 fields": StructuredOutputs(json=json.dumps(PERSON)),
+    "json: any object": StructuredOutputs(json_object=True),
+    "json: 500 required": StructuredOutputs(
+        json=json.dumps(_object({f"field{n}": TEXT for n in range(500)}))
+    ),
+    "json: 500 optional": StructuredOutputs(
+        json=json.dumps(_object({f"field{n}": TEXT for n in range(500)}, needed=False))
+    ),
+    "json: enum of 2000": StructuredOutputs(
+        json=json.dumps({"enum": [f"value {n * 7919 % 10007}" for n in range(2000)]})
+    ),
+    "regex: address": StructuredOutputs(regex=r"[a-z0-9.]{3,30}@[a-z0-9]{3,30}\.(com|org|net)"),
+    "choice of 100": StructuredOutputs(choice=tuple(f"choice {n}" for n in range(100))),
+    "grammar: sums": StructuredOutputs(
+        grammar='start: sum\nsum: term (("+" | "-") term)*\nterm: N | "(" sum ")"\nN: /[0-9]{1,9}/'
+    ),
+}
+
+
+def run(what: FormBench, on_done: Callable[[str], None]) -> tuple[list[FormCost], list[ApplyCost]]:
+    folder = resolve_model_folder(what.model)
+    vocab_size = read_model_config(folder).vocab_size
+    eos_token_ids = read_generation_defaults(folder).eos_token_ids
+    library = GrammarLibrary(folder, vocab_size, eos_token_ids)
+    library.compile(StructuredOutputs(regex=""))  # the tokenizer is read once for all
+    costs = []
+    for name, form in FORMS.items():
+        costs.append(_cost(what, name, form, library, vocab_size, frozenset(eos_token_ids)))
+        on_done(name)
+    return costs, [_apply_cost(size, vocab_size) for size in what.batch_sizes]
+
+
+def _cost(
+    what: FormBench,
+    name: str,
+    form: StructuredOutputs,
+    library: GrammarLibrary,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+) -> FormCost:
+    compile_s, look_s = [], []
+    for seed in range(what.num_runs):
+        began_s = thread_time()
+        grammar = library.compile(form)
+        compile_s.append(thread_time() - began_s)
+        walk = _walk(grammar, vocab_size, eos_token_ids, what.num_tokens, random.Random(seed))
+        look_s += list(walk)
+    look_us = sorted(1e6 * seconds for seconds in look_s)
+    return FormCost(
+        form=name,
+        compile_ms=1e3 * statistics.median(compile_s),
+        num_tokens=len(look_us),
+        mask_p50_us=look_us[len(look_us) // 2],
+        mask_p99_us=look_us[len(look_us) * 99 // 100],
+        mask_max_us=look_us[-1],
+    )
+
+
+def _walk(
+    grammar: Grammar,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    num_tokens: int,
+    chance: random.Random,
+) -> Iterator[float]:
+    """Seconds that each token took."""
+    matcher, bits = grammar.matcher(), np.zeros(num_words(vocab_size), dtype=np.int32)
+    last: list[int] = []
+    for _ in range(num_tokens):
+        began_s = thread_time()
+        matcher.advance(last)
+        matcher.fill(bits)
+        yield thread_time() - began_s
+        others = [token for token in _allowed(bits) if token not in eos_token_ids]
+        if not others:
+            return
+        last = [chance.choice(others)]
+
+
+def _allowed(bits: Bits) -> list[int]:
+    found: list[int] = np.flatnonzero(
+        np.unpackbits(bits.view(np.uint8), bitorder="little")
+    ).tolist()
+    return found
+
+
+def _apply_cost(num_rows: int, vocab_size: int) -> ApplyCost:
+    logits = torch.randn(num_rows, vocab_size)
+    bits = np.full((num_rows, num_words(vocab_size)), 0x55555555, dtype=np.int32)
+    sampling, known = SamplingParams(), np.zeros(1, dtype=np.int64)
+    took_s = []
+    for _ in range(NUM_TIMES_APPLIED):
+        began_s = thread_time()
+        rows = [SampleRow(sampling, 0, known, 1, one) for one in unpacked(bits, vocab_size)]
+        constrain(logits, rows, ())
+        took_s.append(thread_time() - began_s)
+    return ApplyCost(num_rows, 1e6 * statistics.median(took_s))

@@ -1,0 +1,33 @@
+"""`baton bench forms`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.cli.options import JsonFile
+from baton.cli.show import show_table
+
+
+def forms(
+    model: Annotated[str, typer.Option(help="Model folder, for its tokenizer.")] = "models/demo",
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each form.")] = 5,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at the most.")] = 300,
+    json_file: JsonFile = None,
+) -> None:
+    """What answers in a form cost: compiling, a mask per token, applying it to a batch."""
+    from baton.bench.forms import FormBench, run
+
+    with Console(stderr=True).status("compiling") as status:
+        what = FormBench(model, runs, tokens)
+        costs, applied = run(what, lambda done: status.update(f"measured {done}"))
+    rows, steps = [asdict(cost) for cost in costs], [asdict(cost) for cost in applied]
+    show_table(f"CPU time, {runs} runs of up to {tokens} tokens", rows)
+    show_table("applying masks to a step's logits", steps)
+    if json_file is not None:
+        told = json.dumps({"what": asdict(what), "forms": rows, "applied": steps}, indent=2)
+        json_file.write_text(told + "\n", encoding="utf-8")

@@ -1,0 +1,61 @@
+"""How people write on the command line what form an answer shall have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.sampling import sampling
+from baton.generation import Generation, request_from
+from engine.errors import InvalidRequest
+from engine.structured_outputs import StructuredOutputs
+from serving.translate import sampling_from
+
+
+def written(tmp_path: Path, content: bytes) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    return path
+
+
+def form_of(**given: Any) -> StructuredOutputs | None:
+    """As it arrives at the router."""
+    chosen = sampling(**given)
+    return sampling_from(request_from("a", Generation(chosen)).sampling).structured_outputs
+
+
+def test_without_any_there_is_no_form() -> None:
+    assert "structured_outputs" not in sampling()
+    assert form_of() is None
+
+
+def test_schemas_and_grammars_come_from_files(tmp_path: Path) -> None:
+    path = written(tmp_path, 'start: "é"'.encode())
+
+    assert form_of(json_schema=path) == StructuredOutputs(json='start: "é"')
+    assert form_of(grammar=path) == StructuredOutputs(grammar='start: "é"')
+
+
+def test_the_others_are_written_out() -> None:
+    assert form_of(json_object=True) == StructuredOutputs(json_object=True)
+    assert form_of(regex="a+") == StructuredOutputs(regex="a+")
+    assert form_of(choices=["a", "b"]) == StructuredOutputs(choice=("a", "b"))
+
+
+def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="file is no valid UTF-8"):
+        sampling(json_schema=written(tmp_path, b"\xff"))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"regex": "a", "json_object": True}, "json_object and regex"),
+        ({"regex": "a", "ignore_eos": True}, "exclude each other"),
+    ],
+)
+def test_what_excludes_each_other_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        sampling(**given)
