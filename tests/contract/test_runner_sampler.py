@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -421,3 +422,18 @@ def test_logit_bias_equals_the_sequence_bias_of_transformers() -> None:
     constrained = constrained_logits(logits, [row(logit_bias=bias)], EOS)
 
     assert torch.equal(constrained, theirs(torch.tensor([[1, 2, 3]]), logits.clone()))
+
+
+def test_without_a_form_min_tokens_is_never_given_up() -> None:
+    asked = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
+
+    assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [asked]) == [
+        Choice(None, NO_TOKEN_LEFT)
+    ]
+
+
+def test_with_a_form_min_tokens_is_given_up_where_nothing_else_may_come() -> None:
+    only_end = torch.tensor([token == EOS[0] for token in range(VOCAB_SIZE)])
+    asked = replace(row(min_tokens=2, max_tokens=4), allowed=only_end)
+
+    assert choose(random_logits(1, VOCAB_SIZE), asked) == [EOS[0]]
