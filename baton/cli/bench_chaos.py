@@ -45,7 +45,11 @@ def chaos(
     decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
     kv_cache_memory: Annotated[
         str, typer.Option(help="Of each node; small enough for a crowd to fill it.")
-    ] = "6MiB",
+    ] = "3MiB",
+    dtype: Annotated[
+        str,
+        typer.Option(help="Choose float32 where there is no C++ compiler: there rounding decides."),
+    ] = "auto",
     transport: Annotated[str, typer.Option(help="What carries KV: nixl or ucxx.")] = "nixl",
     kv_tls: Annotated[str, typer.Option(help="What UCX may use, such as tcp.")] = "",
     logs: Annotated[Path | None, typer.Option(help="Folder for what the processes log.")] = None,
@@ -72,7 +76,7 @@ def chaos(
             prefill,
             decode,
             node_arguments=(
-                *("--kv-cache-memory", kv_cache_memory, "--threads", "1", "--dtype", "float32"),
+                *("--kv-cache-memory", kv_cache_memory, "--threads", "1", "--dtype", dtype),
                 *("--kv-transport", transport, f"--kv-tls={kv_tls}"),
             ),
             log_dir=logs,
