@@ -6,6 +6,7 @@ Nodes look at it again, for their own model's tokenizer.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Protocol
 
 from engine.errors import InvalidRequest
@@ -68,7 +69,8 @@ class ThreadedFormChecks:
                 found.set_result(outcome)
 
         def tell(outcome: Checked | InvalidRequest) -> None:
-            loop.call_soon_threadsafe(take, outcome)
+            with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                loop.call_soon_threadsafe(take, outcome)
 
         self._compiler.start(form, tell)
         return await found

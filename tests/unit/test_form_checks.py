@@ -80,3 +80,19 @@ def test_when_too_many_wait_the_next_is_sent_away() -> None:
 
     with compiler_of(library) as compiler:
         asyncio.run(look(ThreadedFormChecks(compiler, max_waiting=2)))
+
+
+def test_what_is_told_after_the_loop_has_closed_troubles_no_thread() -> None:
+    library = HeldLibrary()
+
+    async def leave(checks: ThreadedFormChecks) -> None:
+        left = asyncio.ensure_future(checks.check(SLOW))
+        await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
+        left.cancel()
+
+    with compiler_of(library) as compiler:
+        asyncio.run(leave(ThreadedFormChecks(compiler)))
+        library.may_end.set()
+        asyncio.run(ThreadedFormChecks(compiler).check(GOOD))
+
+    assert set(library.compiled) == {SLOW, GOOD}
