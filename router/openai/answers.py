@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +104,7 @@ class WholeAnswer:
     def __init__(
         self, asked: Asked, heading: Heading, choices: Sequence[Choice], spell: Spell
     ) -> None:
+        self._asked = asked
         self._telling = asked.telling
         self._heading = heading
         self._choices = choices
@@ -119,10 +122,27 @@ class WholeAnswer:
 
     def told(self) -> Json:
         choices = [
-            choice.whole(self._pieces[index], self._endings[index])
-            for index, choice in enumerate(self._choices)
+            {
+                **self._choices[index].whole(self._pieces[index], self._endings[index]),
+                "index": place,
+            }
+            for place, index in enumerate(self._told_indices())
         ]
         return self._heading.over(choices, usage=self._usage.told, **self._of_the_prompt())
+
+    def _told_indices(self) -> Iterator[int]:
+        """The likeliest answers to each prompt, best first; in order where all are told."""
+        asked = self._asked
+        for first in range(0, len(self._choices), asked.num_each):
+            indices: Sequence[int] = range(first, first + asked.num_each)
+            if asked.num_told < asked.num_each:
+                indices = sorted(indices, key=self._likelihood, reverse=True)
+            yield from indices[: asked.num_told]
+
+    def _likelihood(self, index: int) -> float:
+        """The mean logprob of its tokens."""
+        logprobs = [entry.logprob for entry in joined(self._pieces[index]).logprobs]
+        return statistics.fmean(logprobs) if logprobs else -math.inf
 
     def _of_the_prompt(self) -> Json:
         """vLLM tells it beside the choices of a chat, and in the choices of a completion."""

@@ -53,10 +53,11 @@ class Telling:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`calls[i]` answers choice i; each prompt has `num_each` in a row."""
+    """Each prompt has `num_each` calls in a row, of which the `num_told` likeliest are told."""
 
     calls: tuple[Call, ...]
     num_each: int
+    num_told: int
     telling: Telling
 
 
@@ -72,10 +73,7 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
     """Raises what a bad request deserves."""
     body = body_from(fields, CompletionBody)
     prompts = prompts_from(body.prompt, add_special_tokens=body.add_special_tokens)
-    if body.best_of not in (None, body.n):
-        raise UnsupportedInput(
-            "best_of other than n is not supported here: leave it out", "best_of"
-        )
+    best_of = _best_of(body)
     with_answer = not (body.echo and body.max_tokens == 0)
     own: dict[str, Any] = {}
     if body.max_tokens is not None:
@@ -84,6 +82,8 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
         own["logprobs"] = body.logprobs
         if body.echo:
             own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    elif best_of > body.n:
+        own["logprobs"] = 0  # to tell which are the likeliest
     telling = Telling(
         is_chat=False,
         num_logprobs=body.logprobs,
@@ -91,7 +91,20 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
         with_answer=with_answer,
         **_telling(body),
     )
-    return _asked(body, prompts, own, request_id, advice, telling)
+    return _asked(body, prompts, own, request_id, advice, telling, best_of)
+
+
+def _best_of(body: CompletionBody) -> int:
+    """How many answers a prompt gets."""
+    if body.best_of is None:
+        return body.n
+    if body.best_of < body.n:
+        raise InvalidRequest(f"best_of is {body.best_of}; it must be at least n", "best_of")
+    if body.stream and body.best_of > body.n:
+        raise UnsupportedInput(
+            "best_of above n needs stream: false, since the best are known at the end", "best_of"
+        )
+    return body.best_of
 
 
 def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
@@ -110,7 +123,7 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     telling = Telling(
         is_chat=True, num_logprobs=num_logprobs, reads_tool_calls=bool(tools), **_telling(body)
     )
-    return _asked(body, [prompt], own, request_id, advice, telling)
+    return _asked(body, [prompt], own, request_id, advice, telling, body.n)
 
 
 def _check_tool_choice(body: ChatBody) -> None:
@@ -157,11 +170,13 @@ def _asked(
     request_id: str,
     advice: Advice,
     telling: Telling,
+    num_each: int,
 ) -> Asked:
     form = form_from(body)
-    num_choices = body.n * len(prompts)
+    num_choices = num_each * len(prompts)
     if num_choices > MOST_ANSWERS:
-        field = "prompt" if len(prompts) > MOST_ANSWERS else "n"
+        more = "n" if num_each == body.n else "best_of"
+        field = "prompt" if len(prompts) > MOST_ANSWERS else more
         raise InvalidRequest(
             f"{num_choices} answers are asked for; at most {MOST_ANSWERS} may be at once", field
         )
@@ -169,11 +184,11 @@ def _asked(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     calls = []
     for index in range(num_choices):
-        params = advice.defaults.params(**sampling, seed=seed_of(body.seed, index % body.n))
+        params = advice.defaults.params(**sampling, seed=seed_of(body.seed, index % num_each))
         strings = stop_strings_from(stop)
         call = Call(
             request_id=request_id if num_choices == 1 else f"{request_id}-{index}",
-            prompt=prompts[index // body.n],
+            prompt=prompts[index // num_each],
             sampling=params,
             stop=StopRule(strings, body.include_stop_str_in_output, params.min_tokens),
             model=body.model,
@@ -182,7 +197,8 @@ def _asked(
             bad_words=bad_words_from(body.bad_words),
         )
         calls.append(call)
-    return Asked(tuple(calls), body.n, replace(telling, has_form=form is not None))
+    telling = replace(telling, has_form=form is not None)
+    return Asked(tuple(calls), num_each, body.n, telling)
 
 
 def _sampling(body: GenerationBody) -> dict[str, Any]:

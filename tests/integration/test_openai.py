@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import statistics
 import subprocess
 import sys
 import urllib.request
@@ -197,3 +198,19 @@ def test_what_is_told_of_a_failure_is_json(cluster: LocalCluster) -> None:
 
     error = json.loads(refusal.value.read())["error"]
     assert (refusal.value.code, error["code"]) == (400, "UNREADABLE")
+
+
+def test_the_best_of_several_are_the_likeliest_of_them(door: OpenAI) -> None:
+    ask = {**ASK, "prompt": list(prompt_of(30, seed=83)), "temperature": 1.2, "seed": 5}
+    every: Any = door.completions.create(**ask, n=5, logprobs=0, extra_body=AS_BATON)
+    means = [statistics.fmean(one.logprobs.token_logprobs) for one in every.choices]
+    likeliest = sorted(range(5), key=means.__getitem__, reverse=True)
+
+    best: Any = door.completions.create(**ask, n=2, best_of=5, extra_body=AS_BATON)
+
+    assert [one.index for one in best.choices] == [0, 1]
+    assert [one.token_ids for one in best.choices] == [
+        every.choices[index].token_ids for index in likeliest[:2]
+    ]
+    assert best.choices[0].logprobs is None
+    assert best.usage.completion_tokens == every.usage.completion_tokens

@@ -362,3 +362,37 @@ def test_what_is_no_json_object_is_unreadable(body: bytes) -> None:
 def test_a_body_is_read_as_it_was_written() -> None:
     fields = {"prompt": "grün 🙂\u0000", "n": 2}
     assert json_object(json.dumps(fields).encode()) == fields
+
+
+def test_the_best_of_several_is_sought_among_as_many_with_seeds_of_their_own() -> None:
+    asked = completion(prompt=["one", "two"], n=2, best_of=3, seed=4)
+
+    assert (asked.num_each, asked.num_told) == (3, 2)
+    assert [call.sampling.seed for call in asked.calls] == [4, 5, 6] * 2
+    assert {call.sampling.logprobs for call in asked.calls} == {0}
+    assert asked.telling.num_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"n": 2, "best_of": 1}, InvalidRequest),
+        ({"best_of": 0}, InvalidRequest),
+        ({"best_of": MOST_ANSWERS + 1}, InvalidRequest),
+        ({"best_of": 2, "stream": True}, UnsupportedInput),
+    ],
+)
+def test_a_best_of_that_cannot_be_is_refused(
+    fields: dict[str, Any], error: type[InvalidRequest]
+) -> None:
+    with pytest.raises(error) as refused:
+        completion(**fields)
+
+    assert refused.value.field == "best_of"
+
+
+def test_a_best_of_as_many_as_are_told_may_be_streamed() -> None:
+    asked = completion(n=2, best_of=2, stream=True)
+
+    assert (asked.num_each, asked.num_told) == (2, 2)
+    assert asked.calls[0].sampling.logprobs is None
