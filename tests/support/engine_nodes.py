@@ -31,7 +31,9 @@ from baton.cluster import await_serving
 from engine.plan import Plan, RunResult
 from engine.runner.facts import KvMemory, ModelInfo, PassHook
 from engine.runner.load import load_runner
+from engine.runner.processors import Processors
 from engine.runner.runner import TorchRunner
+from engine.speculation import Speculation
 from kv_transfer.nixl_transport import NixlChannel
 from kv_transfer.transport import Write
 from kv_transfer.types import HandoffId, KvOrders, KvReports
@@ -105,6 +107,14 @@ class GatedRunner:
     @property
     def kv_memory(self) -> KvMemory:
         return self._runner.kv_memory
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return self._runner.speculation
+
+    @property
+    def processors(self) -> Processors:
+        return self._runner.processors
 
     @property
     def hook(self) -> PassHook | None:
