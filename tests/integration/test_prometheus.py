@@ -45,7 +45,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     options = cluster_options(router_arguments=ANY_PORT)
-    options = replace(options, node_arguments=(*options.node_arguments, *ANY_PORT))
+    more = (*ANY_PORT, "--speculative", "ngram:4")
+    options = replace(options, node_arguments=(*options.node_arguments, *more))
     with LocalCluster(options) as running:
         yield running
 
@@ -74,6 +75,7 @@ def work(client: Client, number: int) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     for place in range(3):
         client.generate(prompt_of(40, seed=3 * number + place), Generation(sampling))
+    client.generate(4 * prompt_of(10, seed=number), Generation(sampling))  # can be foretold
     with pytest.raises(BatonError):
         client.generate((5,), Generation(sampling, model="other"))
 
