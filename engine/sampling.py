@@ -12,6 +12,7 @@ from engine.errors import InvalidRequest
 from engine.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 64
+MOST_BANNED_SEQUENCES = 1024
 
 # What logits processors are given: what JSON holds, a list of such at most.
 Scalar: TypeAlias = str | int | float | bool
@@ -85,12 +86,21 @@ class SamplingParams:
             raise InvalidRequest(
                 "allowed_token_ids is empty: leave it out to allow every token", "allowed_token_ids"
             )
-        if not all(self.banned_sequences):
-            raise InvalidRequest("banned_sequences: one of them is empty", "banned_sequences")
+        self._check_banned_sequences()
         banned = (*self.banned_token_ids, *chain.from_iterable(self.banned_sequences))
         named = (*self.stop_token_ids, *banned, *(self.allowed_token_ids or ()))
         for token_id in (*named, *self.logit_bias):
             _check("token id", token_id, token_id >= 0, "at least 0")
+
+    def _check_banned_sequences(self) -> None:
+        """Each of them is looked at before each token."""
+        name, count = "banned_sequences", len(self.banned_sequences)
+        if not all(self.banned_sequences):
+            raise InvalidRequest(f"{name}: one of them is empty", name)
+        if count > MOST_BANNED_SEQUENCES:
+            raise InvalidRequest(
+                f"{name} has {count}; at most {MOST_BANNED_SEQUENCES} may be", name
+            )
 
     def _check_form(self) -> None:
         if self.structured_outputs is not None and self.ignore_eos:

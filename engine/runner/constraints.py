@@ -56,11 +56,7 @@ def constrain(
         for token_id, bias in row.sampling.logit_bias.items():
             scores[token_id] += bias
         _penalise(scores, row)
-    failures = _process(logits, rows, asking, processors)
-    processed = [place for place in ruled if rows[place].sampling.extra_args]
-    if processed:  # whatever a processor has raised: the form stands
-        _keep_to_form(logits, rows, processed)
-    return Constrained(logits, failures)
+    return Constrained(logits, _process(logits, rows, asking, processors))
 
 
 def _keep_to_form(logits: Tensor, rows: Sequence[ConstrainedRow], places: list[int]) -> None:

@@ -108,7 +108,7 @@ def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: st
     assert other == 2
 
 
-def test_what_is_forbidden_stays_so() -> None:
+def test_what_is_banned_stays_so() -> None:
     logits = torch.zeros(1, MODEL.vocab_size)
     banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
     asked = SampleRow(banned, 0, np.array([1]), 1)
@@ -117,6 +117,14 @@ def test_what_is_forbidden_stays_so() -> None:
 
     assert choice.token_id not in (2, None)
     assert float(logits.min()) > NEVER  # the caller's own are left as they are
+
+
+def test_what_a_form_does_not_allow_stays_so() -> None:
+    allowed = torch.zeros(MODEL.vocab_size, dtype=torch.bool)
+    allowed[[4, 6]] = True
+
+    assert chosen(replace(row(favour=2), allowed=allowed)) == [4]
+    assert chosen(replace(row(favour=6), allowed=allowed)) == [6]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_a_prior_output_outside_the_vocabulary_is_refused() -> None:
         SamplingParams(stop_token_ids=(100,)),
         SamplingParams(banned_token_ids=(100,)),
         SamplingParams(allowed_token_ids=(100,)),
+        SamplingParams(banned_sequences=((1, 2), (3, 100))),
         SamplingParams(logit_bias={100: 1.0}),
     ],
 )

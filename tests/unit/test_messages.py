@@ -14,7 +14,7 @@ from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.hashing import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
-from engine.sampling import SamplingDefaults, SamplingParams
+from engine.sampling import MOST_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from kv_transfer.done_note import done_of, note_of
 from kv_transfer.errors import PeerUnreachable
@@ -303,3 +303,13 @@ def test_one_answer_keeps_its_name() -> None:
     [call] = calls_from(request_from("a", Generation()), "r")
 
     assert call.request_id == "r"
+
+
+@pytest.mark.parametrize("sequences", [[[]], [[1, 2], []], [[1]] * (MOST_BANNED_SEQUENCES + 1)])
+def test_banned_sequences_that_are_empty_or_too_many_are_refused(sequences: list[Any]) -> None:
+    banned = [sampling_pb2.TokenIds(ids=one) for one in sequences]
+
+    with pytest.raises(InvalidRequest) as refused:
+        sampling_from(sampling_pb2.SamplingParams(banned_sequences=banned))
+
+    assert refused.value.field == "banned_sequences"
