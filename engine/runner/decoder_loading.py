@@ -11,8 +11,10 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.runner.config import ModelConfig
 from engine.runner.facts import LoadProgress, OnLoad
-from engine.runner.model import Decoder, Layer
-from engine.runner.ops import Linear, Ops
+from engine.runner.kernels.choose import Parts
+from engine.runner.layers import Layer
+from engine.runner.model import Decoder
+from engine.runner.ops import Linear
 from engine.runner.packed_weights import is_packed, read_packed
 from engine.runner.quantization import Quantization
 from engine.runner.quantize import Quantize, Quantized, have_one_order, stacked, to_int4, to_int8
@@ -28,7 +30,7 @@ class Target:
 
     dtype: torch.dtype
     device: torch.device
-    ops: Ops
+    parts: Parts
     quantize: str = "none"
 
 
@@ -44,7 +46,8 @@ def load_decoder(
     head = embedding
     if not config.ties_embeddings:
         head = loader.embedding("lm_head")
-    return Decoder(config, target.ops, embedding, layers, norm, head)
+    parts = target.parts
+    return Decoder(config, parts.ops, embedding, parts.make_layers(config, layers), norm, head)
 
 
 class _Loader:
@@ -73,13 +76,15 @@ class _Loader:
     def embedding(self, name: str) -> Linear:
         """Four bits are too few for what every token begins and ends with."""
         quantize = None if self._target.quantize == "none" else to_int8
-        return self._target.ops.linear(self._matrix([name], quantize), None)
+        return self._target.parts.ops.linear(self._matrix([name], quantize), None)
 
     def linear(self, names: list[str], has_bias: bool) -> Linear:
         matrix = self._matrix(names, LAYERS[self._target.quantize])
         rows = sum(self._shapes[f"{name}.weight"][0] for name in names)
         biases = [f"{name}.bias" for name in names]
-        return self._target.ops.linear(matrix, self.stacked(biases, (rows,)) if has_bias else None)
+        return self._target.parts.ops.linear(
+            matrix, self.stacked(biases, (rows,)) if has_bias else None
+        )
 
     def _matrix(self, names: list[str], quantize: Quantize | None) -> Tensor | Quantized:
         how, weights = self._how, [f"{name}.weight" for name in names]

@@ -37,7 +37,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
     device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
     parts = choose_parts(config.kernels, dtype, device)
     with WeightFiles(folder) as files:
-        target = Target(dtype, device, parts.ops, config.quantize)
+        target = Target(dtype, device, parts, config.quantize)
         decoder = load_decoder(model, files, target, on_progress)
         fingerprint = _fingerprint(model, config, files)
     info = _describe(config, model, folder, fingerprint)
@@ -46,7 +46,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
     return TorchRunner(
         info,
         decoder,
-        Rope(model.rope, model.head_dim, model.max_position_embeddings, device),
+        Rope(model.rope, model.head_dim, model.max_position_embeddings, device, dtype),
         kv,
         PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
         parts.make_attention(kv, model.sliding_windows),

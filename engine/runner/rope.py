@@ -9,39 +9,58 @@ from torch import Tensor
 
 from engine.runner.config import RopeConfig
 
+SHORTEST_TABLE = 1024
+
 
 class Rope:
     """Turns positions into cosines and sines, once per pass for all layers."""
 
     def __init__(
-        self, config: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        max_position_embeddings: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._config = config
         self._head_dim = head_dim
         self._trained_len = max_position_embeddings
+        self._dtype = dtype
         frequencies, self._scale = _frequencies(config, head_dim)
         self._frequencies = frequencies.to(device)
+        self._table: tuple[Tensor, Tensor] | None = None  # of the positions from 0 on
 
     @property
     def is_dynamic(self) -> bool:
         return self._config.kind == "dynamic"
 
-    def angles(
-        self, positions: Tensor, seen_lens: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, seen_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [tokens, 1, head_dim].
 
         `seen_lens` matters to the dynamic kind alone: how long the sequence was when this
         token was computed. A prompt's tokens all saw the whole prompt (in however many
         chunks it is really computed), an output token saw itself as the last.
         """
-        half = positions[:, None].float() * self._frequencies_at(seen_lens)
-        whole = torch.cat((half, half), dim=-1)[:, None, :]
-        return (whole.cos() * self._scale).to(dtype), (whole.sin() * self._scale).to(dtype)
+        if seen_lens is not None and self.is_dynamic:
+            return self._computed(positions, self._frequencies_at(seen_lens))
+        cos, sin = self._table_of(int(positions.max()) + 1)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def _frequencies_at(self, seen_lens: Tensor | None) -> Tensor:
-        if seen_lens is None or not self.is_dynamic:
-            return self._frequencies
+    def _table_of(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        if self._table is None or len(self._table[0]) < num_positions:
+            longer = max(SHORTEST_TABLE, 1 << (num_positions - 1).bit_length())
+            positions = torch.arange(longer, device=self._frequencies.device)
+            self._table = self._computed(positions, self._frequencies)
+        return self._table
+
+    def _computed(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        half = positions[:, None].float() * frequencies
+        whole = torch.cat((half, half), dim=-1)[:, None, :]
+        cos, sin = whole.cos() * self._scale, whole.sin() * self._scale
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+    def _frequencies_at(self, seen_lens: Tensor) -> Tensor:
         lens, places = seen_lens.clamp(min=self._trained_len).unique(return_inverse=True)
         # Each by itself: torch's powers depend in their last bits on how many there are.
         by_len = torch.stack([self._stretched(seen_len) for seen_len in lens.tolist()])

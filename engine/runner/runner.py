@@ -51,12 +51,12 @@ class TorchRunner:
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None
-        self._decoder = decoder
+        self.decoder = decoder
         self._rope = rope
         self._kv = kv
         self._batch = batch
         self._attention = attention
-        self._sampler = Sampler(info.eos_token_ids, processors)
+        self.sampler = Sampler(info.eos_token_ids, processors)
         self._prompts = PromptLogprobs(decoder)
         self._grammars = GrammarMasks(info.vocab_size)
         self._drafted_rows = None if speculation is None else DraftedRows(batch, speculation)
@@ -71,7 +71,7 @@ class TorchRunner:
         trace: TracebackType | None,
     ) -> None:
         # Whoever still holds the runner must not hold the memory with it.
-        del self._decoder, self._kv, self._attention, self._batch, self._prompts
+        del self.decoder, self._kv, self._attention, self._batch, self._prompts
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> RunResult:
@@ -98,9 +98,9 @@ class TorchRunner:
         device = self._kv.device
         positions = torch.from_numpy(step.layout.positions).to(device)
         seen = torch.from_numpy(step.seen_lens).to(device) if self._rope.is_dynamic else None
-        return self._decoder.forward(
+        return self.decoder.forward(
             torch.from_numpy(step.token_ids).to(device),
-            self._rope.angles(positions, seen, self._kv.dtype),
+            self._rope.angles(positions, seen),
             self._attention.begin(step.layout),
             self.hook,
         )
@@ -111,16 +111,17 @@ class TorchRunner:
         if step.sampled:
             last = torch.from_numpy(step.layout.query_starts + step.layout.num_queries - 1)
             at = last[list(step.sampled)].to(states.device)
-            self._sample(step, self._decoder.logits(states[at]), drafts, result)
+            self._sample(step, self.decoder.logits(states[at]), drafts, result)
         if self._drafted_rows is not None:
             self._drafted_rows.judge(drafts, result)
         return result
 
     def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
         rows = [step.rows[place] for place in step.sampled]
-        asked = [self._sample_row(step, place) for place in step.sampled]
+        num_known = step.layout.context_lens[list(step.sampled)].tolist()
+        asked = list(map(self._sample_row, rows, num_known))
         asked = self._grammars.applied(rows, asked, result.refusals)
-        choices = self._sampler.choose(logits, asked)
+        choices = self.sampler.choose(logits, asked)
         places = standing(rows, choices, drafts)
         _add_logprobs(logits, rows, choices, places, result)
         for place in places:
@@ -134,9 +135,8 @@ class TorchRunner:
         for request_id, token_ids in result.token_ids.items():
             self._batch.append(request_id, token_ids)
 
-    def _sample_row(self, step: Step, place: int) -> SampleRow:
-        row = step.rows[place]
-        known = self._batch.known_tokens(row, int(step.layout.context_lens[place]))
+    def _sample_row(self, row: RowFacts, num_known: int) -> SampleRow:
+        known = self._batch.known_tokens(row, num_known)
         return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
 
 

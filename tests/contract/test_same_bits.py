@@ -210,12 +210,13 @@ def test_tokens_and_logprobs_are_the_same_in_any_chunks_in_any_company_and_compu
 
 
 def test_the_angles_of_dynamic_rope_do_not_depend_on_how_many_are_asked_for() -> None:
-    rope = Rope(RopeConfig(kind="dynamic", factor=4.0), 64, 128, torch.device("cpu"))
+    scaling = RopeConfig(kind="dynamic", factor=4.0)
+    rope = Rope(scaling, 64, 128, torch.device("cpu"), torch.float32)
     positions, seen = torch.arange(700), torch.arange(1, 701)
 
-    whole = rope.angles(positions, seen, torch.float32)
+    whole = rope.angles(positions, seen)
 
     for start, count in ((0, 1), (127, 3), (300, 7), (500, 33), (699, 1)):
         part = slice(start, start + count)
-        found = rope.angles(positions[part], seen[part], torch.float32)
+        found = rope.angles(positions[part], seen[part])
         assert torch.equal(torch.stack(found), torch.stack(whole)[:, part])

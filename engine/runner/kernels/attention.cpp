@@ -7,6 +7,7 @@
 // the same bits however its prompt was cut into chunks, whoever is beside it, and whether a token
 // was written in its own step or is computed again with others.
 
+#include "calls.h"
 #include "context.h"
 #include "pool.h"
 
@@ -16,6 +17,7 @@ using namespace baton;
 
 namespace {
 
+constexpr float kLog2OfE = 1.44269504f;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // The last tokens of a sequence, whose keys and values are all in their slots.
@@ -24,7 +26,7 @@ struct Chunk {
     const Bf16* queries;  // [tokens, heads, head_dim]
     Bf16* answers;        // the same
     std::int64_t num_tokens, window, num_shared;
-    float scale;
+    float scale;  // of scores that become powers of two
 
     std::int64_t num_rows() const { return num_tokens * num_shared; }
     std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
@@ -50,7 +52,7 @@ class Rows {
             first_slot_[row] = chunk.first_slot(token);
             end_slot_[row] = chunk.position(token) + 1;
             most_[row] = kNever;
-            weight_[row] = 0.0f;
+            weight_[row] = Floats{};
         }
     }
 
@@ -72,9 +74,11 @@ class Rows {
     }
 
     void answer() const {
-        for (int row = 0; row < count_; ++row)
+        for (int row = 0; row < count_; ++row) {
+            const float weight = sum(weight_[row]);
             for (std::int64_t d = 0; d < chunk_.context.cache.head_dim; ++d)
-                chunk_.answers[at_[row] + d] = narrow(sums_[sum_at(row) + d] / weight_[row]);
+                chunk_.answers[at_[row] + d] = narrow(sums_[sum_at(row) + d] / weight);
+        }
     }
 
   private:
@@ -94,7 +98,6 @@ class Rows {
         Totals<ROWS> totals = {};
         add_panel<ROWS>(totals, queries, packed_.keys(), packed_.pairs());
         for (int row = 0; row < ROWS; ++row) {
-            for (int v = 0; v < kVectors; ++v) totals[row][v] *= chunk_.scale;
             const std::int64_t begin = first_slot_[row] - panel * kPanelRows;
             const std::int64_t end = end_slot_[row] - panel * kPanelRows;
             if (begin > 0 || end < kPanelRows) hide(totals[row], begin, end);
@@ -115,16 +118,15 @@ class Rows {
         Floats larger = fill(most_[row]);
         for (int v = 0; v < kVectors; ++v) larger = scores[v] > larger ? scores[v] : larger;
         const float most = largest(larger);
-        const float shift = most == kNever ? 0.0f : most;  // none of these is seen by this row
-        Floats total{};
-        for (int v = 0; v < kVectors; ++v) {
-            const Floats weights = attention_weight(scores[v] - shift);
-            store(weights_[row] + v * kLanes, weights);
-            total += weights;
-        }
-        if (most != most_[row]) rescale(row, std::exp(most_[row] - most));
-        weight_[row] += sum(total);
+        if (most != most_[row]) rescale(row, std::exp2((most_[row] - most) * chunk_.scale));
         most_[row] = most;
+        // If none of these is seen by this row, all are the largest and none weighs anything.
+        const float shift = most == kNever ? 0.0f : most * chunk_.scale;
+        for (int v = 0; v < kVectors; ++v) {
+            const Floats weights = power_of_two(scores[v] * chunk_.scale - shift);
+            store(weights_[row] + v * kLanes, weights);
+            weight_[row] += weights;
+        }
     }
 
     void rescale(int row, float factor) {
@@ -143,7 +145,7 @@ class Rows {
             Totals<ROWS> totals;
             for (int row = 0; row < ROWS; ++row)
                 std::memcpy(totals[row], sums + sum_at(row), sizeof totals[row]);
-            add_panel<ROWS>(totals, weights, packed_.values(part), kPanelRows / 2);
+            add_panel<ROWS>(totals, weights, packed_.values(part), packed_.slot_pairs());
             for (int row = 0; row < ROWS; ++row)
                 std::memcpy(sums + sum_at(row), totals[row], sizeof totals[row]);
         }
@@ -155,7 +157,8 @@ class Rows {
     int count_;
     std::vector<float> sums_;  // [rows, head_dim in whole panels]
     std::int64_t at_[kMostRows], first_slot_[kMostRows], end_slot_[kMostRows];
-    float most_[kMostRows], weight_[kMostRows];
+    float most_[kMostRows];
+    Floats weight_[kMostRows];  // of all slots so far, lane by lane
     alignas(64) Bf16 weights_[kMostRows][kPanelRows];
 };
 
@@ -224,7 +227,7 @@ void baton_attend_singles(Bf16* blocks, std::int64_t num_layers, std::int64_t nu
             const std::int64_t which = task / parts, head = task % parts * at_once;
             const Context context{cache, layer, tables + which * table_stride, lengths[which]};
             const Chunk chunk{context, queries + which * numbers, answers + which * numbers,
-                              1, window, num_shared, scale};
+                              1, window, num_shared, scale * kLog2OfE};
             attend(chunk, {head, head + at_once, 0, num_shared}, packed);
         }
     });
@@ -239,7 +242,7 @@ void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_
     constexpr std::int64_t kRowsAtOnce = 64 * kMostRows;  // look at a panel while it is near
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
     const Context context{cache, layer, table, length};
-    const Chunk chunk{context, queries, answers, num_tokens, window, num_shared, scale};
+    const Chunk chunk{context, queries, answers, num_tokens, window, num_shared, scale * kLog2OfE};
     const std::int64_t parts = (chunk.num_rows() + kRowsAtOnce - 1) / kRowsAtOnce;
     std::atomic<std::int64_t> next{0};
     Pool::of_process().run(num_threads, [&](int, int) {

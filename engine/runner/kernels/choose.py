@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.errors import InvalidConfig
 from engine.runner.attention import PagedAttention, TorchPagedAttention
+from engine.runner.config import ModelConfig
 from engine.runner.kernels.build import KernelsMissing, best_variant, cpu_features, library
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
+from engine.runner.kernels.native_layers import native_layers
+from engine.runner.layers import Layer, Layers, PlainLayers
 from engine.runner.ops import Ops, TorchOps
 
 log = logging.getLogger(__name__)
 
 MakeAttention = Callable[[Tensor, Sequence[int | None]], PagedAttention]
+MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Layers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +32,14 @@ class Parts:
     name: str
     ops: Ops
     make_attention: MakeAttention
+    make_layers: MakeLayers
 
 
-TORCH = Parts("torch", TorchOps(), TorchPagedAttention)
+def _plain_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+    return PlainLayers(config, TorchOps(), layers)
+
+
+TORCH = Parts("torch", TorchOps(), TorchPagedAttention, _plain_layers)
 
 
 def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts:
@@ -58,4 +68,4 @@ def native_parts() -> Parts:
     def make_attention(kv: Tensor, windows: Sequence[int | None]) -> NativePagedAttention:
         return NativePagedAttention(kernels, kv, windows)
 
-    return Parts(variant.name, NativeOps(kernels), make_attention)
+    return Parts(variant.name, NativeOps(kernels), make_attention, partial(native_layers, kernels))

@@ -23,7 +23,7 @@ struct Context {
     }
 };
 
-// The slots of one panel. Those past the end of the context are zero.
+// The slots of one panel. Past the end of the context only keys lie there, and mean nothing.
 class ContextPanel {
   public:
     explicit ContextPanel(std::int64_t head_dim)
@@ -36,6 +36,8 @@ class ContextPanel {
     // For each pair of places, that of each slot.
     const Words* keys() const { return reinterpret_cast<const Words*>(keys_.data()); }
 
+    std::int64_t slot_pairs() const { return (count_ + 1) / 2; }  // the last may be half zeros
+
     // For each pair of slots, sixty-four places of theirs.
     const Words* values(std::int64_t part) const {
         return reinterpret_cast<const Words*>(values_.data() + part * kPartLines);
@@ -45,10 +47,11 @@ class ContextPanel {
     void take(const Context& context, std::int64_t head, std::int64_t panel) {
         const Bf16* slots[kPanelRows];
         next_ = context.cache.block_size * size_;
+        count_ = std::min<std::int64_t>(kPanelRows, context.length - panel * kPanelRows);
         find(slots, context, head, panel, 0);
-        for (int first = 0; first < kPanelRows; first += 8) take_keys(slots + first, first);
+        for (int first = 0; first < count_; first += 8) take_keys(slots + first, first);
         find(slots, context, head, panel, 1);
-        for (int first = 0; first < kPanelRows; first += 2) take_values(slots + first, first / 2);
+        for (int first = 0; first < count_; first += 2) take_values(slots + first, first / 2);
     }
 
   private:
@@ -60,13 +63,12 @@ class ContextPanel {
     void find(const Bf16* (&slots)[kPanelRows], const Context& context, std::int64_t head,
               std::int64_t panel, int which) const {
         const std::int64_t first = panel * kPanelRows, block_size = context.cache.block_size;
-        const std::int64_t count = std::min<std::int64_t>(kPanelRows, context.length - first);
-        for (std::int64_t i = 0; i < count;) {
+        for (std::int64_t i = 0; i < count_;) {
             const Bf16* slot = context.at(first + i, which, head);
-            const std::int64_t end = std::min(count, i + block_size - (first + i) % block_size);
+            const std::int64_t end = std::min(count_, i + block_size - (first + i) % block_size);
             for (; i < end; ++i, slot += size_) slots[i] = slot;
         }
-        std::fill(slots + count, slots + kPanelRows, none_.data());
+        std::fill(slots + count_, slots + kPanelRows, none_.data());
     }
 
     // Of eight slots.
@@ -109,7 +111,7 @@ class ContextPanel {
         return lines[within / kLanes].words + within % kLanes;
     }
 
-    std::int64_t size_, next_ = 0;  // to the same slot of the next head
+    std::int64_t size_, count_ = 0, next_ = 0;  // how many slots; to the same one of the next head
     std::vector<Line> keys_, values_;
     std::vector<Bf16> none_;
 };

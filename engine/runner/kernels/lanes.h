@@ -154,15 +154,27 @@ inline Floats exponential(Floats x) {
     return (Floats)((Words)answer & ~is_low);
 }
 
-// For what is not above zero: e to the power of it, near enough to be rounded to bf16.
-inline Floats attention_weight(Floats x) {
-    const Words is_low = (Words)(x < fill(-87.3f));
-    const Floats shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
-    const Floats rest = x - (shifted - 12582912.0f) * 0.693147181f;
-    Floats power = fill(1.0f / 24);
-    for (const float factor : {1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * rest + factor;
+// Two to the power of `rest`, which is at most a half, near enough to be rounded to bf16.
+inline Floats small_power(Floats rest) {
+    Floats power = fill(0.00961812911f);
+    for (const float factor : {0.0555041087f, 0.240226507f, 0.693147181f, 1.0f})
+        power = power * rest + factor;
+    return power;
+}
+
+// For what is not above zero: two to the power of it, as near.
+inline Floats power_of_two(Floats x) {
+#if defined(__AVX512BF16__)
+    const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+    const Floats power = small_power(x - (Floats)whole);
+    return (Floats)_mm512_scalef_ps((__m512)power, whole);  // of minus infinity: zero
+#else
+    const Words is_low = (Words)(x < fill(-126.0f));
+    const Floats shifted = x + 12582912.0f;  // its low bits are the nearest integer
     const Words scale = ((Words)shifted + 127) << 23;
-    return (Floats)((Words)(power * (Floats)scale) & ~is_low);
+    const Floats power = small_power(x - (shifted - 12582912.0f)) * (Floats)scale;
+    return (Floats)((Words)power & ~is_low);
+#endif
 }
 
 }  // namespace baton

@@ -3,6 +3,7 @@
 // A row of the answer adds up in the order of the columns, whatever else is in the batch and
 // however many threads there are.
 
+#include "calls.h"
 #include "panels.h"
 #include "pool.h"
 
@@ -24,8 +25,8 @@ struct Product {
     }
 };
 
-// Some tokens times a panel. A run alone fetches what it is about to read; where several runs read
-// the same panel, each fetches a part of the next one.
+// Some tokens times a panel. A run alone leaves fetching to the processor, which sees one stream;
+// where several runs read the same panel, each fetches a part of the next one.
 template <int TOKENS, int FETCHED>
 void multiply(const Product& p, std::int64_t panel, std::int64_t first, const Words* ahead) {
     const std::int64_t pairs = p.num_columns / 2;
@@ -56,7 +57,7 @@ void multiply_panel(const Product& p, std::int64_t panel, std::int64_t next, std
     for (std::int64_t run = 0; first < end; ++run) {
         const int count = next_run(end - first);
         if (num_runs == 1)
-            kMultiply<4>[count](p, panel, first, p.panel(panel) + kAhead);
+            kMultiply<0>[count](p, panel, first, nullptr);
         else if (num_runs < 4)
             kMultiply<2>[count](p, panel, first, p.panel(next) + (run == 0 ? 0 : 2));
         else

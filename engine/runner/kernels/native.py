@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
         *(_INT, _INT, _INT, _FLOAT, _THREADS),
     ),
     "baton_gate": (_POINTER, _POINTER, _INT, _INT, _THREADS),
+    "baton_layer": (_POINTER, _POINTER, _POINTER),
     "baton_write_kv": (*_CACHE, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT),
     "baton_attend_chunk": (
         *_CACHE,
@@ -74,6 +75,7 @@ class Kernels:
         self.norm = self._library.baton_norm
         self.rotate = self._library.baton_rotate
         self.gate = self._library.baton_gate
+        self.layer = self._library.baton_layer
         self.write_kv = self._library.baton_write_kv
         self.attend_singles = self._library.baton_attend_singles
         self.attend_chunk = self._library.baton_attend_chunk
@@ -243,10 +245,12 @@ class NativePagedAttention:
         self._windows = tuple(windows)
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        return _NativePass(self._kernels, self._kv, self._windows, layout)
+        return NativePass(self._kernels, self._kv, self._windows, layout)
 
 
-class _NativePass:
+class NativePass:
+    """Keeps to AttentionPass."""
+
     def __init__(
         self,
         kernels: Kernels,
@@ -264,8 +268,24 @@ class _NativePass:
         self._tables: Ints = np.ascontiguousarray(layout.block_tables)
         self._lens: Ints = np.ascontiguousarray(layout.context_lens)
         self._chunks = range(layout.num_single, len(layout.num_queries))
-        self._starts = layout.query_starts.tolist()
-        self._num_queries = layout.num_queries.tolist()
+        self._starts = np.ascontiguousarray(layout.query_starts)
+        self._num_queries = np.ascontiguousarray(layout.num_queries)
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """What `baton_layer` must know of it; the addresses hold while this object does."""
+        names = ("blocks", "num_layers", "num_kv_heads", "block_size", "head_dim")
+        return dict(zip(names, self._cache, strict=True)) | {
+            "write_blocks": self._write_blocks.ctypes.data,
+            "write_offsets": self._write_offsets.ctypes.data,
+            "tables": self._tables.ctypes.data,
+            "lengths": self._lens.ctypes.data,
+            "starts": self._starts.ctypes.data,
+            "num_queries": self._num_queries.ctypes.data,
+            "table_stride": self._tables.shape[1],
+            "num_sequences": len(self._lens),
+            "num_single": self._num_single,
+        }
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._write(layer, key, value)
@@ -312,14 +332,14 @@ class _NativePass:
 
     def _attend_chunk(self, layer: int, row: int, query: Tensor, answer: Tensor) -> None:
         num_heads, head_dim = query.shape[1:]
-        first = self._starts[row]
+        first = int(self._starts[row])
         self._kernels.attend_chunk(
             *self._cache,
             layer,
             query[first].data_ptr(),
             answer[first].data_ptr(),
             self._tables[row].ctypes.data,
-            self._num_queries[row],
+            int(self._num_queries[row]),
             int(self._lens[row]),
             self._windows[layer] or 0,
             num_heads // self._cache[2],

@@ -19,16 +19,13 @@ constexpr int kMostRows = 2;
 template <int ROWS>
 using Totals = Floats[ROWS][kVectors];
 
-constexpr int kAhead = 16;  // vectors: about a kilobyte
-
-// totals += each row, given as pairs of columns, times the panel. For each vector of the panel,
-// so many of those at `ahead` are fetched.
+// totals += each row, given as pairs of columns, times the panel. For each pair of the panel, so
+// many of the four vectors at `ahead` are fetched.
 template <int ROWS, int FETCHED = 0>
 inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[ROWS],
                       const Words* panel, std::int64_t pairs, const Words* ahead = nullptr) {
     for (std::int64_t pair = 0; pair < pairs; ++pair, panel += kVectors) {
-        for (int v = 0; v < FETCHED; ++v)
-            __builtin_prefetch(ahead + v, 0, FETCHED == kVectors ? 3 : 2);
+        for (int v = 0; v < FETCHED; ++v) __builtin_prefetch(ahead + v, 0, 2);
         if constexpr (FETCHED > 0) ahead += kVectors;
         for (int row = 0; row < ROWS; ++row) {
             const Words state = Words{} + rows[row][pair];

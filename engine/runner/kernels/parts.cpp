@@ -1,6 +1,6 @@
-// The small steps between the products: norm, rotation, gate. Each rounds where torch does.
+// The small steps between the products: norm, rotation, gate, sum. Each rounds where torch does.
 
-#include "lanes.h"
+#include "calls.h"
 #include "pool.h"
 
 using namespace baton;
@@ -104,6 +104,17 @@ void baton_gate(const Bf16* both, Bf16* target, std::int64_t num_tokens, std::in
                 row[at] = narrow(gated * wide(other[at]));
             }
         }
+    });
+}
+
+// states, other: so many numbers; the sums take the place of the states.
+void baton_add(Bf16* states, const Bf16* other, std::int64_t count, int num_threads) {
+    Pool::of_process().run(threads_for(count, num_threads), [=](int i, int num_shares) {
+        const Share share(count, i, num_shares);
+        std::int64_t at = share.first;
+        for (; at + kLanes <= share.end; at += kLanes)
+            store(states + at, wide(states + at) + wide(other + at));
+        for (; at < share.end; ++at) states[at] = narrow(wide(states[at]) + wide(other[at]));
     });
 }
 

@@ -4,6 +4,7 @@
 // sums within a group of columns are of whole numbers: exact, in whatever order they add up. The
 // groups then add up in the order of the columns.
 
+#include "calls.h"
 #include "panels.h"
 #include "pool.h"
 
@@ -123,10 +124,8 @@ using Counts = Whole[ROWS][kVectors];
 template <int BITS, int ROWS>
 inline void add_group(Counts<ROWS>& counts, const std::uint32_t* const (&rows)[ROWS],
                       const Words* numbers, std::int64_t first, std::int64_t end) {
-    constexpr int kAhead = 16;  // vectors: about a kilobyte
     constexpr int kQuads = 8 / BITS;
     for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
-        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(numbers + kAhead + v);
         for (int part = 0; part < kQuads; ++part) {
             Words weights[kVectors];
             for (int v = 0; v < kVectors; ++v)

@@ -1,0 +1,120 @@
+"""Layers in one call of the native kernels: the same bits as with these kernels part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.runner.config import ModelConfig, read_model_config
+from engine.runner.decoder_loading import Target, load_decoder
+from engine.runner.kernels.choose import Parts, native_parts
+from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
+from engine.runner.kernels.native_layers import NativeLayers, native_layers
+from engine.runner.layers import Layer, Layers, PlainLayers
+from engine.runner.layout import PassLayout
+from engine.runner.rope import Rope
+from engine.runner.weights import WeightFiles
+from tests.support.kernels import kernels_by_variant
+from tests.support.models import VARIANTS, make_model_folder
+
+pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS = 16, 32
+# How many tokens each sequence has had, and how many come now: single tokens lead.
+PASSES = (((0, 20), (0, 33)), ((20, 1), (33, 1)), ((21, 1), (0, 70)), ((22, 1), (70, 5)))
+# Each has parts that others lack: biases, norms of queries and keys, windows, whole numbers.
+MODELS = (
+    ("llama-tied-mqa", "none"),
+    ("llama-mha-biased-sharded", "none"),
+    ("mistral-window", "none"),
+    ("qwen2-window", "none"),
+    ("qwen3-untied-biased", "none"),
+    ("qwen3", "int8"),
+    ("llama", "int4"),
+)
+
+
+def part_by_part(parts: Parts) -> Parts:
+    def layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+        return PlainLayers(config, parts.ops, layers)
+
+    return replace(parts, make_layers=layers)
+
+
+def passes_through(folder: Path, parts: Parts, quantize: str) -> list[Tensor]:
+    """The states behind each pass, then the cache."""
+    config = read_model_config(folder)
+    with WeightFiles(folder) as files:
+        decoder = load_decoder(config, files, Target(torch.bfloat16, CPU, parts, quantize))
+    shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    kv = torch.zeros(shape, dtype=torch.bfloat16)
+    attention = parts.make_attention(kv, config.sliding_windows)
+    rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, CPU, kv.dtype)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for sequences in PASSES:
+        layout = layout_of(sequences)
+        token_ids = torch.randint(config.vocab_size, layout.positions.shape, generator=generator)
+        angles = rope.angles(torch.from_numpy(layout.positions), None)
+        found.append(decoder.forward(token_ids, angles, attention.begin(layout), None))
+    return [*found, kv]
+
+
+def layout_of(sequences: Sequence[tuple[int, int]]) -> PassLayout:
+    """The first has the blocks from 0 on, the other those behind."""
+    places = [
+        (which, position)
+        for which, (had, now) in enumerate(sequences)
+        for position in range(had, had + now)
+    ]
+    tables = np.arange(len(sequences) * 10).reshape(len(sequences), 10)
+    positions = np.array([position for _, position in places])
+    return PassLayout(
+        num_queries=np.array([now for _, now in sequences]),
+        context_lens=np.array([had + now for had, now in sequences]),
+        block_tables=tables,
+        positions=positions,
+        write_blocks=np.array([tables[which, at // BLOCK_SIZE] for which, at in places]),
+        write_offsets=positions % BLOCK_SIZE,
+    )
+
+
+@pytest.mark.parametrize(("name", "quantize"), MODELS)
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(
+    name: str, quantize: str, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path, replace(VARIANTS[name], dtype="bfloat16"))
+    parts = native_parts()
+
+    whole = passes_through(folder, parts, quantize)
+    apart = passes_through(folder, part_by_part(parts), quantize)
+
+    assert all(map(torch.equal, whole, apart))
+
+
+@pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
+def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, VARIANTS["qwen3-bf16"])
+    made: list[Layers] = []
+
+    def make_attention(kv: Tensor, windows: Sequence[int | None]) -> NativePagedAttention:
+        return NativePagedAttention(kernels, kv, windows)
+
+    def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
+        made.append(native_layers(kernels, config, layers))
+        return made[-1]
+
+    parts = Parts("this build", NativeOps(kernels), make_attention, make_layers)
+
+    whole = passes_through(folder, parts, "none")
+    apart = passes_through(folder, part_by_part(parts), "none")
+
+    assert isinstance(made[0], NativeLayers)
+    assert all(map(torch.equal, whole, apart))
