@@ -17,7 +17,8 @@ from time import perf_counter
 
 import torch
 
-from baton.bench.limits import Work, work_of
+from baton.bench.limits import Work, batch_of, prompt_of, work_of
+from baton.bench.step_cost import Spent, StepCost, StepMeter, step_cost
 from engine.assembly import EngineOptions, build_engine
 from engine.core import EngineCore
 from engine.request import RequestId, RequestSpec
@@ -63,8 +64,14 @@ class Rate:
     share_of_limit: float | None  # the median of the rounds'; None without kernels to measure it
 
 
-def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
-    """`on_rate` hears of each figure as it is there: the whole takes minutes."""
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    rates: Sequence[Rate]
+    steps: Sequence[StepCost]  # of decoding, by batch size
+
+
+def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
+    """`on_rate` hears of each rate as it is there: the whole takes minutes."""
     with ExitStack() as stack:
         meters = {
             made: _Meter(
@@ -80,7 +87,13 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> list[Rate]:
         for batch_size in bench.batch_sizes:
             rates += _rates("decode", batch_size, bench.num_runs, meters, _Meter.decode, limits)
             on_rate(rates[-1])
-    return rates
+        # Last, for the clocks stay in.
+        steps = [
+            step_cost(*made, batch_size, spent)
+            for made, meter in meters.items()
+            for batch_size, spent in meter.steps().items()
+        ]
+    return EngineFigures(rates, steps)
 
 
 @contextmanager
@@ -160,6 +173,7 @@ class _Meter:
             max_num_seqs=max(bench.batch_sizes),
             max_num_batched_tokens=max(2048, *bench.prompt_lens),
         )
+        self._runner = runner
         self._engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
 
     def prefill(self, prompt_len: int) -> float:
@@ -172,10 +186,7 @@ class _Meter:
     def decode(self, batch_size: int) -> float:
         """Tokens per second of a steady batch."""
         num_steps = self._bench.num_decode_steps
-        for _ in range(batch_size):
-            self._add(DECODE_PROMPT_LEN, max_tokens=NUM_WARM_UP_STEPS + num_steps + 1)
-        for _ in range(NUM_WARM_UP_STEPS):  # the first of them computes the prompts
-            self._engine.step()
+        self._begin_batch(batch_size)
         began_s = perf_counter()
         for _ in range(num_steps):
             self._engine.step()
@@ -183,10 +194,30 @@ class _Meter:
         _run_dry(self._engine)
         return batch_size * num_steps / elapsed_s
 
+    def steps(self) -> dict[int, list[Spent]]:
+        """By batch size, what each step of a steady batch spent on what."""
+        meter = StepMeter(self._engine, self._runner)
+        spent: dict[int, list[Spent]] = {size: [] for size in self._bench.batch_sizes}
+        for batch_size, _ in itertools.product(spent, range(self._bench.num_runs)):
+            self._begin_batch(batch_size)
+            meter.step()  # forgets what it took to begin
+            spent[batch_size] += [meter.step() for _ in range(self._bench.num_decode_steps)]
+            _run_dry(self._engine)
+        return spent
+
     def limit(self, phase: str, size: int, bytes_per_s: float, flops_per_s: float) -> float:
         """Tokens per second, if a step did nothing but read and multiply."""
-        num_sampled = 1 if phase == "prefill" else size
-        return size / self._work.seconds(size, num_sampled, bytes_per_s, flops_per_s)
+        context_len = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + self._bench.num_decode_steps // 2
+        load = prompt_of(size) if phase == "prefill" else batch_of(size, context_len)
+        return size / self._work.seconds(load, bytes_per_s, flops_per_s)
+
+    def _begin_batch(self, batch_size: int) -> None:
+        """From here on each step decodes."""
+        max_tokens = NUM_WARM_UP_STEPS + self._bench.num_decode_steps + 2
+        for _ in range(batch_size):
+            self._add(DECODE_PROMPT_LEN, max_tokens)
+        for _ in range(NUM_WARM_UP_STEPS):  # the first of them computes the prompts
+            self._engine.step()
 
     def _add(self, prompt_len: int, max_tokens: int) -> None:
         prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(prompt_len))

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +25,8 @@ LINES_TOLD = 20
 MOST_SEQUENCES = ("--max-num-seqs", "32")
 # Each engine has room for the KV of the load and computes every prompt anew.
 BATON = ("--kv-cache-memory", "2GiB", "--no-prefix-caching", "--trace-dir", "off", *MOST_SEQUENCES)
+PATCHES = Path(__file__).resolve().parent / "peers" / "quiet_vllm"
+OVER_NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
 VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MOST_SEQUENCES)
 
 
@@ -49,10 +51,10 @@ def baton_apart(model: str) -> Iterator[Door]:
 
 
 @contextmanager
-def baton_colocated(model: str) -> Iterator[Door]:
-    """One node that does both, on all cores."""
-    cpus = [*halves()[0], *halves()[1]]
-    options = replace(_options(model), num_prefill=0, decode_arguments=_own(cpus))
+def baton_colocated(model: str, cpus: Sequence[int] | None = None) -> Iterator[Door]:
+    """One node that does both, on these cores or on all."""
+    own = _own(cpus or [*halves()[0], *halves()[1]])
+    options = replace(_options(model), num_prefill=0, decode_arguments=own)
     with LocalCluster(options) as cluster:
         yield Door(f"http://{cluster.router.http_address}")
 
@@ -64,24 +66,25 @@ def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Door]:
     cpus = [*halves()[0], *halves()[1]]
     with (
         TemporaryDirectory(prefix="baton-vllm-") as logs,
-        _vllm(model, venv, cpus, Path(logs, "server"), more, {}) as url,
+        _vllm(model, venv, cpus, Path(logs, "server"), more, {}) as server,
     ):
-        yield Door(url)
+        yield server.door()
 
 
 @contextmanager
-def vllm_apart(model: str, venv: Path) -> Iterator[Door]:
-    """Two servers with a half of the cores each; KV goes over NIXL. As vLLM ships it."""
-    transfer = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+def vllm_apart(model: str, venv: Path, *, is_patched: bool) -> Iterator[Door]:
+    """Two servers with a half of the cores each; KV goes over NIXL."""
+    patches = {"PYTHONPATH": str(PATCHES)} if is_patched else {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")))
-        urls = []
+        servers = []
         for name, cpus in zip(("prefill", "decode"), halves(), strict=True):
-            settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port())}
-            more = ("--kv-transfer-config", transfer)
+            settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()), **patches}
+            more = ("--kv-transfer-config", OVER_NIXL)
             server = _vllm(model, venv, cpus, logs / name, more, settings)
-            urls.append(stack.enter_context(server))
-        yield Door(urls[1], prefill_url=urls[0])
+            servers.append(stack.enter_context(server))
+        prefill, decode = [server.door() for server in servers]  # both start at the same time
+        yield replace(decode, prefill_url=prefill.url, groups=prefill.groups + decode.groups)
 
 
 def _own(cpus: Sequence[int]) -> tuple[str, ...]:
@@ -101,8 +104,8 @@ def _vllm(
     log: Path,
     more: Sequence[str],
     settings: dict[str, str],
-) -> Iterator[str]:
-    """Where it serves, once it does. Raises EngineFailed."""
+) -> Iterator[_Server]:
+    """It begins to start, and ends with the block."""
     port = _free_port()
     serve = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16")
     command = [
@@ -127,26 +130,29 @@ def _vllm(
         )
         with process:
             try:
-                url = f"http://127.0.0.1:{port}"
-                _await(url, process, log)
-                yield url
+                yield _Server(f"http://127.0.0.1:{port}", process, log)
             finally:
                 # An engine's own processes outlive it when it is told alone.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < until_s:
-        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            if answer.status == 200:
-                return
-        if process.poll() is not None:
-            break
-        time.sleep(LOOK_EVERY_S)
-    said = log.read_text(errors="replace").splitlines()[-LINES_TOLD:]
-    raise EngineFailed("\n".join(["vLLM did not come up; its last words:", *said]))
+@dataclass(frozen=True, slots=True)
+class _Server:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def door(self) -> Door:
+        """Once it serves. Raises EngineFailed."""
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < until_s and self.process.poll() is None:
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as told:
+                if told.status == 200:
+                    return Door(self.url, groups=(self.process.pid,))
+            time.sleep(LOOK_EVERY_S)
+        said = self.log.read_text(errors="replace").splitlines()[-LINES_TOLD:]
+        raise EngineFailed("\n".join(["vLLM did not come up; its last words:", *said]))
 
 
 def _free_port() -> int:

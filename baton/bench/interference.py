@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from baton.bench.streams import Door, EngineFailed, Model, Streamed
+from baton.bench.staying import Start
+from baton.bench.streams import Door, EngineFailed, Model, Streamed, not_waited_for
 from engine.errors import InvalidConfig
 
 FIRST_TOKEN, NUM_TOKENS = 5, 1995  # plain ones in every vocabulary
@@ -66,8 +67,6 @@ class Row:
     first_token_ratio: float
 
 
-# Starts an engine, and stops it at the end of the block.
-Start = Callable[[], AbstractContextManager[Door]]
 OnRound = Callable[[str, int, Figures], None]
 
 
@@ -155,7 +154,7 @@ class _Load:
         """The prompts, each sent at its time whatever became of the one before."""
         what, name = self.what, self.model.name
         drawn = [self.prompt(what.prompt_tokens) for _ in range(what.num_prompts)]
-        with ThreadPoolExecutor(what.num_prompts) as threads:
+        with not_waited_for(what.num_prompts) as threads:
             sent: list[Future[Streamed]] = []
             for number, prompt in enumerate(drawn):
                 time.sleep(max(0.0, began_s + number * what.every_s - time.monotonic()))

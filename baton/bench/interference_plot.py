@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from baton.bench.interference import Interference, Row
 from baton.bench.plotting import picture
@@ -17,41 +18,51 @@ TICKS = (20, 50, 100, 200, 500, 1000, 2000)
 def draw(what: Interference, rows: Sequence[Row], path: Path) -> None:
     """Gaps between tokens from the median to the 99th percentile, and the first token beside."""
     with picture(path, 10, 1.2 + 0.42 * len(rows), columns=2) as [[gaps, first]]:
-        places = range(len(rows))
-        for place, row in enumerate(rows):
-            found = row.figures
-            colour = OWN if row.engine.startswith("baton") else OTHER
-            gaps.plot([found.itl_p50_ms, found.itl_p99_ms], [place] * 2, color=colour, linewidth=5)
-            ends = ((found.itl_p50_ms, "right"), (found.itl_p99_ms, "left"))
-            for at_ms, side in ends:
-                beside = -5 if side == "right" else 5
-                gaps.annotate(
-                    f"{at_ms:.0f}",
-                    (at_ms, place),
-                    (beside, 0),
-                    textcoords="offset points",
-                    ha=side,
-                    va="center",
-                    **SMALL,
-                )
-            first.barh(place, found.first_token_p50_s * MILLIS, color=colour, height=0.45)
-            first.annotate(
-                f"{found.first_token_p50_s * MILLIS:.0f}",
-                (found.first_token_p50_s * MILLIS, place),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                **SMALL,
-            )
-        gaps.set(xscale="log", title="token to token, ms: median to p99")
-        gaps.set_yticks(places, [row.engine for row in rows])
-        gaps.margins(x=0.2)
-        gaps.invert_yaxis()
-        first.set(title=f"first of a {what.prompt_tokens} token prompt, ms")
-        first.set_yticks([])
-        first.margins(x=0.15)
-        first.invert_yaxis()
-        gaps.set_xticks(TICKS)
-        for axes in (gaps, first):
-            axes.xaxis.set_major_formatter("{x:.0f}")
-        gaps.minorticks_off()
+        draw_gaps(gaps, rows)
+        _draw_first_tokens(first, what, rows)
+
+
+def draw_gaps(axes: Any, rows: Sequence[Row]) -> None:
+    """A bar from the median to the 99th percentile, a row for each engine."""
+    places = range(len(rows))
+    for place, row in enumerate(rows):
+        found = row.figures
+        ends_ms = [found.itl_p50_ms, found.itl_p99_ms]
+        axes.plot(ends_ms, [place] * 2, color=_colour(row), linewidth=5)
+        _annotate(axes, found.itl_p50_ms, place, -5)
+        _annotate(axes, found.itl_p99_ms, place, 5)
+    axes.set(xscale="log", title="token to token, ms: median to p99")
+    axes.set_yticks(places, [row.engine for row in rows])
+    axes.margins(x=0.2)
+    axes.invert_yaxis()
+    axes.set_xticks(TICKS)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+
+
+def _draw_first_tokens(axes: Any, what: Interference, rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        first_ms = row.figures.first_token_p50_s * MILLIS
+        axes.barh(place, first_ms, color=_colour(row), height=0.45)
+        _annotate(axes, first_ms, place, 4)
+    axes.set(title=f"first of a {what.prompt_tokens} token prompt, ms")
+    axes.set_yticks([])
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter("{x:.0f}")
+
+
+def _annotate(axes: Any, at_ms: float, place: int, beside: int) -> None:
+    axes.annotate(
+        f"{at_ms:.0f}",
+        (at_ms, place),
+        (beside, 0),
+        textcoords="offset points",
+        ha="right" if beside < 0 else "left",
+        va="center",
+        **SMALL,
+    )
+
+
+def _colour(row: Row) -> str:
+    return OWN if row.engine.startswith("baton") else OTHER

@@ -12,26 +12,52 @@ from engine.runner.tensors import expected_tensors
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}
 
 
+KV_NUMBER_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is computed in one step."""
+
+    num_tokens: int
+    num_sampled: int
+    num_slots: int  # whose keys and values are read
+    num_pairs: int  # of a token and a slot that it sees
+
+
+def prompt_of(num_tokens: int) -> Load:
+    return Load(num_tokens, 1, num_tokens, num_tokens * (num_tokens + 1) // 2)
+
+
+def batch_of(num_sequences: int, context_len: int) -> Load:
+    num_slots = num_sequences * context_len
+    return Load(num_sequences, num_sequences, num_slots, num_slots)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step costs at least: every matrix is read once, every token is multiplied by it."""
+    """What a step costs at least: every matrix and every slot is read once, and multiplied."""
 
     layer_numbers: int
     head_numbers: int
     bytes_of_number: float
+    slot_numbers: int  # keys and values
+    pair_products: int
 
-    def seconds(
-        self, num_tokens: int, num_sampled: int, bytes_per_s: float, flops_per_s: float
-    ) -> float:
+    def seconds(self, load: Load, bytes_per_s: float, flops_per_s: float) -> float:
         """Reading and multiplying can be done at the same time."""
         numbers = self.layer_numbers + self.head_numbers
-        products = self.layer_numbers * num_tokens + self.head_numbers * num_sampled
-        reading_s = numbers * self.bytes_of_number / bytes_per_s
-        return max(reading_s, 2 * products / flops_per_s)
+        read = numbers * self.bytes_of_number + self.slot_numbers * KV_NUMBER_BYTES * load.num_slots
+        products = (
+            self.layer_numbers * load.num_tokens
+            + self.head_numbers * load.num_sampled
+            + self.pair_products * load.num_pairs
+        )
+        return max(read / bytes_per_s, 2 * products / flops_per_s)
 
 
 def work_of(folder: Path, quantize: str) -> Work:
-    """Of the matrices; norms and embeddings that are looked up count nothing."""
+    """Norms and embeddings that are looked up count nothing, and no layer has a window."""
     config = read_model_config(folder)
     shapes = expected_tensors(config)
     layers = sum(
@@ -39,5 +65,11 @@ def work_of(folder: Path, quantize: str) -> Work:
         for name, shape in shapes.items()
         if name.startswith("model.layers.") and len(shape) > 1
     )
-    head = config.vocab_size * config.hidden_size
-    return Work(layers, head, BYTES_OF_NUMBER[quantize])
+    both = 2 * config.num_layers * config.head_dim  # keys and values, or scores and sums
+    return Work(
+        layers,
+        config.vocab_size * config.hidden_size,
+        BYTES_OF_NUMBER[quantize],
+        slot_numbers=both * config.num_kv_heads,
+        pair_products=both * config.num_heads,
+    )

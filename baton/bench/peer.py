@@ -1,7 +1,7 @@
 """Baton and other engines on the same model folder and load, in turns, as ratios.
 
 Each peer runs in an environment of its own, as a process that loads the model once and then
-measures what it is asked for, while the others wait.
+measures what it is asked for, while the others wait, frozen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 
 from baton.bench.engine import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
 from baton.bench.peer_settings import clean_environment, python_of, vllm_settings
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidConfig
 
 ENDS = Path(__file__).resolve().parent / "peers"
 MARK = "BATON "
@@ -60,11 +60,15 @@ class PeerFailed(EngineError):
 
 
 class _Peer:
-    """A process on the other side of two pipes."""
+    """A process on the other side of two pipes, frozen with its own while nobody asks it.
+
+    vLLM's go on spinning for a second when there is nothing to do: others would pay for that.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._answer()  # it is ready
+        os.killpg(process.pid, signal.SIGSTOP)
 
     def prefill(self, prompt_len: int) -> float:
         return self._ask("prefill", prompt_len)
@@ -73,10 +77,13 @@ class _Peer:
         return self._ask("decode", batch_size)
 
     def _ask(self, phase: str, size: int) -> float:
+        os.killpg(self._process.pid, signal.SIGCONT)
         if self._process.stdin is not None:
             self._process.stdin.write(json.dumps({"phase": phase, "size": size}) + "\n")
             self._process.stdin.flush()
-        return float(self._answer())
+        rate = float(self._answer())
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        return rate
 
     def _answer(self) -> str:
         # Engines write lines of their own to the same place.
@@ -135,23 +142,31 @@ def _compared(
 
 
 def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, Meter]]:
-    num_threads = bench.engine.num_threads or os.cpu_count() or 1
+    cpus = _cpus(bench.engine.num_threads)
     given = {
         "model": bench.engine.model,
         "max_model_len": longest(bench.engine) + 64,
-        "num_threads": num_threads,
+        "num_threads": len(cpus),
         "num_decode_steps": bench.engine.num_decode_steps,
         "decode_prompt_len": DECODE_PROMPT_LEN,
         "scratch": str(bench.scratch),
         "weights": "q8_0" if bench.engine.quantize == ("int8",) else "bf16",
     }
     if bench.vllm_venv is not None:
-        settings = vllm_settings(bench.vllm_venv, range(num_threads), kv_gib=4)
+        settings = vllm_settings(bench.vllm_venv, cpus, kv_gib=4)
         process = _started(bench.vllm_venv, "vllm_end.py", given, settings)
         yield "vllm", _Peer(stack.enter_context(process))
     if bench.llamacpp_venv is not None:
         process = _started(bench.llamacpp_venv, "llamacpp_end.py", given, {})
         yield "llamacpp", _Peer(stack.enter_context(process))
+
+
+def _cpus(num_threads: int | None) -> Sequence[int]:
+    """One for each thread, of those that this process may use."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if num_threads is not None and num_threads > len(cpus):
+        raise InvalidConfig(f"{num_threads} threads need as many cores; there are {len(cpus)}")
+    return cpus[:num_threads]
 
 
 @contextmanager

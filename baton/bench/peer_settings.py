@@ -31,6 +31,8 @@ def vllm_settings(venv: Path, cpus: Sequence[int], kv_gib: int) -> dict[str, str
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        # A step that was under way when it was frozen may end much later.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(24 * 3600),
     }
     openmp = venv.absolute() / "lib" / "libiomp5.so"
     return settings | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})

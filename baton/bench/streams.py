@@ -9,6 +9,7 @@ import http.client
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -53,6 +54,7 @@ class Door:
 
     url: str
     prefill_url: str = ""  # vLLM's: clients see to the hand-off themselves
+    groups: tuple[int, ...] = ()  # its processes, where they may be frozen while nobody asks
     timeout_s: float = 600.0
 
     def model(self) -> Model:
@@ -112,6 +114,16 @@ class Door:
 
 
 @contextmanager
+def not_waited_for(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for clients. Ctrl-C leaves answers under way: they break off with their engine."""
+    threads = ThreadPoolExecutor(num_threads)
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
 def _asked(
     url: str, method: str, path: str, body: Body | None, timeout_s: float
 ) -> Iterator[http.client.HTTPResponse]:
@@ -119,12 +131,15 @@ def _asked(
     host, port = where.hostname or "127.0.0.1", where.port or 80
     with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
         told = None if body is None else json.dumps(body)
-        connection.request(method, path, told, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != http.client.OK:
-            reason = answer.read(1000).decode(errors="replace")
-            raise EngineFailed(f"{url} answered {answer.status}: {reason}")
-        yield answer
+        try:
+            connection.request(method, path, told, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                reason = answer.read(1000).decode(errors="replace")
+                raise EngineFailed(f"{url} answered {answer.status}: {reason}")
+            yield answer
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineFailed(f"{url} gave no answer: {error!r}") from error
 
 
 def _choices(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,10 @@ import typer
 from rich.console import Console
 
 from baton.cli.bench_chaos import chaos
+from baton.cli.bench_chart import chart
 from baton.cli.bench_forms import forms
+from baton.cli.bench_frontier import frontier
+from baton.cli.bench_handover import handover
 from baton.cli.bench_interference import interference
 from baton.cli.bench_memory import memory
 from baton.cli.bench_overload import overload
@@ -42,6 +45,15 @@ bench.command(epilog=examples("baton bench overload --model models/demo --factor
 bench.command(
     epilog=examples("baton bench interference --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm")
 )(interference)
+bench.command(
+    epilog=examples("baton bench frontier --model ~/models/Qwen3-0.6B --rates 0.1,0.2 --plot f.png")
+)(frontier)
+bench.command(epilog=examples("baton bench handover --model ~/models/Qwen3-0.6B --pairs 30"))(
+    handover
+)
+bench.command(
+    epilog=examples("baton bench chart --peer peer.json --interference load.json engines.png")
+)(chart)
 bench.command(epilog=examples("baton bench speculation --speculative ngram:6"))(speculation)
 bench.command(epilog=examples("baton bench forms --model models/demo --runs 20"))(forms)
 bench.command()(trace)
@@ -95,7 +107,10 @@ def engine(
     runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 5,
     json_file: JsonFile = None,
 ) -> None:
-    """How many tokens per second the engine reads and writes."""
+    """How many tokens per second the engine reads and writes, and what a step costs besides.
+
+    A step's overhead is the CPU time of the engine's thread outside of forward pass and sampling.
+    """
     from baton.bench.engine import EngineBench, Rate, run
 
     made = _names(kernels), _names(quantize)
@@ -106,9 +121,12 @@ def engine(
         def on_rate(rate: Rate) -> None:
             status.update(f"{rate.phase} {rate.size}: {rate.median_tokens_per_s:.1f} tokens/s")
 
-        rates = [asdict(rate) for rate in run(what, on_rate)]
+        figures = run(what, on_rate)
+    rates = [asdict(rate) for rate in figures.rates]
+    costs = [asdict(cost) for cost in figures.steps]
     show_table(f"{model}, medians of {runs} runs", rates)
-    _write(json_file, {"model": model, "rates": rates})
+    show_table("CPU time of the engine's thread in a decode step, medians", costs)
+    _write(json_file, {"model": model, "rates": rates, "steps": costs})
 
 
 @bench.command()

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.options import JsonFile
+from baton.cli.bench_engines import (
+    OWN,
+    BenchModel,
+    VllmApart,
+    VllmChunks,
+    VllmVenv,
+    announced,
+    chosen_engines,
+    that_stay,
+)
+from baton.cli.options import JsonFile, can_be_written
 from baton.cli.show import console, show_table
 
 if TYPE_CHECKING:
-    from baton.bench.interference import Row, Start
-
-OWN = "default"
+    from baton.bench.interference import Row
 
 
 def interference(
-    model: Annotated[str, typer.Option(help="Model folder; all engines read the same.")],
-    vllm_venv: Annotated[
-        Path | None, typer.Option(help="Environment that vLLM (for the CPU) is installed in.")
-    ] = None,
-    vllm_chunks: Annotated[
-        str, typer.Option(help="Most tokens of its steps; default: its own choice; empty: none.")
-    ] = f"{OWN},64,128,256",
-    vllm_apart: Annotated[
-        bool, typer.Option("--vllm-apart", help="Its prefill and decode servers over NIXL, too.")
+    model: BenchModel,
+    vllm_venv: VllmVenv = None,
+    vllm_chunks: VllmChunks = f"{OWN},64,128,256",
+    vllm_apart: VllmApart = "",
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Start vLLM's servers once and freeze them between their turns. Each keeps its "
+            "memory to the end: four times the weights and more.",
+        ),
     ] = False,
     streams: Annotated[int, typer.Option(help="Answers that go on all the time.")] = 4,
     prompts: Annotated[int, typer.Option(help="That arrive in a round.")] = 8,
     prompt: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
     every: Annotated[float, typer.Option(help="Seconds from one to the next.")] = 5.0,
     rounds: Annotated[int, typer.Option(help="Medians of so many are shown.")] = 3,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this PNG, too.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it into this PNG, too.", callback=can_be_written)
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """What long prompts do to the answers that are under way: Baton, colocated or not, and vLLM.
@@ -54,14 +66,17 @@ def interference(
         every_s=every,
         num_rounds=rounds,
     )
+    engines = chosen_engines(model, vllm_venv, vllm_chunks, vllm_apart)
     if plot is not None:
         need_matplotlib()
-    with console(stderr=True).status("round 1") as status:
+    screen = console(stderr=True)
+    with screen.status("starting") as status, ExitStack() as lifetime:
 
         def on_round(name: str, number: int, found: Figures) -> None:
-            status.update(f"round {number + 1}, {name}: ITL p99 {found.itl_p99_ms:.0f} ms")
+            screen.print(f"round {number + 1}, {name}: ITL p99 {found.itl_p99_ms:.0f} ms")
 
-        rows = run(what, _engines(model, vllm_venv, vllm_chunks, vllm_apart), on_round)
+        started = that_stay(engines, lifetime) if keep else engines
+        rows = run(what, announced(started, status.update), on_round)
     title = f"{streams} streams, {prompt} tokens every {every:g} s, medians of {rounds} rounds"
     show_table(title, [_flat(row) for row in rows])
     if plot is not None:
@@ -69,25 +84,6 @@ def interference(
     if json_file is not None:
         told = {"what": asdict(what), "engines": [asdict(row) for row in rows]}
         json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-
-
-def _engines(model: str, venv: Path | None, chunks: str, is_apart: bool) -> dict[str, Start]:
-    from baton.bench import engines
-    from baton.cli.bench import numbers
-
-    found: dict[str, Start] = {
-        "baton, prefill and decode": partial(engines.baton_apart, model),
-        "baton, colocated": partial(engines.baton_colocated, model),
-    }
-    if venv is None:
-        return found
-    for chunk in filter(None, chunks.split(",")):
-        limit = None if chunk == OWN else numbers(chunk)[0]
-        name = f"vllm, colocated, steps of {chunk}"
-        found[name] = partial(engines.vllm_colocated, model, venv, limit)
-    if is_apart:
-        found["vllm, prefill and decode"] = partial(engines.vllm_apart, model, venv)
-    return found
 
 
 def _flat(row: Row) -> dict[str, object]:

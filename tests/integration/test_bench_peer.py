@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,20 @@ def ends(pid: int) -> bool:
         os.close(process)
 
 
+def test_a_peer_is_frozen_while_it_is_not_asked(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    venv = environment(tmp_path, ANSWERS.replace("#!/bin/sh\n", f"#!/bin/sh\necho $$ > {pid}\n"))
+    are_stopped: list[bool] = []
+
+    def look(_: Comparison) -> None:
+        status = os.waitpid(int(pid.read_text()), os.WUNTRACED)[1]
+        are_stopped.append(os.WIFSTOPPED(status))
+
+    run(bench(venv, None), look)
+
+    assert are_stopped == [True] * 3
+
+
 def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
     venv = environment(tmp_path, DIES)
 
@@ -88,3 +103,11 @@ def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_environment_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="no virtual environment"):
         run(bench(None, tmp_path), lambda _: None)
+
+
+def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
+    what = bench(environment(tmp_path, ANSWERS), None)
+    many = replace(what, engine=replace(what.engine, num_threads=len(os.sched_getaffinity(0)) + 1))
+
+    with pytest.raises(InvalidConfig, match="need as many cores"):
+        run(many, lambda _: None)

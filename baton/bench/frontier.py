@@ -1,0 +1,198 @@
+"""At which rate each engine still keeps its promises, for many promises at once.
+
+Each engine gets the same requests at the same times, at one rate after the other. What each
+client saw is kept, so one sweep answers for every pair of limits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+
+from baton.bench.serve_figures import quantile
+from baton.bench.serve_load import Lengths, Load, PlannedRequest, plan, warm_up
+from baton.bench.staying import Start
+from baton.bench.streams import Door, EngineFailed, Streamed, not_waited_for
+from engine.errors import InvalidConfig
+
+VOCAB_SIZE = 2000  # plain tokens in every vocabulary
+MEAN, P99 = "mean", "p99"
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The load, the same for each engine, and the limits to look at."""
+
+    rates: Sequence[float] = (0.1, 0.2, 0.3, 0.4)  # requests per second, rising
+    seconds: float = 90.0  # that requests are sent at one rate
+    prompt_tokens: int = 512
+    answer_tokens: int = 64
+    first_token_limits_s: Sequence[float] = (2.0, 4.0, 8.0)
+    itl_limits_ms: Sequence[float] = (50, 75, 100, 150, 200, 300, 500, 1000)
+    itl: str = MEAN  # what of a request's gaps the limit is for
+    share: float = 0.95  # of the requests that must keep both limits
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        listed = (self.rates, self.first_token_limits_s, self.itl_limits_ms)
+        if not all(listed) or min(map(min, listed)) <= 0:
+            raise InvalidConfig("rates and limits must be above 0, one of each at least")
+        if self.answer_tokens < 2 or not 0 < self.share <= 1:
+            raise InvalidConfig("answers need two tokens, and the share is above 0 and at most 1")
+        if self.itl not in (MEAN, P99):
+            raise InvalidConfig(f"a limit is for the {MEAN} or the {P99} of gaps, not {self.itl!r}")
+
+    def load(self, rate: float) -> Load:
+        return Load(
+            rate=rate,
+            duration_s=self.seconds,
+            prompt=Lengths("", (self.prompt_tokens,)),
+            output=Lengths("", (self.answer_tokens,)),
+            num_warm_up=1,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One answer as its client saw it. The first token is counted from when it was due."""
+
+    first_token_s: float
+    itl_mean_ms: float
+    itl_p99_ms: float
+
+    def itl_ms(self, kind: str) -> float:
+        return self.itl_mean_ms if kind == MEAN else self.itl_p99_ms
+
+
+@dataclass(frozen=True, slots=True)
+class RateRun:
+    """All requests that were sent to an engine at one rate."""
+
+    engine: str
+    rate: float
+    answers: Sequence[Seen]
+    errors: Sequence[str]  # of the requests that failed
+
+    def kept(self, first_token_s: float, itl_ms: float, kind: str) -> float:
+        """The share of all requests that kept both limits."""
+        good = [
+            one
+            for one in self.answers
+            if one.first_token_s <= first_token_s and one.itl_ms(kind) <= itl_ms
+        ]
+        return len(good) / (len(self.answers) + len(self.errors))
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The highest measured rate at which enough requests kept both limits; 0 if at none."""
+
+    engine: str
+    first_token_limit_s: float
+    itl_limit_ms: float
+    requests_per_s: float
+
+
+OnRun = Callable[[RateRun], None]
+
+
+def run(what: Sweep, engines: Mapping[str, Start], on_run: OnRun) -> list[RateRun]:
+    """`on_run` hears of each rate as it is done. Raises EngineFailed."""
+    runs = []
+    for name, start in engines.items():
+        with start() as door:
+            for one in _swept(what, name, door):
+                runs.append(one)
+                on_run(one)
+                if _is_overloaded(what, one):
+                    break  # nothing is kept at a higher rate
+    return runs
+
+
+def _swept(what: Sweep, name: str, door: Door) -> Iterator[RateRun]:
+    model = door.model().name
+    for request in warm_up(what.load(what.rates[0]), VOCAB_SIZE):
+        door.stream(model, _ids(request), request.max_tokens)
+    for rate in sorted(what.rates):
+        outcomes = _sent(door, model, plan(what.load(rate), VOCAB_SIZE))
+        answers = [one for one in outcomes if isinstance(one, Seen)]
+        errors = [one for one in outcomes if isinstance(one, str)]
+        if not answers:
+            raise EngineFailed(f"{name} answered no request: {errors[0]}")
+        yield RateRun(name, rate, answers, errors)
+
+
+def _is_overloaded(what: Sweep, one: RateRun) -> bool:
+    limits = max(what.first_token_limits_s), max(what.itl_limits_ms)
+    return one.kept(*limits, what.itl) < what.share
+
+
+def _sent(door: Door, model: str, requests: Sequence[PlannedRequest]) -> list[Seen | str]:
+    """Each at its time, whatever became of those before."""
+    began_s = time.monotonic()
+    with not_waited_for(len(requests)) as threads:
+        sent: list[Future[Seen | str]] = []
+        for request in requests:
+            due_s = began_s + request.at_s
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            sent.append(threads.submit(_asked, door, model, request, due_s))
+        return [one.result() for one in sent]
+
+
+def _asked(door: Door, model: str, request: PlannedRequest, due_s: float) -> Seen | str:
+    """What its client saw, or why there was nothing to see."""
+    try:
+        return seen(door.stream(model, _ids(request), request.max_tokens), due_s)
+    except EngineFailed as error:
+        return str(error)
+
+
+def _ids(request: PlannedRequest) -> Sequence[int]:
+    return [int(token_id) for token_id in request.prompt]
+
+
+def seen(streamed: Streamed, due_s: float) -> Seen:
+    """Gaps are from one message to the next; their mean is by token."""
+    times_s = [at_s for at_s, _ in streamed.arrivals]
+    gaps_ms = [(later_s - earlier_s) * 1e3 for earlier_s, later_s in pairwise(times_s)]
+    num_later = streamed.num_tokens - streamed.arrivals[0][1]
+    return Seen(
+        first_token_s=times_s[0] - due_s,
+        itl_mean_ms=sum(gaps_ms) / num_later if num_later else 0.0,
+        itl_p99_ms=quantile(gaps_ms, 0.99) if gaps_ms else 0.0,
+    )
+
+
+def frontier(what: Sweep, runs: Sequence[RateRun]) -> list[Goodput]:
+    """For each engine and each pair of limits."""
+    names = dict.fromkeys(one.engine for one in runs)
+    limits = product(what.first_token_limits_s, what.itl_limits_ms)
+    return [
+        Goodput(name, *pair, _highest(what, [one for one in runs if one.engine == name], *pair))
+        for pair in limits
+        for name in names
+    ]
+
+
+def _highest(what: Sweep, runs: Sequence[RateRun], first_token_s: float, itl_ms: float) -> float:
+    kept = (one.rate for one in runs if one.kept(first_token_s, itl_ms, what.itl) >= what.share)
+    return max(kept, default=0.0)
+
+
+def read_sweep(path: Path) -> tuple[Sweep, list[RateRun]]:
+    """What an earlier sweep asked and measured. Raises InvalidConfig."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        runs = [
+            RateRun(**{**one, "answers": [Seen(**answer) for answer in one["answers"]]})
+            for one in told["runs"]
+        ]
+        return Sweep(**told["what"]), runs
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidConfig(f"{path} was not written by `baton bench frontier --json`") from error

@@ -1,0 +1,84 @@
+"""Three patches that let vLLM's prefill and decode servers share a small machine.
+
+Python runs this file at the start of each of their processes, because its folder is on PYTHONPATH.
+As shipped, threads that only wait burn the cores that the model needs.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+RING_NAP_S = 0.0003
+
+
+def keep_given_cores() -> None:
+    """NixlConnector's worker moves itself to the last core of the machine; here it stays."""
+
+    def stay(_pid: int, _cpus: object) -> None: ...
+
+    os.sched_setaffinity = stay
+
+
+def nap_at_the_ring(ring: ModuleType) -> None:
+    """Whoever waits at the ring in shared memory sleeps in between, instead of yielding."""
+
+    def nap() -> None:
+        time.sleep(RING_NAP_S)
+
+    ring.sched_yield = nap  # type: ignore[attr-defined]
+
+
+def agents_without_threads(nixl: ModuleType) -> None:
+    """An agent's own thread polls without pause; vLLM polls each step anyway."""
+    config: Any = nixl.nixl_agent_config
+    made = config.__init__
+
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
+        self.enable_pthread = False
+        self.num_threads = 0
+
+    config.__init__ = make
+
+
+PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "vllm.distributed.device_communicators.shm_broadcast": nap_at_the_ring,
+    "nixl_cu12._api": agents_without_threads,
+    "nixl_cu13._api": agents_without_threads,
+}
+
+
+class PatchFinder(importlib.abc.MetaPathFinder):
+    """Patches a module as soon as it has been executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = PatchLoader(spec.loader)
+        return spec
+
+
+class PatchLoader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        PATCHES[module.__name__](module)
+
+
+keep_given_cores()
+sys.meta_path.insert(0, PatchFinder())

@@ -1,0 +1,42 @@
+"""Engines that take long to start: started at their first turn, frozen between the others.
+
+A server that waits still costs cores, some of them a whole one. Frozen it costs its memory alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from baton.bench.streams import Door, EngineFailed
+
+# Starts an engine, and stops it at the end of the block.
+Start = Callable[[], AbstractContextManager[Door]]
+
+
+def staying(start: Start, lifetime: ExitStack) -> Start:
+    """The same engine at each turn, until `lifetime` ends."""
+    doors: list[Door] = []
+
+    @contextmanager
+    def turn() -> Iterator[Door]:
+        if not doors:
+            doors.append(lifetime.enter_context(start()))
+        door = doors[0]
+        _signal(door, signal.SIGCONT)
+        try:
+            yield door
+        finally:
+            _signal(door, signal.SIGSTOP)
+
+    return turn
+
+
+def _signal(door: Door, number: signal.Signals) -> None:
+    for group in door.groups:
+        try:
+            os.killpg(group, number)
+        except ProcessLookupError:
+            raise EngineFailed(f"the engine at {door.url} has ended") from None

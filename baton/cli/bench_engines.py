@@ -1,0 +1,100 @@
+"""Which engines a measurement takes, as its options say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from baton.bench.staying import Start
+    from baton.bench.streams import Door
+
+OWN = "default"
+SHIPPED, PATCHED = "shipped", "patched"
+
+BenchModel = Annotated[
+    str, typer.Option("--model", help="Model folder; all engines read the same.")
+]
+VllmVenv = Annotated[
+    Path | None, typer.Option(help="Environment that vLLM (for the CPU) is installed in.")
+]
+VllmChunks = Annotated[
+    str, typer.Option(help="Most tokens of its steps; default: its own choice; empty: none.")
+]
+VllmApart = Annotated[
+    str,
+    typer.Option(
+        help="Its prefill and decode servers over NIXL, too: shipped, patched or both with a comma "
+        "between; patched: no progress thread of NIXL's, no spinning, each on its own cores."
+    ),
+]
+
+
+def chosen_engines(model: str, venv: Path | None, chunks: str, apart: str) -> dict[str, Start]:
+    """Baton's first. Raises InvalidConfig."""
+    from baton.bench import engines
+    from baton.bench.peer_settings import python_of
+
+    engines.halves()
+    found: dict[str, Start] = {
+        "baton, prefill and decode": partial(engines.baton_apart, model),
+        "baton, colocated": partial(engines.baton_colocated, model),
+    }
+    if venv is None and apart:
+        raise InvalidConfig("--vllm-apart needs --vllm-venv")
+    if venv is not None:
+        python_of(venv)  # told before anything is measured
+        found |= _vllm_engines(model, venv, chunks, apart)
+    return found
+
+
+def _vllm_engines(model: str, venv: Path, chunks: str, apart: str) -> Iterator[tuple[str, Start]]:
+    from baton.bench import engines
+    from baton.cli.bench import numbers
+
+    for chunk in _parts(chunks):
+        limit = None if chunk == OWN else numbers(chunk)[0]
+        name = f"vllm, colocated, steps of {chunk}"
+        yield name, partial(engines.vllm_colocated, model, venv, limit)
+    for kind in _parts(apart):
+        if kind not in (SHIPPED, PATCHED):
+            raise InvalidConfig(f"--vllm-apart {kind!r}: write shipped, patched or both")
+        name = f"vllm, prefill and decode, {kind}"
+        yield name, partial(engines.vllm_apart, model, venv, is_patched=kind == PATCHED)
+
+
+def _parts(written: str) -> list[str]:
+    return [part.strip() for part in written.split(",") if part.strip()]
+
+
+def that_stay(engines: dict[str, Start], lifetime: ExitStack) -> dict[str, Start]:
+    """vLLM's are started once; Baton's are quick, and watch clocks that freezing would upset."""
+    from baton.bench.staying import staying
+
+    return {
+        name: staying(start, lifetime) if name.startswith("vllm") else start
+        for name, start in engines.items()
+    }
+
+
+def announced(engines: dict[str, Start], tell: Callable[[str], None]) -> dict[str, Start]:
+    """Somebody who waits hears which engine starts, and which is measured."""
+
+    def telling(name: str, start: Start) -> Start:
+        @contextmanager
+        def turn() -> Iterator[Door]:
+            tell(f"{name}: starting")
+            with start() as door:
+                tell(f"{name}: measuring")
+                yield door
+
+        return turn
+
+    return {name: telling(name, start) for name, start in engines.items()}

@@ -1,0 +1,129 @@
+"""`baton bench frontier`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.bench_engines import (
+    BenchModel,
+    VllmApart,
+    VllmChunks,
+    VllmVenv,
+    announced,
+    chosen_engines,
+)
+from baton.cli.options import JsonFile, can_be_written
+from baton.cli.show import console, show_table
+from engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from baton.bench.frontier import Goodput, RateRun, Sweep
+    from baton.bench.staying import Start
+
+
+def frontier(
+    model: BenchModel = "models/demo",
+    vllm_venv: VllmVenv = None,
+    vllm_chunks: VllmChunks = "default,128",
+    vllm_apart: VllmApart = "",
+    rates: Annotated[str, typer.Option(help="Requests per second.")] = "0.1,0.2,0.3,0.4",
+    seconds: Annotated[float, typer.Option(help="That requests are sent at each rate.")] = 90.0,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
+    ttft: Annotated[str, typer.Option(help="Limits of the first token, in seconds.")] = "2,4,8",
+    itl: Annotated[
+        str, typer.Option(help="Limits of the time from token to token, in milliseconds.")
+    ] = "50,75,100,150,200,300,500,1000",
+    of: Annotated[
+        str, typer.Option(help="What of an answer's gaps the limit is for: mean or p99.")
+    ] = "mean",
+    share: Annotated[
+        float, typer.Option(help="So many of the requests must keep both limits.")
+    ] = 0.95,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Measure nothing, look at what --json wrote with other limits, none wider.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same requests at the same times.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it into this PNG, too.", callback=can_be_written)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """The highest rate at which an engine keeps its limits: Baton, colocated or not, and vLLM.
+
+    Each engine gets the same requests over HTTP, at one rate after the other, until it keeps not
+    even the widest limits. One such sweep answers for all limits; --json keeps every request.
+    """
+    from baton.bench.frontier import Sweep, read_sweep
+    from baton.bench.frontier import frontier as frontier_of
+    from baton.bench.frontier_plot import draw
+    from baton.bench.plotting import need_matplotlib
+
+    limits: dict[str, Any] = {
+        "first_token_limits_s": _decimals(ttft),
+        "itl_limits_ms": _decimals(itl),
+        "itl": of,
+        "share": share,
+    }
+    if plot is not None:
+        need_matplotlib()
+    if measured is None:
+        what = replace(Sweep(_decimals(rates), seconds, prompt, answer, seed=seed), **limits)
+        runs = _measured(what, chosen_engines(model, vllm_venv, vllm_chunks, vllm_apart))
+    else:
+        then, runs = read_sweep(measured)
+        what = replace(then, **limits)
+    found = frontier_of(what, runs)
+    _show(found, what.itl)
+    if plot is not None:
+        draw(what, found, plot)
+    if json_file is not None:
+        told = {
+            "what": asdict(what),
+            "goodput": [asdict(one) for one in found],
+            "runs": [asdict(one) for one in runs],
+        }
+        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _measured(what: Sweep, engines: dict[str, Start]) -> list[RateRun]:
+    from baton.bench.frontier import run
+
+    screen = console(stderr=True)
+    with screen.status("starting") as status:
+
+        def on_run(one: RateRun) -> None:
+            told = f"{len(one.answers)} answers, {len(one.errors)} failed"
+            screen.print(f"{one.engine}, {one.rate:g} requests/s: {told}")
+
+        return run(what, announced(engines, status.update), on_run)
+
+
+def _show(found: list[Goodput], kind: str) -> None:
+    """A table for each limit of the first token, a column for each limit of the gaps."""
+    for limit_s in dict.fromkeys(one.first_token_limit_s for one in found):
+        rows: dict[str, dict[str, object]] = {}
+        for one in found:
+            if one.first_token_limit_s == limit_s:
+                row = rows.setdefault(one.engine, {"engine": one.engine})
+                row[f"{one.itl_limit_ms:g} ms"] = one.requests_per_s
+        title = f"requests/s with the first token within {limit_s:g} s, by limit of the {kind} gap"
+        show_table(title, list(rows.values()))
+
+
+def _decimals(written: str) -> tuple[float, ...]:
+    try:
+        return tuple(sorted(float(one) for one in written.split(",")))
+    except ValueError:
+        raise InvalidConfig(
+            f"{written!r} is no list of numbers; write it like 0.1,0.25,1"
+        ) from None

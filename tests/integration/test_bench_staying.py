@@ -1,0 +1,64 @@
+"""Engines that stay between their turns, as processes that only wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from baton.bench.staying import staying
+from baton.bench.streams import Door, EngineFailed
+
+
+class Waiting:
+    """Starts a process that waits, as a server does."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    @contextmanager
+    def start(self) -> Iterator[Door]:
+        with subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
+            self.started.append(process)
+            try:
+                yield Door("http://127.0.0.1:1", groups=(process.pid,))
+            finally:
+                process.kill()
+
+
+def awaited(pid: int, options: int) -> int:
+    """Waits until it has stopped or goes on; its status."""
+    return os.waitpid(pid, options)[1]
+
+
+def test_an_engine_is_started_once_and_frozen_between_its_turns() -> None:
+    waiting = Waiting()
+    with ExitStack() as lifetime:
+        turn = staying(waiting.start, lifetime)
+        with turn() as first:
+            pass
+        pid = waiting.started[0].pid
+        assert os.WIFSTOPPED(awaited(pid, os.WUNTRACED))
+
+        with turn() as second:
+            assert os.WIFCONTINUED(awaited(pid, os.WCONTINUED))
+
+    assert first is second
+    assert [process.returncode for process in waiting.started] == [-signal.SIGKILL]
+
+
+def test_an_engine_that_ended_while_it_was_frozen_is_told() -> None:
+    waiting = Waiting()
+    with ExitStack() as lifetime:
+        turn = staying(waiting.start, lifetime)
+        with turn():
+            pass
+        waiting.started[0].kill()
+        waiting.started[0].wait()
+
+        with pytest.raises(EngineFailed, match="has ended"), turn():
+            pass

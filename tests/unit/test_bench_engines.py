@@ -1,0 +1,75 @@
+"""Which engines a measurement takes, by its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.bench.streams import Door
+from baton.cli.bench_engines import announced, chosen_engines
+from engine.errors import InvalidConfig
+
+two_cores = pytest.mark.usefixtures("cores")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    return tmp_path
+
+
+@two_cores
+def test_vllm_comes_in_each_form_that_is_asked_for(venv: Path) -> None:
+    assert list(chosen_engines("model", venv, "default,64", "shipped, patched")) == [
+        "baton, prefill and decode",
+        "baton, colocated",
+        "vllm, colocated, steps of default",
+        "vllm, colocated, steps of 64",
+        "vllm, prefill and decode, shipped",
+        "vllm, prefill and decode, patched",
+    ]
+
+
+@two_cores
+def test_without_its_environment_there_is_no_vllm() -> None:
+    assert len(chosen_engines("model", None, "default", "")) == 2
+    with pytest.raises(InvalidConfig, match="vllm-venv"):
+        chosen_engines("model", None, "default", "shipped")
+
+
+@two_cores
+def test_what_cannot_be_is_told_before_anything_starts(venv: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="painted"):
+        chosen_engines("model", venv, "", "painted")
+    with pytest.raises(InvalidConfig, match="no virtual environment"):
+        chosen_engines("model", tmp_path / "gone", "", "")
+
+
+def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+
+    with pytest.raises(InvalidConfig, match="a core each"):
+        chosen_engines("model", None, "", "")
+
+
+def test_who_waits_hears_what_goes_on() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def start() -> Iterator[Door]:
+        told.append("started")
+        yield Door("http://nowhere")
+
+    with announced({"one": start}, told.append)["one"]() as door:
+        told.append(door.url)
+
+    assert told == ["one: starting", "started", "one: measuring", "http://nowhere"]

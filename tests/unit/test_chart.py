@@ -1,0 +1,90 @@
+"""The picture of what was measured beside other engines, from files made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from baton.bench.chart import draw, rates_of, read_interference, read_peer
+from baton.bench.interference import Figures, Row
+from baton.bench.peer import Comparison
+from engine.errors import InvalidConfig
+
+COMPARED = [
+    Comparison(peer, phase, size, rate, rate / 2, 2.0, 1.9, 2.1)
+    for phase, sizes in (("decode", (1, 32)), ("prefill", (512, 2048)))
+    for size, rate in zip(sizes, (24.0, 346.0), strict=True)
+    for peer in ("vllm", "llamacpp")
+    if peer == "vllm" or size != 32
+]
+ROWS = [
+    Row(engine, Figures(50.0, 1500.0, 1600.0, 1.5, 1.6, 40.0), 1.0, 1.0, 1.0)
+    for engine in ("baton, prefill and decode", "vllm, colocated, steps of 64")
+]
+
+
+def written(at: Path, told: object) -> Path:
+    at.write_text(json.dumps(told), encoding="utf-8")
+    return at
+
+
+def peer_file(folder: Path, threads: int = 2) -> Path:
+    told = {
+        "model": "m",
+        "threads": threads,
+        "quantize": "none",
+        "compared": [asdict(one) for one in COMPARED],
+    }
+    return written(folder / f"peer-{threads}.json", told)
+
+
+def interference_file(folder: Path) -> Path:
+    told = {"what": {}, "engines": [asdict(row) for row in ROWS]}
+    return written(folder / "interference.json", told)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    peer = read_peer(peer_file(tmp_path, threads=1))
+
+    assert peer.threads == 1
+    assert peer.compared == COMPARED
+    assert read_interference(interference_file(tmp_path)) == ROWS
+
+
+def test_each_engine_has_bars_for_the_sizes_it_was_measured_at() -> None:
+    assert rates_of(COMPARED, "decode") == {
+        "baton": {1: 24.0, 32: 346.0},
+        "vllm": {1: 12.0, 32: 173.0},
+        "llamacpp": {1: 12.0},
+    }
+
+
+def test_the_picture_has_all_that_was_given(tmp_path: Path) -> None:
+    peers = [read_peer(peer_file(tmp_path, threads)) for threads in (1, 2)]
+
+    draw(peers, ROWS, tmp_path / "one.svg")
+
+    drawn = (tmp_path / "one.svg").read_text(encoding="utf-8")
+    for text in (
+        "decode, tokens/s, 1 thread",
+        "prefill, tokens/s, 2 threads",
+        "llama.cpp",
+        "vllm, colocated, steps of 64",
+        "346",
+        "1500",
+    ):
+        assert f"<!-- {text} -->" in drawn
+
+
+@pytest.mark.parametrize("read", [read_peer, read_interference])
+def test_other_files_are_refused_by_name(read: Callable[[Path], object], tmp_path: Path) -> None:
+    other = written(tmp_path / "other.json", {"rates": []})
+
+    with pytest.raises(InvalidConfig, match=r"other\.json was not written by"):
+        read(other)
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        read(tmp_path / "gone.json")

@@ -1,0 +1,205 @@
+"""Which rate keeps which limits, on answers made by hand, and the picture of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from baton.bench.frontier import Goodput, RateRun, Seen, Sweep, frontier, read_sweep, run, seen
+from baton.bench.frontier_plot import draw
+from baton.bench.staying import Start
+from baton.bench.streams import Door, EngineFailed, Model, Streamed
+from engine.errors import InvalidConfig
+
+
+def swept(rate: float, first_token_s: float, itl_ms: float, *, num_failed: int = 0) -> RateRun:
+    answers = [Seen(first_token_s, itl_ms, 2 * itl_ms)] * (20 - num_failed)
+    return RateRun("one", rate, answers, ["refused"] * num_failed)
+
+
+def limits(share: float = 0.95, itl: str = "mean") -> Sweep:
+    return Sweep(first_token_limits_s=(1.0, 3.0), itl_limits_ms=(50, 100), share=share, itl=itl)
+
+
+def rates(what: Sweep, runs: Sequence[RateRun]) -> dict[tuple[float, float], float]:
+    return {
+        (one.first_token_limit_s, one.itl_limit_ms): one.requests_per_s
+        for one in frontier(what, runs)
+    }
+
+
+def test_the_highest_rate_that_keeps_both_limits_counts() -> None:
+    runs = [swept(0.1, 0.5, 40), swept(0.2, 0.9, 90), swept(0.3, 2.5, 90)]
+
+    assert rates(limits(), runs) == {
+        (1.0, 50): 0.1,
+        (1.0, 100): 0.2,
+        (3.0, 50): 0.1,
+        (3.0, 100): 0.3,
+    }
+
+
+def test_failed_requests_kept_nothing() -> None:
+    one_failed, two_failed = swept(0.1, 0.5, 40, num_failed=1), swept(0.1, 0.5, 40, num_failed=2)
+
+    assert rates(limits(), [one_failed])[1.0, 50] == 0.1
+    assert rates(limits(), [two_failed])[1.0, 50] == 0.0
+
+
+def test_the_limit_may_be_for_the_longest_gaps() -> None:
+    assert rates(limits(itl="p99"), [swept(0.1, 0.5, 40)])[1.0, 50] == 0.0
+    assert rates(limits(itl="p99"), [swept(0.1, 0.5, 40)])[1.0, 100] == 0.1
+
+
+def test_first_tokens_count_from_when_they_were_due_and_means_are_by_token() -> None:
+    found = seen(Streamed(10.5, [(11.0, 1), (11.1, 1), (11.3, 2)]), due_s=10.0)
+
+    assert found.first_token_s == pytest.approx(1.0)
+    assert found.itl_mean_ms == pytest.approx(100)
+    assert found.itl_p99_ms == pytest.approx(200)
+
+
+class MadeUp:
+    """A door that answers at once, with gaps of its own, or refuses all but the first request."""
+
+    def __init__(self, *, gap_s: float = 0.1, refuses: bool = False) -> None:
+        self.asked: list[list[int]] = []
+        self._gap_s = gap_s
+        self._refuses = refuses
+
+    def model(self) -> Model:
+        return Model("made up", 4096)
+
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+        self.asked.append(list(prompt))
+        if self._refuses and len(self.asked) > 1:
+            raise EngineFailed("not today")
+        return Streamed(0.0, [(number * self._gap_s, 1) for number in range(max_tokens)])
+
+
+def started(door: MadeUp) -> Start:
+    @contextmanager
+    def start() -> Iterator[Door]:
+        yield cast("Door", door)
+
+    return start
+
+
+SMALL = Sweep(
+    rates=(100, 200), seconds=0.05, prompt_tokens=8, answer_tokens=4, first_token_limits_s=(1e9,)
+)
+
+
+def test_every_engine_gets_the_same_requests() -> None:
+    doors = {"a": MadeUp(), "b": MadeUp()}
+    heard: list[RateRun] = []
+
+    runs = run(SMALL, {name: started(door) for name, door in doors.items()}, heard.append)
+
+    assert runs == heard
+    assert [(one.engine, one.rate) for one in runs] == [
+        ("a", 100),
+        ("a", 200),
+        ("b", 100),
+        ("b", 200),
+    ]
+    assert sorted(doors["a"].asked) == sorted(doors["b"].asked)
+    assert {len(prompt) for prompt in doors["a"].asked} == {8}
+
+
+def test_a_sweep_ends_where_the_widest_limits_are_not_kept() -> None:
+    door = MadeUp(gap_s=5.0)
+
+    runs = run(SMALL, {"slow": started(door)}, lambda _: None)
+
+    assert [one.rate for one in runs] == [100]
+
+
+def test_an_engine_that_answers_nothing_is_named() -> None:
+    door = MadeUp(refuses=True)
+
+    with pytest.raises(EngineFailed, match="dead answered no request: not today"):
+        run(SMALL, {"dead": started(door)}, lambda _: None)
+
+
+class Hung(MadeUp):
+    """Answers nothing but the first request until its engine has ended; at the second, Ctrl-C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_ended = threading.Event()
+
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+        streamed = super().stream(model, prompt, max_tokens)
+        if len(self.asked) == 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if len(self.asked) > 1:
+            self.has_ended.wait()
+        return streamed
+
+
+def test_ctrl_c_ends_the_engine_without_waiting_for_its_answers() -> None:
+    door = Hung()
+
+    @contextmanager
+    def start() -> Iterator[Door]:
+        try:
+            yield cast("Door", door)
+        finally:
+            door.has_ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(SMALL, rates=(1.0,)), {"hung": start}, lambda _: None)
+
+    assert door.has_ended.is_set()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rates": ()}, {"rates": (0.0,)}, {"answer_tokens": 1}, {"share": 0.0}, {"itl": "median"}],
+)
+def test_what_cannot_be_measured_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidConfig):
+        Sweep(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_picture_has_a_panel_for_each_limit_and_names_each_engine(tmp_path: Path) -> None:
+    found = [
+        Goodput(f"engine {number}", limit_s, itl_ms, 0.1 * number)
+        for number in range(3)
+        for limit_s in (1.0, 3.0)
+        for itl_ms in (50, 100)
+    ]
+
+    draw(limits(), found, tmp_path / "one.svg")
+
+    written = (tmp_path / "one.svg").read_text(encoding="utf-8")
+    for text in ("engine 0", "engine 2", "first token within 1 s", "first token within 3 s"):
+        assert f"<!-- {text} -->" in written
+
+
+def test_a_sweep_can_be_looked_at_again(tmp_path: Path) -> None:
+    runs = [swept(0.1, 0.5, 40), swept(0.2, 0.9, 90, num_failed=1)]
+    path = tmp_path / "sweep.json"
+    told = {"what": asdict(SMALL), "runs": [asdict(one) for one in runs]}
+    path.write_text(json.dumps(told), encoding="utf-8")
+
+    what, found = read_sweep(path)
+
+    assert found == runs
+    assert (what.prompt_tokens, what.seconds) == (SMALL.prompt_tokens, SMALL.seconds)
+
+
+def test_a_file_that_is_no_sweep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
+
+    with pytest.raises(InvalidConfig, match=r"other\.json was not written by"):
+        read_sweep(tmp_path / "other.json")

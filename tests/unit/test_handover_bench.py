@@ -1,0 +1,84 @@
+"""What is told of first tokens in two places, on times made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import cast
+
+import pytest
+
+from baton.bench.handover import Handover, Pair, Times, added, run
+from baton.bench.staying import Start
+from baton.bench.streams import Door, EngineFailed, Model, Streamed
+from engine.errors import InvalidConfig
+
+
+class Answers:
+    """A door that notes who was asked for what, and answers at times of its own."""
+
+    def __init__(self, name: str, asked: list[tuple[str, list[int]]], *times_s: float) -> None:
+        self.url = name
+        self._asked = asked
+        self._times_s = times_s
+
+    def model(self) -> Model:
+        return Model("made up", 4096)
+
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+        self._asked.append((self.url, list(prompt)))
+        return Streamed(0.0, [(time_s, 1) for time_s in self._times_s])
+
+
+def started(answers: Answers) -> Start:
+    @contextmanager
+    def start() -> Iterator[Door]:
+        yield cast("Door", answers)
+
+    return start
+
+
+def test_each_prompt_goes_to_both_and_who_is_first_changes() -> None:
+    asked: list[tuple[str, list[int]]] = []
+    together = started(Answers("together", asked, 1.0, 1.1))
+    apart = started(Answers("apart", asked, 1.25, 1.5))
+
+    pairs = run(Handover(prompt_tokens=7, num_pairs=2), together, apart, lambda *_: None)
+
+    measured = asked[-4:]
+    assert [name for name, _ in measured] == ["together", "apart", "apart", "together"]
+    assert measured[0][1] == measured[1][1] != measured[2][1] == measured[3][1]
+    for pair in pairs:
+        assert astuple(pair.together) == pytest.approx((1000, 100))
+        assert astuple(pair.apart) == pytest.approx((1250, 250))
+
+
+def test_shares_are_of_the_same_pair() -> None:
+    pairs = [
+        Pair(Times(100, 10), Times(110, 10)),
+        Pair(Times(200, 10), Times(204, 30)),
+        Pair(Times(400, 10), Times(420, 20)),
+    ]
+
+    first, gap, second = added(pairs)
+
+    assert first.added_share == pytest.approx(0.05)
+    assert first.least_share == pytest.approx(0.02)
+    assert first.most_share == pytest.approx(0.1)
+    assert first.added_ms == pytest.approx(10)
+    assert (first.together_ms, first.apart_ms) == (200, 204)
+    assert gap.added_share == pytest.approx(1.0)
+    assert second.added_ms == pytest.approx(24)
+
+
+def test_an_answer_that_comes_at_once_has_no_second_token_to_time() -> None:
+    whole = started(Answers("at once", [], 1.0))
+
+    with pytest.raises(EngineFailed, match="at once"):
+        run(Handover(), whole, whole, lambda *_: None)
+
+
+def test_no_pairs_are_refused() -> None:
+    with pytest.raises(InvalidConfig):
+        Handover(num_pairs=0)
