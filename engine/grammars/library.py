@@ -21,14 +21,16 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequest
 from engine.grammar import Bits
+from engine.grammars.costly import schemas_in, why_costly
 from engine.grammars.endless import check_grammar_ends, check_schema_ends
-from engine.structured_outputs import FIELD, MOST_CHARACTERS, StructuredOutputs
+from engine.structured_outputs import FIELD, StructuredOutputs
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a new line with its indentation: as much as anybody's JSON needs. With more allowed,
 # a weak model writes nothing else until its tokens are over.
 WHITESPACE = r"( |\n[ \t]{0,64})?"
 MOST_REASON_CHARACTERS = 400
+TOO_DEEP = "it is nested too deeply"
 PANIC = "panic:"  # how llguidance tells of one that it caught
 BITS_PER_WORD = 32
 # Looking ahead for what must be written in any case never ends where it goes on without end, and it
@@ -38,7 +40,6 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Of processor time: no other thread's work counts. Nothing in earnest comes near.
 MOST_TO_COMPILE_S = 3.0
 MOST_TO_LOOK_S = 0.5
-MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
 # How much work and memory one grammar may cost: see docs/adr/0025.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
@@ -196,6 +197,11 @@ def _lark_of_grammar(wanted: StructuredOutputs, text: str) -> str:
     if "%llguidance" in text:
         raise _refusal(wanted, "%llguidance is not for clients to say: leave it out")
     check_grammar_ends(text)
+    try:
+        for schema in schemas_in(text):
+            _check_schema_cost(wanted, schema)
+    except RecursionError:
+        raise _refusal(wanted, TOO_DEEP) from None
     if not GBNF_RULE.search(text):
         return text
     try:
@@ -209,13 +215,13 @@ def _schema(wanted: StructuredOutputs, text: str) -> str:
     try:
         schema = _parsed(wanted, text)
         check_schema_ends(schema)
-        _check_patterns(wanted, schema)
+        _check_schema_cost(wanted, schema)
         if schema is False:
             raise _refusal(wanted, "nothing fits the schema false")
         fields = {} if schema is True else schema
         return json.dumps({**fields, "x-guidance": _json_settings(wanted)}, allow_nan=False)
     except RecursionError:
-        raise _refusal(wanted, "it is nested too deeply") from None
+        raise _refusal(wanted, TOO_DEEP) from None
     except ValueError as error:
         raise _refusal(wanted, f"a number is out of range: {error}") from error
 
@@ -238,21 +244,10 @@ def _parsed(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
     return schema
 
 
-def _check_patterns(wanted: StructuredOutputs, schema: Any) -> None:
-    """An expression inside a schema is as dear as one that stands alone."""
-    if isinstance(schema, dict):
-        of_names = schema.get("patternProperties")
-        patterns = [schema.get("pattern"), *(of_names if isinstance(of_names, dict) else ())]
-        for pattern in patterns:
-            if isinstance(pattern, str) and len(pattern) > MOST_PATTERN_CHARACTERS:
-                raise _refusal(
-                    wanted,
-                    f"it has a pattern of {len(pattern)} characters; at most "
-                    f"{MOST_PATTERN_CHARACTERS} may be",
-                )
-    inner = schema.values() if isinstance(schema, dict) else schema
-    for each in inner if isinstance(schema, dict | list) else ():
-        _check_patterns(wanted, each)
+def _check_schema_cost(wanted: StructuredOutputs, schema: Any) -> None:
+    reason = why_costly(schema)
+    if reason is not None:
+        raise _refusal(wanted, reason)
 
 
 def _check_cost(wanted: StructuredOutputs, began_s: float, most_s: float) -> None:

@@ -81,6 +81,7 @@ def library() -> GrammarLibrary:
 @example(schema={"$ref": "#"}, draw=0)
 @example(schema={"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, draw=0)
 @example(schema={"$defs": {"a": {"$ref": "#/$defs/a"}}, "items": {"$ref": "#/$defs/a"}}, draw=0)
+@example(schema={"multipleOf": -292604186}, draw=0)
 def test_any_schema(schema: dict[str, Any], draw: int) -> None:
     _try(StructuredOutputs(json=json.dumps(schema)), draw)
 

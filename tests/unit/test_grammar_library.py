@@ -90,6 +90,9 @@ FITTING: list[tuple[StructuredOutputs, list[str], list[str]]] = [
     ),
     (StructuredOutputs(grammar='start: N ("+" N)*\nN: /[0-9]+/'), ["1", "1+23"], ["+", "1+"]),
     (StructuredOutputs(grammar='root ::= "a" root | "b"'), ["b", "aab"], ["a", "c"]),
+    (StructuredOutputs(json='{"type": "number", "multipleOf": 0.25}'), ["0.75", "2"], ["0.7", "x"]),
+    (StructuredOutputs(json='{"type": "integer", "multipleOf": 1000}'), ["0", "3000"], ["300"]),
+    (StructuredOutputs(grammar='start: %json {"multipleOf": 9973}'), ["9973"], ["9974"]),
 ]
 
 
@@ -128,6 +131,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nested 60 deep, 400": ({"json": '{"items":' * 400 + "{}" + "}" * 400}, "recursion|deeply"),
     "nested 5000 deep": ({"json": "[" * 5000}, "deeply"),
     "long pattern": ({"json": json.dumps({"pattern": "a?" * 3000})}, "pattern of 6000"),
+    "many remainders": ({"json": '{"multipleOf": -292604186}'}, "rounder"),
+    "many digits": ({"json": '{"multipleOf": 0.123456789}'}, "rounder"),
+    "more digits than a float holds": ({"json": f'{{"multipleOf": {"7" * 400}}}'}, "rounder"),
+    "many remainders together": (
+        {"json": '{"allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}'},
+        "rounder",
+    ),
+    "many remainders in lark": (
+        {"grammar": 'start: "%json {" %json // one\n {"multipleOf": 99999989}'},
+        "rounder",
+    ),
+    "deep json in lark": ({"grammar": "start: %json " + '{"a":' * 2500}, "deeply"),
     "half a character": ({"json": '{"const": "\\ud800"}'}, "hex escape|surrogate"),
     "open bracket": ({"regex": "(a"}, "unclosed group"),
     "back reference": ({"regex": r"(a)\1"}, "backreferences"),

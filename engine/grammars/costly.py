@@ -1,0 +1,67 @@
+"""Schemas that would cost far more to compile than what the library counts and stops at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from math import lcm
+from typing import Any
+
+from engine.structured_outputs import MOST_CHARACTERS
+
+MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
+MOST_REMAINDERS = 10_000
+JSON_IN_LARK = "%json"
+
+
+def why_costly(schema: Any) -> str | None:
+    """Everything that may turn out to be a part of it is looked at, constants too."""
+    steps = 1
+    for part in _objects(schema):
+        for pattern in _patterns(part):
+            if len(pattern) > MOST_PATTERN_CHARACTERS:
+                return (
+                    f"it has a pattern of {len(pattern)} characters; at most "
+                    f"{MOST_PATTERN_CHARACTERS} may be"
+                )
+        # Parts may be joined, and a number must then be a multiple of all that they ask for.
+        steps = lcm(steps, _remainders(part.get("multipleOf")))
+        if steps > MOST_REMAINDERS:
+            return (
+                f"its multipleOf, taken together, have more than {MOST_REMAINDERS} remainders to "
+                "be told apart; make the numbers rounder"
+            )
+    return None
+
+
+def schemas_in(grammar: str) -> Iterator[Any]:
+    """Those that stand inside one in Lark's notation."""
+    for after in grammar.split(JSON_IN_LARK)[1:]:
+        try:
+            yield json.JSONDecoder().raw_decode(after, after.index("{"))[0]
+        except ValueError:
+            continue  # then it is none for the library either
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value
+    for each in inner if isinstance(value, dict | list) else ():
+        yield from _objects(each)
+
+
+def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
+    of_names = part.get("patternProperties")
+    for pattern in (part.get("pattern"), *(of_names if isinstance(of_names, dict) else ())):
+        if isinstance(pattern, str):
+            yield pattern
+
+
+def _remainders(multiple_of: Any) -> int:
+    """The automaton has a state for each. Powers of ten cost nothing: they only count zeros."""
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int | float):
+        return 1
+    digits = "".join(map(str, Decimal(repr(multiple_of)).as_tuple().digits))
+    return int(digits.rstrip("0") or 1)
