@@ -18,10 +18,14 @@ from engine.runner.layout import Ints, PassLayout
 class AttentionPass(Protocol):
     """One forward pass; made anew for each, so that its masks are built once for all layers."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the tokens' keys and values into their blocks, then attend.
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """The tokens' keys and values, [tokens, kv_heads, head_dim], into their blocks."""
+        ...
 
-        query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; the
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Once the tokens' own keys and values are written.
+
+        query [tokens, heads, head_dim]; the
         answer is like the query. A token sees its own sequence up to itself, within the
         layer's window. Blocks and slots outside a sequence's context may hold anything,
         NaN too, and must not matter.
@@ -76,9 +80,11 @@ class _TorchPass:
         self._write_blocks = write_blocks
         self._write_offsets = write_offsets
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         self._kv[self._write_blocks, layer, 0, :, self._write_offsets] = key
         self._kv[self._write_blocks, layer, 1, :, self._write_offsets] = value
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
         answer = torch.empty_like(query)
         for group in self._works[layer]:
             keys, values = self._gather(layer, group)

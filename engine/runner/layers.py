@@ -5,9 +5,9 @@ Llama, Mistral, Qwen2 and Qwen3 differ in a few switches only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor
 
@@ -28,8 +28,14 @@ class Layer:
     down: Linear
 
 
-# A layer's index and the states before it: those after it. The states before it are given away.
-LayerPass: TypeAlias = Callable[[int, Tensor], Tensor]
+class LayerPass(Protocol):
+    def through(self, index: int, states: Tensor) -> Tensor:
+        """The states before a layer are given away, and become those after it."""
+        ...
+
+    def write(self, index: int, states: Tensor) -> None:
+        """Only what later tokens need of a layer: keys and values, into their blocks."""
+        ...
 
 
 class Layers(Protocol):
@@ -47,24 +53,46 @@ class PlainLayers:
         self._layers = layers
 
     def begin(self, angles: Angles, attention: AttentionPass) -> LayerPass:
-        def through(index: int, states: Tensor) -> Tensor:
-            layer = self._layers[index]
-            states = states + self._attend(index, layer, states, angles, attention)
-            return states + self._transform(layer, states)
+        return _PlainPass(self._config, self._ops, self._layers, angles, attention)
 
-        return through
 
-    def _attend(
-        self, index: int, layer: Layer, states: Tensor, angles: Angles, attention: AttentionPass
-    ) -> Tensor:
-        config, epsilon = self._config, self._config.rms_norm_eps
+class _PlainPass:
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        layers: Sequence[Layer],
+        angles: Angles,
+        attention: AttentionPass,
+    ) -> None:
+        self._config = config
+        self._ops = ops
+        self._layers = layers
+        self._angles = angles
+        self._attention = attention
+
+    def through(self, index: int, states: Tensor) -> Tensor:
+        layer = self._layers[index]
+        query = self._write(index, layer, states)
+        query = self._rotated(query, layer.q_norm)
+        states = states + layer.output(self._attention.attend(index, query).flatten(1))
+        return states + self._transform(layer, states)
+
+    def write(self, index: int, states: Tensor) -> None:
+        self._write(index, self._layers[index], states)
+
+    def _write(self, index: int, layer: Layer, states: Tensor) -> Tensor:
+        """Answers the queries, not rotated yet."""
+        config = self._config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         mixed = layer.qkv(self._normed(states, layer.input_norm))
-        split = mixed.view(len(states), -1, config.head_dim).split(heads, dim=1)
+        split: tuple[Tensor, ...] = mixed.view(len(states), -1, config.head_dim).split(heads, dim=1)
         query, key, value = split
-        query = self._ops.rotated(query, layer.q_norm, epsilon, angles)
-        key = self._ops.rotated(key, layer.k_norm, epsilon, angles)
-        return layer.output(attention.attend(index, query, key, value).flatten(1))
+        self._attention.write(index, self._rotated(key, layer.k_norm), value)
+        return query
+
+    def _rotated(self, heads: Tensor, norm: Tensor | None) -> Tensor:
+        return self._ops.rotated(heads, norm, self._config.rms_norm_eps, self._angles)
 
     def _transform(self, layer: Layer, states: Tensor) -> Tensor:
         both = layer.gate_up(self._normed(states, layer.post_norm))

@@ -34,3 +34,19 @@ class PassLayout:
         """The place of each sequence's first token in the flat batch."""
         ends: Ints = np.cumsum(self.num_queries)
         return ends - self.num_queries
+
+    def last_tokens(self, sequences: Ints) -> Ints:
+        """Their places in the flat batch."""
+        return self.query_starts[sequences] + self.num_queries[sequences] - 1
+
+    def of_last_tokens(self, sequences: Ints) -> PassLayout:
+        """A pass of these tokens alone, behind the one that has written all others."""
+        last = self.last_tokens(sequences)
+        return PassLayout(
+            num_queries=np.ones_like(sequences),
+            context_lens=self.context_lens[sequences],
+            block_tables=self.block_tables[sequences],
+            positions=self.positions[last],
+            write_blocks=self.write_blocks[last],
+            write_offsets=self.write_offsets[last],
+        )

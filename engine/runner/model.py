@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from engine.runner.attention import AttentionPass
@@ -9,6 +11,14 @@ from engine.runner.config import ModelConfig
 from engine.runner.facts import PassHook
 from engine.runner.layers import Layers
 from engine.runner.ops import Angles, Linear, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The tokens whose states are asked for, as a pass of their own behind that of all tokens."""
+
+    places: Tensor
+    attention: AttentionPass
 
 
 class Decoder:
@@ -36,12 +46,24 @@ class Decoder:
         angles: Angles,
         attention: AttentionPass,
         hook: PassHook | None,
+        ends: Ends | None = None,
     ) -> Tensor:
-        """[tokens] → [tokens, hidden_size], normed and ready for `logits`."""
+        """[tokens] → [tokens, hidden_size], normed and ready for `logits`.
+
+        With `ends` only theirs: of the others, the last layer needs to leave no more than keys
+        and values.
+        """
         states = self._embedding.rows(token_ids)
-        through = self._layers.begin(angles, attention)
+        layers = self._layers.begin(angles, attention)
+        last = self._config.num_layers - 1
         for index in range(self._config.num_layers):
-            states = through(index, states)
+            if index == last and ends is not None:
+                layers.write(index, states)
+                states = states[ends.places]
+                cosines, sines = (angle[ends.places] for angle in angles)
+                layers = self._layers.begin((cosines, sines), ends.attention)
+            if len(states):
+                states = layers.through(index, states)
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:

@@ -30,6 +30,10 @@ class PromptLogprobs:
         for request_id in request_ids:
             self._carried.pop(request_id, None)
 
+    def are_asked(self, step: Step) -> bool:
+        """Whether states of more than the last tokens are needed."""
+        return any(row.wants_prompt_logprobs for row in step.rows)
+
     def answer(self, step: Step, states: Tensor, batch: PersistentBatch, result: RunResult) -> None:
         """One entry for each prompt token of this step; the first of a prompt has none."""
         for place, row in enumerate(step.rows):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from engine.runner.facts import KvMemory, ModelInfo, PassHook
 from engine.runner.grammar_masks import GrammarMasks
 from engine.runner.kv_cache import describe
 from engine.runner.logprobs import token_logprobs
-from engine.runner.model import Decoder
+from engine.runner.model import Decoder, Ends
 from engine.runner.processors import NO_PROCESSORS, Processors
 from engine.runner.prompt_logprobs import PromptLogprobs
 from engine.runner.rope import Rope
@@ -103,15 +104,29 @@ class TorchRunner:
             self._rope.angles(positions, seen),
             self._attention.begin(step.layout),
             self.hook,
+            self._ends(step),
         )
+
+    def _ends(self, step: Step) -> Ends | None:
+        """None if the states of all tokens are asked for."""
+        if len(step.sampled) == len(step.token_ids) or self._prompts.are_asked(step):
+            return None
+        sampled = np.array(step.sampled, dtype=np.int64)
+        attention = self._attention.begin(step.layout.of_last_tokens(sampled))
+        return Ends(self._places(step), attention)
+
+    def _places(self, step: Step) -> Tensor:
+        """Of the tokens that a sample follows."""
+        sampled = np.array(step.sampled, dtype=np.int64)
+        return torch.from_numpy(step.layout.last_tokens(sampled)).to(self._kv.device)
 
     def _answer(self, step: Step, states: Tensor, drafts: Drafts) -> RunResult:
         result = RunResult()
-        self._prompts.answer(step, states, self._batch, result)
+        if self._prompts.are_asked(step):
+            self._prompts.answer(step, states, self._batch, result)
+            states = states[self._places(step)]
         if step.sampled:
-            last = torch.from_numpy(step.layout.query_starts + step.layout.num_queries - 1)
-            at = last[list(step.sampled)].to(states.device)
-            self._sample(step, self.decoder.logits(states[at]), drafts, result)
+            self._sample(step, self.decoder.logits(states), drafts, result)
         if self._drafted_rows is not None:
             self._drafted_rows.judge(drafts, result)
         return result

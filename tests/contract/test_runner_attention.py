@@ -101,10 +101,11 @@ class World:
     def attend(self, make: MakeAttention) -> list[Tensor]:
         """By layer, as the model asks for it."""
         running = make(self.kv, self.shape.windows).begin(self.layout())
-        return [
-            running.attend(layer, self.queries[layer], *self._fresh(layer))
-            for layer in range(self.shape.num_layers)
-        ]
+        answers = []
+        for layer in range(self.shape.num_layers):
+            running.write(layer, *self._fresh(layer))
+            answers.append(running.attend(layer, self.queries[layer]))
+        return answers
 
     def expected(self, layer: int) -> Tensor:
         answers, first = [], 0

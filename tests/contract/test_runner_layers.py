@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from engine.runner.config import ModelConfig, read_model_config
 from engine.runner.decoder_loading import Target, load_decoder
-from engine.runner.kernels.choose import Parts, native_parts
+from engine.runner.kernels.choose import TORCH, Parts, native_parts
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
 from engine.runner.kernels.native_layers import NativeLayers, native_layers
 from engine.runner.layers import Layer, Layers, PlainLayers
 from engine.runner.layout import PassLayout
+from engine.runner.model import Ends
 from engine.runner.rope import Rope
 from engine.runner.weights import WeightFiles
 from tests.support.kernels import kernels_by_variant
@@ -29,6 +30,8 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 16, 32
 # How many tokens each sequence has had, and how many come now: single tokens lead.
 PASSES = (((0, 20), (0, 33)), ((20, 1), (33, 1)), ((21, 1), (0, 70)), ((22, 1), (70, 5)))
+# Whose last tokens' states are asked for, pass by pass: of a chunk that goes on, none.
+ASKED = ((0, 1), (), (1,), (0, 1))
 # Each has parts that others lack: biases, norms of queries and keys, windows, whole numbers.
 MODELS = (
     ("llama-tied-mqa", "none"),
@@ -48,23 +51,47 @@ def part_by_part(parts: Parts) -> Parts:
     return replace(parts, make_layers=layers)
 
 
-def passes_through(folder: Path, parts: Parts, quantize: str) -> list[Tensor]:
+def passes_through(
+    folder: Path, parts: Parts, quantize: str, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """The states behind each pass, then the cache."""
+    passed = list(_passes(folder, parts, quantize, dtype, lambda pass_index: None))
+    return [*(states for states, _ in passed), passed[-1][1]]
+
+
+def passes_to_ends(
+    folder: Path, parts: Parts, quantize: str, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """The same, of the last tokens of those sequences alone that are asked for."""
+    passed = list(_passes(folder, parts, quantize, dtype, lambda pass_index: ASKED[pass_index]))
+    return [*(states for states, _ in passed), passed[-1][1]]
+
+
+def _passes(
+    folder: Path,
+    parts: Parts,
+    quantize: str,
+    dtype: torch.dtype,
+    asked: Callable[[int], Sequence[int] | None],
+) -> Iterator[tuple[Tensor, Tensor]]:
     config = read_model_config(folder)
     with WeightFiles(folder) as files:
-        decoder = load_decoder(config, files, Target(torch.bfloat16, CPU, parts, quantize))
+        decoder = load_decoder(config, files, Target(dtype, CPU, parts, quantize))
     shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    kv = torch.zeros(shape, dtype=torch.bfloat16)
+    kv = torch.zeros(shape, dtype=dtype)
     attention = parts.make_attention(kv, config.sliding_windows)
     rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, CPU, kv.dtype)
     generator = torch.Generator().manual_seed(1)
-    found = []
-    for sequences in PASSES:
+    for pass_index, sequences in enumerate(PASSES):
         layout = layout_of(sequences)
         token_ids = torch.randint(config.vocab_size, layout.positions.shape, generator=generator)
         angles = rope.angles(torch.from_numpy(layout.positions), None)
-        found.append(decoder.forward(token_ids, angles, attention.begin(layout), None))
-    return [*found, kv]
+        wanted, ends = asked(pass_index), None
+        if wanted is not None:
+            of_ends = np.array(wanted, dtype=np.int64)
+            places = torch.from_numpy(layout.last_tokens(of_ends))
+            ends = Ends(places, attention.begin(layout.of_last_tokens(of_ends)))
+        yield decoder.forward(token_ids, angles, attention.begin(layout), None, ends), kv
 
 
 def layout_of(sequences: Sequence[tuple[int, int]]) -> PassLayout:
@@ -118,3 +145,38 @@ def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) 
 
     assert isinstance(made[0], NativeLayers)
     assert all(map(torch.equal, whole, apart))
+
+
+def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:
+    """What is asked for, out of the states of all tokens."""
+    *states, kv = passed
+    last = [layout_of(sequences).last_tokens(np.arange(2)) for sequences in PASSES]
+    picked = [
+        one[places[list(asked)]] for one, places, asked in zip(states, last, ASKED, strict=True)
+    ]
+    return [*picked, kv]
+
+
+@pytest.mark.parametrize(("name", "quantize"), MODELS)
+def test_the_last_tokens_alone_have_the_bits_that_they_have_among_all(
+    name: str, quantize: str, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path, replace(VARIANTS[name], dtype="bfloat16"))
+    parts = native_parts()
+
+    alone = passes_to_ends(folder, parts, quantize)
+    among_all = at_ends(passes_through(folder, parts, quantize))
+
+    assert all(map(torch.equal, alone, among_all))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3"])
+def test_in_torch_the_last_tokens_alone_are_what_they_are_among_all(
+    name: str, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path, VARIANTS[name])
+    alone = passes_to_ends(folder, TORCH, "none", torch.float32)
+    among_all = at_ends(passes_through(folder, TORCH, "none", torch.float32))
+
+    for one, other in zip(alone, among_all, strict=True):
+        torch.testing.assert_close(one, other)

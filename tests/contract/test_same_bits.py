@@ -79,7 +79,9 @@ class Sequences:
                 torch.cat([tensors[i][part] for i, part in parts])
                 for tensors in (self._queries, self._keys, self._values)
             ]
-            answer = attention.begin(self._layout(parts)).attend(0, *flat)
+            running = attention.begin(self._layout(parts))
+            running.write(0, *flat[1:])
+            answer = running.attend(0, flat[0])
             for (i, part), piece in zip(parts, answer.split([n for _, n in takes]), strict=True):
                 answers[i][part] = piece
                 computed[i] = part.stop

@@ -195,17 +195,22 @@ void baton_write_kv(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_h
                     std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
                     const Bf16* keys, std::int64_t key_stride, const Bf16* values,
                     std::int64_t value_stride, const std::int64_t* write_blocks,
-                    const std::int64_t* write_offsets, std::int64_t num_tokens) {
+                    const std::int64_t* write_offsets, std::int64_t num_tokens, int num_threads) {
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
-    for (std::int64_t token = 0; token < num_tokens; ++token)
-        for (std::int64_t head = 0; head < num_kv_heads; ++head) {
-            const std::int64_t block = write_blocks[token], at = write_offsets[token] * head_dim;
-            const std::size_t bytes = head_dim * sizeof(Bf16);
-            std::memcpy(cache.slots(block, layer, 0, head) + at,
-                        keys + token * key_stride + head * head_dim, bytes);
-            std::memcpy(cache.slots(block, layer, 1, head) + at,
-                        values + token * value_stride + head * head_dim, bytes);
-        }
+    const std::int64_t numbers = 2 * num_tokens * num_kv_heads * head_dim;
+    Pool::of_process().run(threads_for(numbers, num_threads), [=](int i, int count) {
+        const Share share(num_tokens, i, count);
+        for (std::int64_t token = share.first; token < share.end; ++token)
+            for (std::int64_t head = 0; head < num_kv_heads; ++head) {
+                const std::int64_t block = write_blocks[token];
+                const std::int64_t at = write_offsets[token] * head_dim;
+                const std::size_t bytes = head_dim * sizeof(Bf16);
+                std::memcpy(cache.slots(block, layer, 0, head) + at,
+                            keys + token * key_stride + head * head_dim, bytes);
+                std::memcpy(cache.slots(block, layer, 1, head) + at,
+                            values + token * value_stride + head * head_dim, bytes);
+            }
+    });
 }
 
 // One token of each sequence, which sees `lengths` slots of its blocks, or the last `window`.

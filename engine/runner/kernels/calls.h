@@ -31,7 +31,7 @@ void baton_write_kv(baton::Bf16* blocks, std::int64_t num_layers, std::int64_t n
                     std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
                     const baton::Bf16* keys, std::int64_t key_stride, const baton::Bf16* values,
                     std::int64_t value_stride, const std::int64_t* write_blocks,
-                    const std::int64_t* write_offsets, std::int64_t num_tokens);
+                    const std::int64_t* write_offsets, std::int64_t num_tokens, int num_threads);
 
 void baton_attend_singles(baton::Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
                           std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,

@@ -61,6 +61,12 @@ inline void store(Bf16* target, Floats numbers) {
     std::memcpy(target, &halves, sizeof halves);
 }
 
+inline Floats rounded(Floats numbers) {
+    Bf16 halves[kLanes];
+    store(halves, numbers);
+    return wide(halves);
+}
+
 inline Floats fill(float number) { return Floats{} + number; }
 
 // Halves are put together until one number is left: the same order on every machine.

@@ -2,6 +2,7 @@
 // long as some of them, and lets the threads that wait for the next part fall asleep.
 
 #include "calls.h"
+#include "panels.h"
 
 using namespace baton;
 
@@ -33,6 +34,13 @@ struct Pass {
     float scale;
     int num_threads;
 };
+
+// Some rows of it, from one on: those of whole panels lie behind each other.
+Matrix rows_from(const Matrix& matrix, std::int64_t first) {
+    const auto* packed = static_cast<const Bf16*>(matrix.packed) + first * matrix.num_columns;
+    const Bf16* bias = matrix.bias == nullptr ? nullptr : matrix.bias + first;
+    return {packed, bias, matrix.bits, matrix.num_rows - first, matrix.num_columns, matrix.group};
+}
 
 void multiply(const Matrix& matrix, const Bf16* states, Bf16* answer, const Pass& pass) {
     if (matrix.bits == 16)
@@ -66,22 +74,19 @@ void attend(const Layer& layer, const Pass& pass, const Bf16* queries, Bf16* ans
     }
 }
 
-// Queries, keys and values lie beside each other in `wide`; the turned ones after each other.
-void rotate_and_attend(const Layer& layer, const Pass& pass) {
-    const std::int64_t num_heads = layer.num_heads, size = pass.head_dim;
-    const std::int64_t stride = layer.qkv.num_rows;
-    Bf16* queries = pass.heads;
-    Bf16* keys = queries + pass.num_tokens * num_heads * size;
-    const Bf16* mixed_keys = pass.wide + num_heads * size;
-    const Bf16* values = mixed_keys + pass.num_kv_heads * size;
-    baton_rotate(pass.wide, stride, layer.q_norm, pass.cosines, pass.sines, queries,
-                 pass.num_tokens, num_heads, size, layer.epsilon, pass.num_threads);
-    baton_rotate(mixed_keys, stride, layer.k_norm, pass.cosines, pass.sines, keys, pass.num_tokens,
-                 pass.num_kv_heads, size, layer.epsilon, pass.num_threads);
-    baton_write_kv(pass.blocks, pass.num_layers, pass.num_kv_heads, pass.block_size, size,
-                   layer.index, keys, pass.num_kv_heads * size, values, stride, pass.write_blocks,
-                   pass.write_offsets, pass.num_tokens);
-    attend(layer, pass, queries, pass.narrow);
+void rotate(const Layer& layer, const Pass& pass, const Bf16* mixed, std::int64_t stride,
+            const Bf16* weight, std::int64_t num_heads, Bf16* turned) {
+    baton_rotate(mixed, stride, weight, pass.cosines, pass.sines, turned, pass.num_tokens,
+                 num_heads, pass.head_dim, layer.epsilon, pass.num_threads);
+}
+
+// A token's values lie behind its keys.
+void write(const Layer& layer, const Pass& pass, const Bf16* keys, std::int64_t stride) {
+    const std::int64_t count = pass.num_kv_heads * pass.head_dim;
+    rotate(layer, pass, keys, stride, layer.k_norm, pass.num_kv_heads, pass.heads);
+    baton_write_kv(pass.blocks, pass.num_layers, pass.num_kv_heads, pass.block_size, pass.head_dim,
+                   layer.index, pass.heads, count, keys + count, stride, pass.write_blocks,
+                   pass.write_offsets, pass.num_tokens, pass.num_threads);
 }
 
 }  // namespace
@@ -91,9 +96,12 @@ extern "C" {
 // states: [tokens, hidden], which become those after the layer.
 void baton_layer(const Layer* layer, const Pass* pass, Bf16* states) {
     const std::int64_t count = pass->num_tokens * layer->qkv.num_columns;
+    const std::int64_t stride = layer->qkv.num_rows, query_rows = layer->num_heads * pass->head_dim;
     norm(states, layer->input_norm, pass->narrow, *layer, *pass);
     multiply(layer->qkv, pass->narrow, pass->wide, *pass);
-    rotate_and_attend(*layer, *pass);
+    write(*layer, *pass, pass->wide + query_rows, stride);
+    rotate(*layer, *pass, pass->wide, stride, layer->q_norm, layer->num_heads, pass->heads);
+    attend(*layer, *pass, pass->heads, pass->narrow);
     multiply(layer->output, pass->narrow, pass->wide, *pass);
     baton_add(states, pass->wide, count, pass->num_threads);
 
@@ -103,6 +111,16 @@ void baton_layer(const Layer* layer, const Pass* pass, Bf16* states) {
                pass->num_threads);
     multiply(layer->down, pass->heads, pass->narrow, *pass);
     baton_add(states, pass->narrow, count, pass->num_threads);
+}
+
+// Only what later tokens need of the layer: the keys and values.
+void baton_layer_write(const Layer* layer, const Pass* pass, const Bf16* states) {
+    const std::int64_t query_rows = layer->num_heads * pass->head_dim;
+    const bool is_apart = layer->qkv.bits == 16 && query_rows % kPanelRows == 0;
+    const Matrix mixing = is_apart ? rows_from(layer->qkv, query_rows) : layer->qkv;
+    norm(states, layer->input_norm, pass->narrow, *layer, *pass);
+    multiply(mixing, pass->narrow, pass->wide, *pass);
+    write(*layer, *pass, pass->wide + (is_apart ? 0 : query_rows), mixing.num_rows);
 }
 
 }  // extern "C"

@@ -38,7 +38,11 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     ),
     "baton_gate": (_POINTER, _POINTER, _INT, _INT, _THREADS),
     "baton_layer": (_POINTER, _POINTER, _POINTER),
-    "baton_write_kv": (*_CACHE, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT),
+    "baton_layer_write": (_POINTER, _POINTER, _POINTER),
+    "baton_write_kv": (
+        *(*_CACHE, _POINTER, _INT, _POINTER, _INT),
+        *(_POINTER, _POINTER, _INT, _THREADS),
+    ),
     "baton_attend_chunk": (
         *_CACHE,
         *(_POINTER, _POINTER, _POINTER),
@@ -76,6 +80,7 @@ class Kernels:
         self.rotate = self._library.baton_rotate
         self.gate = self._library.baton_gate
         self.layer = self._library.baton_layer
+        self.layer_write = self._library.baton_layer_write
         self.write_kv = self._library.baton_write_kv
         self.attend_singles = self._library.baton_attend_singles
         self.attend_chunk = self._library.baton_attend_chunk
@@ -287,8 +292,7 @@ class NativePass:
             "num_single": self._num_single,
         }
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._write(layer, key, value)
+    def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
         answer = torch.empty_like(query)
         if self._num_single:
@@ -297,7 +301,7 @@ class NativePass:
             self._attend_chunk(layer, row, query, answer)
         return answer
 
-    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         inner = (key.shape[2], 1)
         key = key if key.stride()[1:] == inner else key.contiguous()
         value = value if value.stride()[1:] == inner else value.contiguous()
@@ -311,6 +315,7 @@ class NativePass:
             self._write_blocks.ctypes.data,
             self._write_offsets.ctypes.data,
             len(key),
+            self._kernels.num_threads,
         )
 
     def _attend_singles(self, layer: int, query: Tensor, answer: Tensor) -> None:

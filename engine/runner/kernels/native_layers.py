@@ -99,28 +99,38 @@ class NativeLayers:
             num_threads=self._kernels.num_threads,
         )
 
-        at = ctypes.addressof(work)
-
-        # What the pass points to lives as long as the function does.
-        def through(
-            index: int, states: Tensor, _alive: object = (work, cosines, sines, room, attention)
-        ) -> Tensor:
-            states = states.contiguous()
-            self._kernels.layer(ctypes.addressof(self._layers[index]), at, states.data_ptr())
-            return states
-
-        return through
+        alive = cosines, sines, room, attention
+        return _NativeLayerPass(self._kernels, self._layers, work, alive)
 
     def _room(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config, layer = self._config, self._layers[0]
         query_rows = config.num_heads * config.head_dim
         widest = max(layer.qkv.num_rows, layer.gate_up.num_rows, config.hidden_size)
-        turned = max(layer.qkv.num_rows, layer.down.num_columns)
+        turned = max(query_rows, layer.down.num_columns)
         sizes = max(config.hidden_size, query_rows), widest, turned
         narrow, wide, heads = (
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in sizes
         )
         return narrow, wide, heads
+
+
+class _NativeLayerPass:
+    def __init__(
+        self, kernels: Kernels, layers: Sequence[_Layer], work: _Pass, alive: object
+    ) -> None:
+        self._kernels = kernels
+        self._layers = [ctypes.addressof(layer) for layer in layers]
+        self._work = ctypes.addressof(work)
+        self._alive = layers, work, alive  # what the addresses are of
+
+    def through(self, index: int, states: Tensor) -> Tensor:
+        states = states.contiguous()
+        self._kernels.layer(self._layers[index], self._work, states.data_ptr())
+        return states
+
+    def write(self, index: int, states: Tensor) -> None:
+        states = states.contiguous()
+        self._kernels.layer_write(self._layers[index], self._work, states.data_ptr())
 
 
 def _layer(config: ModelConfig, index: int, layer: Layer) -> _Layer:

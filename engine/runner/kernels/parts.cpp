@@ -7,13 +7,6 @@ using namespace baton;
 
 namespace {
 
-constexpr std::int64_t kWorthAThread = 16384;  // numbers
-
-int threads_for(std::int64_t numbers, int num_threads) {
-    const std::int64_t most = numbers / kWorthAThread + 1;
-    return most < num_threads ? int(most) : num_threads;
-}
-
 float inverse_length(const Bf16* row, std::int64_t size, float epsilon) {
     Floats squares{};
     std::int64_t i = 0;
@@ -30,16 +23,22 @@ void norm_row(const Bf16* row, const Bf16* weight, Bf16* target, std::int64_t si
     const float factor = inverse_length(row, size, epsilon);
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
-        Bf16 normed[kLanes];
-        store(normed, wide(row + i) * factor);
-        store(target + i, wide(normed) * wide(weight + i));
+        store(target + i, rounded(wide(row + i) * factor) * wide(weight + i));
     }
     for (; i < size; ++i) target[i] = narrow(rounded(wide(row[i]) * factor) * wide(weight[i]));
 }
 
 void rotate_row(Bf16* row, const Bf16* cosines, const Bf16* sines, std::int64_t size) {
     const std::int64_t half = size / 2;
-    for (std::int64_t i = 0; i < half; ++i) {
+    std::int64_t i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        const Floats first = wide(row + i), second = wide(row + i + half);
+        const Floats cosine = wide(cosines + i), sine = wide(sines + i);
+        const Floats later_cosine = wide(cosines + i + half), later_sine = wide(sines + i + half);
+        store(row + i, rounded(first * cosine) + rounded(-second * sine));
+        store(row + i + half, rounded(second * later_cosine) + rounded(first * later_sine));
+    }
+    for (; i < half; ++i) {
         const float first = wide(row[i]), second = wide(row[i + half]);
         const float cosine = wide(cosines[i]), sine = wide(sines[i]);
         const float later_cosine = wide(cosines[i + half]), later_sine = wide(sines[i + half]);
@@ -94,9 +93,8 @@ void baton_gate(const Bf16* both, Bf16* target, std::int64_t num_tokens, std::in
             std::int64_t at = 0;
             for (; at + kLanes <= size; at += kLanes) {
                 const Floats numbers = wide(gate + at);
-                Bf16 gated[kLanes];
-                store(gated, numbers / (1.0f + exponential(-numbers)));
-                store(row + at, wide(gated) * wide(other + at));
+                const Floats gated = rounded(numbers / (1.0f + exponential(-numbers)));
+                store(row + at, gated * wide(other + at));
             }
             for (; at < size; ++at) {
                 const float number = wide(gate[at]);

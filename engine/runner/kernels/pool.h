@@ -72,6 +72,13 @@ class Pool {
     const std::function<void(int, int)>* part_ = nullptr;
 };
 
+// What touches each number once is shared only where there are many.
+inline int threads_for(std::int64_t numbers, int num_threads) {
+    constexpr std::int64_t kWorthAThread = 16384;
+    const std::int64_t most = numbers / kWorthAThread + 1;
+    return most < num_threads ? int(most) : num_threads;
+}
+
 // The i-th of so many equal runs of whole units.
 struct Share {
     std::int64_t first, end;
