@@ -77,10 +77,15 @@ class Settler:
     ) -> None:
         # Resumed, it goes again over tokens whose logprobs were handed out before.
         fresh = tuple(logprobs[max(0, request.num_prompt_logprobs - start) :])
-        request.num_prompt_logprobs += len(fresh)
         if fresh:
-            output = Output(request.request_id, request.num_output_tokens, prompt_logprobs=fresh)
+            output = Output(
+                request.request_id,
+                request.num_output_tokens,
+                prompt_logprobs=fresh,
+                first_prompt_index=request.num_prompt_logprobs,
+            )
             self._book.put_out(request.client_id, output)
+        request.num_prompt_logprobs += len(fresh)
 
     def _count_proposed(self, run: RunResult) -> None:
         """Before tokens are taken: they may end a request."""

@@ -6,7 +6,6 @@ in its place, whoever brings it first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from baton.stops import StopRule, StopWatcher
@@ -34,18 +33,32 @@ class NoSpeller:
 
 
 class Answer:
-    def __init__(self, speller: Speller | None = None, stop: StopRule | None = None) -> None:
+    """Tokens wait for the logprobs of their prompt, if these are asked for: they stand in front."""
+
+    def __init__(
+        self,
+        speller: Speller | None = None,
+        stop: StopRule | None = None,
+        num_prompt_logprobs: int = 0,
+    ) -> None:
         self._speller = speller or NoSpeller()
         self._stops = StopWatcher(stop or StopRule())
         self._token_ids: list[int] = []
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._end: tuple[int, Finish] | None = None  # told for when so many tokens are there
-        self._has_prompt_logprobs = False
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._has_told_prompt = num_prompt_logprobs == 0
         self.finish: Finish | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._token_ids)
+
+    def begin_try(self) -> None:
+        """What a broken try told ahead of its turn is forgotten: the next one tells it again."""
+        self._early.clear()
+        self._end = None
 
     def take(self, *outputs: Output) -> Piece | None:
         """What is new in them, if something is."""
@@ -55,10 +68,12 @@ class Answer:
             return self._take_next(outputs[0])
         for output in outputs:
             self._note(output)
+        if len(self._prompt_logprobs) < self._num_prompt_logprobs:
+            return None
         first_index = len(self._token_ids)
         text, logprobs = self._advance()
         token_ids = tuple(self._token_ids[first_index:])
-        prompt_logprobs = self._new_prompt_logprobs(outputs)
+        prompt_logprobs = self._untold_prompt_logprobs()
         if not (token_ids or text or prompt_logprobs):
             return None
         return Piece(first_index, token_ids, text, logprobs, prompt_logprobs)
@@ -67,7 +82,8 @@ class Answer:
         """Tokens alone, whose turn it is: nearly every output of an answer."""
         is_first_said = output.first_index == len(self._token_ids) and not self._early
         has_more = output.logprobs or output.prompt_logprobs or output.finish_reason
-        return is_first_said and not has_more and self._end is None and len(output.token_ids) == 1
+        is_in_turn = is_first_said and self._has_told_prompt and self._end is None
+        return is_in_turn and not has_more and len(output.token_ids) == 1
 
     def _take_next(self, output: Output) -> Piece:
         """The short way for one token, because it is walked for each."""
@@ -82,6 +98,9 @@ class Answer:
         for place, entry in enumerate(entries, output.first_index):
             if place >= len(self._token_ids):
                 self._early[place] = entry
+        num_known = len(self._prompt_logprobs) - output.first_prompt_index
+        if num_known >= 0:
+            self._prompt_logprobs += output.prompt_logprobs[num_known:]
         if output.finish_reason not in (None, FinishReason.HANDED_OFF):
             num_tokens = output.first_index + len(output.token_ids)
             self._end = (num_tokens, Finish(output.finish_reason, output.stop_token_id))
@@ -112,9 +131,8 @@ class Answer:
             rest += self._stops.flush()
         return rest
 
-    def _new_prompt_logprobs(self, outputs: Sequence[Output]) -> tuple[TokenLogprobs | None, ...]:
-        if self._has_prompt_logprobs:
+    def _untold_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        if self._has_told_prompt:
             return ()
-        told = next((one.prompt_logprobs for one in outputs if one.prompt_logprobs), ())
-        self._has_prompt_logprobs = bool(told)
-        return told
+        self._has_told_prompt = True
+        return tuple(self._prompt_logprobs)

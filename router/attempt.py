@@ -74,6 +74,7 @@ class Attempt:
         The other leg is cancelled with it.
         """
         self._dispatched_s = self._since_received()
+        self._answer.begin_try()
         events = Events()
         async with under_way(events, self._calls(node_calls, events.put)):
             while self._answer.finish is None:

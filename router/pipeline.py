@@ -238,7 +238,8 @@ class Pipeline:
         beside: Node | None,
     ) -> AsyncGenerator[Piece | Ending, None]:
         """Try until one comes to its end; the answer goes on where the last try broke off."""
-        answer = Answer(self._text.speller(), call.stop)
+        wants_prompt = call.sampling.prompt_logprobs is not None
+        answer = Answer(self._text.speller(), call.stop, len(prompt) * wants_prompt)
         seed = call.sampling.seed
         seed = secrets.randbits(SEED_BITS) if seed is None else seed
         failures = Failures()

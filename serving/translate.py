@@ -179,6 +179,7 @@ def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
         finish_reason=FINISH_FROM_MESSAGE[message.finish_reason],
         stop_token_id=present(message, "stop_token_id", message.stop_token_id),
         error=message.error or None,
+        first_prompt_index=message.first_prompt_index,
     )
 
 
@@ -191,6 +192,7 @@ def output_to(output: Output) -> node_pb2.TokenOutput:
         finish_reason=FINISH_TO_MESSAGE[output.finish_reason],
         stop_token_id=output.stop_token_id,
         error=output.error or "",
+        first_prompt_index=output.first_prompt_index,
     )
 
 

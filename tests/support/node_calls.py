@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.hashing import PrefixNaming
 from engine.request import FinishReason, Output, RequestId
 from kv_transfer.messages import Fingerprint
-from kv_transfer.types import HandoffId, Incarnation, NodeId
+from kv_transfer.types import HandoffId, Incarnation, NodeId, TokenLogprobs
 from router.legs import Deliver, Leg, LegEvent, LegOutput, LegSummary
 from router.nodes import Node, NodeTable
 from router.tracing import UNTRACED, Trace
@@ -74,6 +74,8 @@ class FakeNodeCalls:
     prefill_faults: list[Exception] = field(default_factory=list)
     breaks_when_decoded: bool = False  # prefill, after its token and all that decode tells
     decode_breaks_after: list[int] = field(default_factory=list)  # so many tokens
+    prompt_faults: list[Exception] = field(default_factory=list)  # between chunks of a prompt
+    is_prompt_late: bool = False  # its logprobs come when decode has told all
     is_endless: bool = False  # decode never finishes
     is_prefill_late: bool = False  # its token comes when decode has told all
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
@@ -96,6 +98,8 @@ class FakeNodeCalls:
             raise self.prefill_faults.pop(0)
         if self.is_prefill_late:
             await self.decode_told_all.wait()
+        if sequence.sampling.prompt_logprobs is not None:
+            await self._tell_prompt(handoff_id, sequence, deliver)
         first = len(sequence.prior_output_token_ids)
         token_id = token_at(sequence, first)
         output = _output(handoff_id, first, token_id, FinishReason.HANDED_OFF)
@@ -103,6 +107,16 @@ class FakeNodeCalls:
         if self.breaks_when_decoded:
             await self.decode_told_all.wait()
             raise NodeFailed("the prefill node went away")
+
+    async def _tell_prompt(
+        self, handoff_id: HandoffId, sequence: Sequence, deliver: Deliver
+    ) -> None:
+        if self.is_prompt_late:
+            await self.decode_told_all.wait()
+        for place, entry in enumerate(prompt_logprobs_of(sequence)):
+            if place > 0 and self.prompt_faults:
+                raise self.prompt_faults.pop(0)
+            deliver(LegOutput(Leg.PREFILL, (_of_prompt(handoff_id, place, entry),)))
 
     async def decode(
         self,
@@ -120,7 +134,7 @@ class FakeNodeCalls:
         self.asked.append(asked)
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
         try:
-            for event in self._decoded(handoff_id, sequence, breaks_after):
+            for event in self._decoded(handoff_id, sequence, breaks_after, prefill):
                 deliver(event)
             self.decode_told_all.set()
             if self.is_endless:
@@ -130,10 +144,17 @@ class FakeNodeCalls:
             raise
 
     def _decoded(
-        self, handoff_id: HandoffId, sequence: Sequence, breaks_after: int | None
+        self,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        breaks_after: int | None,
+        prefill: Node | None,
     ) -> Iterator[LegEvent]:
         first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
         first += self.is_prefill_late
+        if prefill is None and sequence.sampling.prompt_logprobs is not None:
+            for place, entry in enumerate(prompt_logprobs_of(sequence)):
+                yield LegOutput(Leg.DECODE, (_of_prompt(handoff_id, place, entry),))
         for count, index in enumerate(range(first, last)):
             if count == breaks_after:
                 raise NodeFailed("the decode node went away")
@@ -143,6 +164,17 @@ class FakeNodeCalls:
             if count == 0:
                 yield LegSummary(DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl"))
             yield LegOutput(Leg.DECODE, (output,))
+
+
+def prompt_logprobs_of(sequence: Sequence) -> list[TokenLogprobs | None]:
+    """What every node says of this prompt, a token in a chunk."""
+    known = sequence.prompt_token_ids[1:]
+    return [None, *(TokenLogprobs(token, -float(token), rank=1) for token in known)]
+
+
+def _of_prompt(handoff_id: HandoffId, place: int, entry: TokenLogprobs | None) -> Output:
+    name = RequestId(str(handoff_id))
+    return Output(name, 0, prompt_logprobs=(entry,), first_prompt_index=place)
 
 
 def _output(

@@ -44,7 +44,13 @@ from serving.errors import (
     UnsupportedInput,
 )
 from serving.node import NodeRole
-from tests.support.node_calls import FakeNodeCalls, a_node, a_table, token_at
+from tests.support.node_calls import (
+    FakeNodeCalls,
+    a_node,
+    a_table,
+    prompt_logprobs_of,
+    token_at,
+)
 
 PROMPT = (3, 4, 5)
 NO_DEADLINE = RequestContext(0.0)
@@ -192,6 +198,35 @@ def test_a_first_token_that_comes_after_all_others_is_waited_for() -> None:
 
     assert token_ids == expected_tokens(nodes)
     assert ending.served.attempts == 1
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        FakeNodeCalls(),
+        FakeNodeCalls(is_prompt_late=True),
+        FakeNodeCalls(prompt_faults=[NodeFailed("gone")]),
+        FakeNodeCalls(is_prompt_late=True, prompt_faults=[NodeFailed("gone")]),
+        FakeNodeCalls(decode_breaks_after=[3]),
+    ],
+    ids=["in turn", "behind all tokens", "broken off", "behind, and broken off", "decode breaks"],
+)
+def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
+    nodes: FakeNodeCalls,
+) -> None:
+    sampling = SamplingParams(max_tokens=6, prompt_logprobs=0)
+    call = Call("a", TokenPrompt(PROMPT), sampling)
+
+    async def pieces() -> list[Piece]:
+        parts = [part async for part in a_pipeline(nodes).generate(call, NO_DEADLINE)]
+        return [part for part in parts if isinstance(part, Piece)]
+
+    first, *others = asyncio.run(pieces())
+
+    assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.asked[0].sequence)
+    assert [piece for piece in others if piece.prompt_logprobs] == []
+    token_ids = [token for piece in (first, *others) for token in piece.token_ids]
+    assert token_ids == expected_tokens(nodes)
 
 
 def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_none_along() -> None:

@@ -138,7 +138,11 @@ def test_prompt_logprobs_are_handed_out_once_also_after_preemption() -> None:
 
     world.run_to_end()
 
-    count = sum(len(output.prompt_logprobs) for output in world.receipts[victim].outputs)
+    outputs = [output for output in world.receipts[victim].outputs if output.prompt_logprobs]
+    count = 0
+    for output in outputs:
+        assert output.first_prompt_index == count
+        count += len(output.prompt_logprobs)
     assert count == 8
     assert world.scheduler.stats().total_preemptions > 0
 
