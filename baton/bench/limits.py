@@ -9,9 +9,7 @@ from pathlib import Path
 from engine.runner.config import read_model_config
 from engine.runner.tensors import expected_tensors
 
-BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}
-
-
+BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
 KV_NUMBER_BYTES = 2
 
 
