@@ -17,10 +17,9 @@ from pathlib import Path
 from baton.bench.serve_figures import quantile
 from baton.bench.serve_load import Lengths, Load, PlannedRequest, plan, warm_up
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Streamed, not_waited_for
+from baton.bench.streams import VOCAB_SIZE, Door, EngineFailed, Streamed, not_waited_for
 from engine.errors import InvalidConfig
 
-VOCAB_SIZE = 2000  # plain tokens in every vocabulary
 MEAN, P99 = "mean", "p99"
 
 

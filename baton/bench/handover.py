@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model
+from baton.bench.streams import Door, EngineFailed, Model, drawn_prompt
 from engine.errors import InvalidConfig
 
-FIRST_TOKEN, NUM_TOKENS = 5, 1995  # plain ones in every vocabulary
 ANSWER_TOKENS = 4
 NUM_WARM_UP = 2  # of each
 
@@ -68,27 +67,23 @@ def run(
     with together() as one_node, apart() as two_nodes:
         doors = [(door, door.model()) for door in (one_node, two_nodes)]
         for door, model in doors * NUM_WARM_UP:
-            _timed(door, model, _prompt(draw, what.prompt_tokens))
+            _timed(door, model, drawn_prompt(draw, what.prompt_tokens))
         pairs = []
         for number in range(what.num_pairs):
-            prompt = _prompt(draw, what.prompt_tokens)
+            prompt = drawn_prompt(draw, what.prompt_tokens)
             pairs.append(_pair(doors, prompt, is_turned=number % 2 == 1))
             on_pair(number, pairs[-1])
     return pairs
 
 
-def _pair(doors: Sequence[tuple[Door, Model]], prompt: list[int], *, is_turned: bool) -> Pair:
+def _pair(doors: Sequence[tuple[Door, Model]], prompt: Sequence[int], *, is_turned: bool) -> Pair:
     """Whoever comes second in one pair comes first in the next."""
     order = doors[::-1] if is_turned else doors
     times = [_timed(door, model, prompt) for door, model in order]
     return Pair(*(times[::-1] if is_turned else times))
 
 
-def _prompt(draw: random.Random, num_tokens: int) -> list[int]:
-    return [FIRST_TOKEN + draw.randrange(NUM_TOKENS) for _ in range(num_tokens)]
-
-
-def _timed(door: Door, model: Model, prompt: list[int]) -> Times:
+def _timed(door: Door, model: Model, prompt: Sequence[int]) -> Times:
     streamed = door.stream(model.name, prompt, ANSWER_TOKENS)
     if len(streamed.arrivals) < 2:
         raise EngineFailed(f"{door.url} sent its whole answer at once")

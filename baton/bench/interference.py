@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, Streamed, not_waited_for
+from baton.bench.streams import Door, EngineFailed, Model, Streamed, drawn_prompt, not_waited_for
 from engine.errors import InvalidConfig
 
-FIRST_TOKEN, NUM_TOKENS = 5, 1995  # plain ones in every vocabulary
 ANSWER_TOKENS = 8  # of those that arrive
 WARM_TOKENS = 8  # that each steady stream has before the first prompt arrives
 WARM_TIMEOUT_S = 300.0
@@ -107,19 +106,19 @@ class _Load:
         self.model = self.door.model()
         self.draw = random.Random(self.what.seed)
 
-    def prompt(self, num_tokens: int) -> list[int]:
-        return [FIRST_TOKEN + self.draw.randrange(NUM_TOKENS) for _ in range(num_tokens)]
-
     def warm_up(self) -> None:
         """Memory is touched, and shapes are known."""
         for num_tokens in (self.what.stream_prompt_tokens, self.what.prompt_tokens):
-            self.door.stream(self.model.name, self.prompt(num_tokens), ANSWER_TOKENS)
+            prompt = drawn_prompt(self.draw, num_tokens)
+            self.door.stream(self.model.name, prompt, ANSWER_TOKENS)
 
     @contextmanager
     def steady(self) -> Iterator[None]:
         """All streams decode from the beginning of the block to its end."""
         num_streams = self.what.num_streams
-        starts = [self.prompt(self.what.stream_prompt_tokens) for _ in range(num_streams)]
+        starts = [
+            drawn_prompt(self.draw, self.what.stream_prompt_tokens) for _ in range(num_streams)
+        ]
         with ThreadPoolExecutor(num_streams) as threads:
             going = [threads.submit(self._go_on, start) for start in starts]
             try:
@@ -153,7 +152,7 @@ class _Load:
     def arrivals(self, began_s: float) -> list[Streamed]:
         """The prompts, each sent at its time whatever became of the one before."""
         what, name = self.what, self.model.name
-        drawn = [self.prompt(what.prompt_tokens) for _ in range(what.num_prompts)]
+        drawn = [drawn_prompt(self.draw, what.prompt_tokens) for _ in range(what.num_prompts)]
         with not_waited_for(what.num_prompts) as threads:
             sent: list[Future[Streamed]] = []
             for number, prompt in enumerate(drawn):

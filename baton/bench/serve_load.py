@@ -118,14 +118,16 @@ class PlannedRequest:
 def plan(load: Load, vocab_size: int, lines: Sequence[PromptLine] = ()) -> list[PlannedRequest]:
     """Same load, same plan. Lines of a file are taken in turn, in place of drawn prompts."""
     draw = random.Random(load.seed)
-    prefixes = [_tokens(draw, vocab_size, load.prefix_tokens) for _ in range(load.prefix_groups)]
+    prefixes = [
+        plain_tokens(draw, vocab_size, load.prefix_tokens) for _ in range(load.prefix_groups)
+    ]
     requests = []
     for number, at_s in enumerate(_times(load, random.Random(load.seed + 1))):
         if load.duration_s is None and number == load.num_requests:
             break
         if load.duration_s is not None and at_s >= load.duration_s:
             break
-        own = _tokens(draw, vocab_size, load.prompt.draw(draw))
+        own = plain_tokens(draw, vocab_size, load.prompt.draw(draw))
         prompt = draw.choice(prefixes) + own
         drawn = PlannedRequest(number, at_s, prompt, load.output.draw(draw), draw.getrandbits(32))
         requests.append(_as_told(drawn, lines) if lines else drawn)
@@ -165,7 +167,7 @@ def _times(load: Load, draw: random.Random) -> Iterator[float]:
                 now = (number + 1) // load.burst_size * load.burst_size / load.rate
 
 
-def _tokens(draw: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
+def plain_tokens(draw: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
     return tuple(draw.choices(range(min(FIRST_PLAIN_TOKEN, vocab_size - 1), vocab_size), k=count))
 
 

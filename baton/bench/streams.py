@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
+from baton.bench.serve_load import plain_tokens
 from engine.errors import EngineError
 
 Stop = Callable[[], bool]
 Body: TypeAlias = Mapping[str, object]
 END = "[DONE]"
+VOCAB_SIZE = 2000  # no model has fewer tokens
 
 
 class EngineFailed(EngineError):
@@ -111,6 +114,11 @@ class Door:
         if not found or not found.get("do_remote_prefill"):
             raise EngineFailed(f"{self.prefill_url} told nothing of where the prompt's KV is")
         return {"kv_transfer_params": found}
+
+
+def drawn_prompt(draw: random.Random, num_tokens: int) -> Sequence[int]:
+    """Of tokens that every model has."""
+    return plain_tokens(draw, VOCAB_SIZE, num_tokens)
 
 
 @contextmanager
