@@ -15,7 +15,7 @@ from typing import Any
 from baton.bench.interference import Figures, Row
 from baton.bench.interference_plot import draw_gaps
 from baton.bench.peer import Comparison
-from baton.bench.plotting import need_matplotlib
+from baton.bench.plotting import drawn
 from engine.errors import InvalidConfig
 
 COLOURS = {"baton": "tab:blue", "vllm": "tab:orange", "llamacpp": "tab:grey"}
@@ -63,10 +63,8 @@ def _told(path: Path) -> Any:
 
 def draw(peers: Sequence[PeerFile], rows: Sequence[Row], path: Path) -> None:
     """Decode on the left of a row of bars, prefill on the right. Raises InvalidConfig."""
-    plt = need_matplotlib()
     heights = [BARS_HEIGHT] * len(peers) + ([GAPS_HEIGHT + ROW_HEIGHT * len(rows)] if rows else [])
-    figure = plt.figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-    try:
+    with drawn(path, WIDTH, sum(heights)) as figure:
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         for part, peer in zip(parts, peers, strict=False):
             for axes, phase in zip(part.subplots(1, 2), SIZES, strict=True):
@@ -74,13 +72,6 @@ def draw(peers: Sequence[PeerFile], rows: Sequence[Row], path: Path) -> None:
             _legend(part)
         if rows:
             draw_gaps(parts[-1].subplots(), rows)
-        for axes in (axes for part in parts for axes in part.axes):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.25)
-            axes.set_axisbelow(True)
-        figure.savefig(path, dpi=120)
-    finally:
-        plt.close(figure)
 
 
 def _bars(axes: Any, peer: PeerFile, phase: str) -> None:

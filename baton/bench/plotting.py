@@ -21,20 +21,25 @@ def need_matplotlib() -> Any:
 
 
 @contextmanager
-def picture(
-    path: Path, width: float, height: float, *, rows: int = 1, columns: int = 1
-) -> Iterator[Any]:
-    """Its axes, in rows; written when the block ends."""
+def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure, written when the block ends. All of its axes are dressed alike."""
     plt = need_matplotlib()
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(width, height), layout="constrained", squeeze=False
-    )
+    figure = plt.figure(figsize=(width, height), layout="constrained")
     try:
-        yield axes
-        for one in axes.flat:
-            one.spines[["top", "right"]].set_visible(False)
-            one.grid(alpha=0.25)
-            one.set_axisbelow(True)
+        yield figure
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25)
+            axes.set_axisbelow(True)
         figure.savefig(path, dpi=120)
     finally:
         plt.close(figure)
+
+
+@contextmanager
+def picture(
+    path: Path, width: float, height: float, *, rows: int = 1, columns: int = 1
+) -> Iterator[Any]:
+    """Such a figure's axes, in rows."""
+    with drawn(path, width, height) as figure:
+        yield figure.subplots(rows, columns, squeeze=False)
