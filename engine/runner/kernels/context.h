@@ -43,7 +43,9 @@ class ContextPanel {
         return reinterpret_cast<const Words*>(values_.data() + part * kPartLines);
     }
 
-    // The same slots of the next head are fetched, as far as the second cache: the first is full.
+    // While a head's slots are copied, the same slots of the next head are fetched: they lie next_
+    // numbers further on in their blocks. Only into the second cache, as the panel fills the first;
+    // behind the last head something else is fetched, in vain.
     void take(const Context& context, std::int64_t head, std::int64_t panel) {
         const Bf16* slots[kPanelRows];
         next_ = context.cache.block_size * size_;
@@ -111,7 +113,7 @@ class ContextPanel {
         return lines[within / kLanes].words + within % kLanes;
     }
 
-    std::int64_t size_, count_ = 0, next_ = 0;  // how many slots; to the same one of the next head
+    std::int64_t size_, count_ = 0, next_ = 0;  // slots; numbers to the next head's
     std::vector<Line> keys_, values_;
     std::vector<Bf16> none_;
 };
