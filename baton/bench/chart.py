@@ -21,7 +21,8 @@ from engine.errors import InvalidConfig
 COLOURS = {"baton": "tab:blue", "vllm": "tab:orange", "llamacpp": "tab:grey"}
 NAMES = {"baton": "Baton", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 SIZES = {"decode": "requests in the batch", "prefill": "tokens of the prompt"}
-BAR_WIDTH = 0.8  # of all bars of one size
+BAR_WIDTH = 0.8 / len(NAMES)  # so that those of one size leave room beside them
+FEWEST_SIZES = 4  # that a panel has room for
 WIDTH, BARS_HEIGHT, GAPS_HEIGHT, ROW_HEIGHT = 10.0, 3.2, 1.1, 0.36
 
 
@@ -63,30 +64,35 @@ def _told(path: Path) -> Any:
 
 def draw(peers: Sequence[PeerFile], rows: Sequence[Row], path: Path) -> None:
     """Decode on the left of a row of bars, prefill on the right. Raises InvalidConfig."""
+    found = [len(sizes_of(peer.compared, phase)) for peer in peers for phase in SIZES]
+    room = max([FEWEST_SIZES, *found])
     heights = [BARS_HEIGHT] * len(peers) + ([GAPS_HEIGHT + ROW_HEIGHT * len(rows)] if rows else [])
     with drawn(path, WIDTH, sum(heights)) as figure:
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         for part, peer in zip(parts, peers, strict=False):
             for axes, phase in zip(part.subplots(1, 2), SIZES, strict=True):
-                _bars(axes, peer, phase)
+                _bars(axes, peer, phase, room)
             _legend(part)
         if rows:
             draw_gaps(parts[-1].subplots(), rows)
 
 
-def _bars(axes: Any, peer: PeerFile, phase: str) -> None:
+def _bars(axes: Any, peer: PeerFile, phase: str, room: int) -> None:
+    """`room`: for so many sizes, the same in each panel, so all bars have one width."""
     rates = rates_of(peer.compared, phase)
-    sizes = list(dict.fromkeys(size for found in rates.values() for size in found))
-    width = BAR_WIDTH / max(1, len(rates))
+    sizes = sizes_of(peer.compared, phase)
     for place, (engine, found) in enumerate(rates.items()):
-        at = [sizes.index(size) + (place - (len(rates) - 1) / 2) * width for size in found]
-        bars = axes.bar(at, list(found.values()), width, color=COLOURS[engine], label=NAMES[engine])
+        at = [sizes.index(size) + (place - (len(rates) - 1) / 2) * BAR_WIDTH for size in found]
+        look = {"color": COLOURS[engine], "label": NAMES[engine]}
+        bars = axes.bar(at, list(found.values()), BAR_WIDTH, **look)
         axes.bar_label(bars, fmt="{:.0f}", fontsize=7)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     weights = "" if peer.quantize == "none" else f", {peer.quantize}"
     threads = f"{peer.threads} thread{'' if peer.threads == 1 else 's'}"
     axes.set(title=f"{phase}, tokens/s, {threads}{weights}", xlabel=SIZES[phase])
     axes.margins(y=0.12)
+    middle = (len(sizes) - 1) / 2
+    axes.set_xlim(middle - room / 2, middle + room / 2)
 
 
 def _legend(part: Any) -> None:
@@ -98,6 +104,10 @@ def _legend(part: Any) -> None:
     part.legend(
         named.values(), named, loc="outside upper left", ncols=len(named) or 1, frameon=False
     )
+
+
+def sizes_of(compared: Sequence[Comparison], phase: str) -> Sequence[int]:
+    return list(dict.fromkeys(one.size for one in compared if one.phase == phase))
 
 
 def rates_of(compared: Sequence[Comparison], phase: str) -> Mapping[str, Mapping[int, float]]:
