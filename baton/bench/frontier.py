@@ -98,20 +98,23 @@ class Goodput:
     requests_per_s: float
 
 
-OnRun = Callable[[RateRun], None]
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was asked, and the runs at all rates or those before it broke off."""
+
+    what: Sweep
+    runs: Sequence[RateRun]
+    is_whole: bool
 
 
-def run(what: Sweep, engines: Mapping[str, Start], on_run: OnRun) -> list[RateRun]:
-    """`on_run` hears of each rate as it is done. Raises EngineFailed."""
-    runs = []
+def run(what: Sweep, engines: Mapping[str, Start], on_run: Callable[[RateRun], None]) -> None:
+    """`on_run` gets each rate's as it is done. Raises EngineFailed."""
     for name, start in engines.items():
         with start() as door:
             for one in _swept(what, name, door):
-                runs.append(one)
                 on_run(one)
                 if _is_overloaded(what, one):
                     break  # nothing is kept at a higher rate
-    return runs
 
 
 def _swept(what: Sweep, name: str, door: Door) -> Iterator[RateRun]:
@@ -184,14 +187,14 @@ def _highest(what: Sweep, runs: Sequence[RateRun], first_token_s: float, itl_ms:
     return max(kept, default=0.0)
 
 
-def read_sweep(path: Path) -> tuple[Sweep, list[RateRun]]:
-    """What an earlier sweep asked and measured. Raises InvalidConfig."""
+def read_sweep(path: Path) -> Measured:
+    """Raises InvalidConfig."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         runs = [
             RateRun(**{**one, "answers": [Seen(**answer) for answer in one["answers"]]})
             for one in told["runs"]
         ]
-        return Sweep(**told["what"]), runs
+        return Measured(Sweep(**told["what"]), runs, told.get("is_whole", True))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidConfig(f"{path} was not written by `baton bench frontier --json`") from error

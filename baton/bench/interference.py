@@ -10,6 +10,7 @@ import random
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -66,19 +67,21 @@ class Row:
     first_token_ratio: float
 
 
-OnRound = Callable[[str, int, Figures], None]
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One engine in one round."""
+
+    engine: str
+    round: int  # 0 for the first
+    figures: Figures
 
 
-def run(what: Interference, engines: Mapping[str, Start], on_round: OnRound) -> list[Row]:
-    """Each engine once a round, alone on the machine; the first is what others are held to."""
-    rounds: dict[str, list[Figures]] = {name: [] for name in engines}
+def run(what: Interference, engines: Mapping[str, Start], on_turn: Callable[[Turn], None]) -> None:
+    """Each engine once a round, alone on the machine; `on_turn` gets each turn as it is done."""
     for number in range(what.num_rounds):
         for name, start in engines.items():
             with start() as door:
-                rounds[name].append(measured(what, door))
-            on_round(name, number, rounds[name][-1])
-    first = next(iter(rounds.values()))
-    return [_row(name, found, first) for name, found in rounds.items()]
+                on_turn(Turn(name, number, measured(what, door)))
 
 
 def measured(what: Interference, door: Door) -> Figures:
@@ -185,6 +188,22 @@ def figures(
         first_token_most_s=max(first_s),
         tokens_per_s=num_tokens / (ended_s - began_s),
     )
+
+
+def num_whole_rounds(turns: Sequence[Turn]) -> int:
+    """Those of every engine that had a turn at all."""
+    return min(Counter(turn.engine for turn in turns).values(), default=0)
+
+
+def rows_of(turns: Sequence[Turn]) -> list[Row]:
+    """Of the whole rounds; the first engine is what others are held to."""
+    num_rounds = num_whole_rounds(turns)
+    found: dict[str, list[Figures]] = {}
+    for turn in turns:
+        if turn.round < num_rounds:
+            found.setdefault(turn.engine, []).append(turn.figures)
+    first = next(iter(found.values()), [])
+    return [_row(name, figures, first) for name, figures in found.items()]
 
 
 def _row(name: str, found: Sequence[Figures], first: Sequence[Figures]) -> Row:

@@ -85,15 +85,19 @@ def that_stay(engines: dict[str, Start], lifetime: ExitStack) -> dict[str, Start
 
 
 def announced(engines: dict[str, Start], tell: Callable[[str], None]) -> dict[str, Start]:
-    """Somebody who waits hears which engine starts, and which is measured."""
+    """Who waits hears which engine starts and which is measured; an error, in whose turn it was."""
 
     def telling(name: str, start: Start) -> Start:
         @contextmanager
         def turn() -> Iterator[Door]:
             tell(f"{name}: starting")
-            with start() as door:
-                tell(f"{name}: measuring")
-                yield door
+            try:
+                with start() as door:
+                    tell(f"{name}: measuring")
+                    yield door
+            except BaseException as error:
+                error.add_note(f"in the turn of {name}")
+                raise
 
         return turn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +18,13 @@ from baton.cli.bench_engines import (
     announced,
     chosen_engines,
 )
+from baton.cli.broken_off import told_even_if_broken_off
 from baton.cli.options import JsonFile, can_be_written
 from baton.cli.show import console, show_table
 from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from baton.bench.frontier import Goodput, RateRun, Sweep
+    from baton.bench.frontier import Goodput, Measured, RateRun, Sweep
     from baton.bench.staying import Start
 
 
@@ -64,8 +66,6 @@ def frontier(
     even the widest limits. One such sweep answers for all limits; --json keeps every request.
     """
     from baton.bench.frontier import Sweep, read_sweep
-    from baton.bench.frontier import frontier as frontier_of
-    from baton.bench.frontier_plot import draw
     from baton.bench.plotting import need_matplotlib
 
     limits: dict[str, Any] = {
@@ -78,34 +78,53 @@ def frontier(
         need_matplotlib()
     if measured is None:
         what = replace(Sweep(_decimals(rates), seconds, prompt, answer, seed=seed), **limits)
-        runs = _measured(what, chosen_engines(model, vllm_venv, vllm_chunks, vllm_apart))
+        engines = chosen_engines(model, vllm_venv, vllm_chunks, vllm_apart)
+        measure(what, engines, plot, json_file)
     else:
-        then, runs = read_sweep(measured)
-        what = replace(then, **limits)
-    found = frontier_of(what, runs)
-    _show(found, what.itl)
-    if plot is not None:
-        draw(what, found, plot)
-    if json_file is not None:
-        told = {
-            "what": asdict(what),
-            "goodput": [asdict(one) for one in found],
-            "runs": [asdict(one) for one in runs],
-        }
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        then = read_sweep(measured)
+        if not then.is_whole:
+            print(f"baton: warning: {measured} is of a sweep that broke off", file=sys.stderr)
+        _tell(replace(then, what=replace(then.what, **limits)), plot, json_file)
 
 
-def _measured(what: Sweep, engines: dict[str, Start]) -> list[RateRun]:
-    from baton.bench.frontier import run
+def measure(
+    what: Sweep, engines: dict[str, Start], plot: Path | None, json_file: Path | None
+) -> None:
+    """And tell of what was measured, even if it breaks off."""
+    from baton.bench.frontier import Measured, run
 
+    runs: list[RateRun] = []
     screen = console(stderr=True)
-    with screen.status("starting") as status:
+
+    def tell(is_whole: bool) -> None:
+        _tell(Measured(what, runs, is_whole), plot, json_file)
+
+    with told_even_if_broken_off(runs, tell), screen.status("starting") as status:
 
         def on_run(one: RateRun) -> None:
+            runs.append(one)
             told = f"{len(one.answers)} answers, {len(one.errors)} failed"
             screen.print(f"{one.engine}, {one.rate:g} requests/s: {told}")
 
-        return run(what, announced(engines, status.update), on_run)
+        run(what, announced(engines, status.update), on_run)
+
+
+def _tell(measured: Measured, plot: Path | None, json_file: Path | None) -> None:
+    from baton.bench.frontier import frontier as frontier_of
+    from baton.bench.frontier_plot import draw
+
+    found = frontier_of(measured.what, measured.runs)
+    if json_file is not None:
+        told = {
+            "what": asdict(measured.what),
+            "is_whole": measured.is_whole,
+            "goodput": [asdict(one) for one in found],
+            "runs": [asdict(one) for one in measured.runs],
+        }
+        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    _show(found, measured.what.itl)
+    if plot is not None:
+        draw(measured.what, found, plot)
 
 
 def _show(found: list[Goodput], kind: str) -> None:

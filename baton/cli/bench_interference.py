@@ -20,11 +20,15 @@ from baton.cli.bench_engines import (
     chosen_engines,
     that_stay,
 )
+from baton.cli.broken_off import told_even_if_broken_off
 from baton.cli.options import JsonFile, can_be_written
 from baton.cli.show import console, show_table
 
 if TYPE_CHECKING:
-    from baton.bench.interference import Row
+    from collections.abc import Sequence
+
+    from baton.bench.interference import Interference, Row, Turn
+    from baton.bench.staying import Start
 
 
 def interference(
@@ -55,8 +59,7 @@ def interference(
     Each engine in turns on the same cores, under the same clients over HTTP. Ratios say how many
     times the figure of Baton's prefill and decode nodes the other engine has.
     """
-    from baton.bench.interference import Figures, Interference, run
-    from baton.bench.interference_plot import draw
+    from baton.bench.interference import Interference
     from baton.bench.plotting import need_matplotlib
 
     what = Interference(
@@ -69,21 +72,55 @@ def interference(
     engines = chosen_engines(model, vllm_venv, vllm_chunks, vllm_apart)
     if plot is not None:
         need_matplotlib()
+    with ExitStack() as lifetime:
+        measure(what, that_stay(engines, lifetime) if keep else engines, plot, json_file)
+
+
+def measure(
+    what: Interference, engines: dict[str, Start], plot: Path | None, json_file: Path | None
+) -> None:
+    """And tell of what was measured, even if it breaks off."""
+    from baton.bench.interference import run
+
+    turns: list[Turn] = []
     screen = console(stderr=True)
-    with screen.status("starting") as status, ExitStack() as lifetime:
 
-        def on_round(name: str, number: int, found: Figures) -> None:
-            screen.print(f"round {number + 1}, {name}: ITL p99 {found.itl_p99_ms:.0f} ms")
+    def tell(is_whole: bool) -> None:
+        _tell(what, turns, is_whole, plot, json_file)
 
-        started = that_stay(engines, lifetime) if keep else engines
-        rows = run(what, announced(started, status.update), on_round)
-    title = f"{streams} streams, {prompt} tokens every {every:g} s, medians of {rounds} rounds"
-    show_table(title, [_flat(row) for row in rows])
+    with told_even_if_broken_off(turns, tell), screen.status("starting") as status:
+
+        def on_turn(turn: Turn) -> None:
+            turns.append(turn)
+            told = f"ITL p99 {turn.figures.itl_p99_ms:.0f} ms"
+            screen.print(f"round {turn.round + 1}, {turn.engine}: {told}")
+
+        run(what, announced(engines, status.update), on_turn)
+
+
+def _tell(
+    what: Interference,
+    turns: Sequence[Turn],
+    is_whole: bool,
+    plot: Path | None,
+    json_file: Path | None,
+) -> None:
+    from baton.bench.interference import num_whole_rounds, rows_of
+    from baton.bench.interference_plot import draw
+
+    rows, rounds = rows_of(turns), num_whole_rounds(turns)
+    if json_file is not None:
+        told = {
+            "what": asdict(what),
+            "is_whole": is_whole,
+            "rounds": rounds,
+            "engines": [asdict(row) for row in rows],
+        }
+        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    load = f"{what.num_streams} streams, {what.prompt_tokens} tokens every {what.every_s:g} s"
+    show_table(f"{load}, medians of {rounds} rounds", [_flat(row) for row in rows])
     if plot is not None:
         draw(what, rows, plot)
-    if json_file is not None:
-        told = {"what": asdict(what), "engines": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def _flat(row: Row) -> dict[str, object]:

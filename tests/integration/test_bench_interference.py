@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.engines import baton_apart, baton_colocated, vllm_colocated
-from baton.bench.interference import Interference, run
+from baton.bench.interference import Interference, Turn, rows_of, run
 from baton.bench.streams import EngineFailed
 from engine.errors import InvalidConfig
 
@@ -17,15 +17,16 @@ SMALL = Interference(num_streams=2, num_prompts=2, prompt_tokens=200, every_s=0.
 
 
 def test_both_ways_to_serve_are_measured_under_the_same_load() -> None:
-    heard: list[str] = []
+    heard: list[Turn] = []
 
-    rows = run(
+    run(
         SMALL,
         {"apart": partial(baton_apart, MODEL), "colocated": partial(baton_colocated, MODEL)},
-        lambda name, *_: heard.append(name),
+        heard.append,
     )
+    rows = rows_of(heard)
 
-    assert heard == [row.engine for row in rows] == ["apart", "colocated"]
+    assert [turn.engine for turn in heard] == [row.engine for row in rows] == ["apart", "colocated"]
     for row in rows:
         found = row.figures
         assert 0 < found.itl_p50_ms <= found.itl_p99_ms <= found.itl_most_ms

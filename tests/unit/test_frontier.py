@@ -15,8 +15,10 @@ import pytest
 
 from baton.bench.frontier import Goodput, RateRun, Seen, Sweep, frontier, read_sweep, run, seen
 from baton.bench.frontier_plot import draw
+from baton.bench.serve_load import plan
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, Streamed
+from baton.bench.streams import VOCAB_SIZE, Door, EngineFailed, Model, Streamed
+from baton.cli.bench_frontier import measure
 from engine.errors import InvalidConfig
 
 
@@ -100,11 +102,10 @@ SMALL = Sweep(
 
 def test_every_engine_gets_the_same_requests() -> None:
     doors = {"a": MadeUp(), "b": MadeUp()}
-    heard: list[RateRun] = []
+    runs: list[RateRun] = []
 
-    runs = run(SMALL, {name: started(door) for name, door in doors.items()}, heard.append)
+    run(SMALL, {name: started(door) for name, door in doors.items()}, runs.append)
 
-    assert runs == heard
     assert [(one.engine, one.rate) for one in runs] == [
         ("a", 100),
         ("a", 200),
@@ -116,9 +117,9 @@ def test_every_engine_gets_the_same_requests() -> None:
 
 
 def test_a_sweep_ends_where_the_widest_limits_are_not_kept() -> None:
-    door = MadeUp(gap_s=5.0)
+    runs: list[RateRun] = []
 
-    runs = run(SMALL, {"slow": started(door)}, lambda _: None)
+    run(SMALL, {"slow": started(MadeUp(gap_s=5.0))}, runs.append)
 
     assert [one.rate for one in runs] == [100]
 
@@ -128,6 +129,55 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
 
     with pytest.raises(EngineFailed, match="dead answered no request: not today"):
         run(SMALL, {"dead": started(door)}, lambda _: None)
+
+
+class Stopped(MadeUp):
+    """Ctrl-C comes when its first rate is done."""
+
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+        streamed = super().stream(model, prompt, max_tokens)
+        if len(self.asked) > 1 + NUM_AT_FIRST_RATE:  # one warmed it up
+            raise KeyboardInterrupt
+        return streamed
+
+
+NUM_AT_FIRST_RATE = len(plan(SMALL.load(min(SMALL.rates)), VOCAB_SIZE))
+
+
+@pytest.mark.parametrize(
+    ("door", "error", "at"),
+    [
+        (MadeUp(refuses=True), EngineFailed, [("own", 100), ("own", 200)]),
+        (Stopped(), KeyboardInterrupt, [("own", 100), ("own", 200), ("other", 100)]),
+    ],
+)
+def test_whole_rates_are_kept_when_a_later_one_breaks_off(
+    door: MadeUp,
+    error: type[BaseException],
+    at: list[tuple[str, float]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "sweep.json"
+    engines = {"own": started(MadeUp()), "other": started(door)}
+
+    with pytest.raises(error):
+        measure(SMALL, engines, tmp_path / "sweep.svg", path)
+
+    found = read_sweep(path)
+    assert [(one.engine, one.rate) for one in found.runs] == at
+    assert not found.is_whole
+    assert (tmp_path / "sweep.svg").exists()
+    out, err = capsys.readouterr()
+    assert "requests/s with the first token within" in out
+    assert "broken off in the turn of other" in err
+    assert "the rest is missing" in err
+
+
+def test_a_sweep_to_the_end_is_whole(tmp_path: Path) -> None:
+    measure(SMALL, {"own": started(MadeUp())}, None, tmp_path / "sweep.json")
+
+    assert read_sweep(tmp_path / "sweep.json").is_whole
 
 
 class Hung(MadeUp):
@@ -192,10 +242,12 @@ def test_a_sweep_can_be_looked_at_again(tmp_path: Path) -> None:
     told = {"what": asdict(SMALL), "runs": [asdict(one) for one in runs]}
     path.write_text(json.dumps(told), encoding="utf-8")
 
-    what, found = read_sweep(path)
+    found = read_sweep(path)
 
-    assert found == runs
-    assert (what.prompt_tokens, what.seconds) == (SMALL.prompt_tokens, SMALL.seconds)
+    assert found.runs == runs
+    assert found.is_whole
+    assert found.what.prompt_tokens == SMALL.prompt_tokens
+    assert found.what.seconds == SMALL.seconds
 
 
 def test_a_file_that_is_no_sweep_is_named(tmp_path: Path) -> None:

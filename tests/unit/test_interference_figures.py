@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from baton.bench.interference import Figures, Interference, Row, figures, run
+from baton.bench.chart import read_interference
+from baton.bench.interference import Figures, Interference, Row, Turn, figures, rows_of, run
 from baton.bench.interference_plot import draw
-from baton.bench.streams import EngineFailed, Streamed
+from baton.bench.staying import Start
+from baton.bench.streams import Door, EngineFailed, Model, Stop, Streamed
+from baton.cli.bench_interference import measure
 from engine.errors import InvalidConfig
 
 
@@ -65,12 +73,95 @@ def test_ratios_are_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.bench.interference.measured", made_up)
     engines = {name: (lambda name=name: Named(name)) for name in itl_by_engine}
 
-    own, other = run(Interference(), engines, lambda *_: None)  # type: ignore[arg-type]
+    turns: list[Turn] = []
+    run(Interference(), engines, turns.append)  # type: ignore[arg-type]
+    own, other = rows_of(turns)
 
     assert started == ["own", "other"] * 3
     assert own.itl_p50_ratio == 1.0
     assert other.itl_p50_ratio == 2.0
     assert (own.figures.itl_p50_ms, other.figures.itl_p50_ms) == (20.0, 40.0)
+
+
+class Steady:
+    """A door whose answers come as fast as they can."""
+
+    url = "made up"
+
+    def model(self) -> Model:
+        return Model("made up", 4096)
+
+    def stream(
+        self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop = lambda: False
+    ) -> Streamed:
+        streamed = Streamed(time.monotonic())
+        for _ in range(max_tokens):
+            streamed.arrivals.append((time.monotonic(), 1))
+            if stop():
+                break
+        return streamed
+
+
+def starts(num_times: int, error: BaseException) -> Start:
+    """So many times."""
+    left = [Steady() for _ in range(num_times)]
+
+    @contextmanager
+    def start() -> Iterator[Door]:
+        if not left:
+            raise error
+        yield cast("Door", left.pop())
+
+    return start
+
+
+SMALL = Interference(num_streams=1, num_prompts=2, every_s=0.05, num_rounds=3)
+
+
+@pytest.mark.parametrize("error", [EngineFailed("gone"), KeyboardInterrupt(), ValueError("a bug")])
+def test_whole_rounds_are_kept_when_a_later_one_breaks_off(
+    error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = {"own": starts(3, error), "other": starts(1, error)}
+
+    with pytest.raises(type(error)):
+        measure(SMALL, engines, tmp_path / "one.svg", tmp_path / "one.json")
+
+    told = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
+    assert (told["rounds"], told["is_whole"]) == (1, False)
+    assert [row.engine for row in read_interference(tmp_path / "one.json")] == ["own", "other"]
+    assert (tmp_path / "one.svg").exists()
+    out, err = capsys.readouterr()
+    assert "medians of 1 rounds" in out
+    assert "broken off in the turn of other" in err
+    assert "the rest is missing" in err
+
+
+def test_of_a_first_round_that_breaks_off_the_engines_before_are_kept(tmp_path: Path) -> None:
+    gone = EngineFailed("gone")
+    engines = {"own": starts(3, gone), "second": starts(3, gone), "third": starts(0, gone)}
+
+    with pytest.raises(EngineFailed):
+        measure(SMALL, engines, None, tmp_path / "one.json")
+
+    rows = read_interference(tmp_path / "one.json")
+    assert [row.engine for row in rows] == ["own", "second"]
+
+
+def test_nothing_is_written_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineFailed):
+        measure(SMALL, {"own": starts(0, EngineFailed("gone"))}, None, tmp_path / "one.json")
+
+    assert not (tmp_path / "one.json").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_to_the_end_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measure(SMALL, {"own": starts(3, EngineFailed("gone"))}, None, tmp_path / "one.json")
+
+    told = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
+    assert (told["rounds"], told["is_whole"]) == (3, True)
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_the_picture_names_each_engine(tmp_path: Path) -> None:
