@@ -79,8 +79,10 @@ class _Peer:
     def _ask(self, phase: str, size: int) -> float:
         os.killpg(self._process.pid, signal.SIGCONT)
         if self._process.stdin is not None:
-            self._process.stdin.write(json.dumps({"phase": phase, "size": size}) + "\n")
-            self._process.stdin.flush()
+            question = json.dumps({"phase": phase, "size": size}) + "\n"
+            # One that has ended is told of below. A buffer would keep the question, and fail later.
+            with suppress(BrokenPipeError):
+                os.write(self._process.stdin.fileno(), question.encode())
         rate = float(self._answer())
         os.killpg(self._process.pid, signal.SIGSTOP)
         return rate
@@ -93,18 +95,15 @@ class _Peer:
         raise PeerFailed(f"{self._process.args!r} ended with code {self._process.wait()}")
 
 
-def run(bench: PeerBench, on_comparison: Callable[[Comparison], None]) -> list[Comparison]:
-    """`on_comparison` hears of each as it is there: the whole takes minutes."""
+def run(bench: PeerBench, on_comparison: Callable[[Comparison], None]) -> None:
+    """`on_comparison` gets each as it is there: the whole takes minutes. Raises PeerFailed."""
     with ExitStack() as stack:
         peers = dict(_peers(bench, stack))
         own = stack.enter_context(engine_meter(bench.engine))
-        compared = []
         for phase, size in _settings(bench.engine):
             able = {name: one for name, one in peers.items() if _can(name, phase, size)}
             for one in _compared(phase, size, bench.engine.num_runs, own, able):
-                compared.append(one)
                 on_comparison(one)
-    return compared
 
 
 def _settings(bench: EngineBench) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.broken_off import told_even_if_broken_off
 from baton.cli.options import JsonFile, Quantize, Threads
 from baton.cli.show import show_table
 from engine.errors import InvalidConfig
@@ -52,17 +53,23 @@ def peer(
         num_decode_steps=steps,
         num_runs=runs,
     )
+    compared: list[dict[str, object]] = []
+
+    def tell(is_whole: bool) -> None:
+        if json_file is not None:
+            asked = {"model": model, "threads": threads, "quantize": quantize}
+            told = {**asked, "is_whole": is_whole, "compared": compared}
+            json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        show_table(f"{model}, {threads} threads, medians of {runs} pairs", compared)
+
     with (
+        told_even_if_broken_off(compared, tell),
         tempfile.TemporaryDirectory(prefix="baton-peer-") as scratch,
         Console(stderr=True).status("loading") as status,
     ):
 
         def on_comparison(one: Comparison) -> None:
+            compared.append(asdict(one))
             status.update(f"{one.peer}: {one.phase} {one.size}: {one.ratio:.2f} times")
 
-        what = PeerBench(engine, vllm_venv, llamacpp_venv, Path(scratch))
-        compared = [asdict(one) for one in run(what, on_comparison)]
-    show_table(f"{model}, {threads} threads, medians of {runs} pairs", compared)
-    if json_file is not None:
-        told = {"model": model, "threads": threads, "quantize": quantize, "compared": compared}
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        run(PeerBench(engine, vllm_venv, llamacpp_venv, Path(scratch)), on_comparison)

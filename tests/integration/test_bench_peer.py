@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 from dataclasses import replace
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.chart import read_peer
 from baton.bench.engine import EngineBench
 from baton.bench.peer import Comparison, PeerBench, PeerFailed, run
+from baton.cli.bench_peer import peer
 from engine.errors import InvalidConfig
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -19,6 +22,7 @@ echo an engine says something of its own
 echo BATON ready
 while read line; do echo BATON 10.0; done
 """
+NUM_RUNS = 3
 DIES = "#!/bin/sh\nexit 3\n"
 
 
@@ -31,18 +35,17 @@ def environment(at: Path, python: str) -> Path:
 
 def bench(vllm: Path | None, llamacpp: Path | None) -> PeerBench:
     engine = EngineBench(
-        str(MODEL), prompt_lens=(20,), batch_sizes=(1, 2), num_decode_steps=2, num_runs=3
+        str(MODEL), prompt_lens=(20,), batch_sizes=(1, 2), num_decode_steps=2, num_runs=NUM_RUNS
     )
     return PeerBench(engine, vllm, llamacpp, Path("unused"))
 
 
 def test_each_setting_is_compared_with_each_peer_that_can_do_it(tmp_path: Path) -> None:
     venv = environment(tmp_path, ANSWERS)
-    heard: list[Comparison] = []
+    compared: list[Comparison] = []
 
-    compared = run(bench(venv, venv), heard.append)
+    run(bench(venv, venv), compared.append)
 
-    assert compared == heard
     assert [(one.peer, one.phase, one.size) for one in compared] == [
         ("vllm", "decode", 1),
         ("llamacpp", "decode", 1),
@@ -98,6 +101,26 @@ def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(PeerFailed, match=r"vllm_end\.py.* ended with code 3"):
         run(bench(venv, None), lambda _: None)
+
+
+@pytest.mark.parametrize("last", ["read line", ":"])
+def test_settings_before_a_peer_ended_are_kept(
+    last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends at a question, or while it is not asked."""
+    answer = "read line; echo BATON 10.0\n"
+    script = f"#!/bin/sh\necho BATON ready\n{answer * (1 + NUM_RUNS)}{last}\nexit 3\n"
+    venv, path = environment(tmp_path, script), tmp_path / "peer.json"
+
+    with pytest.raises(PeerFailed, match="ended with code 3"):
+        peer(str(MODEL), venv, prompts="20", batches="1,2", steps=2, runs=NUM_RUNS, json_file=path)
+
+    told = json.loads(path.read_text(encoding="utf-8"))
+    assert not told["is_whole"]
+    assert [(one.phase, one.size) for one in read_peer(path).compared] == [("decode", 1)]
+    out, err = capsys.readouterr()
+    assert "decode" in out
+    assert "broken off" in err
 
 
 def test_a_folder_that_is_no_environment_is_named(tmp_path: Path) -> None:
