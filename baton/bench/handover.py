@@ -59,21 +59,16 @@ class Added:
     most_share: float
 
 
-def run(
-    what: Handover, together: Start, apart: Start, on_pair: Callable[[int, Pair], None]
-) -> list[Pair]:
-    """Both are up all the time. Raises EngineFailed."""
+def run(what: Handover, together: Start, apart: Start, on_pair: Callable[[Pair], None]) -> None:
+    """Both are up all the time; `on_pair` gets each as it is done. Raises EngineFailed."""
     draw = random.Random(what.seed)
     with together() as one_node, apart() as two_nodes:
         doors = [(door, door.model()) for door in (one_node, two_nodes)]
         for door, model in doors * NUM_WARM_UP:
             _timed(door, model, drawn_prompt(draw, what.prompt_tokens))
-        pairs = []
         for number in range(what.num_pairs):
             prompt = drawn_prompt(draw, what.prompt_tokens)
-            pairs.append(_pair(doors, prompt, is_turned=number % 2 == 1))
-            on_pair(number, pairs[-1])
-    return pairs
+            on_pair(_pair(doors, prompt, is_turned=number % 2 == 1))
 
 
 def _pair(doors: Sequence[tuple[Door, Model]], prompt: Sequence[int], *, is_turned: bool) -> Pair:

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.broken_off import told_even_if_broken_off
 from baton.cli.options import JsonFile
 from baton.cli.show import console, show_table
 
 if TYPE_CHECKING:
-    from baton.bench.handover import Pair
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from baton.bench.handover import Handover, Pair
+    from baton.bench.staying import Start
 
 
 def handover(
@@ -29,25 +34,52 @@ def handover(
     of this process's, so one of two. Shares are apart over together, pair by pair, less one.
     """
     from baton.bench.engines import baton_apart, baton_colocated, halves
-    from baton.bench.handover import Handover, added, run
+    from baton.bench.handover import Handover
 
-    what = Handover(prompt, pairs, seed)
     cpus, _ = halves()
-    with console(stderr=True).status("starting") as status:
+    one_node = partial(baton_colocated, model, cpus)
+    two_nodes = partial(baton_apart, model)
+    measure(Handover(prompt, pairs, seed), one_node, two_nodes, len(cpus), json_file)
 
-        def on_pair(number: int, pair: Pair) -> None:
-            together, apart = pair.together.first_token_ms, pair.apart.first_token_ms
-            status.update(f"pair {number + 1}: {together:.0f} ms together, {apart:.0f} ms apart")
 
-        one_node = partial(baton_colocated, model, cpus)
-        measured = run(what, one_node, partial(baton_apart, model), on_pair)
-    found = [asdict(one) for one in added(measured)]
-    show_table(f"{prompt} tokens, one prompt at a time, medians of {pairs} pairs", found)
+def measure(
+    what: Handover, together: Start, apart: Start, num_cpus: int, json_file: Path | None
+) -> None:
+    """And tell of what was measured, even if it breaks off."""
+    from baton.bench.handover import run
+
+    pairs: list[Pair] = []
+
+    def tell(is_whole: bool) -> None:
+        _tell(what, pairs, is_whole, num_cpus, json_file)
+
+    with (
+        told_even_if_broken_off(pairs, tell),
+        console(stderr=True).status("starting") as status,
+    ):
+
+        def on_pair(pair: Pair) -> None:
+            pairs.append(pair)
+            one, two = pair.together.first_token_ms, pair.apart.first_token_ms
+            status.update(f"pair {len(pairs)}: {one:.0f} ms together, {two:.0f} ms apart")
+
+        run(what, together, apart, on_pair)
+
+
+def _tell(
+    what: Handover, pairs: Sequence[Pair], is_whole: bool, num_cpus: int, json_file: Path | None
+) -> None:
+    from baton.bench.handover import added
+
+    found = [asdict(one) for one in added(pairs)]
     if json_file is not None:
         told = {
             "what": asdict(what),
-            "cpus": len(cpus),
+            "cpus": num_cpus,
+            "is_whole": is_whole,
             "added": found,
-            "pairs": [asdict(one) for one in measured],
+            "pairs": [asdict(one) for one in pairs],
         }
         json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    tokens = f"{what.prompt_tokens} tokens, one prompt at a time"
+    show_table(f"{tokens}, medians of {len(pairs)} pairs", found)

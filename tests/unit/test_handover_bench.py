@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from pathlib import Path
 from typing import cast
 
 import pytest
 
-from baton.bench.handover import Handover, Pair, Times, added, run
+from baton.bench.handover import NUM_WARM_UP, Handover, Pair, Times, added, run
 from baton.bench.staying import Start
 from baton.bench.streams import Door, EngineFailed, Model, Streamed
+from baton.cli.bench_handover import measure
 from engine.errors import InvalidConfig
 
 
@@ -44,7 +47,9 @@ def test_each_prompt_goes_to_both_and_who_is_first_changes() -> None:
     together = started(Answers("together", asked, 1.0, 1.1))
     apart = started(Answers("apart", asked, 1.25, 1.5))
 
-    pairs = run(Handover(prompt_tokens=7, num_pairs=2), together, apart, lambda *_: None)
+    pairs: list[Pair] = []
+
+    run(Handover(prompt_tokens=7, num_pairs=2), together, apart, pairs.append)
 
     measured = asked[-4:]
     assert [name for name, _ in measured] == ["together", "apart", "apart", "together"]
@@ -77,6 +82,35 @@ def test_an_answer_that_comes_at_once_has_no_second_token_to_time() -> None:
 
     with pytest.raises(EngineFailed, match="at once"):
         run(Handover(), whole, whole, lambda *_: None)
+
+
+class Ends(Answers):
+    """After so many answers."""
+
+    num_left = NUM_WARM_UP + 2
+
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+        if self.num_left == 0:
+            raise EngineFailed("gone")
+        self.num_left -= 1
+        return super().stream(model, prompt, max_tokens)
+
+
+def test_whole_pairs_are_kept_when_a_later_one_breaks_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    together = started(Answers("together", [], 1.0, 1.1))
+    apart = started(Ends("apart", [], 1.25, 1.5))
+    path = tmp_path / "handover.json"
+
+    with pytest.raises(EngineFailed, match="gone"):
+        measure(Handover(prompt_tokens=7, num_pairs=5), together, apart, 1, path)
+
+    told = json.loads(path.read_text(encoding="utf-8"))
+    assert (len(told["pairs"]), told["is_whole"]) == (2, False)
+    out, err = capsys.readouterr()
+    assert "medians of 2 pairs" in out
+    assert "broken off" in err
 
 
 def test_no_pairs_are_refused() -> None:
