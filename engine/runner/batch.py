@@ -1,9 +1,14 @@
-"""The persistent batch: what the runner knows of each request, kept in place between steps."""
+"""The persistent batch: what the runner knows of each request, kept in place between steps.
+
+Rows are gone through in Python: a pass over the weights leaves the caches cold, and then a call
+of numpy costs as much as dozens of rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,19 +33,37 @@ class RowFacts:
     wants_prompt_logprobs: bool
 
 
+class Run(NamedTuple):
+    """Tokens of one row that lie behind each other in the flat batch."""
+
+    row: RowFacts
+    num_tokens: int
+    end: int  # the length of the sequence up to the last of them
+
+    @property
+    def positions(self) -> range:
+        return range(self.end - self.num_tokens, self.end)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass over the batch: its input, and which of its rows end in a sample.
+    """One pass over the batch: its input, and which of its runs end in a sample.
 
     A row with a draft is there once for its newest token and once for each drafted one, in
     this order: each sees what a step of its own would have seen, computed in the same way.
     """
 
-    rows: tuple[RowFacts, ...]  # in the order of the flat batch
+    runs: tuple[Run, ...]  # in the order of the flat batch
     layout: PassLayout
     token_ids: Ints  # by token
-    seen_lens: Ints  # by token: the length of the sequence when it was or will be first computed
-    sampled: tuple[int, ...]  # places in rows
+    sampled: tuple[int, ...]  # places in runs
+
+    @property
+    def seen_lens(self) -> Ints:
+        """By token: the length of the sequence when it was or will be first computed."""
+        num_prompt = np.array([run.row.num_prompt_tokens for run in self.runs], dtype=np.int64)
+        by_token = num_prompt.repeat(self.layout.num_queries)
+        return np.maximum(by_token, self.layout.positions + 1)
 
 
 NO_DRAFTS: Mapping[RequestId, Sequence[int]] = {}
@@ -56,10 +79,9 @@ class PersistentBatch:
         # Pages of these that no request has reached take no memory.
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._blocks: Ints = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self._num_tokens: Ints = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_computed: Ints = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_blocks: Ints = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_prompt: Ints = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_tokens = [0] * max_num_seqs
+        self._num_computed = [0] * max_num_seqs
+        self._num_blocks = [0] * max_num_seqs
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._rows: dict[RequestId, RowFacts] = {}
 
@@ -79,33 +101,22 @@ class PersistentBatch:
         num_scheduled_tokens: Mapping[RequestId, int],
         drafts: Mapping[RequestId, Sequence[int]] = NO_DRAFTS,
     ) -> Step:
-        rows = [self._rows[request_id] for request_id in num_scheduled_tokens]
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
-        num_queries = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
-        context_lens = self._num_computed[slots] + num_queries
-        if drafts:
-            times, ahead = self._put_behind(rows, drafts)
-            rows = [
-                row for row, count in zip(rows, times.tolist(), strict=True) for _ in range(count)
-            ]
-            slots, num_queries = slots.repeat(times), num_queries.repeat(times)
-            context_lens = context_lens.repeat(times) + ahead
-        order = _in_flat_order(num_queries, context_lens)
-        slots, num_queries, context_lens = slots[order], num_queries[order], context_lens[order]
-        layout = self._layout(slots, num_queries, context_lens)
-        by_token = np.repeat(slots, num_queries)
+        self._put_behind(drafts)
+        runs = tuple(sorted(self._runs(num_scheduled_tokens, drafts), key=_flat_order))
+        slots = np.array([run.row.slot for run in runs], dtype=np.int64)
+        num_queries = np.array([run.num_tokens for run in runs], dtype=np.int64)
+        layout = self._layout(runs, slots, num_queries)
         return Step(
-            rows=tuple([rows[place] for place in order]),
+            runs=runs,
             layout=layout,
-            token_ids=self._tokens[by_token, layout.positions],
-            seen_lens=np.maximum(self._num_prompt[by_token], layout.positions + 1),
-            sampled=tuple(np.flatnonzero(context_lens >= self._num_tokens[slots]).tolist()),
+            token_ids=self._tokens[slots.repeat(num_queries), layout.positions],
+            sampled=tuple([place for place, run in enumerate(runs) if self._is_sampled(run)]),
         )
 
     def advance(self, step: Step) -> None:
         """The pass is done: its tokens have their KV now."""
-        slots = np.array([row.slot for row in step.rows], dtype=np.int64)
-        self._num_computed[slots] = step.layout.context_lens
+        for run in step.runs:
+            self._num_computed[run.row.slot] = run.end
 
     def append(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
         """Sampled tokens: drafted ones that came true, then the one that is the next input."""
@@ -131,9 +142,9 @@ class PersistentBatch:
 
     def room_for_draft(self, row: RowFacts) -> int:
         """How many tokens could be computed, and sampled behind, after the newest one."""
-        known = int(self._num_tokens[row.slot])
+        known = self._num_tokens[row.slot]
         longest = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
-        num_slots = int(self._num_blocks[row.slot]) * self._block_size
+        num_slots = self._num_blocks[row.slot] * self._block_size
         return max(0, min(longest - known - 1, num_slots - known))
 
     def _start(self, row: Row) -> None:
@@ -152,49 +163,49 @@ class PersistentBatch:
         self._tokens[slot, :num_tokens] = row.token_ids
         self._num_tokens[slot] = num_tokens
         self._num_computed[slot] = row.num_computed_tokens
-        self._num_prompt[slot] = row.num_prompt_tokens
         self._num_blocks[slot] = 0
         self._append_blocks(slot, row.block_ids)
 
-    def _put_behind(
-        self, rows: Sequence[RowFacts], drafts: Mapping[RequestId, Sequence[int]]
-    ) -> tuple[Ints, Ints]:
-        """Writes the drafts behind the known tokens, where they count for nothing.
-
-        Answers how many times each row is in the step, and how far each of these is ahead.
-        """
+    def _put_behind(self, drafts: Mapping[RequestId, Sequence[int]]) -> None:
+        """Writes the drafts behind the known tokens, where they count for nothing."""
         for request_id, draft in drafts.items():
             slot = self._rows[request_id].slot
             first = self._num_tokens[slot]
             self._tokens[slot, first : first + len(draft)] = draft
-        lengths = [len(drafts.get(row.request_id, ())) for row in rows]
-        times: Ints = 1 + np.array(lengths, dtype=np.int64)
-        ahead: Ints = np.concatenate([np.arange(count) for count in times])
-        return times, ahead
+
+    def _runs(
+        self,
+        num_scheduled_tokens: Mapping[RequestId, int],
+        drafts: Mapping[RequestId, Sequence[int]],
+    ) -> Iterator[Run]:
+        for request_id, num_tokens in num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            end = self._num_computed[row.slot] + num_tokens
+            for ahead in range(1 + len(drafts.get(request_id, ()))):
+                yield Run(row, num_tokens, end + ahead)
 
     def _append_blocks(self, slot: int, block_ids: tuple[BlockId, ...]) -> None:
-        first = int(self._num_blocks[slot])
+        first = self._num_blocks[slot]
         # The last block may reach past the longest sequence: it is in the table all the same.
         self._blocks[slot, first : first + len(block_ids)] = block_ids
         self._num_blocks[slot] = first + len(block_ids)
 
-    def _layout(self, slots: Ints, num_queries: Ints, context_lens: Ints) -> PassLayout:
-        starts = np.cumsum(num_queries) - num_queries
-        within = np.arange(int(num_queries.sum())) - np.repeat(starts, num_queries)
-        positions = np.repeat(context_lens - num_queries, num_queries) + within
-        tables = self._blocks[slots, : -(-int(context_lens.max()) // self._block_size)]
-        by_token = np.repeat(np.arange(len(slots)), num_queries)
+    def _layout(self, runs: Sequence[Run], slots: Ints, num_queries: Ints) -> PassLayout:
+        context_lens = [run.end for run in runs]
+        positions = np.array([position for run in runs for position in run.positions], np.int64)
         return PassLayout(
             num_queries=num_queries,
-            context_lens=context_lens,
-            block_tables=tables,
+            context_lens=np.array(context_lens, dtype=np.int64),
+            block_tables=self._blocks[slots, : -(-max(context_lens) // self._block_size)],
             positions=positions,
-            write_blocks=tables[by_token, positions // self._block_size],
+            write_blocks=self._blocks[slots.repeat(num_queries), positions // self._block_size],
             write_offsets=positions % self._block_size,
         )
 
+    def _is_sampled(self, run: Run) -> bool:
+        return run.end >= self._num_tokens[run.row.slot]
 
-def _in_flat_order(num_queries: Ints, context_lens: Ints) -> Ints:
+
+def _flat_order(run: Run) -> tuple[bool, int]:
     """Single tokens first, short contexts before long ones, so that like lies beside like."""
-    order: Ints = np.lexsort((context_lens, num_queries != 1))
-    return order
+    return run.num_tokens != 1, run.end

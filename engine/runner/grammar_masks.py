@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class GrammarMasks:
         allowed = unpacked(bits, self._vocab_size)
         for line, place in enumerate(ruled):
             if rows[place].request_id not in refusals:
-                asked[place] = replace(asked[place], allowed=allowed[line])
+                asked[place] = asked[place]._replace(allowed=allowed[line])
         return asked
 
     def _look(self, place: _Place, row: SampleRow, bits: Bits) -> None:

@@ -27,12 +27,13 @@ class PassLayout:
     @property
     def num_single(self) -> int:
         """How many sequences at the front have exactly one token."""
-        return int(np.count_nonzero(self.num_queries == 1))
+        num_queries: list[int] = self.num_queries.tolist()
+        return num_queries.count(1)
 
     @property
     def query_starts(self) -> Ints:
         """The place of each sequence's first token in the flat batch."""
-        ends: Ints = np.cumsum(self.num_queries)
+        ends: Ints = self.num_queries.cumsum()
         return ends - self.num_queries
 
     def last_tokens(self, sequences: Ints) -> Ints:

@@ -32,19 +32,16 @@ class PromptLogprobs:
 
     def are_asked(self, step: Step) -> bool:
         """Whether states of more than the last tokens are needed."""
-        return any(row.wants_prompt_logprobs for row in step.rows)
+        return any(run.row.wants_prompt_logprobs for run in step.runs)
 
     def answer(self, step: Step, states: Tensor, batch: PersistentBatch, result: RunResult) -> None:
         """One entry for each prompt token of this step; the first of a prompt has none."""
-        for place, row in enumerate(step.rows):
-            if not row.wants_prompt_logprobs:
-                continue
-            end = int(step.layout.context_lens[place])
-            start = end - int(step.layout.num_queries[place])
-            if start >= row.num_prompt_tokens:
-                continue
-            first = int(step.layout.query_starts[place])
-            self._answer_row(row, start, states[first : first + end - start], batch, result)
+        first = 0
+        for row, num_tokens, end in step.runs:
+            start = end - num_tokens
+            if row.wants_prompt_logprobs and start < row.num_prompt_tokens:
+                self._answer_row(row, start, states[first : first + num_tokens], batch, result)
+            first += num_tokens
 
     def _answer_row(
         self, row: RowFacts, start: int, states: Tensor, batch: PersistentBatch, result: RunResult

@@ -48,7 +48,7 @@ class Rope:
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def _table_of(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        if self._table is None or len(self._table[0]) < num_positions:
+        if self._table is None or self._table[0].shape[0] < num_positions:
             longer = max(SHORTEST_TABLE, 1 << (num_positions - 1).bit_length())
             positions = torch.arange(longer, device=self._frequencies.device)
             self._table = self._computed(positions, self._frequencies)

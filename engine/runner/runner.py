@@ -74,7 +74,6 @@ class TorchRunner:
         # Whoever still holds the runner must not hold the memory with it.
         del self.decoder, self._kv, self._attention, self._batch, self._prompts
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> RunResult:
         """One flat forward pass over everything the plan schedules."""
         self._batch.apply(plan)
@@ -86,9 +85,10 @@ class TorchRunner:
             return RunResult()
         drafts = self._draft(plan)
         step = self._batch.step(plan.num_scheduled_tokens, drafts)
-        states = self._forward(step)
-        self._batch.advance(step)
-        return self._answer(step, states, drafts)
+        with torch.inference_mode():
+            states = self._forward(step)
+            self._batch.advance(step)
+            return self._answer(step, states, drafts)
 
     def _draft(self, plan: Plan) -> Drafts:
         if self._drafted_rows is None:
@@ -132,9 +132,9 @@ class TorchRunner:
         return result
 
     def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
-        rows = [step.rows[place] for place in step.sampled]
-        num_known = step.layout.context_lens[list(step.sampled)].tolist()
-        asked = list(map(self._sample_row, rows, num_known))
+        runs = [step.runs[place] for place in step.sampled]
+        rows = [run.row for run in runs]
+        asked = [self._sample_row(run.row, run.end) for run in runs]
         asked = self._grammars.applied(rows, asked, result.refusals)
         choices = self.sampler.choose(logits, asked)
         places = standing(rows, choices, drafts)

@@ -9,7 +9,7 @@ processors of people's own; greedy rows end there; then temperature, min-p, top-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ NO_TOKEN_FITS = "no token may be chosen: what the form asks for is not allowed, 
 NOT_FINITE = "the model's logits are not finite"
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """What the choice of one token depends on, beside the logits."""
 
     sampling: SamplingParams
@@ -41,8 +40,7 @@ class SampleRow:
     allowed: Tensor | None = None  # [vocab_size] booleans, by its grammar
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A row's token, or why there is none."""
 
     token_id: int | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 
 import numpy as np
@@ -93,8 +92,8 @@ def test_several_go_in_the_order_in_which_the_node_names_them() -> None:
 def test_what_a_form_forbids_no_processor_can_bring_back() -> None:
     allowed = torch.tensor([token in (3, 4) for token in range(MODEL.vocab_size)])
 
-    assert chosen(replace(row(favour=2), allowed=allowed)) == [3]
-    assert chosen(replace(row(favour=4), allowed=allowed)) == [4]
+    assert chosen(row(favour=2)._replace(allowed=allowed)) == [3]
+    assert chosen(row(favour=4)._replace(allowed=allowed)) == [4]
 
 
 @pytest.mark.parametrize(
@@ -123,8 +122,8 @@ def test_what_a_form_does_not_allow_stays_so() -> None:
     allowed = torch.zeros(MODEL.vocab_size, dtype=torch.bool)
     allowed[[4, 6]] = True
 
-    assert chosen(replace(row(favour=2), allowed=allowed)) == [4]
-    assert chosen(replace(row(favour=6), allowed=allowed)) == [6]
+    assert chosen(row(favour=2)._replace(allowed=allowed)) == [4]
+    assert chosen(row(favour=6)._replace(allowed=allowed)) == [6]
 
 
 @pytest.mark.parametrize(

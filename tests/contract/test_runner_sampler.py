@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -434,6 +433,6 @@ def test_without_a_form_min_tokens_is_never_given_up() -> None:
 
 def test_with_a_form_min_tokens_is_given_up_where_nothing_else_may_come() -> None:
     only_end = torch.tensor([token == EOS[0] for token in range(VOCAB_SIZE)])
-    asked = replace(row(min_tokens=2, max_tokens=4), allowed=only_end)
+    asked = row(min_tokens=2, max_tokens=4)._replace(allowed=only_end)
 
     assert choose(random_logits(1, VOCAB_SIZE), asked) == [EOS[0]]

@@ -272,7 +272,7 @@ class NativePass:
         self._write_offsets = np.ascontiguousarray(layout.write_offsets)
         self._tables: Ints = np.ascontiguousarray(layout.block_tables)
         self._lens: Ints = np.ascontiguousarray(layout.context_lens)
-        self._chunks = range(layout.num_single, len(layout.num_queries))
+        self._chunks = range(self._num_single, len(layout.num_queries))
         self._starts = np.ascontiguousarray(layout.query_starts)
         self._num_queries = np.ascontiguousarray(layout.num_queries)
 
