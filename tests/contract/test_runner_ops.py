@@ -221,8 +221,10 @@ def test_what_is_not_a_number_stays_so_in_its_own_row(kernels: Kernels) -> None:
 
 
 def test_the_best_build_is_the_first_that_the_processor_can_run() -> None:
-    bf16, avx2, plain = VARIANTS
+    tiles, bf16, avx2, plain = VARIANTS
 
+    assert best_variant(tiles.features | bf16.features) is tiles
+    assert best_variant(tiles.features - {"amx_tile"}) is bf16  # the system keeps them to itself
     assert best_variant(bf16.features | {"more"}) is bf16
     assert best_variant(bf16.features | avx2.features) is bf16
     assert best_variant(avx2.features | {"avx512f"}) is avx2

@@ -10,6 +10,7 @@
 #include "calls.h"
 #include "context.h"
 #include "pool.h"
+#include "tiles.h"
 
 #include <limits>
 
@@ -45,10 +46,12 @@ class Rows {
     Rows(const Chunk& chunk, const ContextPanel& packed, std::int64_t head, std::int64_t first,
          int count)
         : chunk_(chunk), packed_(packed), head_(head), count_(count),
-          sums_(count * packed.wide() * kPanelRows) {
+          queries_(count * chunk.context.cache.head_dim), sums_(count * sum_stride()) {
+        const std::int64_t size = chunk.context.cache.head_dim;
         for (int row = 0; row < count; ++row) {
             const std::int64_t token = (first + row) / chunk.num_shared;
             at_[row] = chunk.at(token, head, (first + row) % chunk.num_shared);
+            std::copy_n(chunk.queries + at_[row], size, queries_.data() + row * size);
             first_slot_[row] = chunk.first_slot(token);
             end_slot_[row] = chunk.position(token) + 1;
             most_[row] = kNever;
@@ -63,47 +66,32 @@ class Rows {
                panel * kPanelRows < end_slot_[count_ - 1];
     }
 
-    void look_at(std::int64_t panel) {
-        constexpr void (Rows::*kLook[])(std::int64_t) = {
-            nullptr, &Rows::look<1>, &Rows::look<2>,
-#if defined(__AVX512BF16__)
-            &Rows::look<3>, &Rows::look<4>, &Rows::look<5>, &Rows::look<6>,
-#endif
-        };
-        (this->*kLook[count_])(panel);
+    void look_at(std::int64_t panel, Tiles& tiles) {
+        const std::int64_t size = chunk_.context.cache.head_dim;
+        Floats scores[kRunRows][kVectors] = {};
+        add_rows(tiles, &scores[0][0][0], kPanelRows, queries_.data(), size, count_,
+                 packed_.keys(), packed_.pairs());
+        for (int row = 0; row < count_; ++row) {
+            const std::int64_t begin = first_slot_[row] - panel * kPanelRows;
+            const std::int64_t end = end_slot_[row] - panel * kPanelRows;
+            if (begin > 0 || end < kPanelRows) hide(scores[row], begin, end);
+            weigh(row, scores[row]);
+        }
+        for (std::int64_t part = 0; part < packed_.wide(); ++part)
+            add_rows(tiles, sums_.data() + part * kPanelRows, sum_stride(), weights_[0], kPanelRows,
+                     count_, packed_.values(part), packed_.slot_pairs());
     }
 
     void answer() const {
         for (int row = 0; row < count_; ++row) {
             const float weight = sum(weight_[row]);
             for (std::int64_t d = 0; d < chunk_.context.cache.head_dim; ++d)
-                chunk_.answers[at_[row] + d] = narrow(sums_[sum_at(row) + d] / weight);
+                chunk_.answers[at_[row] + d] = narrow(sums_[row * sum_stride() + d] / weight);
         }
     }
 
   private:
-    std::int64_t sum_at(int row) const { return row * packed_.wide() * kPanelRows; }
-
-    template <int ROWS>
-    void look(std::int64_t panel) {
-        score<ROWS>(panel);
-        add_values<ROWS>();
-    }
-
-    template <int ROWS>
-    void score(std::int64_t panel) {
-        const std::uint32_t* queries[ROWS];
-        for (int row = 0; row < ROWS; ++row)
-            queries[row] = reinterpret_cast<const std::uint32_t*>(chunk_.queries + at_[row]);
-        Totals<ROWS> totals = {};
-        add_panel<ROWS>(totals, queries, packed_.keys(), packed_.pairs());
-        for (int row = 0; row < ROWS; ++row) {
-            const std::int64_t begin = first_slot_[row] - panel * kPanelRows;
-            const std::int64_t end = end_slot_[row] - panel * kPanelRows;
-            if (begin > 0 || end < kPanelRows) hide(totals[row], begin, end);
-            weigh(row, totals[row]);
-        }
-    }
+    std::int64_t sum_stride() const { return packed_.wide() * kPanelRows; }
 
     static void hide(Floats (&scores)[kVectors], std::int64_t begin, std::int64_t end) {
         float seen[kPanelRows];
@@ -130,36 +118,21 @@ class Rows {
     }
 
     void rescale(int row, float factor) {
-        float* sums = sums_.data() + sum_at(row);
-        for (std::int64_t d = 0; d < packed_.wide() * kPanelRows; ++d) sums[d] *= factor;
+        float* sums = sums_.data() + row * sum_stride();
+        for (std::int64_t d = 0; d < sum_stride(); ++d) sums[d] *= factor;
         weight_[row] *= factor;
-    }
-
-    template <int ROWS>
-    void add_values() {
-        const std::uint32_t* weights[ROWS];
-        for (int row = 0; row < ROWS; ++row)
-            weights[row] = reinterpret_cast<const std::uint32_t*>(weights_[row]);
-        for (std::int64_t part = 0; part < packed_.wide(); ++part) {
-            float* sums = sums_.data() + part * kPanelRows;
-            Totals<ROWS> totals;
-            for (int row = 0; row < ROWS; ++row)
-                std::memcpy(totals[row], sums + sum_at(row), sizeof totals[row]);
-            add_panel<ROWS>(totals, weights, packed_.values(part), packed_.slot_pairs());
-            for (int row = 0; row < ROWS; ++row)
-                std::memcpy(sums + sum_at(row), totals[row], sizeof totals[row]);
-        }
     }
 
     const Chunk& chunk_;
     const ContextPanel& packed_;
     std::int64_t head_;
     int count_;
+    std::vector<Bf16> queries_;
     std::vector<float> sums_;  // [rows, head_dim in whole panels]
-    std::int64_t at_[kMostRows], first_slot_[kMostRows], end_slot_[kMostRows];
-    float most_[kMostRows];
-    Floats weight_[kMostRows];  // of all slots so far, lane by lane
-    alignas(64) Bf16 weights_[kMostRows][kPanelRows];
+    std::int64_t at_[kRunRows], first_slot_[kRunRows], end_slot_[kRunRows];
+    float most_[kRunRows];
+    Floats weight_[kRunRows];  // of all slots so far, lane by lane
+    alignas(64) Bf16 weights_[kRunRows][kPanelRows];
 };
 
 // Some of a chunk's rows, of some of the KV heads.
@@ -168,11 +141,11 @@ struct Part {
 };
 
 // Panel by panel, and in each head by head as they lie in their blocks.
-void attend(const Chunk& chunk, const Part& part, ContextPanel& packed) {
+void attend(const Chunk& chunk, const Part& part, ContextPanel& packed, Tiles& tiles) {
     std::vector<Rows> runs;
     for (std::int64_t head = part.first_head; head < part.end_head; ++head)
         for (std::int64_t row = part.first_row, count; row < part.end_row; row += count) {
-            count = next_run(part.end_row - row);
+            count = next_run(part.end_row - row, kRunRows);
             runs.emplace_back(chunk, packed, head, row, int(count));
         }
     const std::int64_t last = chunk.position((part.end_row - 1) / chunk.num_shared);
@@ -181,7 +154,7 @@ void attend(const Chunk& chunk, const Part& part, ContextPanel& packed) {
         for (std::size_t run = 0; run < runs.size(); ++run) {
             if (run == 0 || runs[run].head() != runs[run - 1].head())
                 packed.take(chunk.context, runs[run].head(), panel);
-            if (runs[run].sees(panel)) runs[run].look_at(panel);
+            if (runs[run].sees(panel)) runs[run].look_at(panel, tiles);
         }
     for (const Rows& rows : runs) rows.answer();
 }
@@ -228,12 +201,13 @@ void baton_attend_singles(Bf16* blocks, std::int64_t num_layers, std::int64_t nu
     std::atomic<std::int64_t> next{0};
     Pool::of_process().run(num_threads, [&](int, int) {
         ContextPanel packed(head_dim);
+        Tiles tiles;
         for (std::int64_t task = next++; task < num_sequences * parts; task = next++) {
             const std::int64_t which = task / parts, head = task % parts * at_once;
             const Context context{cache, layer, tables + which * table_stride, lengths[which]};
             const Chunk chunk{context, queries + which * numbers, answers + which * numbers,
                               1, window, num_shared, scale * kLog2OfE};
-            attend(chunk, {head, head + at_once, 0, num_shared}, packed);
+            attend(chunk, {head, head + at_once, 0, num_shared}, packed, tiles);
         }
     });
 }
@@ -244,7 +218,7 @@ void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_
                         const Bf16* queries, Bf16* answers, const std::int64_t* table,
                         std::int64_t num_tokens, std::int64_t length, std::int64_t window,
                         std::int64_t num_shared, float scale, int num_threads) {
-    constexpr std::int64_t kRowsAtOnce = 64 * kMostRows;  // look at a panel while it is near
+    constexpr std::int64_t kRowsAtOnce = 384;  // look at a panel while it is near
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
     const Context context{cache, layer, table, length};
     const Chunk chunk{context, queries, answers, num_tokens, window, num_shared, scale * kLog2OfE};
@@ -252,10 +226,11 @@ void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_
     std::atomic<std::int64_t> next{0};
     Pool::of_process().run(num_threads, [&](int, int) {
         ContextPanel packed(head_dim);
+        Tiles tiles;
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
             const std::int64_t head = task / parts, first = task % parts * kRowsAtOnce;
             const std::int64_t end = std::min(first + kRowsAtOnce, chunk.num_rows());
-            attend(chunk, {head, head + 1, first, end}, packed);
+            attend(chunk, {head, head + 1, first, end}, packed, tiles);
         }
     });
 }

@@ -6,6 +6,7 @@ without a compiler can be given the libraries of another in BATON_KERNELS.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -17,7 +18,13 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+AVX512_BF16 = frozenset(
+    {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}
+)
+AVX512_BF16_FLAGS = (
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    *("-mavx512bf16", "-mavx512vnni", "-mfma"),
+)
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -36,10 +43,11 @@ class Variant:
 
 VARIANTS = (
     Variant(
-        "avx512bf16",
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}),
-        (*AVX512, "-mavx512bf16", "-mavx512vnni", "-mfma"),
+        "amx",
+        AVX512_BF16 | {"amx_tile", "amx_bf16"},
+        (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"),
     ),
+    Variant("avx512bf16", AVX512_BF16, AVX512_BF16_FLAGS),
     Variant("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
     Variant("plain", frozenset(), ()),
 )
@@ -51,13 +59,23 @@ def best_variant(features: frozenset[str]) -> Variant:
 
 
 def cpu_features() -> frozenset[str]:
-    """Empty where the system does not tell."""
+    """Those that this process may use; empty where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
     flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
+    features = frozenset(flags.partition(":")[2].split())
+    return features if _may_have_tiles() else features - {"amx_tile"}
+
+
+def _may_have_tiles() -> bool:
+    """Linux gives a process the registers of tiles only if it asks, once, for all its threads."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return False
+    arch_prctl, ask_for, tile_data = 158, 0x1023, 18
+    refusal: int = ctypes.CDLL(None).syscall(arch_prctl, ask_for, tile_data)
+    return refusal == 0
 
 
 def library(variant: Variant) -> Path:

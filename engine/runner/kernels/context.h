@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cache.h"
-#include "panels.h"
+#include "tiles.h"
 
 #include <algorithm>
 #include <vector>
@@ -36,7 +36,11 @@ class ContextPanel {
     // For each pair of places, that of each slot.
     const Words* keys() const { return reinterpret_cast<const Words*>(keys_.data()); }
 
-    std::int64_t slot_pairs() const { return (count_ + 1) / 2; }  // the last may be half zeros
+    // As many as are multiplied at once, or a multiple of it: those past the end are zeros.
+    std::int64_t slot_pairs() const {
+        const std::int64_t slots = 2 * kPairsAtOnce;
+        return (count_ + slots - 1) / slots * kPairsAtOnce;
+    }
 
     // For each pair of slots, sixty-four places of theirs.
     const Words* values(std::int64_t part) const {
@@ -53,7 +57,7 @@ class ContextPanel {
         find(slots, context, head, panel, 0);
         for (int first = 0; first < count_; first += 8) take_keys(slots + first, first);
         find(slots, context, head, panel, 1);
-        for (int first = 0; first < count_; first += 2) take_values(slots + first, first / 2);
+        for (int pair = 0; pair < slot_pairs(); ++pair) take_values(slots + 2 * pair, pair);
     }
 
   private:
@@ -75,7 +79,6 @@ class ContextPanel {
 
     // Of eight slots.
     void take_keys(const Bf16* const* keys, int first) {
-        std::uint32_t* target = keys_.data()->words + first;
         std::int64_t pair = 0;
         for (; pair + 8 <= pairs(); pair += 8) {
             EightWords rows[8];
@@ -86,11 +89,11 @@ class ContextPanel {
             }
             turn(rows);
             for (int i = 0; i < 8; ++i)
-                std::memcpy(target + (pair + i) * kPanelRows, &rows[i], sizeof rows[i]);
+                std::memcpy(key_at(first, pair + i), &rows[i], sizeof rows[i]);
         }
         for (; pair < pairs(); ++pair)
             for (int i = 0; i < 8; ++i)
-                std::memcpy(target + pair * kPanelRows + i, keys[i] + 2 * pair, sizeof *target);
+                std::memcpy(key_at(first + i, pair), keys[i] + 2 * pair, sizeof(std::uint32_t));
     }
 
     // Of two slots.
@@ -107,10 +110,14 @@ class ContextPanel {
 
     static void fetch(const Bf16* numbers) { __builtin_prefetch(numbers, 0, 2); }
 
+    std::uint32_t* key_at(std::int64_t slot, std::int64_t pair) {
+        return keys_[vector_at(pair, slot / kLanes, pairs())].words + slot % kLanes;
+    }
+
     std::uint32_t* value_at(std::int64_t d, int pair) {
         const std::int64_t within = d % kPanelRows;
-        Line* lines = values_.data() + d / kPanelRows * kPartLines + pair * kVectors;
-        return lines[within / kLanes].words + within % kLanes;
+        Line* lines = values_.data() + d / kPanelRows * kPartLines;
+        return lines[vector_at(pair, within / kLanes, kPanelRows / 2)].words + within % kLanes;
     }
 
     std::int64_t size_, count_ = 0, next_ = 0;  // slots; numbers to the next head's

@@ -6,6 +6,7 @@
 #include "calls.h"
 #include "panels.h"
 #include "pool.h"
+#include "tiles.h"
 
 #include <algorithm>
 
@@ -24,6 +25,73 @@ struct Product {
         return packed + which * num_columns / 2 * kVectors;
     }
 };
+
+#if defined(__AMX_BF16__)
+
+constexpr std::int64_t kRunTokens = 2 * kTileRows;
+
+// As many tokens as stay in the second cache while one panel after the other meets them.
+std::int64_t tokens_at_once(std::int64_t num_columns) {
+    constexpr std::int64_t kBytes = 3 << 19;
+    return std::max<std::int64_t>(1, kBytes / (num_columns * sizeof(Bf16)) / kRunTokens) * kRunTokens;
+}
+
+// Up to thirty-two tokens times half a panel: four tiles add up, and what is loaded for one of
+// them is used by another. So many vectors at `ahead` are fetched in each step.
+void multiply_half(Tiles& tiles, const Bf16* states, std::int64_t num_columns, int count,
+                   const Words* panel, float* sums, const Words* ahead, int fetched) {
+    const std::int64_t row_bytes = num_columns * sizeof(Bf16), sum_bytes = kPanelRows * sizeof(float);
+    const Bf16* lower = states + kTileRows * num_columns;
+    tiles.have(kTileRows, count - kTileRows);
+    settle();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (std::int64_t pair = 0; pair + kPairsAtOnce <= num_columns / 2; pair += kPairsAtOnce) {
+        const Words* part = panel + pair * kVectors;
+        _tile_loadd(4, states + 2 * pair, row_bytes);
+        _tile_loadd(6, part, sizeof(Words));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, part + kTileRows, sizeof(Words));
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, lower + 2 * pair, row_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
+    }
+    _tile_stored(0, sums, sum_bytes);
+    _tile_stored(1, sums + kLanes, sum_bytes);
+    _tile_stored(2, sums + kTileRows * kPanelRows, sum_bytes);
+    _tile_stored(3, sums + kTileRows * kPanelRows + kLanes, sum_bytes);
+}
+
+void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int64_t next,
+                    std::int64_t first, std::int64_t end) {
+    const std::int64_t pairs = p.num_columns / 2, num_runs = (end - first + kRunTokens - 1) / kRunTokens;
+    // Each run fetches its share of the next panel.
+    const int fetched = int((kVectors * kPairsAtOnce / 2 + num_runs - 1) / num_runs);
+    const Words *whole = p.panel(panel), *ahead = p.panel(next);
+    for (int count; first < end; first += count) {
+        count = int(std::min<std::int64_t>(end - first, kRunTokens));
+        alignas(64) Floats sums[kRunTokens][kVectors];
+        float* const numbers = &sums[0][0][0];
+        const Bf16* states = p.states + first * p.num_columns;
+        if (count <= kTileRows) {
+            std::memset(numbers, 0, sizeof(Floats) * kVectors * count);
+            add_rows(tiles, numbers, kPanelRows, states, p.num_columns, count, whole, pairs);
+        } else {
+            for (int half = 0; half < 2; ++half, ahead += pairs / kPairsAtOnce * fetched)
+                multiply_half(tiles, states, p.num_columns, count, whole + half * 2 * kTileRows,
+                              numbers + half * 2 * kLanes, ahead, fetched);
+            add_rest(numbers, kPanelRows, states, p.num_columns, count, whole, pairs);
+        }
+        for (int row = 0; row < count; ++row)
+            store_row(sums[row], p.bias, p.answer + (first + row) * p.num_rows, panel, p.num_rows);
+    }
+}
+
+#else
 
 // Some tokens times a panel. A run alone leaves fetching to the processor, which sees one stream;
 // where several runs read the same panel, each fetches a part of the next one.
@@ -49,10 +117,10 @@ constexpr Multiply kMultiply[] = {
 };
 
 // As many tokens as stay near while one panel after the other meets them.
-constexpr std::int64_t kTokensAtOnce = 32 * kMostRows;
+std::int64_t tokens_at_once(std::int64_t) { return 32 * kMostRows; }
 
-void multiply_panel(const Product& p, std::int64_t panel, std::int64_t next, std::int64_t first,
-                    std::int64_t end) {
+void multiply_panel(const Product& p, Tiles&, std::int64_t panel, std::int64_t next,
+                    std::int64_t first, std::int64_t end) {
     const std::int64_t num_runs = (end - first + kMostRows - 1) / kMostRows;
     for (std::int64_t run = 0; first < end; ++run) {
         const int count = next_run(end - first);
@@ -66,9 +134,12 @@ void multiply_panel(const Product& p, std::int64_t panel, std::int64_t next, std
     }
 }
 
+#endif
+
 std::uint32_t* word_of(std::uint32_t* packed, std::int64_t pairs, std::int64_t row, std::int64_t pair) {
     const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
-    return packed + (panel * pairs + pair) * kPanelRows + within;
+    const std::int64_t vector = vector_at(pair, within / kLanes, pairs);
+    return packed + panel * pairs * kPanelRows + vector * kLanes + within % kLanes;
 }
 
 }  // namespace
@@ -111,13 +182,15 @@ void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16
     const Product product{states,     static_cast<const Words*>(packed), bias, answer,
                           num_tokens, num_rows,                          num_columns};
     const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
+    const std::int64_t at_once = tokens_at_once(num_columns);
     Pool::of_process().run(num_threads, [&](int i, int count) {
         const Share share(panels, i, count);
-        for (std::int64_t first = 0; first < num_tokens; first += kTokensAtOnce) {
-            const std::int64_t end = std::min(first + kTokensAtOnce, num_tokens);
+        Tiles tiles;
+        for (std::int64_t first = 0; first < num_tokens; first += at_once) {
+            const std::int64_t end = std::min(first + at_once, num_tokens);
             for (std::int64_t panel = share.first; panel < share.end; ++panel) {
                 const std::int64_t next = panel + 1 < share.end ? panel + 1 : panel;
-                multiply_panel(product, panel, next, first, end);
+                multiply_panel(product, tiles, panel, next, first, end);
             }
         }
     });

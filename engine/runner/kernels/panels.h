@@ -1,7 +1,8 @@
 // Sixty-four rows of a matrix, in the order in which a product reads them.
 //
 // For each pair of columns a panel holds four vectors of sixteen rows' pairs. So a thread reads
-// one stream from begin to end, and no product needs shuffling.
+// one stream from begin to end, and no product needs shuffling. Where the processor multiplies
+// tiles, a vector's next sixteen pairs lie behind each other: they are a tile.
 #pragma once
 
 #include "lanes.h"
@@ -15,6 +16,19 @@ constexpr int kMostRows = 6;  // of the other side: 24 of the 32 registers add u
 #else
 constexpr int kMostRows = 2;
 #endif
+
+#if defined(__AMX_BF16__)
+constexpr int kPairsAtOnce = 16;
+#else
+constexpr int kPairsAtOnce = 1;
+#endif
+
+// Which of a panel's vectors it is.
+inline std::int64_t vector_at(std::int64_t pair, std::int64_t v, std::int64_t pairs) {
+    const std::int64_t first = pair / kPairsAtOnce * kPairsAtOnce;
+    const std::int64_t count = pairs - first < kPairsAtOnce ? pairs - first : kPairsAtOnce;
+    return first * kVectors + v * count + pair - first;
+}
 
 template <int ROWS>
 using Totals = Floats[ROWS][kVectors];
@@ -46,13 +60,17 @@ inline void store_columns(Floats numbers, const Bf16* bias, Bf16* row, std::int6
 }
 
 // What a panel gave becomes its columns of the answer, whose rows are `num_rows` wide.
+inline void store_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* row,
+                      std::int64_t panel, std::int64_t num_rows) {
+    for (int v = 0; v < kVectors; ++v)
+        store_columns(totals[v], bias, row, panel * kPanelRows + v * kLanes, num_rows);
+}
+
 template <int ROWS>
 inline void store_panel(const Totals<ROWS>& totals, const Bf16* bias, Bf16* answer,
                         std::int64_t panel, std::int64_t num_rows) {
     for (int row = 0; row < ROWS; ++row)
-        for (int v = 0; v < kVectors; ++v)
-            store_columns(totals[row][v], bias, answer + row * num_rows,
-                          panel * kPanelRows + v * kLanes, num_rows);
+        store_row(totals[row], bias, answer + row * num_rows, panel, num_rows);
 }
 
 // The length of the next run when so many rows are left: runs are about equally long, so that

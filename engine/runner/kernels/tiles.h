@@ -1,0 +1,126 @@
+// Up to so many rows times a panel, added to sums that lie in memory: by tiles where the processor
+// has them, else by vectors. With tiles, sixteen pairs of columns are multiplied at once.
+//
+// A row adds up in the order of the columns, whichever rows are beside it.
+#pragma once
+
+#include "panels.h"
+
+namespace baton {
+
+#if defined(__AMX_BF16__)
+
+constexpr int kTileRows = 16;
+constexpr int kRunRows = kTileRows;
+
+// The compiler is not told that tiles read memory: what was written before is there.
+inline void settle() { asm volatile("" ::: "memory"); }
+
+// A thread's tiles. 0 to 3 add up, 4 and 5 are of the rows, 6 and 7 of the panel; 0, 1 and 4 have
+// the upper rows, 2, 3 and 5 the lower ones.
+class Tiles {
+  public:
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    ~Tiles() {
+        if (upper_ != 0) _tile_release();  // else the system saves them at each change of threads
+    }
+
+    void have(int upper, int lower) {
+        if (upper == upper_ && lower == lower_) return;
+        struct alignas(64) {
+            std::uint8_t palette = 1, begin = 0, none[14] = {};
+            std::uint16_t row_bytes[16] = {};
+            std::uint8_t rows[16] = {};
+        } form;
+        for (int tile = 0; tile < 8; ++tile) {
+            form.row_bytes[tile] = 64;
+            const bool is_upper = tile == 0 || tile == 1 || tile == 4;
+            form.rows[tile] = tile >= 6 ? kTileRows : is_upper ? upper : lower;
+        }
+        settle();
+        _tile_loadconfig(&form);
+        upper_ = upper, lower_ = lower;
+    }
+
+  private:
+    int upper_ = 0, lower_ = 0;
+};
+
+// What is left when as many pairs as are multiplied at once have been.
+inline void add_rest(float* sums, std::int64_t sum_stride, const Bf16* rows,
+                     std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
+    for (int row = 0; row < count; ++row)
+        for (std::int64_t pair = pairs / kPairsAtOnce * kPairsAtOnce; pair < pairs; ++pair) {
+            std::uint32_t both;
+            std::memcpy(&both, rows + row * row_stride + 2 * pair, sizeof both);
+            auto* own = reinterpret_cast<Floats*>(sums + row * sum_stride);
+            for (int v = 0; v < kVectors; ++v)
+                add_products(own[v], panel[vector_at(pair, v, pairs)], Words{} + both);
+        }
+}
+
+inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
+                     std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
+    const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
+    tiles.have(count, count);
+    settle();
+    _tile_loadd(0, sums, sum_bytes);
+    _tile_loadd(1, sums + kLanes, sum_bytes);
+    _tile_loadd(2, sums + 2 * kLanes, sum_bytes);
+    _tile_loadd(3, sums + 3 * kLanes, sum_bytes);
+    for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
+        const Words* part = panel + pair * kVectors;
+        _tile_loadd(4, rows + 2 * pair, row_bytes);
+        _tile_loadd(5, rows + 2 * pair, row_bytes);
+        _tile_loadd(6, part, sizeof(Words));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, part + kTileRows, sizeof(Words));
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, part + 2 * kTileRows, sizeof(Words));
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_loadd(7, part + 3 * kTileRows, sizeof(Words));
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, sum_bytes);
+    _tile_stored(1, sums + kLanes, sum_bytes);
+    _tile_stored(2, sums + 2 * kLanes, sum_bytes);
+    _tile_stored(3, sums + 3 * kLanes, sum_bytes);
+    add_rest(sums, sum_stride, rows, row_stride, count, panel, pairs);
+}
+
+#else
+
+constexpr int kRunRows = kMostRows;
+
+struct Tiles {};
+
+template <int ROWS>
+void add_so_many_rows(float* sums, std::int64_t sum_stride, const Bf16* rows,
+                      std::int64_t row_stride, const Words* panel, std::int64_t pairs) {
+    const std::uint32_t* states[ROWS];
+    Totals<ROWS> totals;
+    for (int row = 0; row < ROWS; ++row) {
+        states[row] = reinterpret_cast<const std::uint32_t*>(rows + row * row_stride);
+        std::memcpy(totals[row], sums + row * sum_stride, sizeof totals[row]);
+    }
+    add_panel<ROWS>(totals, states, panel, pairs);
+    for (int row = 0; row < ROWS; ++row)
+        std::memcpy(sums + row * sum_stride, totals[row], sizeof totals[row]);
+}
+
+inline void add_rows(Tiles&, float* sums, std::int64_t sum_stride, const Bf16* rows,
+                     std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
+    constexpr void (*kAdd[])(float*, std::int64_t, const Bf16*, std::int64_t, const Words*,
+                             std::int64_t) = {
+        nullptr, add_so_many_rows<1>, add_so_many_rows<2>,
+#if defined(__AVX512BF16__)
+        add_so_many_rows<3>, add_so_many_rows<4>, add_so_many_rows<5>, add_so_many_rows<6>,
+#endif
+    };
+    kAdd[count](sums, sum_stride, rows, row_stride, panel, pairs);
+}
+
+#endif
+
+}  // namespace baton
