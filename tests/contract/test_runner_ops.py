@@ -77,6 +77,19 @@ def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
     assert torch.equal(together, torch.cat([alone(states[i : i + 1]) for i in range(num_tokens)]))
 
 
+@each_variant
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_answer_longer_than_the_caches_has_the_same_bits(
+    kernels: Kernels, has_bias: bool
+) -> None:
+    """1.1 MiB of it: tiles write it past the caches."""
+    states, bias = drawn(3, 520, 70), drawn(5, 1088) if has_bias else None
+    linear = NativeOps(kernels).linear(drawn(4, 1088, 70), bias)
+    parts = torch.cat([linear(some) for some in states.split(26)])
+
+    assert torch.equal(linear(states), parts)
+
+
 def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int) -> Quantized:
     """Any numbers, scales and zeros, as folders may hold them."""
     generator = torch.Generator().manual_seed(seed)

@@ -110,11 +110,13 @@ class Rows {
         most_[row] = most;
         // If none of these is seen by this row, all are the largest and none weighs anything.
         const float shift = most == kNever ? 0.0f : most * chunk_.scale;
+        Floats weight = weight_[row];
         for (int v = 0; v < kVectors; ++v) {
             const Floats weights = power_of_two(scores[v] * chunk_.scale - shift);
             store(weights_[row] + v * kLanes, weights);
-            weight_[row] += weights;
+            weight += weights;
         }
+        weight_[row] = weight;
     }
 
     void rescale(int row, float factor) {

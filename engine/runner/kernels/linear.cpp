@@ -66,8 +66,26 @@ void multiply_half(Tiles& tiles, const Bf16* states, std::int64_t num_columns, i
     _tile_stored(3, sums + kTileRows * kPanelRows + kLanes, sum_bytes);
 }
 
+// Past the caches, which a long answer leaves before it is read, and where each of its lines would
+// have to be fetched to be written.
+bool goes_past_caches(const Product& p) {
+    constexpr std::int64_t kBytes = 1 << 20;
+    const bool has_whole_lines = p.num_rows % kPanelRows == 0 && std::uintptr_t(p.answer) % 64 == 0;
+    return has_whole_lines && p.num_tokens * p.num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
+}
+
+void stream_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* row, std::int64_t panel) {
+    for (std::int64_t v = 0, at = panel * kPanelRows; v < kVectors; v += 2, at += 2 * kLanes) {
+        Floats low = totals[v], high = totals[v + 1];
+        if (bias != nullptr) low += wide(bias + at), high += wide(bias + at + kLanes);
+        const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(row + at), both);
+    }
+}
+
 void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
+    const bool is_streamed = goes_past_caches(p);
     const std::int64_t pairs = p.num_columns / 2, num_runs = (end - first + kRunTokens - 1) / kRunTokens;
     // Each run fetches its share of the next panel.
     const int fetched = int((kVectors * kPairsAtOnce / 2 + num_runs - 1) / num_runs);
@@ -86,9 +104,15 @@ void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int
                               numbers + half * 2 * kLanes, ahead, fetched);
             add_rest(numbers, kPanelRows, states, p.num_columns, count, whole, pairs);
         }
-        for (int row = 0; row < count; ++row)
-            store_row(sums[row], p.bias, p.answer + (first + row) * p.num_rows, panel, p.num_rows);
+        for (int row = 0; row < count; ++row) {
+            Bf16* const answer = p.answer + (first + row) * p.num_rows;
+            if (is_streamed)
+                stream_row(sums[row], p.bias, answer, panel);
+            else
+                store_row(sums[row], p.bias, answer, panel, p.num_rows);
+        }
     }
+    if (is_streamed) _mm_sfence();  // before others are told that it is there
 }
 
 #else

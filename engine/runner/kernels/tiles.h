@@ -72,15 +72,14 @@ inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
     for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
         const Words* part = panel + pair * kVectors;
         _tile_loadd(4, rows + 2 * pair, row_bytes);
-        _tile_loadd(5, rows + 2 * pair, row_bytes);
         _tile_loadd(6, part, sizeof(Words));
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, part + kTileRows, sizeof(Words));
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(6, part + 2 * kTileRows, sizeof(Words));
-        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(2, 4, 6);
         _tile_loadd(7, part + 3 * kTileRows, sizeof(Words));
-        _tile_dpbf16ps(3, 5, 7);
+        _tile_dpbf16ps(3, 4, 7);
     }
     _tile_stored(0, sums, sum_bytes);
     _tile_stored(1, sums + kLanes, sum_bytes);
