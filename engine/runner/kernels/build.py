@@ -44,8 +44,8 @@ class Variant:
 VARIANTS = (
     Variant(
         "amx",
-        AVX512_BF16 | {"amx_tile", "amx_bf16"},
-        (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"),
+        AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
+        (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
     Variant("avx512bf16", AVX512_BF16, AVX512_BF16_FLAGS),
     Variant("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),

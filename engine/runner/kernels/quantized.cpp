@@ -7,6 +7,7 @@
 #include "calls.h"
 #include "panels.h"
 #include "pool.h"
+#include "tiles.h"
 
 #include <algorithm>
 #include <vector>
@@ -86,6 +87,7 @@ class States {
     const std::uint32_t* quads(std::int64_t token, int part) {
         return reinterpret_cast<const std::uint32_t*>(row(token, part));
     }
+    std::int64_t stride() const { return stride_; }  // from one row to the next
     std::int32_t& sum(std::int64_t token, int part, std::int64_t group) {
         return sums_[(2 * token + part) * form_.num_groups() + group];
     }
@@ -138,6 +140,29 @@ inline void add_group(Counts<ROWS>& counts, const std::uint32_t* const (&rows)[R
     }
 }
 
+// What the counts of a group stand for, of sixteen rows of a panel.
+class Meaning {
+  public:
+    Meaning(const std::uint8_t* group, int v) {
+        Bytes zero_bytes;
+        std::memcpy(&scales_, group + v * sizeof scales_, sizeof scales_);
+        std::memcpy(&zero_bytes, group + Form::kZeros + v * kLanes, sizeof zero_bytes);
+        zeros_ = __builtin_convertvector(zero_bytes, Whole);
+    }
+
+    // high, low: counts of the two rows of bytes, whose own sums come behind them.
+    Floats of(Whole high, Whole low, std::int32_t high_sum, std::int32_t low_sum) const {
+        const Whole highs = high - zeros_ * high_sum, lows = low - zeros_ * low_sum;
+        const Floats both = __builtin_convertvector(highs, Floats) * 256.0f +
+                            __builtin_convertvector(lows, Floats);
+        return both * scales_;
+    }
+
+  private:
+    Floats scales_;
+    Whole zeros_;
+};
+
 template <int BITS, int TOKENS>
 void multiply(const Product& p, States& states, std::int64_t panel, std::int64_t first) {
     const Form& form = p.form;
@@ -152,18 +177,11 @@ void multiply(const Product& p, States& states, std::int64_t panel, std::int64_t
         add_group<BITS, 2 * TOKENS>(counts, rows, reinterpret_cast<const Words*>(at + Form::kHead),
                                     group * quads, (group + 1) * quads);
         for (int v = 0; v < kVectors; ++v) {
-            Floats scales;
-            Bytes zero_bytes;
-            std::memcpy(&scales, at + v * sizeof scales, sizeof scales);
-            std::memcpy(&zero_bytes, at + Form::kZeros + v * kLanes, sizeof zero_bytes);
-            const Whole zeros = __builtin_convertvector(zero_bytes, Whole);
-            for (int t = 0; t < TOKENS; ++t) {
-                const Whole high = counts[2 * t][v] - zeros * states.sum(first + t, 0, group);
-                const Whole low = counts[2 * t + 1][v] - zeros * states.sum(first + t, 1, group);
-                const Floats both = __builtin_convertvector(high, Floats) * 256.0f +
-                                    __builtin_convertvector(low, Floats);
-                totals[t][v] += both * scales;
-            }
+            const Meaning meaning(at, v);
+            for (int t = 0; t < TOKENS; ++t)
+                totals[t][v] += meaning.of(counts[2 * t][v], counts[2 * t + 1][v],
+                                           states.sum(first + t, 0, group),
+                                           states.sum(first + t, 1, group));
         }
     }
     for (int t = 0; t < TOKENS; ++t)
@@ -185,6 +203,85 @@ void multiply_panel(const Product& p, States& states, std::int64_t panel) {
         first += count;
     }
 }
+
+#if defined(__AMX_INT8__)
+
+constexpr int kTileTokens = kTileRows / 2;
+
+// counts = so many rows of bytes times the group's numbers of eight bits: sixteen quads at once.
+void count_tiles(Tiles& tiles, Whole (&counts)[kTileRows][kVectors], const std::int8_t* rows,
+                 std::int64_t stride, int num_rows, const Words* numbers, std::int64_t quads) {
+    constexpr std::int64_t kQuads = 16, kNext = sizeof(Words) * kVectors;
+    tiles.have(num_rows, num_rows);
+    settle();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    std::int64_t quad = 0;
+    for (; quad + kQuads <= quads; quad += kQuads) {
+        const Words* part = numbers + quad * kVectors;
+        _tile_loadd(4, rows + 4 * quad, stride);
+        _tile_loadd(6, part, kNext);
+        _tile_dpbsud(0, 4, 6);
+        _tile_loadd(7, part + 1, kNext);
+        _tile_dpbsud(1, 4, 7);
+        _tile_loadd(6, part + 2, kNext);
+        _tile_dpbsud(2, 4, 6);
+        _tile_loadd(7, part + 3, kNext);
+        _tile_dpbsud(3, 4, 7);
+    }
+    _tile_stored(0, &counts[0][0], kNext);
+    _tile_stored(1, &counts[0][1], kNext);
+    _tile_stored(2, &counts[0][2], kNext);
+    _tile_stored(3, &counts[0][3], kNext);
+    for (int row = 0; quad < quads && row < num_rows; ++row) {
+        const std::uint32_t* own[] = {reinterpret_cast<const std::uint32_t*>(rows + row * stride)};
+        auto& count = reinterpret_cast<Counts<1>&>(counts[row]);
+        add_group<8, 1>(count, own, numbers + quad * kVectors, quad, quads);
+    }
+}
+
+void multiply_run(const Product& p, States& states, Tiles& tiles, std::int64_t panel,
+                  std::int64_t first, int num_tokens) {
+    const Form& form = p.form;
+    const std::int64_t quads = form.whole_group() / 4;
+    Floats totals[kTileTokens][kVectors] = {};
+    for (std::int64_t group = 0; group < form.num_groups(); ++group) {
+        const std::uint8_t* at = p.packed + form.group_at(panel, group);
+        alignas(64) Whole counts[kTileRows][kVectors];
+        count_tiles(tiles, counts, states.row(first, 0) + group * form.whole_group(),
+                    states.stride(), 2 * num_tokens,
+                    reinterpret_cast<const Words*>(at + Form::kHead), quads);
+        for (int v = 0; v < kVectors; ++v) {
+            const Meaning meaning(at, v);
+            for (int t = 0; t < num_tokens; ++t)
+                totals[t][v] += meaning.of(counts[2 * t][v], counts[2 * t + 1][v],
+                                           states.sum(first + t, 0, group),
+                                           states.sum(first + t, 1, group));
+        }
+    }
+    for (int t = 0; t < num_tokens; ++t) {
+        for (int v = 0; v < kVectors; ++v) totals[t][v] *= states.scale(first + t);
+        store_row(totals[t], p.bias, p.answer + (first + t) * form.num_rows, panel, form.num_rows);
+    }
+}
+
+void multiply_bytes(const Product& p, States& states, std::int64_t panel) {
+    Tiles tiles;
+    for (std::int64_t first = 0, count; first < p.num_tokens; first += count) {
+        count = std::min<std::int64_t>(p.num_tokens - first, kTileTokens);
+        multiply_run(p, states, tiles, panel, first, int(count));
+    }
+}
+
+#else
+
+void multiply_bytes(const Product& p, States& states, std::int64_t panel) {
+    multiply_panel<8>(p, states, panel);
+}
+
+#endif
 
 }  // namespace
 
@@ -255,7 +352,7 @@ void baton_quantized_linear(const Bf16* states, const std::uint8_t* packed, cons
         const Share share(product.form.num_panels(), i, count);
         for (std::int64_t panel = share.first; panel < share.end; ++panel)
             bits == 4 ? multiply_panel<4>(product, whole, panel)
-                      : multiply_panel<8>(product, whole, panel);
+                      : multiply_bytes(product, whole, panel);
     });
 }
 
