@@ -51,10 +51,13 @@ def baton_apart(model: str) -> Iterator[Door]:
 
 
 @contextmanager
-def baton_colocated(model: str, cpus: Sequence[int] | None = None) -> Iterator[Door]:
-    """One node that does both, on these cores or on all."""
+def baton_colocated(
+    model: str, cpus: Sequence[int] | None = None, step_ms: int | None = None
+) -> Iterator[Door]:
+    """One node that does both, on these cores or on all; its steps last about so long, if said."""
     own = _own(cpus or [*halves()[0], *halves()[1]])
-    options = replace(_options(model), num_prefill=0, decode_arguments=own)
+    pace = () if step_ms is None else ("--target-step-ms", str(step_ms))
+    options = replace(_options(model), num_prefill=0, decode_arguments=(*own, *pace))
     with LocalCluster(options) as cluster:
         yield Door(f"http://{cluster.router.http_address}")
 

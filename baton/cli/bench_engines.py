@@ -25,6 +25,13 @@ BenchModel = Annotated[
 VllmVenv = Annotated[
     Path | None, typer.Option(help="Environment that vLLM (for the CPU) is installed in.")
 ]
+BatonSteps = Annotated[
+    str,
+    typer.Option(
+        help="Milliseconds that steps of Baton's colocated node shall last; default: as many "
+        "tokens as fit."
+    ),
+]
 VllmChunks = Annotated[
     str, typer.Option(help="Most tokens of its steps; default: its own choice; empty: none.")
 ]
@@ -37,22 +44,34 @@ VllmApart = Annotated[
 ]
 
 
-def chosen_engines(model: str, venv: Path | None, chunks: str, apart: str) -> dict[str, Start]:
+def chosen_engines(
+    model: str, steps: str, venv: Path | None, chunks: str, apart: str
+) -> dict[str, Start]:
     """Baton's first. Raises InvalidConfig."""
     from baton.bench import engines
     from baton.bench.peer_settings import python_of
 
     engines.halves()
-    found: dict[str, Start] = {
-        "baton, prefill and decode": partial(engines.baton_apart, model),
-        "baton, colocated": partial(engines.baton_colocated, model),
-    }
+    found: dict[str, Start] = {"baton, prefill and decode": partial(engines.baton_apart, model)}
+    found |= _baton_colocated(model, steps)
     if venv is None and apart:
         raise InvalidConfig("--vllm-apart needs --vllm-venv")
     if venv is not None:
         python_of(venv)  # told before anything is measured
         found |= _vllm_engines(model, venv, chunks, apart)
     return found
+
+
+def _baton_colocated(model: str, steps: str) -> Iterator[tuple[str, Start]]:
+    from baton.bench import engines
+    from baton.cli.bench import numbers
+
+    for step in _parts(steps):
+        if step == OWN:
+            yield "baton, colocated", partial(engines.baton_colocated, model)
+        else:
+            start = partial(engines.baton_colocated, model, step_ms=numbers(step)[0])
+            yield f"baton, colocated, steps of {step} ms", start
 
 
 def _vllm_engines(model: str, venv: Path, chunks: str, apart: str) -> Iterator[tuple[str, Start]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.bench_engines import (
+    BatonSteps,
     BenchModel,
     VllmApart,
     VllmChunks,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 def frontier(
     model: BenchModel = "models/demo",
+    baton_steps: BatonSteps = "default",
     vllm_venv: VllmVenv = None,
     vllm_chunks: VllmChunks = "default,128",
     vllm_apart: VllmApart = "",
@@ -78,7 +80,7 @@ def frontier(
         need_matplotlib()
     if measured is None:
         what = replace(Sweep(_decimals(rates), seconds, prompt, answer, seed=seed), **limits)
-        engines = chosen_engines(model, vllm_venv, vllm_chunks, vllm_apart)
+        engines = chosen_engines(model, baton_steps, vllm_venv, vllm_chunks, vllm_apart)
         measure(what, engines, plot, json_file)
     else:
         then = read_sweep(measured)

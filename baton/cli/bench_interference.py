@@ -12,6 +12,7 @@ import typer
 
 from baton.cli.bench_engines import (
     OWN,
+    BatonSteps,
     BenchModel,
     VllmApart,
     VllmChunks,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 def interference(
     model: BenchModel,
+    baton_steps: BatonSteps = OWN,
     vllm_venv: VllmVenv = None,
     vllm_chunks: VllmChunks = f"{OWN},64,128,256",
     vllm_apart: VllmApart = "",
@@ -69,7 +71,7 @@ def interference(
         every_s=every,
         num_rounds=rounds,
     )
-    engines = chosen_engines(model, vllm_venv, vllm_chunks, vllm_apart)
+    engines = chosen_engines(model, baton_steps, vllm_venv, vllm_chunks, vllm_apart)
     if plot is not None:
         need_matplotlib()
     with ExitStack() as lifetime:

@@ -28,10 +28,11 @@ def venv(tmp_path: Path) -> Path:
 
 
 @two_cores
-def test_vllm_comes_in_each_form_that_is_asked_for(venv: Path) -> None:
-    assert list(chosen_engines("model", venv, "default,64", "shipped, patched")) == [
+def test_engines_come_in_each_form_that_is_asked_for(venv: Path) -> None:
+    assert list(chosen_engines("model", "default,120", venv, "default,64", "shipped, patched")) == [
         "baton, prefill and decode",
         "baton, colocated",
+        "baton, colocated, steps of 120 ms",
         "vllm, colocated, steps of default",
         "vllm, colocated, steps of 64",
         "vllm, prefill and decode, shipped",
@@ -41,24 +42,24 @@ def test_vllm_comes_in_each_form_that_is_asked_for(venv: Path) -> None:
 
 @two_cores
 def test_without_its_environment_there_is_no_vllm() -> None:
-    assert len(chosen_engines("model", None, "default", "")) == 2
+    assert len(chosen_engines("model", "default", None, "default", "")) == 2
     with pytest.raises(InvalidConfig, match="vllm-venv"):
-        chosen_engines("model", None, "default", "shipped")
+        chosen_engines("model", "default", None, "default", "shipped")
 
 
 @two_cores
 def test_what_cannot_be_is_told_before_anything_starts(venv: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="painted"):
-        chosen_engines("model", venv, "", "painted")
+        chosen_engines("model", "default", venv, "", "painted")
     with pytest.raises(InvalidConfig, match="no virtual environment"):
-        chosen_engines("model", tmp_path / "gone", "", "")
+        chosen_engines("model", "default", tmp_path / "gone", "", "")
 
 
 def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
 
     with pytest.raises(InvalidConfig, match="a core each"):
-        chosen_engines("model", None, "", "")
+        chosen_engines("model", "default", None, "", "")
 
 
 def test_who_waits_hears_what_goes_on() -> None:
