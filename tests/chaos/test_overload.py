@@ -14,7 +14,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 
-AT_ONCE, IN_LINE = 4, 12  # requests in the decode node's batch, and those that may wait
+AT_ONCE, IN_LINE = 4, 16  # requests in the decode node's batch, and those that may wait
 NUM_ORDINARY, NUM_URGENT = 3 * (AT_ONCE + IN_LINE), 4
 GENERATION = Generation(SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
 
@@ -51,15 +51,14 @@ class Crowd:
 
 
 async def come(address: str) -> tuple[Crowd, int]:
-    """Ordinary requests all at once; when the first is served and there is room in line, urgent
-    ones. With how many had been served by then."""
+    """Ordinary requests all at once; when there is room in line whoever of them is still on its
+    way, and those just told that they are served still hold their turn, urgent ones. With how
+    many had been served by then."""
     crowd = Crowd()
     async with AsyncClient(address, retries=Retries(max_attempts=1)) as client:
         asking = [asyncio.ensure_future(crowd.ask(client, 0)) for _ in range(NUM_ORDINARY)]
-        while len(crowd.served) < NUM_URGENT:
-            await asyncio.wait(
-                [one for one in asking if not one.done()], return_when=asyncio.FIRST_COMPLETED
-            )
+        while len(left := [one for one in asking if not one.done()]) > IN_LINE - NUM_URGENT:
+            await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
         num_before = len(crowd.served)
         asking += [asyncio.ensure_future(crowd.ask(client, -1)) for _ in range(NUM_URGENT)]
         await asyncio.gather(*asking)
