@@ -25,10 +25,9 @@ class AttentionPass(Protocol):
     def attend(self, layer: int, query: Tensor) -> Tensor:
         """Once the tokens' own keys and values are written.
 
-        query [tokens, heads, head_dim]; the
-        answer is like the query. A token sees its own sequence up to itself, within the
-        layer's window. Blocks and slots outside a sequence's context may hold anything,
-        NaN too, and must not matter.
+        query [tokens, heads, head_dim]; the answer is like it. A token sees its own sequence up
+        to itself, within the layer's window. Blocks and slots outside a sequence's context may
+        hold anything, NaN too, and must not matter.
         """
         ...
 

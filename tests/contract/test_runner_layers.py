@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,28 +52,14 @@ def part_by_part(parts: Parts) -> Parts:
 
 
 def passes_through(
-    folder: Path, parts: Parts, quantize: str, dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    """The states behind each pass, then the cache."""
-    passed = list(_passes(folder, parts, quantize, dtype, lambda pass_index: None))
-    return [*(states for states, _ in passed), passed[-1][1]]
-
-
-def passes_to_ends(
-    folder: Path, parts: Parts, quantize: str, dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    """The same, of the last tokens of those sequences alone that are asked for."""
-    passed = list(_passes(folder, parts, quantize, dtype, lambda pass_index: ASKED[pass_index]))
-    return [*(states for states, _ in passed), passed[-1][1]]
-
-
-def _passes(
     folder: Path,
     parts: Parts,
     quantize: str,
-    dtype: torch.dtype,
-    asked: Callable[[int], Sequence[int] | None],
-) -> Iterator[tuple[Tensor, Tensor]]:
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    are_ends_alone: bool = False,
+) -> list[Tensor]:
+    """The states behind each pass, of all tokens or of the last ones asked for; then the cache."""
     config = read_model_config(folder)
     with WeightFiles(folder) as files:
         decoder = load_decoder(config, files, Target(dtype, CPU, parts, quantize))
@@ -82,16 +68,18 @@ def _passes(
     attention = parts.make_attention(kv, config.sliding_windows)
     rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, CPU, kv.dtype)
     generator = torch.Generator().manual_seed(1)
-    for pass_index, sequences in enumerate(PASSES):
+    found = []
+    for sequences, asked in zip(PASSES, ASKED, strict=True):
         layout = layout_of(sequences)
         token_ids = torch.randint(config.vocab_size, layout.positions.shape, generator=generator)
         angles = rope.angles(torch.from_numpy(layout.positions), None)
-        wanted, ends = asked(pass_index), None
-        if wanted is not None:
-            of_ends = np.array(wanted, dtype=np.int64)
+        ends = None
+        if are_ends_alone:
+            of_ends = np.array(asked, dtype=np.int64)
             places = torch.from_numpy(layout.last_tokens(of_ends))
             ends = Ends(places, attention.begin(layout.of_last_tokens(of_ends)))
-        yield decoder.forward(token_ids, angles, attention.begin(layout), None, ends), kv
+        found.append(decoder.forward(token_ids, angles, attention.begin(layout), None, ends))
+    return [*found, kv]
 
 
 def layout_of(sequences: Sequence[tuple[int, int]]) -> PassLayout:
@@ -164,7 +152,7 @@ def test_the_last_tokens_alone_have_the_bits_that_they_have_among_all(
     folder = make_model_folder(tmp_path, replace(VARIANTS[name], dtype="bfloat16"))
     parts = native_parts()
 
-    alone = passes_to_ends(folder, parts, quantize)
+    alone = passes_through(folder, parts, quantize, are_ends_alone=True)
     among_all = at_ends(passes_through(folder, parts, quantize))
 
     assert all(map(torch.equal, alone, among_all))
@@ -175,7 +163,7 @@ def test_in_torch_the_last_tokens_alone_are_what_they_are_among_all(
     name: str, tmp_path: Path
 ) -> None:
     folder = make_model_folder(tmp_path, VARIANTS[name])
-    alone = passes_to_ends(folder, TORCH, "none", torch.float32)
+    alone = passes_through(folder, TORCH, "none", torch.float32, are_ends_alone=True)
     among_all = at_ends(passes_through(folder, TORCH, "none", torch.float32))
 
     for one, other in zip(alone, among_all, strict=True):

@@ -10,7 +10,7 @@ namespace {
 
 struct Matrix {
     const void* packed;
-    const Bf16* bias;                             // or null
+    const Bf16* bias;                                 // or null
     std::int64_t bits, num_rows, num_columns, group;  // bits: 16 if it is not quantised
 };
 
@@ -26,7 +26,7 @@ struct Layer {
 struct Pass {
     Bf16* blocks;
     std::int64_t num_layers, num_kv_heads, block_size, head_dim;
-    const std::int64_t *write_blocks, *write_offsets;         // by token
+    const std::int64_t *write_blocks, *write_offsets;               // by token
     const std::int64_t *tables, *lengths, *starts, *num_queries;  // by sequence
     std::int64_t table_stride, num_sequences, num_single, num_tokens;
     const Bf16 *cosines, *sines;
