@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -140,7 +141,8 @@ class Client:
         request = request_from(prompt, generation)
         tries = self._access.tries(timeout_s)
         while True:
-            call = self._stub.Generate(
+            call = partial(
+                self._stub.Generate,
                 request,
                 timeout=tries.remaining_s,
                 metadata=(*self._access.metadata, *generation.metadata),

@@ -25,6 +25,26 @@ def get_interruptibly(letters: SimpleQueue[T]) -> T:
 
 
 @contextmanager
+def ends_wait() -> Iterator[None]:
+    """What would end this process within the block, by Ctrl-C or SIGTERM, does so at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread alone
+        return
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in came:
+            signal.raise_signal(each)
+
+
+@contextmanager
 def interrupts_wait() -> Iterator[Callable[[], None]]:
     """Within the block, Ctrl-C takes effect where the yielded function is called.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from baton.bench.peer_settings import clean_environment, python_of, vllm_settings
+from baton.bench.processes import others
 from baton.bench.streams import Door, EngineFailed
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.errors import InvalidConfig
@@ -122,28 +122,22 @@ def _vllm(
         *more,
     ]
     environment = clean_environment() | vllm_settings(venv, cpus, kv_gib=2) | settings
-    with log.open("w") as told:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as told,
+        others(
             ["taskset", "-c", ",".join(map(str, cpus)), *command],
-            stdin=subprocess.DEVNULL,
+            environment | {"VLLM_HOST_IP": "127.0.0.1"},
             stdout=told,
             stderr=subprocess.STDOUT,
-            env=environment | {"VLLM_HOST_IP": "127.0.0.1"},
-            start_new_session=True,
-        )
-        with process:
-            try:
-                yield _Server(f"http://127.0.0.1:{port}", process, log)
-            finally:
-                # An engine's own processes outlive it when it is told alone.
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        ) as process,
+    ):
+        yield _Server(f"http://127.0.0.1:{port}", process, log)
 
 
 @dataclass(frozen=True, slots=True)
 class _Server:
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     log: Path
 
     def door(self) -> Door:

@@ -12,13 +12,14 @@ import signal
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from baton.bench.engine import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
 from baton.bench.peer_settings import clean_environment, python_of, vllm_settings
+from baton.bench.processes import others
 from engine.errors import EngineError, InvalidConfig
 
 ENDS = Path(__file__).resolve().parent / "peers"
@@ -168,27 +169,16 @@ def _cpus(num_threads: int | None) -> Sequence[int]:
     return cpus[:num_threads]
 
 
-@contextmanager
 def _started(
     venv: Path, script: str, given: dict[str, object], settings: dict[str, str]
-) -> Iterator[subprocess.Popen[str]]:
-    python = python_of(venv)
-    process = subprocess.Popen(
-        _command(python, ENDS / script, given),
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    return others(
+        _command(python_of(venv), ENDS / script, given),
+        clean_environment() | settings,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        text=True,
-        env=clean_environment() | settings,
-        start_new_session=True,
     )
-    with process:
-        try:
-            yield process
-        finally:
-            # An engine's own processes outlive it when it is told alone.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _command(python: Path, script: Path, given: dict[str, object]) -> Sequence[str]:

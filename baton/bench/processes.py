@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import IO
 
 from baton.cluster import ClusterFailed
+from baton.interrupts import ends_wait
 from serving.server import parse_announcement
 
 CPUCLOCK_SCHED = 2
@@ -62,3 +65,38 @@ def _announced(process: subprocess.Popen[str], command: Sequence[str]) -> str:
         if announced is not None:
             return announced[1]
     raise ClusterFailed(f"{' '.join(command)} ended with code {process.wait()} at start")
+
+
+@contextmanager
+def others(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | IO[str],
+    stderr: int,
+) -> Iterator[subprocess.Popen[str]]:
+    """A program that knows nothing of us, ended with all that it started at the end of the block.
+
+    A signal that came while it starts would leave it without anybody who ends it.
+    """
+    with ExitStack() as ends:
+        with ends_wait():
+            process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+            ends.enter_context(process)
+            ends.callback(_end_all, process.pid)
+        yield process
+
+
+def _end_all(group: int) -> None:
+    # An engine's own processes outlive it when it is told alone.
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

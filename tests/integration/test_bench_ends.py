@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.programs import started
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 TIMEOUT_S = 120.0
@@ -21,12 +23,20 @@ def test_a_peer_does_not_outlive_the_bench_that_is_told_to_end(tmp_path: Path) -
     python.chmod(0o755)
     peer = ["--model", str(MODEL), "--vllm-venv", str(tmp_path)]
 
-    bench = subprocess.Popen([sys.executable, "-m", "baton", "bench", "peer", *peer])
-    with told.open() as heard:
-        heard.readline()
+    heard = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    with started([sys.executable, "-m", "baton", "bench", "peer", *peer]) as bench:
+        peer_pid = _next(heard)
         bench.send_signal(signal.SIGTERM)
         code = bench.wait(TIMEOUT_S)
-        rest = heard.read()  # returns when whoever could write has ended
+        rest = _next(heard)  # there is nothing more when whoever could write has ended
+    os.close(heard)
 
+    assert peer_pid
     assert code == 128 + signal.SIGTERM
-    assert rest == ""
+    assert rest == b""
+
+
+def _next(heard: int) -> bytes:
+    ready, _, _ = select.select([heard], [], [], TIMEOUT_S)
+    assert ready, "the peer goes on"
+    return os.read(heard, 4096)

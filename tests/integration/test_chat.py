@@ -13,6 +13,7 @@ import pytest
 from baton.client import Client
 from baton.cluster import LocalCluster
 from serving.server import parse_announcement
+from tests.support.programs import started
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 from tests.support.told_router import WAIT_S, told_router
 
@@ -238,9 +239,7 @@ def test_a_model_without_a_chat_template_is_refused_with_the_way_around_it(
     settings.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     command = ["serve", "router", "--model", str(folder), "--decode-nodes", "127.0.0.1:1"]
-    with subprocess.Popen(
-        [*BATON, *command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as router:
+    with started([*BATON, *command, "--port", "0"]) as router:
         assert router.stdout is not None
         announced = parse_announcement(router.stdout.readline())
         assert announced is not None

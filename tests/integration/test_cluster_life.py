@@ -28,6 +28,7 @@ from tests.support.life import standing_still
 from tests.support.load import PATIENCE_S, Ask, Told, tell
 from tests.support.models import prompt_of, reference_greedy
 from tests.support.nodes import await_load, drain, is_busy, load_at
+from tests.support.programs import started
 
 MakeOptions = Callable[..., ClusterOptions]
 
@@ -151,9 +152,9 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
 
 def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> None:
     command = [sys.executable, "-m", "baton", "up", "--model", str(model_folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+    with started(command) as parent:
         assert parent.stdout is not None
-        assert parent.stdout.readline().startswith(b"serving on")
+        assert parent.stdout.readline().startswith("serving on")
         children = [os.pidfd_open(pid) for pid in children_of(parent.pid)]
 
         parent.kill()

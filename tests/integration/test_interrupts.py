@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
+from tests.support.programs import started
 from tests.support.told_router import WAIT_S, told_router
 
 NUM_ROUNDS = 25
@@ -36,12 +36,7 @@ def test_a_blocking_client_survives_every_ctrl_c_and_its_process_ends_as_it_will
     command = [sys.executable, "-c", SCRIPT]
     with (
         told_router() as router,
-        subprocess.Popen(
-            [*command, router.address, str(NUM_ROUNDS)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as script,
+        started([*command, router.address, str(NUM_ROUNDS)]) as script,
     ):
         assert script.stdout is not None
         for number in range(NUM_ROUNDS):

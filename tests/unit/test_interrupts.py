@@ -1,0 +1,116 @@
+"""Signals at bad moments: while a program starts, while a call starts."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, ClassVar
+
+import pytest
+
+from baton.bench.processes import others
+from baton.interrupts import ends_wait
+from baton.reading import read_elsewhere
+
+TIMEOUT_S = 60.0
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+@pytest.fixture
+def sigterm_exits() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, _exit)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm_exits")
+def test_what_would_end_the_process_waits_for_the_end_of_the_block() -> None:
+    came_to = []
+
+    def hear() -> None:
+        with ends_wait():
+            signal.raise_signal(signal.SIGTERM)
+            came_to.append("the end of the block")
+
+    with pytest.raises(SystemExit) as ended:
+        hear()
+
+    assert came_to
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is _exit
+
+
+class Told(subprocess.Popen[str]):
+    """Its process is there, and nobody has it yet, as we are told to end."""
+
+    pids: ClassVar[list[int]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.pids.append(os.pidfd_open(self.pid))
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("sigterm_exits")
+def test_a_program_ends_with_us_though_we_are_told_to_end_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+    with pytest.raises(SystemExit), others(["sleep", "1000"], os.environ, **quiet):
+        pass
+
+    [process] = Told.pids
+    assert select.select([process], [], [], TIMEOUT_S)[0], "it goes on"
+    os.close(process)
+
+
+class Slow:
+    """A call that starts when it may, and then streams until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.may_start: SimpleQueue[None] = SimpleQueue()
+        self.is_cancelled = threading.Event()
+
+    def start(self) -> Slow:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        self.may_start.get()
+        return self
+
+    def __iter__(self) -> Iterator[int]:
+        self.is_cancelled.wait()
+        return iter(())
+
+    def cancel(self) -> None:
+        self.is_cancelled.set()
+
+
+def test_a_call_that_is_left_while_it_starts_is_started_whole_and_then_cancelled() -> None:
+    call = Slow()
+
+    with pytest.raises(KeyboardInterrupt), closing(read_elsewhere(call.start)) as messages:
+        next(messages)
+    assert not call.is_cancelled.is_set()
+    call.may_start.put(None)
+
+    assert call.is_cancelled.wait(TIMEOUT_S)
+
+
+def test_what_keeps_a_call_from_starting_is_raised_where_it_is_read() -> None:
+    def start() -> Slow:
+        raise ValueError("a closed channel")
+
+    with pytest.raises(ValueError, match="a closed channel"):
+        next(read_elsewhere(start))
