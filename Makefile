@@ -26,7 +26,8 @@ demo: $(VENV)/.runtime
 	$(BIN)/baton demo
 
 test: $(VENV)/.dev $(STUBS)
-	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not gpu and not containers" -n $(WORKERS) --max-worker-restart 0 \
+		--dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev $(STUBS)
 	$(BIN)/ruff format --check .
