@@ -30,9 +30,9 @@ struct Product {
 
 constexpr std::int64_t kRunTokens = 2 * kTileRows;
 
-// As many tokens as stay in the second cache while one panel after the other meets them.
+// As many tokens as stay in the second cache beside two panels.
 std::int64_t tokens_at_once(std::int64_t num_columns) {
-    constexpr std::int64_t kBytes = 3 << 19;
+    constexpr std::int64_t kBytes = 1 << 20;
     return std::max<std::int64_t>(1, kBytes / (num_columns * sizeof(Bf16)) / kRunTokens) * kRunTokens;
 }
 
@@ -58,6 +58,7 @@ void multiply_half(Tiles& tiles, const Bf16* states, std::int64_t num_columns, i
         _tile_loadd(5, lower + 2 * pair, row_bytes);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        tiles.stay_ready(pair);
         for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
     }
     _tile_stored(0, sums, sum_bytes);
