@@ -10,7 +10,7 @@ from engine.runner.attention import AttentionPass
 from engine.runner.config import ModelConfig
 from engine.runner.facts import PassHook
 from engine.runner.layers import Layers
-from engine.runner.ops import Angles, Linear, Ops
+from engine.runner.ops import Angles, Linear, Ops, Peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,6 @@ class Decoder:
     def logits(self, states: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32."""
         return self._head(states).float()
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        return self._ops.peaks(logits)

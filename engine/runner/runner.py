@@ -57,7 +57,7 @@ class TorchRunner:
         self._kv = kv
         self._batch = batch
         self._attention = attention
-        self.sampler = Sampler(info.eos_token_ids, processors)
+        self.sampler = Sampler(info.eos_token_ids, processors, decoder.peaks)
         self._prompts = PromptLogprobs(decoder)
         self._grammars = GrammarMasks(info.vocab_size)
         self._drafted_rows = None if speculation is None else DraftedRows(batch, speculation)

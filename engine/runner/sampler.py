@@ -8,7 +8,7 @@ processors of people's own; greedy rows end there; then temperature, min-p, top-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.runner.constraints import constrain
 from engine.runner.layout import Ints
+from engine.runner.ops import Peaks, TorchOps
 from engine.runner.processors import NO_PROCESSORS, Processors
 from engine.runner.randomness import waiting_times
 from engine.sampling import SamplingParams
@@ -25,6 +26,7 @@ FIRST_LOOK = 1024
 # As many as the processor's own cache holds.
 RACERS_AT_ONCE = 1 << 17
 SMALLEST_TEMPERATURE = 1e-30  # in float32 the next ones are none
+TORCH = TorchOps()
 NO_TOKEN_LEFT = "no token may be chosen: the allowed, banned and stop tokens leave none"
 NO_TOKEN_FITS = "no token may be chosen: what the form asks for is not allowed, or banned"
 NOT_FINITE = "the model's logits are not finite"
@@ -49,51 +51,48 @@ class Choice(NamedTuple):
 
 class Sampler:
     def __init__(
-        self, eos_token_ids: tuple[int, ...], processors: Processors = NO_PROCESSORS
+        self,
+        eos_token_ids: tuple[int, ...],
+        processors: Processors = NO_PROCESSORS,
+        find_peaks: Callable[[Tensor], Peaks] = TORCH.peaks,
     ) -> None:
         self._eos_token_ids = eos_token_ids
         self._processors = processors
+        self._find_peaks = find_peaks
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
         """logits: [rows, vocab_size] in float32; left as they are."""
-        # NaN goes through both. They are ten times faster than `aminmax`.
-        least, most = logits.amin(dim=-1), logits.amax(dim=-1)
-        is_finite = (least.isfinite() & most.isfinite()).tolist()
-        good = [place for place, finite in enumerate(is_finite) if finite]
+        token_ids, are_finite = self._find_peaks(logits)
+        good = [place for place, is_finite in enumerate(are_finite.tolist()) if is_finite]
+        if len(good) == len(rows):
+            return self._choose(logits, rows, token_ids)
         choices = [Choice(None, NOT_FINITE)] * len(rows)
-        for place, choice in zip(good, self._choose(logits, rows, good), strict=True):
+        chosen = self._choose(logits[good], [rows[place] for place in good], token_ids[good])
+        for place, choice in zip(good, chosen, strict=True):
             choices[place] = choice
         return choices
 
-    def _choose(self, logits: Tensor, rows: Sequence[SampleRow], good: list[int]) -> list[Choice]:
-        if len(good) < len(rows):
-            logits = logits[good]
-        kept = [rows[place] for place in good]
-        constrained = constrain(logits, kept, self._eos_token_ids, self._processors)
-        token_ids = _greedy(constrained.logits)
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow], token_ids: Tensor) -> list[Choice]:
+        """`token_ids`: of the largest, as long as nothing is constrained."""
+        constrained = constrain(logits, rows, self._eos_token_ids, self._processors)
+        if constrained.logits is not logits:
+            token_ids = self._find_peaks(constrained.logits).token_ids
         best = constrained.logits.gather(1, token_ids[:, None])
         is_empty = best.isneginf().flatten().tolist()  # everything is forbidden
-        random = [i for i, row in enumerate(kept) if not (row.sampling.is_greedy or is_empty[i])]
+        random = [i for i, row in enumerate(rows) if not (row.sampling.is_greedy or is_empty[i])]
         if random:
-            drawn = _draw(constrained.logits[random], [kept[i] for i in random])
+            drawn = _draw(constrained.logits[random], [rows[i] for i in random])
             token_ids[random] = drawn
         return [
             Choice(None, constrained.failures.get(i) or _why_none(row))
             if is_empty[i]
             else Choice(token_id)
-            for i, (row, token_id) in enumerate(zip(kept, token_ids.tolist(), strict=True))
+            for i, (row, token_id) in enumerate(zip(rows, token_ids.tolist(), strict=True))
         ]
 
 
 def _why_none(row: SampleRow) -> str:
     return NO_TOKEN_LEFT if row.allowed is None else NO_TOKEN_FITS
-
-
-def _greedy(logits: Tensor) -> Tensor:
-    """By row; the first of equals. On the CPU numpy is ten times faster than torch."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

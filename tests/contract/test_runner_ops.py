@@ -46,6 +46,47 @@ def is_near(found: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=2**-7)
 
 
+# Few numbers, so that the largest is often there twice.
+STRANGE = (float("nan"), float("inf"), float("-inf"))
+LOGITS = st.sampled_from([-2.0, -1.0, 0.0, 1.5, 2.0]) | st.sampled_from(STRANGE)
+
+
+@each_variant
+@given(
+    rows=st.integers(1, 70).flatmap(
+        lambda size: st.lists(
+            st.lists(LOGITS, min_size=size, max_size=size), min_size=1, max_size=5
+        )
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_a_peak_is_the_first_of_the_largest_and_what_is_not_finite_is_seen(
+    kernels: Kernels, rows: list[list[float]]
+) -> None:
+    logits = torch.tensor(rows)
+
+    found, wanted = NativeOps(kernels).peaks(logits), REFERENCE.peaks(logits)
+
+    assert found.are_finite.tolist() == wanted.are_finite.tolist()
+    has_order = ~logits.isnan().any(dim=-1)
+    assert found.token_ids[has_order].tolist() == wanted.token_ids[has_order].tolist()
+
+
+@each_variant
+def test_peaks_of_a_whole_vocabulary_are_those_of_torch(
+    kernels: Kernels,
+) -> None:
+    logits = drawn(3, 9, 151_936).float()
+    logits[4, 151_935] = logits[7, 151_935] = 99.0
+    logits[8, 77_777] = float("inf")
+
+    found = NativeOps(kernels).peaks(logits)
+
+    wanted = REFERENCE.peaks(logits)
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert found.are_finite.tolist() == wanted.are_finite.tolist() == [True] * 8 + [False]
+
+
 @each_variant
 @given(num_tokens=st.integers(1, 20), num_rows=st.integers(1, 200), columns=COLUMNS, seed=SEEDS)
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.runner.attention import AttentionPass
 from engine.runner.layout import Ints, PassLayout
 from engine.runner.memory import huge_page_memory
-from engine.runner.ops import Angles, Linear
+from engine.runner.ops import Angles, Linear, Peaks
 from engine.runner.quantize import Quantized
 
 _INT, _THREADS, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
         *(_INT, _INT, _INT, _FLOAT, _THREADS),
     ),
     "baton_gate": (_POINTER, _POINTER, _INT, _INT, _THREADS),
+    "baton_peaks": (_POINTER, _INT, _INT, _POINTER, _POINTER, _THREADS),
     "baton_layer": (_POINTER, _POINTER, _POINTER),
     "baton_layer_write": (_POINTER, _POINTER, _POINTER),
     "baton_write_kv": (
@@ -79,6 +80,7 @@ class Kernels:
         self.norm = self._library.baton_norm
         self.rotate = self._library.baton_rotate
         self.gate = self._library.baton_gate
+        self.peaks = self._library.baton_peaks
         self.layer = self._library.baton_layer
         self.layer_write = self._library.baton_layer_write
         self.write_kv = self._library.baton_write_kv
@@ -166,6 +168,18 @@ class NativeOps:
             self._kernels.num_threads,
         )
         return target
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        places = torch.empty(len(logits), dtype=torch.int64)
+        are_finite = torch.empty(len(logits), dtype=torch.bool)
+        self._kernels.peaks(
+            logits.contiguous().data_ptr(),
+            *logits.shape,
+            places.data_ptr(),
+            are_finite.data_ptr(),
+            self._kernels.num_threads,
+        )
+        return Peaks(places, are_finite)
 
 
 @dataclass(frozen=True, slots=True)

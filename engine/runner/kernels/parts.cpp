@@ -3,6 +3,9 @@
 #include "calls.h"
 #include "pool.h"
 
+#include <algorithm>
+#include <limits>
+
 using namespace baton;
 
 namespace {
@@ -45,6 +48,40 @@ void rotate_row(Bf16* row, const Bf16* cosines, const Bf16* sines, std::int64_t 
         row[i] = narrow(rounded(first * cosine) + rounded(-second * sine));
         row[i + half] = narrow(rounded(second * later_cosine) + rounded(first * later_sine));
     }
+}
+
+struct Peak {
+    std::int64_t place;
+    bool is_finite;
+};
+
+// The first of the largest numbers, where none is a NaN; and whether all are finite.
+Peak peak_of(const float* row, std::int64_t size) {
+    constexpr float kLeast = -std::numeric_limits<float>::infinity();
+    const Words exponent = Words{} + 0x7f800000u;
+    Floats most = fill(kLeast);
+    Words places{}, strange{}, at{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    std::int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes, at += kLanes) {
+        Floats numbers;
+        std::memcpy(&numbers, row + i, sizeof numbers);
+        const Words is_more = (Words)(numbers > most);
+        most = (Floats)(((Words)numbers & is_more) | ((Words)most & ~is_more));
+        places = (at & is_more) | (places & ~is_more);
+        strange |= (Words)(((Words)numbers & exponent) == exponent);
+    }
+    Peak peak{0, true};
+    float largest = kLeast;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const bool is_first = most[lane] == largest && places[lane] < peak.place;
+        if (most[lane] > largest || is_first) largest = most[lane], peak.place = places[lane];
+        peak.is_finite = peak.is_finite && strange[lane] == 0;
+    }
+    for (; i < size; ++i) {
+        if (row[i] > largest) largest = row[i], peak.place = i;
+        peak.is_finite = peak.is_finite && std::isfinite(row[i]);
+    }
+    return peak;
 }
 
 }  // namespace
@@ -101,6 +138,19 @@ void baton_gate(const Bf16* both, Bf16* target, std::int64_t num_tokens, std::in
                 const float gated = rounded(number / (1.0f + std::exp(-number)));
                 row[at] = narrow(gated * wide(other[at]));
             }
+        }
+    });
+}
+
+// numbers: [rows, size], of each the peak.
+void baton_peaks(const float* numbers, std::int64_t num_rows, std::int64_t size,
+                 std::int64_t* places, bool* are_finite, int num_threads) {
+    const int most = int(std::min<std::int64_t>(num_threads, num_rows));
+    Pool::of_process().run(threads_for(num_rows * size, most), [=](int i, int count) {
+        const Share share(num_rows, i, count);
+        for (std::int64_t row = share.first; row < share.end; ++row) {
+            const Peak peak = peak_of(numbers + row * size, size);
+            places[row] = peak.place, are_finite[row] = peak.is_finite;
         }
     });
 }
