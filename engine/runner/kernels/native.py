@@ -159,10 +159,11 @@ class NativeOps:
         return target
 
     def gated(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         target = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
         self._kernels.gate(
-            gate_up.contiguous().data_ptr(),
+            gate_up.data_ptr(),
             target.data_ptr(),
             *target.shape,
             self._kernels.num_threads,
@@ -170,10 +171,11 @@ class NativeOps:
         return target
 
     def peaks(self, logits: Tensor) -> Peaks:
+        logits = logits.contiguous()
         places = torch.empty(len(logits), dtype=torch.int64)
         are_finite = torch.empty(len(logits), dtype=torch.bool)
         self._kernels.peaks(
-            logits.contiguous().data_ptr(),
+            logits.data_ptr(),
             *logits.shape,
             places.data_ptr(),
             are_finite.data_ptr(),
@@ -208,10 +210,11 @@ class NativeLinear:
         return answer
 
     def rows(self, row_ids: Tensor) -> Tensor:
+        row_ids = row_ids.contiguous()
         target = torch.empty(len(row_ids), self.num_columns, dtype=torch.bfloat16)
         self.kernels.unpack_rows(
             self.packed.data_ptr(),
-            row_ids.contiguous().data_ptr(),
+            row_ids.data_ptr(),
             len(row_ids),
             target.data_ptr(),
             self.num_columns,
@@ -244,10 +247,11 @@ class NativeQuantizedLinear:
         return answer
 
     def rows(self, row_ids: Tensor) -> Tensor:
+        row_ids = row_ids.contiguous()
         target = torch.empty(len(row_ids), self.form[2], dtype=torch.bfloat16)
         self.kernels.unpack_quantized(
             self.packed.data_ptr(),
-            row_ids.contiguous().data_ptr(),
+            row_ids.data_ptr(),
             len(row_ids),
             target.data_ptr(),
             *self.form,
