@@ -67,6 +67,7 @@ def test_a_program_ends_with_us_though_we_are_told_to_end_while_it_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", Told)
+    monkeypatch.setattr(Told, "pids", [])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
     with pytest.raises(SystemExit), others(["sleep", "1000"], os.environ, **quiet):
