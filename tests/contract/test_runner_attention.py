@@ -229,7 +229,7 @@ def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
 
 
 @each_implementation
-@pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 16, 1000])
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 16, 200, 1000])
 @pytest.mark.parametrize(
     "sequences",
     [
@@ -239,8 +239,9 @@ def test_any_mix_of_chunks_and_decodes_equals_attention_token_by_token(
         [Part(3, 1), Part(4, 1), Part(5, 1)],
         [Part(8, 8)],
         [Part(7, 2), Part(0, 1), Part(63, 1), Part(0, 5)],
+        [Part(255, 1), Part(256, 1), Part(520, 1), Part(250, 20), Part(511, 3)],
     ],
-    ids=["first", "block", "prompt", "edge", "chunk", "mixed"],
+    ids=["first", "block", "prompt", "edge", "chunk", "mixed", "long"],
 )
 def test_edges_of_blocks_and_windows(
     implementation: Implementation, window: int | None, sequences: list[Part]

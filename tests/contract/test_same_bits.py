@@ -144,6 +144,23 @@ def test_attention_is_the_same_however_a_sequence_is_cut_and_whoever_is_beside_i
     assert all(map(torch.equal, at_once, cut))
 
 
+@pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
+@pytest.mark.parametrize("window", [None, 70, 300])
+@pytest.mark.parametrize("heads", [(2, 2), (1, 7)])
+def test_attention_is_the_same_across_the_edges_of_what_is_taken_at_once(
+    kernels: Kernels, window: int | None, heads: tuple[int, int]
+) -> None:
+    sequences = Sequences([530, 300, 257], heads, head_dim=64, block_size=16, seed=1)
+    first, draw = 3 * [240], random.Random(0)
+
+    at_once = sequences.attended(kernels, window, whole)
+    cut = sequences.attended(
+        kernels, window, lambda left: first.pop() if first else min(left, draw.choice([1, 1, 30]))
+    )
+
+    assert all(map(torch.equal, at_once, cut))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

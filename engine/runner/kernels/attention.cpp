@@ -1,165 +1,103 @@
 // Paged attention.
 //
 // There is one way to it, whatever a sequence has in a pass: a chunk of a prompt or a single token.
-// The context is cut into panels of 64 slots, counted from its first. A panel's keys and values are
-// packed; then rows of queries (token by token, all heads that share the KV head) look at it, a few
-// at a time: scores of the slots, weights, values, each as a product with a panel. So an answer has
-// the same bits however its prompt was cut into chunks, whoever is beside it, and whether a token
-// was written in its own step or is computed again with others.
+// The context is taken 256 slots at a time, counted from its first. Rows of queries (token by token,
+// all heads that share the KV head) look at them, a few at a time: scores of the slots, weights,
+// values. Where many rows look, keys and values are packed into panels first; where few do, they are
+// read as they lie, and add up in the same order. So an answer has the same bits however its prompt
+// was cut into chunks, whoever is beside it, and whether a token was written in its own step or is
+// computed again with others.
 
 #include "calls.h"
-#include "context.h"
 #include "pool.h"
-#include "tiles.h"
+#include "rows.h"
 
-#include <limits>
+#include <memory>
 
 using namespace baton;
 
 namespace {
 
 constexpr float kLog2OfE = 1.44269504f;
-constexpr float kNever = -std::numeric_limits<float>::infinity();
-
-// The last tokens of a sequence, whose keys and values are all in their slots.
-struct Chunk {
-    Context context;
-    const Bf16* queries;  // [tokens, heads, head_dim]
-    Bf16* answers;        // the same
-    std::int64_t num_tokens, window, num_shared;
-    float scale;  // of scores that become powers of two
-
-    std::int64_t num_rows() const { return num_tokens * num_shared; }
-    std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
-    std::int64_t first_slot(std::int64_t token) const {
-        return window > 0 ? std::max<std::int64_t>(0, position(token) - window + 1) : 0;
-    }
-    std::int64_t at(std::int64_t token, std::int64_t head, std::int64_t shared) const {
-        return ((token * context.cache.num_kv_heads + head) * num_shared + shared) *
-               context.cache.head_dim;
-    }
-};
-
-// A few query rows on their way over the context.
-class Rows {
-  public:
-    Rows(const Chunk& chunk, const ContextPanel& packed, std::int64_t head, std::int64_t first,
-         int count)
-        : chunk_(chunk), packed_(packed), head_(head), count_(count),
-          queries_(count * chunk.context.cache.head_dim), sums_(count * sum_stride()) {
-        const std::int64_t size = chunk.context.cache.head_dim;
-        for (int row = 0; row < count; ++row) {
-            const std::int64_t token = (first + row) / chunk.num_shared;
-            at_[row] = chunk.at(token, head, (first + row) % chunk.num_shared);
-            std::copy_n(chunk.queries + at_[row], size, queries_.data() + row * size);
-            first_slot_[row] = chunk.first_slot(token);
-            end_slot_[row] = chunk.position(token) + 1;
-            most_[row] = kNever;
-            weight_[row] = Floats{};
-        }
-    }
-
-    std::int64_t head() const { return head_; }
-
-    bool sees(std::int64_t panel) const {
-        return first_slot_[0] < (panel + 1) * kPanelRows &&
-               panel * kPanelRows < end_slot_[count_ - 1];
-    }
-
-    void look_at(std::int64_t panel, Tiles& tiles) {
-        const std::int64_t size = chunk_.context.cache.head_dim;
-        Floats scores[kRunRows][kVectors] = {};
-        add_rows(tiles, &scores[0][0][0], kPanelRows, queries_.data(), size, count_,
-                 packed_.keys(), packed_.pairs());
-        for (int row = 0; row < count_; ++row) {
-            const std::int64_t begin = first_slot_[row] - panel * kPanelRows;
-            const std::int64_t end = end_slot_[row] - panel * kPanelRows;
-            if (begin > 0 || end < kPanelRows) hide(scores[row], begin, end);
-            weigh(row, scores[row]);
-        }
-        for (std::int64_t part = 0; part < packed_.wide(); ++part)
-            add_rows(tiles, sums_.data() + part * kPanelRows, sum_stride(), weights_[0], kPanelRows,
-                     count_, packed_.values(part), packed_.slot_pairs());
-    }
-
-    void answer() const {
-        for (int row = 0; row < count_; ++row) {
-            const float weight = sum(weight_[row]);
-            for (std::int64_t d = 0; d < chunk_.context.cache.head_dim; ++d)
-                chunk_.answers[at_[row] + d] = narrow(sums_[row * sum_stride() + d] / weight);
-        }
-    }
-
-  private:
-    std::int64_t sum_stride() const { return packed_.wide() * kPanelRows; }
-
-    static void hide(Floats (&scores)[kVectors], std::int64_t begin, std::int64_t end) {
-        float seen[kPanelRows];
-        std::memcpy(seen, scores, sizeof seen);
-        for (std::int64_t i = 0; i < kPanelRows; ++i)
-            if (i < begin || i >= end) seen[i] = kNever;
-        std::memcpy(scores, seen, sizeof seen);
-    }
-
-    // Scores become weights relative to the largest so far, and the sums are brought to the same.
-    void weigh(int row, const Floats (&scores)[kVectors]) {
-        Floats larger = fill(most_[row]);
-        for (int v = 0; v < kVectors; ++v) larger = scores[v] > larger ? scores[v] : larger;
-        const float most = largest(larger);
-        if (most != most_[row]) rescale(row, std::exp2((most_[row] - most) * chunk_.scale));
-        most_[row] = most;
-        // If none of these is seen by this row, all are the largest and none weighs anything.
-        const float shift = most == kNever ? 0.0f : most * chunk_.scale;
-        Floats weight = weight_[row];
-        for (int v = 0; v < kVectors; ++v) {
-            const Floats weights = power_of_two(scores[v] * chunk_.scale - shift);
-            store(weights_[row] + v * kLanes, weights);
-            weight += weights;
-        }
-        weight_[row] = weight;
-    }
-
-    void rescale(int row, float factor) {
-        float* sums = sums_.data() + row * sum_stride();
-        for (std::int64_t d = 0; d < sum_stride(); ++d) sums[d] *= factor;
-        weight_[row] *= factor;
-    }
-
-    const Chunk& chunk_;
-    const ContextPanel& packed_;
-    std::int64_t head_;
-    int count_;
-    std::vector<Bf16> queries_;
-    std::vector<float> sums_;  // [rows, head_dim in whole panels]
-    std::int64_t at_[kRunRows], first_slot_[kRunRows], end_slot_[kRunRows];
-    float most_[kRunRows];
-    Floats weight_[kRunRows];  // of all slots so far, lane by lane
-    alignas(64) Bf16 weights_[kRunRows][kPanelRows];
-};
 
 // Some of a chunk's rows, of some of the KV heads.
 struct Part {
     std::int64_t first_head, end_head, first_row, end_row;
 };
 
-// Panel by panel, and in each head by head as they lie in their blocks.
-void attend(const Chunk& chunk, const Part& part, ContextPanel& packed, Tiles& tiles) {
+std::vector<Rows> rows_of(const Chunk& chunk, const Part& part) {
     std::vector<Rows> runs;
+    runs.reserve((part.end_head - part.first_head) *
+                 ((part.end_row - part.first_row + kRunRows - 1) / kRunRows));
     for (std::int64_t head = part.first_head; head < part.end_head; ++head)
         for (std::int64_t row = part.first_row, count; row < part.end_row; row += count) {
             count = next_run(part.end_row - row, kRunRows);
-            runs.emplace_back(chunk, packed, head, row, int(count));
+            runs.emplace_back(chunk, head, row, int(count));
         }
-    const std::int64_t last = chunk.position((part.end_row - 1) / chunk.num_shared);
-    std::int64_t panel = chunk.first_slot(part.first_row / chunk.num_shared) / kPanelRows;
-    for (; panel <= last / kPanelRows; ++panel)
+    return runs;
+}
+
+// What a thread needs for it.
+class Attention {
+  public:
+    explicit Attention(std::int64_t head_dim) : packed_(head_dim) {}
+
+    void operator()(const Chunk& chunk, const Part& part) {
+        const std::int64_t end = chunk.position((part.end_row - 1) / chunk.num_shared) + 1;
+        const bool is_in_place = SlotsInPlace::can(chunk.context.cache) &&
+                                 part.end_row - part.first_row <= kFewRows;
+        std::vector<Rows> runs = rows_of(chunk, part);
+        looks_ = std::make_unique_for_overwrite<Look[]>(is_in_place ? runs.size() : 1);
+        std::int64_t slot = chunk.first_slot(part.first_row / chunk.num_shared);
+        for (slot -= slot % kSlotsAtOnce; slot < end; slot += kSlotsAtOnce)
+            if (is_in_place)
+                look_in_place(chunk.context, runs, slot, end);
+            else
+                look_packed(chunk.context, runs, slot, end);
+        for (const Rows& rows : runs) rows.answer();
+    }
+
+  private:
+    static constexpr std::int64_t kFewRows = 2 * kRunRows;
+
+    // Head by head, as they lie in their blocks.
+    void look_packed(const Context& context, std::vector<Rows>& runs, std::int64_t slot,
+                     std::int64_t end) {
         for (std::size_t run = 0; run < runs.size(); ++run) {
             if (run == 0 || runs[run].head() != runs[run - 1].head())
-                packed.take(chunk.context, runs[run].head(), panel);
-            if (runs[run].sees(panel)) runs[run].look_at(panel, tiles);
+                packed_.take(context, runs[run].head(), slot, end);
+            if (runs[run].sees(slot)) runs[run].look_at(packed_, slot, looks_[0], tiles_);
         }
-    for (const Rows& rows : runs) rows.answer();
-}
+    }
+
+    // A block's keys of all heads lie behind each other, and so do its values: read that way,
+    // they come faster.
+    void look_in_place(const Context& context, std::vector<Rows>& runs, std::int64_t slot,
+                       std::int64_t end) {
+        in_place_.take(context, slot, end);
+        for_each_step(runs, slot, [&](Rows& rows, Look& look, std::int64_t step) {
+            rows.score(in_place_, step, look);
+        });
+        for (std::size_t run = 0; run < runs.size(); ++run)
+            if (runs[run].sees(slot)) runs[run].weigh(slot, looks_[run]);
+        for_each_step(runs, slot, [&](Rows& rows, Look& look, std::int64_t step) {
+            rows.add(in_place_, step, look);
+        });
+    }
+
+    template <typename Each>
+    void for_each_step(std::vector<Rows>& runs, std::int64_t slot, Each each) {
+        constexpr std::int64_t kStep = SlotsInPlace::kStep;
+        for (std::int64_t step = 0; step < in_place_.num_steps(); ++step)
+            for (std::size_t run = 0; run < runs.size(); ++run)
+                if (runs[run].sees(slot + step * kStep, kStep)) each(runs[run], looks_[run], step);
+    }
+
+    PackedSlots packed_;
+    SlotsInPlace in_place_;
+    Tiles tiles_;
+    std::unique_ptr<Look[]> looks_;  // of each run, or of all in turns
+};
 
 }  // namespace
 
@@ -202,14 +140,13 @@ void baton_attend_singles(Bf16* blocks, std::int64_t num_layers, std::int64_t nu
     const std::int64_t parts = num_kv_heads / at_once;
     std::atomic<std::int64_t> next{0};
     Pool::of_process().run(num_threads, [&](int, int) {
-        ContextPanel packed(head_dim);
-        Tiles tiles;
+        Attention attention(head_dim);
         for (std::int64_t task = next++; task < num_sequences * parts; task = next++) {
             const std::int64_t which = task / parts, head = task % parts * at_once;
             const Context context{cache, layer, tables + which * table_stride, lengths[which]};
             const Chunk chunk{context, queries + which * numbers, answers + which * numbers,
                               1, window, num_shared, scale * kLog2OfE};
-            attend(chunk, {head, head + at_once, 0, num_shared}, packed, tiles);
+            attention(chunk, {head, head + at_once, 0, num_shared});
         }
     });
 }
@@ -220,19 +157,18 @@ void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_
                         const Bf16* queries, Bf16* answers, const std::int64_t* table,
                         std::int64_t num_tokens, std::int64_t length, std::int64_t window,
                         std::int64_t num_shared, float scale, int num_threads) {
-    constexpr std::int64_t kRowsAtOnce = 384;  // look at a panel while it is near
+    constexpr std::int64_t kRowsAtOnce = 512;  // look at a panel while it is near
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
     const Context context{cache, layer, table, length};
     const Chunk chunk{context, queries, answers, num_tokens, window, num_shared, scale * kLog2OfE};
     const std::int64_t parts = (chunk.num_rows() + kRowsAtOnce - 1) / kRowsAtOnce;
     std::atomic<std::int64_t> next{0};
     Pool::of_process().run(num_threads, [&](int, int) {
-        ContextPanel packed(head_dim);
-        Tiles tiles;
+        Attention attention(head_dim);
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
             const std::int64_t head = task / parts, first = task % parts * kRowsAtOnce;
             const std::int64_t end = std::min(first + kRowsAtOnce, chunk.num_rows());
-            attend(chunk, {head, head + 1, first, end}, packed, tiles);
+            attention(chunk, {head, head + 1, first, end});
         }
     });
 }

@@ -19,6 +19,7 @@ typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::int32_t Whole __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float EightFloats __attribute__((vector_size(32), aligned(4), may_alias));
 typedef std::uint32_t EightWords __attribute__((vector_size(32), aligned(4), may_alias));
 
 inline float wide(Bf16 value) {
@@ -119,6 +120,39 @@ inline void turn(EightWords (&rows)[8]) {
     }
 }
 
+// Two rows of thirty-two, side by side in words. In which order is the machine's affair.
+inline void zip(const Bf16* even, const Bf16* odd, Words& first, Words& second) {
+#if defined(__AVX512BF16__)
+    const __m512i one = _mm512_loadu_si512(even), other = _mm512_loadu_si512(odd);
+    first = (Words)_mm512_unpacklo_epi16(one, other);
+    second = (Words)_mm512_unpackhi_epi16(one, other);
+#else
+    first = words(even) | words(odd) << 16;
+    second = words(even + kLanes) | words(odd + kLanes) << 16;
+#endif
+}
+
+// Thirty-two numbers in the order of `zip`, and back.
+inline void to_zipped_order([[maybe_unused]] Floats& first, [[maybe_unused]] Floats& second) {
+#if defined(__AVX512BF16__)
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
+    const __m512 one = (__m512)first, other = (__m512)second;
+    first = (Floats)_mm512_permutex2var_ps(one, low, other);
+    second = (Floats)_mm512_permutex2var_ps(one, high, other);
+#endif
+}
+
+inline void from_zipped_order([[maybe_unused]] Floats& first, [[maybe_unused]] Floats& second) {
+#if defined(__AVX512BF16__)
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512 one = (__m512)first, other = (__m512)second;
+    first = (Floats)_mm512_permutex2var_ps(one, low, other);
+    second = (Floats)_mm512_permutex2var_ps(one, high, other);
+#endif
+}
+
 // Each lane: total += low half of left * low half of right + the same of the high halves.
 inline void add_products(Floats& total, Words left, Words right) {
 #if defined(__AVX512BF16__)
@@ -127,6 +161,16 @@ inline void add_products(Floats& total, Words left, Words right) {
     const Words high = Words{} + 0xffff0000u;
     total += (Floats)(left << 16) * (Floats)(right << 16);
     total += (Floats)(left & high) * (Floats)(right & high);
+#endif
+}
+
+inline void add_products(EightFloats& total, EightWords left, EightWords right) {
+#if defined(__AVX512BF16__)
+    total = (EightFloats)_mm256_dpbf16_ps((__m256)total, (__m256bh)left, (__m256bh)right);
+#else
+    const EightWords high = EightWords{} + 0xffff0000u;
+    total += (EightFloats)(left << 16) * (EightFloats)(right << 16);
+    total += (EightFloats)(left & high) * (EightFloats)(right & high);
 #endif
 }
 

@@ -20,11 +20,58 @@ struct Product {
     const Bf16* bias;  // or null
     Bf16* answer;      // [tokens, rows]
     std::int64_t num_tokens, num_rows, num_columns;
+    bool is_streamed = false;
 
     const Words* panel(std::int64_t which) const {
         return packed + which * num_columns / 2 * kVectors;
     }
 };
+
+#if defined(__AVX512BF16__)
+
+// Past the caches, which a long answer leaves before it is read, and where each of its lines would
+// have to be fetched to be written.
+bool goes_past_caches(const Product& p) {
+    constexpr std::int64_t kBytes = 1 << 20;
+    const bool has_whole_lines = p.num_rows % kPanelRows == 0 && std::uintptr_t(p.answer) % 64 == 0;
+    return has_whole_lines && p.num_tokens * p.num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
+}
+
+void stream_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* row, std::int64_t panel) {
+    for (std::int64_t v = 0, at = panel * kPanelRows; v < kVectors; v += 2, at += 2 * kLanes) {
+        Floats low = totals[v], high = totals[v + 1];
+        if (bias != nullptr) low += wide(bias + at), high += wide(bias + at + kLanes);
+        const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(row + at), both);
+    }
+}
+
+void have_streamed() { _mm_sfence(); }  // before others are told that it is there
+
+#else
+
+bool goes_past_caches(const Product&) { return false; }
+void stream_row(const Floats (&)[kVectors], const Bf16*, Bf16*, std::int64_t) {}
+void have_streamed() {}
+
+#endif
+
+// Its lines come while what will be written there is computed.
+void expect(const Product& p, std::int64_t panel, std::int64_t token) {
+    const Bf16* const answer = p.answer + token * p.num_rows + panel * kPanelRows;
+    __builtin_prefetch(answer, 1, 2);
+    __builtin_prefetch(answer + kPanelRows / 2, 1, 2);
+}
+
+// A panel's columns of a token's answer.
+void give(const Product& p, const Floats (&totals)[kVectors], std::int64_t panel,
+          std::int64_t token) {
+    Bf16* const answer = p.answer + token * p.num_rows;
+    if (p.is_streamed)
+        stream_row(totals, p.bias, answer, panel);
+    else
+        store_row(totals, p.bias, answer, panel, p.num_rows);
+}
 
 #if defined(__AMX_BF16__)
 
@@ -67,26 +114,8 @@ void multiply_half(Tiles& tiles, const Bf16* states, std::int64_t num_columns, i
     _tile_stored(3, sums + kTileRows * kPanelRows + kLanes, sum_bytes);
 }
 
-// Past the caches, which a long answer leaves before it is read, and where each of its lines would
-// have to be fetched to be written.
-bool goes_past_caches(const Product& p) {
-    constexpr std::int64_t kBytes = 1 << 20;
-    const bool has_whole_lines = p.num_rows % kPanelRows == 0 && std::uintptr_t(p.answer) % 64 == 0;
-    return has_whole_lines && p.num_tokens * p.num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
-}
-
-void stream_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* row, std::int64_t panel) {
-    for (std::int64_t v = 0, at = panel * kPanelRows; v < kVectors; v += 2, at += 2 * kLanes) {
-        Floats low = totals[v], high = totals[v + 1];
-        if (bias != nullptr) low += wide(bias + at), high += wide(bias + at + kLanes);
-        const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(row + at), both);
-    }
-}
-
 void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
-    const bool is_streamed = goes_past_caches(p);
     const std::int64_t pairs = p.num_columns / 2, num_runs = (end - first + kRunTokens - 1) / kRunTokens;
     // Each run fetches its share of the next panel.
     const int fetched = int((kVectors * kPairsAtOnce / 2 + num_runs - 1) / num_runs);
@@ -105,15 +134,8 @@ void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int
                               numbers + half * 2 * kLanes, ahead, fetched);
             add_rest(numbers, kPanelRows, states, p.num_columns, count, whole, pairs);
         }
-        for (int row = 0; row < count; ++row) {
-            Bf16* const answer = p.answer + (first + row) * p.num_rows;
-            if (is_streamed)
-                stream_row(sums[row], p.bias, answer, panel);
-            else
-                store_row(sums[row], p.bias, answer, panel, p.num_rows);
-        }
+        for (int row = 0; row < count; ++row) give(p, sums[row], panel, first + row);
     }
-    if (is_streamed) _mm_sfence();  // before others are told that it is there
 }
 
 #else
@@ -126,9 +148,11 @@ void multiply(const Product& p, std::int64_t panel, std::int64_t first, const Wo
     const std::uint32_t* states[TOKENS];
     for (int t = 0; t < TOKENS; ++t)
         states[t] = reinterpret_cast<const std::uint32_t*>(p.states + (first + t) * p.num_columns);
+    if (FETCHED > 0 && !p.is_streamed)
+        for (int t = 0; t < TOKENS; ++t) expect(p, panel, first + t);
     Totals<TOKENS> totals = {};
     add_panel<TOKENS, FETCHED>(totals, states, p.panel(panel), pairs, ahead);
-    store_panel<TOKENS>(totals, p.bias, p.answer + first * p.num_rows, panel, p.num_rows);
+    for (int t = 0; t < TOKENS; ++t) give(p, totals[t], panel, first + t);
 }
 
 using Multiply = void (*)(const Product&, std::int64_t, std::int64_t, const Words*);
@@ -204,8 +228,9 @@ void baton_unpack_rows(const std::uint32_t* packed, const std::int64_t* rows, st
 void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16* answer,
                   std::int64_t num_tokens, std::int64_t num_rows, std::int64_t num_columns,
                   int num_threads) {
-    const Product product{states,     static_cast<const Words*>(packed), bias, answer,
-                          num_tokens, num_rows,                          num_columns};
+    Product product{states,     static_cast<const Words*>(packed), bias, answer,
+                    num_tokens, num_rows,                          num_columns};
+    product.is_streamed = goes_past_caches(product);
     const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
     const std::int64_t at_once = tokens_at_once(num_columns);
     Pool::of_process().run(num_threads, [&](int i, int count) {
@@ -218,6 +243,7 @@ void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16
                 multiply_panel(product, tiles, panel, next, first, end);
             }
         }
+        if (product.is_streamed) have_streamed();
     });
 }
 
