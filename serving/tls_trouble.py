@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+from contextlib import suppress
 
 from serving.tls import TlsConfig
+
+Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # IPv4, IPv6, others
 
 PROBE_TIMEOUT_S = 3.0
 HTTPS_PORT = 443
@@ -28,18 +31,26 @@ def tls_trouble(target: str, tls: TlsConfig, patience_s: float = PROBE_TIMEOUT_S
     if parsed is None or not parsed[1]:
         return None
     host, port = parsed[1], int(parsed[2] or HTTPS_PORT)
-    try:
-        with socket.create_connection((host, port), timeout=patience_s) as connection:
-            return _trouble_on(connection, host, target, tls)
-    except OSError:
-        return None  # nobody is there, which is what gRPC said
+    with suppress(OSError):  # nobody is there, which is what gRPC said
+        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family) as connection:
+                connection.settimeout(patience_s)
+                return _trouble_at(address, connection, host, target, tls)
+    return None
 
 
-def _trouble_on(connection: socket.socket, host: str, target: str, tls: TlsConfig) -> str | None:
+def _trouble_at(
+    address: Address,
+    connection: socket.socket,
+    host: str,
+    target: str,
+    tls: TlsConfig,
+) -> str | None:
+    secured = _context(tls).wrap_socket(connection, server_hostname=tls.server_name or host)
     try:
-        with _context(tls).wrap_socket(
-            connection, server_hostname=tls.server_name or host
-        ) as secured:
+        with secured:
+            # Not before: of a peer that goes meanwhile, wrap_socket leaves the socket open.
+            secured.connect(address)
             if not tls.dials:
                 return f"{target} speaks TLS only; give --tls-ca (`tls=TlsConfig(ca=…)` in Python)"
             if _is_sent_away(secured):
