@@ -11,7 +11,7 @@ from types import TracebackType
 
 from baton.client import AsyncClient, BatonError, Finish, Generation
 
-PATIENCE_S = 250.0  # the answers of a busy machine are late, not wrong
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
