@@ -25,14 +25,14 @@ struct Part {
     std::int64_t first_head, end_head, first_row, end_row;
 };
 
-std::vector<Rows> rows_of(const Chunk& chunk, const Part& part) {
+std::vector<Rows> rows_of(const Chunk& chunk, const Part& part, bool is_in_place) {
     std::vector<Rows> runs;
     runs.reserve((part.end_head - part.first_head) *
                  ((part.end_row - part.first_row + kRunRows - 1) / kRunRows));
     for (std::int64_t head = part.first_head; head < part.end_head; ++head)
         for (std::int64_t row = part.first_row, count; row < part.end_row; row += count) {
             count = next_run(part.end_row - row, kRunRows);
-            runs.emplace_back(chunk, head, row, int(count));
+            runs.emplace_back(chunk, head, row, int(count), is_in_place);
         }
     return runs;
 }
@@ -45,8 +45,8 @@ class Attention {
     void operator()(const Chunk& chunk, const Part& part) {
         const std::int64_t end = chunk.position((part.end_row - 1) / chunk.num_shared) + 1;
         const bool is_in_place = SlotsInPlace::can(chunk.context.cache) &&
-                                 part.end_row - part.first_row <= kFewRows;
-        std::vector<Rows> runs = rows_of(chunk, part);
+                                 part.end_row - part.first_row <= SlotsInPlace::kFewRows;
+        std::vector<Rows> runs = rows_of(chunk, part, is_in_place);
         looks_ = std::make_unique_for_overwrite<Look[]>(is_in_place ? runs.size() : 1);
         std::int64_t slot = chunk.first_slot(part.first_row / chunk.num_shared);
         for (slot -= slot % kSlotsAtOnce; slot < end; slot += kSlotsAtOnce)
@@ -58,8 +58,6 @@ class Attention {
     }
 
   private:
-    static constexpr std::int64_t kFewRows = 2 * kRunRows;
-
     // Head by head, as they lie in their blocks.
     void look_packed(const Context& context, std::vector<Rows>& runs, std::int64_t slot,
                      std::int64_t end) {
@@ -76,7 +74,7 @@ class Attention {
                        std::int64_t end) {
         in_place_.take(context, slot, end);
         for_each_step(runs, slot, [&](Rows& rows, Look& look, std::int64_t step) {
-            rows.score(in_place_, step, look);
+            rows.score(in_place_, step, look, tiles_);
         });
         for (std::size_t run = 0; run < runs.size(); ++run)
             if (runs[run].sees(slot)) runs[run].weigh(slot, looks_[run]);

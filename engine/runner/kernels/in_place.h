@@ -5,16 +5,18 @@
 #include "context.h"
 #include "tiles.h"
 
+#include <vector>
+
 namespace baton {
 
 class SlotsInPlace {
   public:
     static constexpr int kStep = 16;  // slots
+    static constexpr std::int64_t kFewRows = 2 * kRunRows;
 
-    // Tiles add up in an order of their own.
-    static bool can(const Cache& cache) {
-        return kPairsAtOnce == 1 && cache.head_dim % (2 * kLanes) == 0;
-    }
+    static bool can(const Cache& cache) { return cache.head_dim % (2 * kLanes) == 0; }
+
+    static void put_in_order(std::vector<Bf16>&, int) {}  // queries are taken as they are
 
     // Of all heads.
     void take(const Context& context, std::int64_t first, std::int64_t end) {
@@ -29,7 +31,7 @@ class SlotsInPlace {
     std::int64_t num_steps() const { return (keys_.count + kStep - 1) / kStep; }
 
     // scores = queries times the keys of a step.
-    void score(float* scores, const Bf16* queries, int count, std::int64_t head,
+    void score(Tiles&, float* scores, const Bf16* queries, int count, std::int64_t head,
                std::int64_t step) const {
         constexpr Score kScore[] = {
             nullptr, &SlotsInPlace::score_rows<1>, &SlotsInPlace::score_rows<2>,

@@ -127,7 +127,8 @@ void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int
         const Bf16* states = p.states + first * p.num_columns;
         if (count <= kTileRows) {
             std::memset(numbers, 0, sizeof(Floats) * kVectors * count);
-            add_rows(tiles, numbers, kPanelRows, states, p.num_columns, count, whole, pairs);
+            add_rows<From::kMemory>(tiles, numbers, kPanelRows, states, p.num_columns, count,
+                                    whole, pairs);
         } else {
             for (int half = 0; half < 2; ++half, ahead += pairs / kPairsAtOnce * fetched)
                 multiply_half(tiles, states, p.num_columns, count, whole + half * 2 * kTileRows,

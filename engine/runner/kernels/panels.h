@@ -30,6 +30,15 @@ inline std::int64_t vector_at(std::int64_t pair, std::int64_t v, std::int64_t pa
     return first * kVectors + v * count + pair - first;
 }
 
+// Of a stream from memory, what comes a while after these vectors. A processor with tiles gets more
+// that way; others fetch best if they are left alone.
+inline void fetch_ahead([[maybe_unused]] const Words* at, [[maybe_unused]] int count) {
+#if defined(__AMX_BF16__)
+    constexpr int kAhead = 128;  // vectors: 8 KiB
+    for (int i = 0; i < count; ++i) __builtin_prefetch(at + kAhead + i, 0, 2);
+#endif
+}
+
 template <int ROWS>
 using Totals = Floats[ROWS][kVectors];
 

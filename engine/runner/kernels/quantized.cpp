@@ -128,6 +128,7 @@ inline void add_group(Counts<ROWS>& counts, const std::uint32_t* const (&rows)[R
                       const Words* numbers, std::int64_t first, std::int64_t end) {
     constexpr int kQuads = 8 / BITS;
     for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
+        fetch_ahead(numbers, kVectors);
         for (int part = 0; part < kQuads; ++part) {
             Words weights[kVectors];
             for (int v = 0; v < kVectors; ++v)
@@ -224,12 +225,16 @@ void count_tiles(Tiles& tiles, Whole (&counts)[kTileRows][kVectors], const std::
         _tile_loadd(4, rows + 4 * quad, stride);
         _tile_loadd(6, part, kNext);
         _tile_dpbsud(0, 4, 6);
+        fetch_ahead(part, kTileRows);
         _tile_loadd(7, part + 1, kNext);
         _tile_dpbsud(1, 4, 7);
+        fetch_ahead(part + kTileRows, kTileRows);
         _tile_loadd(6, part + 2, kNext);
         _tile_dpbsud(2, 4, 6);
+        fetch_ahead(part + 2 * kTileRows, kTileRows);
         _tile_loadd(7, part + 3, kNext);
         _tile_dpbsud(3, 4, 7);
+        fetch_ahead(part + 3 * kTileRows, kTileRows);
     }
     _tile_stored(0, &counts[0][0], kNext);
     _tile_stored(1, &counts[0][1], kNext);
@@ -267,7 +272,9 @@ void multiply_run(const Product& p, States& states, Tiles& tiles, std::int64_t p
     }
 }
 
+// Few tokens are no work for tiles, and vectors read a little faster. Both count alike.
 void multiply_bytes(const Product& p, States& states, std::int64_t panel) {
+    if (p.num_tokens <= kMostTokens) return multiply_panel<8>(p, states, panel);
     Tiles tiles;
     for (std::int64_t first = 0, count; first < p.num_tokens; first += count) {
         count = std::min<std::int64_t>(p.num_tokens - first, kTileTokens);

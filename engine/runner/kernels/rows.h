@@ -1,7 +1,11 @@
 // Rows of queries on their way over a context.
 #pragma once
 
+#if defined(__AMX_BF16__)
+#include "in_place_tiles.h"
+#else
 #include "in_place.h"
+#endif
 #include "packed_slots.h"
 
 #include <limits>
@@ -38,7 +42,7 @@ struct Look {
 // A few query rows on their way over the context.
 class Rows {
   public:
-    Rows(const Chunk& chunk, std::int64_t head, std::int64_t first, int count)
+    Rows(const Chunk& chunk, std::int64_t head, std::int64_t first, int count, bool is_in_place)
         : chunk_(chunk), head_(head), count_(count),
           queries_(count * chunk.context.cache.head_dim), sums_(count * sum_stride()) {
         const std::int64_t size = chunk.context.cache.head_dim;
@@ -51,6 +55,7 @@ class Rows {
             most_[row] = kNever;
             weight_[row] = Floats{};
         }
+        if (is_in_place) SlotsInPlace::put_in_order(queries_, count);
     }
 
     std::int64_t head() const { return head_; }
@@ -71,8 +76,8 @@ class Rows {
     }
 
     // The same in three parts; the first and the last are called for each step of the slots.
-    void score(const SlotsInPlace& slots, std::int64_t step, Look& look) const {
-        slots.score(&look.scores[0][0][0], queries_.data(), count_, head_, step);
+    void score(const SlotsInPlace& slots, std::int64_t step, Look& look, Tiles& tiles) const {
+        slots.score(tiles, &look.scores[0][0][0], queries_.data(), count_, head_, step);
     }
     void weigh(std::int64_t slot, Look& look) {
         const Panels seen = panels(slot);

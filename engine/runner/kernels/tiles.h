@@ -26,21 +26,22 @@ class Tiles {
         if (upper_ != 0) _tile_release();  // else the system saves them at each change of threads
     }
 
-    void have(int upper, int lower) {
-        if (upper == upper_ && lower == lower_) return;
+    // So many columns of sums: as many words has a row of the panel.
+    void have(int upper, int lower, int columns = kLanes) {
+        if (upper == upper_ && lower == lower_ && columns == columns_) return;
         struct alignas(64) {
             std::uint8_t palette = 1, begin = 0, none[14] = {};
             std::uint16_t row_bytes[16] = {};
             std::uint8_t rows[16] = {};
         } form;
         for (int tile = 0; tile < 8; ++tile) {
-            form.row_bytes[tile] = 64;
             const bool is_upper = tile == 0 || tile == 1 || tile == 4;
+            form.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : columns * sizeof(float);
             form.rows[tile] = tile >= 6 ? kTileRows : is_upper ? upper : lower;
         }
         settle();
         _tile_loadconfig(&form);
-        upper_ = upper, lower_ = lower;
+        upper_ = upper, lower_ = lower, columns_ = columns;
     }
 
     // Long after the last time, storing a tile takes 0.3 us, and a tenth of it after a short while
@@ -51,7 +52,7 @@ class Tiles {
     }
 
   private:
-    int upper_ = 0, lower_ = 0;
+    int upper_ = 0, lower_ = 0, columns_ = 0;
     alignas(64) Words scrap_[kTileRows];
 };
 
@@ -68,6 +69,10 @@ inline void add_rest(float* sums, std::int64_t sum_stride, const Bf16* rows,
         }
 }
 
+// The panel comes from memory, or from a cache.
+enum class From { kMemory, kCache };
+
+template <From FROM = From::kCache>
 inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
                      std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
     const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
@@ -79,15 +84,22 @@ inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
     _tile_loadd(3, sums + 3 * kLanes, sum_bytes);
     for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
         const Words* part = panel + pair * kVectors;
+        const auto fetch = [part](int tile) {
+            if (FROM == From::kMemory) fetch_ahead(part + tile * kTileRows, kTileRows);
+        };
         _tile_loadd(4, rows + 2 * pair, row_bytes);
         _tile_loadd(6, part, sizeof(Words));
         _tile_dpbf16ps(0, 4, 6);
+        fetch(0);
         _tile_loadd(7, part + kTileRows, sizeof(Words));
         _tile_dpbf16ps(1, 4, 7);
+        fetch(1);
         _tile_loadd(6, part + 2 * kTileRows, sizeof(Words));
         _tile_dpbf16ps(2, 4, 6);
+        fetch(2);
         _tile_loadd(7, part + 3 * kTileRows, sizeof(Words));
         _tile_dpbf16ps(3, 4, 7);
+        fetch(3);
         tiles.stay_ready(pair);
     }
     _tile_stored(0, sums, sum_bytes);

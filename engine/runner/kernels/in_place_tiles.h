@@ -1,0 +1,163 @@
+// A sequence's slots where they lie, for a few rows that look at them, where tiles multiply the
+// others (`in_place.h` is for processors without). The bits are those of `packed_slots.h`.
+//
+// Keys are the rows of a tile as they are, and queries its panel. Values would have to be put into
+// another order, so vectors do what a tile does: of the weights of 32 slots, the products of the
+// even ones add up apart from those of the odd ones, and then both are added to the sum.
+#pragma once
+
+#include "context.h"
+#include "tiles.h"
+
+#include <vector>
+
+namespace baton {
+
+// While it lives, what is below 2^-126 is zero in vectors, as it always is in tiles.
+class SmallIsZero {
+  public:
+    SmallIsZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+    SmallIsZero(const SmallIsZero&) = delete;
+    ~SmallIsZero() { _mm_setcsr(before_); }
+
+  private:
+    unsigned before_;
+};
+
+class SlotsInPlace {
+  public:
+    static constexpr int kStep = 2 * kPairsAtOnce;  // slots
+    static constexpr int kFewRows = 8;
+
+    static bool can(const Cache& cache) {
+        return cache.head_dim % (2 * kLanes) == 0 && cache.block_size % kTileRows == 0;
+    }
+
+    // Queries become a panel, as narrow as there are rows.
+    static void put_in_order(std::vector<Bf16>& queries, int count) {
+        const std::vector<Bf16> rows = queries;
+        const std::int64_t pairs = std::int64_t(rows.size()) / count / 2;
+        for (int row = 0; row < count; ++row)
+            for (std::int64_t pair = 0; pair < pairs; ++pair)
+                std::copy_n(rows.data() + 2 * (row * pairs + pair), 2,
+                            queries.data() + 2 * (pair * count + row));
+    }
+
+    // Of all heads.
+    void take(const Context& context, std::int64_t first, std::int64_t end) {
+        size_ = context.cache.head_dim;
+        head_ = context.cache.block_size * size_;
+        keys_.find(context, 0, 0, first, end);
+        values_.find(context, 0, 1, first, end);
+        const std::int64_t next = first + keys_.count;
+        after_.find(context, 0, 0, next < end ? next : first, end);  // or fetched in vain
+    }
+
+    std::int64_t num_steps() const { return (keys_.count + kStep - 1) / kStep; }
+
+    // scores = queries times the keys of a step.
+    void score(Tiles& tiles, float* scores, const Bf16* queries, int count, std::int64_t head,
+               std::int64_t step) const {
+        const std::int64_t slot = step * kStep, row_bytes = size_ * sizeof(Bf16);
+        const std::int64_t query_bytes = count * sizeof(std::uint32_t);
+        const Bf16* const upper = keys_.at[slot] + head * head_;
+        // Where there are no more slots, the same once more: nobody looks at those scores.
+        const bool has_lower = slot + kTileRows < keys_.count;
+        const Bf16* const lower = has_lower ? keys_.at[slot + kTileRows] + head * head_ : upper;
+        const bool is_last = slot + kStep >= keys_.count;
+        const Bf16* const* const ahead = is_last ? values_.at : keys_.at + slot + kStep;
+        tiles.have(kTileRows, kTileRows, count);
+        settle();
+        _tile_zero(0);
+        _tile_zero(2);
+        for (std::int64_t at = 0; at < size_; at += 2 * kPairsAtOnce) {
+            _tile_loadd(6, queries + at * count, query_bytes);
+            _tile_loadd(4, upper + at, row_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, lower + at, row_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            for (int i = 0; i < kStep; ++i)
+                __builtin_prefetch(ahead[i] + head * head_ + at, 0, 2);
+        }
+        alignas(64) float found[kStep * kFewRows];
+        _tile_stored(0, found, query_bytes);
+        _tile_stored(2, found + kTileRows * count, query_bytes);
+        settle();
+        for (int row = 0; row < count; ++row)
+            for (int i = 0; i < kStep; ++i)
+                scores[row * kSlotsAtOnce + slot + i] = found[i * count + row];
+    }
+
+    // sums += weights times the values of a step.
+    void add(float* sums, std::int64_t sum_stride, const Bf16* weights, int count,
+             std::int64_t head, std::int64_t step) const {
+        constexpr Add kAdd[] = {nullptr, &SlotsInPlace::add_rows<1>, &SlotsInPlace::add_rows<2>,
+                                &SlotsInPlace::add_rows<3>, &SlotsInPlace::add_rows<4>};
+        const SmallIsZero like_tiles;
+        const std::int64_t slot = step * kStep;
+        const bool is_last = slot + kStep >= values_.count;
+        const Bf16* const* const ahead = is_last ? after_.at : values_.at + slot + kStep;
+        for (std::int64_t at = 0; at < size_; at += 2 * kLanes)
+            for (int row = 0; row < count; row += kRowsAtOnce)
+                (this->*kAdd[std::min(count - row, kRowsAtOnce)])(
+                    sums + row * sum_stride + at, sum_stride,
+                    weights + row * kSlotsAtOnce + slot, head * head_ + at, slot, ahead);
+    }
+
+  private:
+    static constexpr int kRowsAtOnce = 4;
+    using Add = void (SlotsInPlace::*)(float*, std::int64_t, const Bf16*, std::int64_t,
+                                       std::int64_t, const Bf16* const*) const;
+
+    // total += number * numbers, rounded once.
+    static void add_product(Floats& total, float number, Floats numbers) {
+        total = (Floats)_mm512_fmadd_ps(_mm512_set1_ps(number), (__m512)numbers, (__m512)total);
+    }
+
+    // Those in the low halves of words and those in the high ones become neighbours again.
+    static void unzip(Floats& low, Floats& high) {
+        const __m512i even =
+            _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(8));
+        const __m512 one = (__m512)low, other = (__m512)high;
+        low = (Floats)_mm512_permutex2var_ps(one, even, other);
+        high = (Floats)_mm512_permutex2var_ps(one, odd, other);
+    }
+
+    // Thirty-two places of a value at once. The same of the next step's slots are fetched one by
+    // one: many at a time would wait for each other.
+    template <int ROWS>
+    void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t at,
+                  std::int64_t slot, const Bf16* const* ahead) const {
+        struct Two {
+            Floats low, high;  // of the words that two numbers are in
+        } even[ROWS] = {}, odd[ROWS] = {};
+        const std::int64_t count = std::min<std::int64_t>(kStep, values_.count - slot);
+        for (std::int64_t i = 0; i < count; ++i) {
+            __builtin_prefetch(ahead[i] + at, 0, 2);
+            Words both;
+            std::memcpy(&both, values_.at[slot + i] + at, sizeof both);
+            const Floats low = (Floats)(both << 16), high = (Floats)(both & 0xffff0000u);
+            for (int row = 0; row < ROWS; ++row) {
+                const float weight = wide(weights[row * kSlotsAtOnce + i]);
+                Two& sum = i % 2 == 0 ? even[row] : odd[row];
+                add_product(sum.low, weight, low);
+                add_product(sum.high, weight, high);
+            }
+        }
+        for (int row = 0; row < ROWS; ++row) {
+            Floats first = even[row].low + odd[row].low, second = even[row].high + odd[row].high;
+            unzip(first, second);
+            Floats own[2];
+            std::memcpy(own, sums + row * sum_stride, sizeof own);
+            own[0] += first;
+            own[1] += second;
+            std::memcpy(sums + row * sum_stride, own, sizeof own);
+        }
+    }
+
+    std::int64_t size_, head_;  // numbers of a slot; of a head's slots in a block
+    Slots keys_, values_, after_;  // of the first head; the keys that are read next
+};
+
+}  // namespace baton
