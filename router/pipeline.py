@@ -225,7 +225,7 @@ class Pipeline:
         if MARGIN * (wait_s + lasts_s) > remaining_s:
             raise TooLate(
                 f"its turn would come in about {wait_s:.1f} s and the answer take {lasts_s:.1f} s, "
-                f"but the client waits for {remaining_s:.1f} s",
+                f"with {MARGIN - 1:.0%} in reserve, but the client waits for {remaining_s:.1f} s",
                 MARGIN * (wait_s + lasts_s) - remaining_s,
             )
 
