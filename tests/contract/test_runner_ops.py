@@ -119,6 +119,17 @@ def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
 
 
 @each_variant
+def test_products_below_the_least_number_are_computed_alike_in_any_company(
+    kernels: Kernels,
+) -> None:
+    """Some processors take them for zero, but not in each of their instructions by themselves."""
+    states, weight = drawn(6, 40, 96) * 2.0**-70, drawn(7, 128, 96) * 2.0**-60
+    linear = NativeOps(kernels).linear(weight, None)
+
+    assert torch.equal(linear(states), torch.cat([linear(row[None]) for row in states]))
+
+
+@each_variant
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_an_answer_longer_than_the_caches_has_the_same_bits(
     kernels: Kernels, has_bias: bool

@@ -51,6 +51,7 @@ class Sequences:
         head_dim: int,
         block_size: int,
         seed: int,
+        value_scale: float = 1.0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_kv_heads, num_shared = heads
@@ -59,7 +60,8 @@ class Sequences:
         self._lengths = tuple(lengths)
         self._queries = [_drawn(generator, n, num_heads, head_dim) for n in lengths]
         self._keys = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
-        self._values = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
+        values = [_drawn(generator, n, num_kv_heads, head_dim) for n in lengths]
+        self._values = [value_scale * some for some in values]
         counts = [-(-n // block_size) for n in lengths]
         ids = torch.randperm(sum(counts), generator=generator).tolist()
         self._tables = [[ids.pop() for _ in range(count)] for count in counts]
@@ -114,12 +116,16 @@ def whole(left: int) -> int:
     return left
 
 
+def one(left: int) -> int:
+    return min(left, 1)
+
+
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     heads=st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4, 7])),
     head_dim=st.sampled_from([8, 24, 64, 128]),
-    block_size=st.sampled_from([1, 4, 16, 24]),
+    block_size=st.sampled_from([1, 4, 16, 24, 48]),
     window=st.none() | st.integers(1, 150),
     most=st.sampled_from([1, 2, 20, 100]),
     seed=st.integers(0, 2**32),
@@ -157,6 +163,18 @@ def test_attention_is_the_same_across_the_edges_of_what_is_taken_at_once(
     cut = sequences.attended(
         kernels, window, lambda left: first.pop() if first else min(left, draw.choice([1, 1, 30]))
     )
+
+    assert all(map(torch.equal, at_once, cut))
+
+
+@pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
+def test_attention_to_values_near_the_least_number_is_the_same_however_a_sequence_is_cut(
+    kernels: Kernels,
+) -> None:
+    """Some processors take what is below it for zero, but not in each of their instructions."""
+    sequences = Sequences([90], (2, 2), head_dim=64, block_size=16, seed=2, value_scale=2.0**-127)
+
+    at_once, cut = (sequences.attended(kernels, None, cut) for cut in (whole, one))
 
     assert all(map(torch.equal, at_once, cut))
 

@@ -2,27 +2,16 @@
 // others (`in_place.h` is for processors without). The bits are those of `packed_slots.h`.
 //
 // Keys are the rows of a tile as they are, and queries its panel. Values would have to be put into
-// another order, so vectors do what a tile does: of the weights of 32 slots, the products of the
-// even ones add up apart from those of the odd ones, and then both are added to the sum.
+// another order, so vectors do what a tile does.
 #pragma once
 
 #include "context.h"
+#include "like_tiles.h"
 #include "tiles.h"
 
 #include <vector>
 
 namespace baton {
-
-// While it lives, what is below 2^-126 is zero in vectors, as it always is in tiles.
-class SmallIsZero {
-  public:
-    SmallIsZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-    SmallIsZero(const SmallIsZero&) = delete;
-    ~SmallIsZero() { _mm_setcsr(before_); }
-
-  private:
-    unsigned before_;
-};
 
 class SlotsInPlace {
   public:
@@ -93,7 +82,7 @@ class SlotsInPlace {
              std::int64_t head, std::int64_t step) const {
         constexpr Add kAdd[] = {nullptr, &SlotsInPlace::add_rows<1>, &SlotsInPlace::add_rows<2>,
                                 &SlotsInPlace::add_rows<3>, &SlotsInPlace::add_rows<4>};
-        const SmallIsZero like_tiles;
+        const SmallIsZero small_is_zero;
         const std::int64_t slot = step * kStep;
         const bool is_last = slot + kStep >= values_.count;
         const Bf16* const* const ahead = is_last ? after_.at : values_.at + slot + kStep;
@@ -108,11 +97,6 @@ class SlotsInPlace {
     static constexpr int kRowsAtOnce = 4;
     using Add = void (SlotsInPlace::*)(float*, std::int64_t, const Bf16*, std::int64_t,
                                        std::int64_t, const Bf16* const*) const;
-
-    // total += number * numbers, rounded once.
-    static void add_product(Floats& total, float number, Floats numbers) {
-        total = (Floats)_mm512_fmadd_ps(_mm512_set1_ps(number), (__m512)numbers, (__m512)total);
-    }
 
     // Those in the low halves of words and those in the high ones become neighbours again.
     static void unzip(Floats& low, Floats& high) {
@@ -137,7 +121,7 @@ class SlotsInPlace {
             __builtin_prefetch(ahead[i] + at, 0, 2);
             Words both;
             std::memcpy(&both, values_.at[slot + i] + at, sizeof both);
-            const Floats low = (Floats)(both << 16), high = (Floats)(both & 0xffff0000u);
+            const Floats low = low_of(both), high = high_of(both);
             for (int row = 0; row < ROWS; ++row) {
                 const float weight = wide(weights[row * kSlotsAtOnce + i]);
                 Two& sum = i % 2 == 0 ? even[row] : odd[row];

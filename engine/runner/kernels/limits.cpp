@@ -51,8 +51,10 @@ std::uint32_t baton_read_all(const Words* memory, std::int64_t num_vectors, int 
     Pool::of_process().run(num_threads, [&](int i, int count) {
         const Share share(num_vectors / kStreams, i, count);
         Words seen[kStreams] = {};
-        for (std::int64_t at = share.first * kStreams; at < share.end * kStreams; at += kStreams)
+        for (std::int64_t at = share.first * kStreams; at < share.end * kStreams; at += kStreams) {
+            fetch_ahead(memory + at, kStreams);
             for (int v = 0; v < kStreams; ++v) seen[v] ^= memory[at + v];
+        }
         const Words all = seen[0] ^ seen[1] ^ seen[2] ^ seen[3];
         for (int lane = 0; lane < kLanes; ++lane) found ^= all[lane];
     });

@@ -4,6 +4,7 @@
 // however many threads there are.
 
 #include "calls.h"
+#include "like_tiles.h"
 #include "panels.h"
 #include "pool.h"
 #include "tiles.h"
@@ -125,7 +126,11 @@ void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int
         alignas(64) Floats sums[kRunTokens][kVectors];
         float* const numbers = &sums[0][0][0];
         const Bf16* states = p.states + first * p.num_columns;
-        if (count <= kTileRows) {
+        if (p.num_tokens == 1) {
+            std::fill_n(sums[0], kVectors, Floats{});
+            add_row_like_tiles(sums[0], states, whole, pairs);
+            add_rest(numbers, kPanelRows, states, p.num_columns, 1, whole, pairs);
+        } else if (count <= kTileRows) {
             std::memset(numbers, 0, sizeof(Floats) * kVectors * count);
             add_rows<From::kMemory>(tiles, numbers, kPanelRows, states, p.num_columns, count,
                                     whole, pairs);
