@@ -406,7 +406,7 @@ def test_whose_answer_would_not_be_whole_by_its_deadline_is_refused_before_it_be
         async with aclosing(pipeline.generate(a_call("under way"), NO_DEADLINE)) as under_way:
             await anext(under_way)
             hurried = RequestContext(0.0, deadline_s=next(ticks) + 3.0)
-            with pytest.raises(TooLate, match="the answer take .* 25% in reserve") as refusal:
+            with pytest.raises(TooLate, match=r"the answer take .* 25% in reserve") as refusal:
                 await run(pipeline, a_call("long"), hurried)
             return refusal.value
 
