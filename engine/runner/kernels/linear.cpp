@@ -100,11 +100,15 @@ void multiply_half(Tiles& tiles, const Bf16* states, std::int64_t num_columns, i
         const Words* part = panel + pair * kVectors;
         _tile_loadd(4, states + 2 * pair, row_bytes);
         _tile_loadd(6, part, sizeof(Words));
+        leave_a_gap();
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, part + kTileRows, sizeof(Words));
+        leave_a_gap();
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, lower + 2 * pair, row_bytes);
+        leave_a_gap();
         _tile_dpbf16ps(2, 5, 6);
+        leave_a_gap();
         _tile_dpbf16ps(3, 5, 7);
         tiles.stay_ready(pair);
         for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
