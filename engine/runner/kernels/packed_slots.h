@@ -30,12 +30,12 @@ class PackedSlots {
         for (int pair = 0; pair < slot_pairs(); ++pair) take_values(slots.at + 2 * pair, pair);
     }
 
-    // scores += queries times keys, of some of the panels.
-    void add_scores(Tiles& tiles, float* scores, const Bf16* queries, int count, std::int64_t panel,
-                    std::int64_t end) const {
+    // scores = queries times keys, of some of the panels.
+    void score(Tiles& tiles, float* scores, const Bf16* queries, int count, std::int64_t panel,
+               std::int64_t end) const {
         for (; panel < end; ++panel)
-            add_rows(tiles, scores + panel * kPanelRows, kSlotsAtOnce, queries, size_, count,
-                     words_of(keys_, panel * kVectors * pairs()), pairs());
+            add_run<Sums::kBegin>(tiles, scores + panel * kPanelRows, kSlotsAtOnce, queries, size_,
+                                  count, words_of(keys_, panel * kVectors * pairs()), pairs());
     }
 
     // sums += weights times values.
@@ -44,8 +44,9 @@ class PackedSlots {
         const std::int64_t first = panel * kPanelRows / 2;
         const std::int64_t num_pairs = std::min(end * kPanelRows / 2, slot_pairs()) - first;
         for (std::int64_t part = 0; part < num_parts(); ++part)
-            add_rows(tiles, sums + part * kPanelRows, sum_stride, weights + 2 * first, kSlotsAtOnce,
-                     count, words_of(values_, part * kPartLines + first * kVectors), num_pairs);
+            add_run<Sums::kGoOn>(tiles, sums + part * kPanelRows, sum_stride, weights + 2 * first,
+                                 kSlotsAtOnce, count,
+                                 words_of(values_, part * kPartLines + first * kVectors), num_pairs);
     }
 
   private:

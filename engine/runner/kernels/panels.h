@@ -7,7 +7,29 @@
 
 #include "lanes.h"
 
+#include <new>
+#include <vector>
+
 namespace baton {
+
+// Numbers from the begin of a cache line on: else each row of a tile lies in two.
+template <typename Number>
+struct InLines {
+    using value_type = Number;
+    static constexpr std::align_val_t kLine{64};
+
+    InLines() = default;
+    template <typename Other>
+    InLines(const InLines<Other>&) {}
+    Number* allocate(std::size_t count) {
+        return static_cast<Number*>(::operator new(count * sizeof(Number), kLine));
+    }
+    void deallocate(Number* numbers, std::size_t) { ::operator delete(numbers, kLine); }
+    bool operator==(const InLines&) const = default;
+};
+
+template <typename Number>
+using Lines = std::vector<Number, InLines<Number>>;
 
 constexpr int kVectors = 4;
 constexpr int kPanelRows = kVectors * kLanes;

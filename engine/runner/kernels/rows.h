@@ -67,9 +67,7 @@ class Rows {
 
     void look_at(const PackedSlots& packed, std::int64_t slot, Look& look, Tiles& tiles) {
         const Panels seen = panels(slot);
-        float* const scores = &look.scores[0][0][0];
-        std::fill_n(scores, count_ * kSlotsAtOnce, 0.0f);
-        packed.add_scores(tiles, scores, queries_.data(), count_, seen.first, seen.end);
+        packed.score(tiles, &look.scores[0][0][0], queries_.data(), count_, seen.first, seen.end);
         weigh(slot, look);
         packed.add_values(tiles, sums_.data(), sum_stride(), look.weights[0], count_, seen.first,
                           seen.end);
@@ -84,8 +82,11 @@ class Rows {
         for (int row = 0; row < count_; ++row) {
             const std::int64_t begin = first_slot_[row] - slot, end = end_slot_[row] - slot;
             hide(look.scores[row], seen.first * kPanelRows, seen.end * kPanelRows, begin, end);
-            weigh(row, look.scores[row], look.weights[row], seen);
+            relate(row, look.scores[row], seen);
         }
+        // On its own, for here nothing depends on what a row finds: the processor takes several.
+        for (int row = 0; row < count_; ++row)
+            weigh(row, look.scores[row], look.weights[row], seen);
     }
     void add(const SlotsInPlace& slots, std::int64_t step, const Look& look) {
         slots.add(sums_.data(), sum_stride(), look.weights[0], count_, head_, step);
@@ -122,19 +123,28 @@ class Rows {
         for (std::int64_t i = std::max(end, from); i < to; ++i) seen[i] = kNever;
     }
 
-    // Scores become weights relative to the largest so far, and the sums are brought to the same.
-    void weigh(int row, const Floats* scores, Bf16* rounded_weights, Panels seen) {
-        const std::int64_t first = seen.first * kVectors, end = seen.end * kVectors;
-        Floats larger = fill(most_[row]);
-        for (std::int64_t v = first; v < end; ++v) larger = scores[v] > larger ? scores[v] : larger;
-        const float most = largest(larger);
-        if (most != most_[row]) rescale(row, std::exp2((most_[row] - most) * chunk_.scale));
+    // The sums become relative to the largest score so far.
+    void relate(int row, const Floats* scores, Panels seen) {
+        Floats larger[kVectors];
+        for (Floats& each : larger) each = fill(most_[row]);
+        for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += kVectors)
+            for (int i = 0; i < kVectors; ++i)
+                larger[i] = scores[v + i] > larger[i] ? scores[v + i] : larger[i];
+        for (const Floats& each : larger) larger[0] = each > larger[0] ? each : larger[0];
+        const float most = largest(larger[0]);
+        if (most == most_[row]) return;
+        if (most_[row] != kNever) rescale(row, std::exp2((most_[row] - most) * chunk_.scale));
         most_[row] = most;
+    }
+
+    // Scores become weights relative to it.
+    void weigh(int row, const Floats* scores, Bf16* rounded_weights, Panels seen) {
+        const float scale = chunk_.scale;
         // If none of these is seen by this row, all are the largest and none weighs anything.
-        const float shift = most == kNever ? 0.0f : most * chunk_.scale;
+        const float shift = most_[row] == kNever ? 0.0f : most_[row] * scale;
         Floats weight = weight_[row];
-        for (std::int64_t v = first; v < end; ++v) {
-            const Floats weights = power_of_two(scores[v] * chunk_.scale - shift);
+        for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; ++v) {
+            const Floats weights = power_of_two(scores[v] * scale - shift);
             store(rounded_weights + v * kLanes, weights);
             weight += weights;
         }
@@ -150,8 +160,8 @@ class Rows {
     const Chunk& chunk_;
     std::int64_t head_;
     int count_;
-    std::vector<Bf16> queries_;
-    std::vector<float> sums_;  // [rows, head_dim in whole panels]
+    Lines<Bf16> queries_;
+    Lines<float> sums_;  // [rows, head_dim in whole panels]
     std::int64_t at_[kRunRows], first_slot_[kRunRows], end_slot_[kRunRows];
     float most_[kRunRows];
     Floats weight_[kRunRows];  // of all slots so far, lane by lane

@@ -8,10 +8,13 @@
 
 namespace baton {
 
+// Whether there are sums to which is added, or nothing yet.
+enum class Sums { kBegin, kGoOn };
+
 #if defined(__AMX_BF16__)
 
 constexpr int kTileRows = 16;
-constexpr int kRunRows = kTileRows;
+constexpr int kRunRows = 2 * kTileRows;
 
 // The compiler is not told that tiles read memory: what was written before is there.
 inline void settle() { asm volatile("" ::: "memory"); }
@@ -115,33 +118,89 @@ inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
     add_rest(sums, sum_stride, rows, row_stride, count, panel, pairs);
 }
 
+// More than sixteen rows times half a panel, which is near: four tiles add up, and what is loaded
+// for one of them is used by another.
+template <Sums SUMS>
+inline void add_half(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
+                     std::int64_t row_stride, int count, const Words* half, std::int64_t pairs) {
+    const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
+    const Bf16* const lower = rows + kTileRows * row_stride;
+    float* const lower_sums = sums + kTileRows * sum_stride;
+    tiles.have(kTileRows, count - kTileRows);
+    settle();
+    if (SUMS == Sums::kBegin) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, sum_bytes);
+        _tile_loadd(1, sums + kLanes, sum_bytes);
+        _tile_loadd(2, lower_sums, sum_bytes);
+        _tile_loadd(3, lower_sums + kLanes, sum_bytes);
+    }
+    for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
+        const Words *part = half + pair * kVectors, *next = part + kVectors * kPairsAtOnce;
+        _tile_loadd(4, rows + 2 * pair, row_bytes);
+        _tile_loadd(6, part, sizeof(Words));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, part + kTileRows, sizeof(Words));
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, lower + 2 * pair, row_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        for (int i = 0; i < 2 * kTileRows; ++i) __builtin_prefetch(next + i);
+    }
+    _tile_stored(0, sums, sum_bytes);
+    _tile_stored(1, sums + kLanes, sum_bytes);
+    _tile_stored(2, lower_sums, sum_bytes);
+    _tile_stored(3, lower_sums + kLanes, sum_bytes);
+}
+
+template <Sums SUMS>
+inline void add_run(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
+                    std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
+    if (count > kTileRows) {
+        for (int half = 0; half < 2; ++half)
+            add_half<SUMS>(tiles, sums + half * 2 * kLanes, sum_stride, rows, row_stride, count,
+                           panel + half * 2 * kTileRows, pairs);
+        return add_rest(sums, sum_stride, rows, row_stride, count, panel, pairs);
+    }
+    for (int row = 0; SUMS == Sums::kBegin && row < count; ++row)
+        std::memset(sums + row * sum_stride, 0, kPanelRows * sizeof(float));
+    add_rows(tiles, sums, sum_stride, rows, row_stride, count, panel, pairs);
+}
+
 #else
 
 constexpr int kRunRows = kMostRows;
 
 struct Tiles {};
 
-template <int ROWS>
+template <int ROWS, Sums SUMS>
 void add_so_many_rows(float* sums, std::int64_t sum_stride, const Bf16* rows,
                       std::int64_t row_stride, const Words* panel, std::int64_t pairs) {
     const std::uint32_t* states[ROWS];
-    Totals<ROWS> totals;
+    Totals<ROWS> totals = {};
     for (int row = 0; row < ROWS; ++row) {
         states[row] = reinterpret_cast<const std::uint32_t*>(rows + row * row_stride);
-        std::memcpy(totals[row], sums + row * sum_stride, sizeof totals[row]);
+        if (SUMS == Sums::kGoOn)
+            std::memcpy(totals[row], sums + row * sum_stride, sizeof totals[row]);
     }
     add_panel<ROWS>(totals, states, panel, pairs);
     for (int row = 0; row < ROWS; ++row)
         std::memcpy(sums + row * sum_stride, totals[row], sizeof totals[row]);
 }
 
-inline void add_rows(Tiles&, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                     std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
+template <Sums SUMS>
+inline void add_run(Tiles&, float* sums, std::int64_t sum_stride, const Bf16* rows,
+                    std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
     constexpr void (*kAdd[])(float*, std::int64_t, const Bf16*, std::int64_t, const Words*,
                              std::int64_t) = {
-        nullptr, add_so_many_rows<1>, add_so_many_rows<2>,
+        nullptr, add_so_many_rows<1, SUMS>, add_so_many_rows<2, SUMS>,
 #if defined(__AVX512BF16__)
-        add_so_many_rows<3>, add_so_many_rows<4>, add_so_many_rows<5>, add_so_many_rows<6>,
+        add_so_many_rows<3, SUMS>, add_so_many_rows<4, SUMS>,
+        add_so_many_rows<5, SUMS>, add_so_many_rows<6, SUMS>,
 #endif
     };
     kAdd[count](sums, sum_stride, rows, row_stride, panel, pairs);
