@@ -62,6 +62,17 @@ inline void store(Bf16* target, Floats numbers) {
     std::memcpy(target, &halves, sizeof halves);
 }
 
+// Twice as many, at once where the processor can.
+inline void store(Bf16* target, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    std::memcpy(target, &both, sizeof both);
+#else
+    store(target, low);
+    store(target + kLanes, high);
+#endif
+}
+
 inline Floats rounded(Floats numbers) {
     Bf16 halves[kLanes];
     store(halves, numbers);

@@ -143,10 +143,12 @@ class Rows {
         // If none of these is seen by this row, all are the largest and none weighs anything.
         const float shift = most_[row] == kNever ? 0.0f : most_[row] * scale;
         Floats weight = weight_[row];
-        for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; ++v) {
-            const Floats weights = power_of_two(scores[v] * scale - shift);
-            store(rounded_weights + v * kLanes, weights);
-            weight += weights;
+        for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += 2) {
+            const Floats low = power_of_two(scores[v] * scale - shift);
+            const Floats high = power_of_two(scores[v + 1] * scale - shift);
+            store(rounded_weights + v * kLanes, low, high);
+            weight += low;
+            weight += high;
         }
         weight_[row] = weight;
     }
