@@ -37,6 +37,14 @@ std::vector<Rows> rows_of(const Chunk& chunk, const Part& part, bool is_in_place
     return runs;
 }
 
+// Rows that look at a panel while it is near: with tiles they are so fast that many must share the
+// packing, if each thread has a few parts all the same.
+std::int64_t rows_at_once(const Chunk& chunk, int num_threads) {
+    constexpr std::int64_t kLeast = 512, kMost = kPairsAtOnce > 1 ? 1024 : kLeast;
+    const std::int64_t parts = (chunk.num_rows() + kMost - 1) / kMost;
+    return parts * chunk.context.cache.num_kv_heads < 8 * num_threads ? kLeast : kMost;
+}
+
 // What a thread needs for it.
 class Attention {
   public:
@@ -155,17 +163,19 @@ void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_
                         const Bf16* queries, Bf16* answers, const std::int64_t* table,
                         std::int64_t num_tokens, std::int64_t length, std::int64_t window,
                         std::int64_t num_shared, float scale, int num_threads) {
-    constexpr std::int64_t kRowsAtOnce = 512;  // look at a panel while it is near
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
     const Context context{cache, layer, table, length};
     const Chunk chunk{context, queries, answers, num_tokens, window, num_shared, scale * kLog2OfE};
-    const std::int64_t parts = (chunk.num_rows() + kRowsAtOnce - 1) / kRowsAtOnce;
+    const std::int64_t at_once = rows_at_once(chunk, num_threads);
+    const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;
     std::atomic<std::int64_t> next{0};
     Pool::of_process().run(num_threads, [&](int, int) {
         Attention attention(head_dim);
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
-            const std::int64_t head = task / parts, first = task % parts * kRowsAtOnce;
-            const std::int64_t end = std::min(first + kRowsAtOnce, chunk.num_rows());
+            // The last part first: it takes longest.
+            const std::int64_t head = task % num_kv_heads;
+            const std::int64_t first = (parts - 1 - task / num_kv_heads) * at_once;
+            const std::int64_t end = std::min(first + at_once, chunk.num_rows());
             attention(chunk, {head, head + 1, first, end});
         }
     });
