@@ -5,8 +5,6 @@
 #include "context.h"
 #include "tiles.h"
 
-#include <vector>
-
 namespace baton {
 
 class SlotsInPlace {
@@ -16,7 +14,7 @@ class SlotsInPlace {
 
     static bool can(const Cache& cache) { return cache.head_dim % (2 * kLanes) == 0; }
 
-    static void put_in_order(std::vector<Bf16>&, int) {}  // queries are taken as they are
+    static void put_in_order(Lines<Bf16>&, int) {}  // queries are taken as they are
 
     // Of all heads.
     void take(const Context& context, std::int64_t first, std::int64_t end) {

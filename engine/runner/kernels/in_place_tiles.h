@@ -9,8 +9,6 @@
 #include "like_tiles.h"
 #include "tiles.h"
 
-#include <vector>
-
 namespace baton {
 
 class SlotsInPlace {
@@ -23,8 +21,8 @@ class SlotsInPlace {
     }
 
     // Queries become a panel, as narrow as there are rows.
-    static void put_in_order(std::vector<Bf16>& queries, int count) {
-        const std::vector<Bf16> rows = queries;
+    static void put_in_order(Lines<Bf16>& queries, int count) {
+        const Lines<Bf16> rows = queries;
         const std::int64_t pairs = std::int64_t(rows.size()) / count / 2;
         for (int row = 0; row < count; ++row)
             for (std::int64_t pair = 0; pair < pairs; ++pair)
