@@ -1,5 +1,6 @@
 // A sequence's slots where they lie, for a few rows that look at them: putting them into another
 // order would take longer than the products. Adds up just as `packed_slots.h` does, lane by lane.
+// For processors with tiles there is `in_place_tiles.h`.
 #pragma once
 
 #include "context.h"
