@@ -116,10 +116,9 @@ void baton_write_kv(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_h
                     std::int64_t value_stride, const std::int64_t* write_blocks,
                     const std::int64_t* write_offsets, std::int64_t num_tokens, int num_threads) {
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
-    const std::int64_t numbers = 2 * num_tokens * num_kv_heads * head_dim;
-    Pool::of_process().run(threads_for(numbers, num_threads), [=](int i, int count) {
-        const Share share(num_tokens, i, count);
-        for (std::int64_t token = share.first; token < share.end; ++token)
+    const std::int64_t numbers = 2 * num_kv_heads * head_dim;
+    share_out(num_tokens, numbers, num_threads, [=](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token)
             for (std::int64_t head = 0; head < num_kv_heads; ++head) {
                 const std::int64_t block = write_blocks[token];
                 const std::int64_t at = write_offsets[token] * head_dim;

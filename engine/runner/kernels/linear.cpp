@@ -248,15 +248,13 @@ void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16
     product.is_streamed = goes_past_caches(product);
     const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
     const std::int64_t at_once = tokens_at_once(num_columns);
-    Pool::of_process().run(num_threads, [&](int i, int count) {
-        const Share share(panels, i, count);
+    Shares shares(panels, (num_tokens + at_once - 1) / at_once, num_threads);
+    Pool::of_process().run(num_threads, [&](int i, int) {
         Tiles tiles;
-        for (std::int64_t first = 0; first < num_tokens; first += at_once) {
-            const std::int64_t end = std::min(first + at_once, num_tokens);
-            for (std::int64_t panel = share.first; panel < share.end; ++panel) {
-                const std::int64_t next = panel + 1 < share.end ? panel + 1 : panel;
-                multiply_panel(product, tiles, panel, next, first, end);
-            }
+        for (Shares::Unit unit; shares.take(i, unit);) {
+            const std::int64_t first = unit.pass * at_once, end = std::min(first + at_once, num_tokens);
+            const std::int64_t next = std::min(unit.which + 1, panels - 1);
+            multiply_panel(product, tiles, unit.which, next, first, end);
         }
         if (product.is_streamed) have_streamed();
     });

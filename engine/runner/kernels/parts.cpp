@@ -91,9 +91,8 @@ extern "C" {
 // states, target: [rows, size].
 void baton_norm(const Bf16* states, const Bf16* weight, Bf16* target, std::int64_t num_rows,
                 std::int64_t size, float epsilon, int num_threads) {
-    Pool::of_process().run(threads_for(num_rows * size, num_threads), [=](int i, int count) {
-        const Share share(num_rows, i, count);
-        for (std::int64_t row = share.first; row < share.end; ++row)
+    share_out(num_rows, size, num_threads, [=](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row)
             norm_row(states + row * size, weight, target + row * size, size, epsilon);
     });
 }
@@ -103,10 +102,8 @@ void baton_norm(const Bf16* states, const Bf16* weight, Bf16* target, std::int64
 void baton_rotate(const Bf16* source, std::int64_t token_stride, const Bf16* weight,
                   const Bf16* cosines, const Bf16* sines, Bf16* target, std::int64_t num_tokens,
                   std::int64_t num_heads, std::int64_t size, float epsilon, int num_threads) {
-    const std::int64_t numbers = num_tokens * num_heads * size;
-    Pool::of_process().run(threads_for(numbers, num_threads), [=](int i, int count) {
-        const Share share(num_tokens * num_heads, i, count);
-        for (std::int64_t at = share.first; at < share.end; ++at) {
+    share_out(num_tokens * num_heads, size, num_threads, [=](std::int64_t at, std::int64_t end) {
+        for (; at < end; ++at) {
             const std::int64_t token = at / num_heads, head = at % num_heads;
             const Bf16* row = source + token * token_stride + head * size;
             Bf16* rotated = target + at * size;
@@ -122,9 +119,8 @@ void baton_rotate(const Bf16* source, std::int64_t token_stride, const Bf16* wei
 // both: [tokens, 2 * size], the gate before the other half; target: [tokens, size].
 void baton_gate(const Bf16* both, Bf16* target, std::int64_t num_tokens, std::int64_t size,
                 int num_threads) {
-    Pool::of_process().run(threads_for(num_tokens * size, num_threads), [=](int i, int count) {
-        const Share share(num_tokens, i, count);
-        for (std::int64_t token = share.first; token < share.end; ++token) {
+    share_out(num_tokens, size, num_threads, [=](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token) {
             const Bf16 *gate = both + token * 2 * size, *other = gate + size;
             Bf16* row = target + token * size;
             std::int64_t at = 0;
@@ -145,10 +141,8 @@ void baton_gate(const Bf16* both, Bf16* target, std::int64_t num_tokens, std::in
 // numbers: [rows, size], of each the peak.
 void baton_peaks(const float* numbers, std::int64_t num_rows, std::int64_t size,
                  std::int64_t* places, bool* are_finite, int num_threads) {
-    const int most = int(std::min<std::int64_t>(num_threads, num_rows));
-    Pool::of_process().run(threads_for(num_rows * size, most), [=](int i, int count) {
-        const Share share(num_rows, i, count);
-        for (std::int64_t row = share.first; row < share.end; ++row) {
+    share_out(num_rows, size, num_threads, [=](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row) {
             const Peak peak = peak_of(numbers + row * size, size);
             places[row] = peak.place, are_finite[row] = peak.is_finite;
         }
@@ -157,12 +151,10 @@ void baton_peaks(const float* numbers, std::int64_t num_rows, std::int64_t size,
 
 // states, other: so many numbers; the sums take the place of the states.
 void baton_add(Bf16* states, const Bf16* other, std::int64_t count, int num_threads) {
-    Pool::of_process().run(threads_for(count, num_threads), [=](int i, int num_shares) {
-        const Share share(count, i, num_shares);
-        std::int64_t at = share.first;
-        for (; at + kLanes <= share.end; at += kLanes)
+    share_out(count, 1, num_threads, [=](std::int64_t at, std::int64_t end) {
+        for (; at + kLanes <= end; at += kLanes)
             store(states + at, wide(states + at) + wide(other + at));
-        for (; at < share.end; ++at) states[at] = narrow(wide(states[at]) + wide(other[at]));
+        for (; at < end; ++at) states[at] = narrow(wide(states[at]) + wide(other[at]));
     });
 }
 

@@ -72,17 +72,73 @@ class Pool {
     const std::function<void(int, int)>* part_ = nullptr;
 };
 
-// What touches each number once is shared only where there are many.
-inline int threads_for(std::int64_t numbers, int num_threads) {
-    constexpr std::int64_t kWorthAThread = 16384;
-    const std::int64_t most = numbers / kWorthAThread + 1;
-    return most < num_threads ? int(most) : num_threads;
-}
-
 // The i-th of so many equal runs of whole units.
 struct Share {
     std::int64_t first, end;
     Share(std::int64_t total, int i, int count) : first(total * i / count), end(total * (i + 1) / count) {}
 };
+
+// A run of units for each thread, gone through so many times. Who has none left takes the last of
+// another's: a core that is busy with something else, too, would keep all others waiting.
+class Shares {
+  public:
+    struct Unit {
+        std::int64_t which, pass;
+    };
+
+    Shares(std::int64_t total, std::int64_t passes, int num_threads) : runs_(num_threads) {
+        for (int i = 0; i < num_threads; ++i) {
+            const Share share(total, i, num_threads);
+            runs_[i].first = share.first, runs_[i].size = share.end - share.first;
+            runs_[i].left = std::uint64_t(runs_[i].size * passes) << 32;
+        }
+    }
+
+    // Whether there is another unit for this thread.
+    bool take(int thread, Unit& unit) {
+        const int count = int(runs_.size());
+        if (runs_[thread].take(unit, true)) return true;
+        for (int i = 1; i < count; ++i)
+            if (runs_[(thread + i) % count].take(unit, false)) return true;
+        return false;
+    }
+
+  private:
+    struct alignas(64) Run {
+        std::int64_t first, size;
+        std::atomic<std::uint64_t> left;  // the first that is left, and where they end << 32
+
+        bool take(Unit& unit, bool is_own) {
+            std::uint64_t now = left.load(), at;
+            do {
+                const std::uint64_t begin = now & 0xffffffffu, end = now >> 32;
+                if (begin == end) return false;
+                at = is_own ? begin : end - 1;
+            } while (!left.compare_exchange_weak(now, is_own ? now + 1 : now - (1ull << 32)));
+            unit = {first + std::int64_t(at) % size, std::int64_t(at) / size};
+            return true;
+        }
+    };
+
+    std::vector<Run> runs_;
+};
+
+// Calls part(first, end) until each unit was in one of them, some of them at a time: as many as are
+// worth a thread's while, where a unit has so many numbers and each is touched about once.
+template <typename Part>
+void share_out(std::int64_t total, std::int64_t numbers, int num_threads, Part part) {
+    constexpr std::int64_t kWorthAThread = 16384;
+    const std::int64_t some = numbers < kWorthAThread ? kWorthAThread / numbers : 1;
+    const std::int64_t parts = (total + some - 1) / some;
+    if (parts < num_threads) num_threads = int(parts);
+    if (num_threads <= 1) return part(0, total);
+    Shares shares(parts, 1, num_threads);
+    Pool::of_process().run(num_threads, [&](int i, int) {
+        for (Shares::Unit unit; shares.take(i, unit);) {
+            const std::int64_t first = unit.which * some;
+            part(first, first + some < total ? first + some : total);
+        }
+    });
+}
 
 }  // namespace baton

@@ -349,17 +349,14 @@ void baton_quantized_linear(const Bf16* states, const std::uint8_t* packed, cons
                             int num_threads) {
     const Product product{{bits, num_rows, num_columns, group}, packed, bias, answer, num_tokens};
     States whole(product.form, num_tokens);
-    const std::int64_t few = num_tokens * num_columns < 1 << 14;
-    Pool::of_process().run(few ? 1 : num_threads, [&](int i, int count) {
-        const Share share(num_tokens, i, count);
-        for (std::int64_t token = share.first; token < share.end; ++token)
-            whole.take(token, states + token * num_columns);
+    share_out(num_tokens, num_columns, num_threads, [&](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token) whole.take(token, states + token * num_columns);
     });
-    Pool::of_process().run(num_threads, [&](int i, int count) {
-        const Share share(product.form.num_panels(), i, count);
-        for (std::int64_t panel = share.first; panel < share.end; ++panel)
-            bits == 4 ? multiply_panel<4>(product, whole, panel)
-                      : multiply_bytes(product, whole, panel);
+    Shares shares(product.form.num_panels(), 1, num_threads);
+    Pool::of_process().run(num_threads, [&](int i, int) {
+        for (Shares::Unit unit; shares.take(i, unit);)
+            bits == 4 ? multiply_panel<4>(product, whole, unit.which)
+                      : multiply_bytes(product, whole, unit.which);
     });
 }
 
