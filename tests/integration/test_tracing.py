@@ -119,7 +119,8 @@ def test_a_cancelled_request_is_cancelled_on_every_node(
     trace_id = "c" * 32
     with Client(traced.address) as client:
         stream = client.stream(prompt_of(40, seed=3), traced_by(trace_id, max_tokens=400))
-        next(stream)
+        for _ in range(2):  # the first token comes while its keys and values are on their way
+            next(stream)
         stream.close()
 
     spans = collector.trace(trace_id, has_all(names.GENERATE, names.DECODE_COMPUTE))

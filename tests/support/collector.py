@@ -62,10 +62,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str, is_whole: Callable[[list[Collected]], bool]) -> list[Collected]:
-        """The trace, once it is as wanted; as it is, if that takes too long."""
+        """The trace, once it is as wanted."""
         with self._changed:
-            self._changed.wait_for(lambda: is_whole(self._spans[trace_id]), LONGEST_WAIT_S)
-            return list(self._spans[trace_id])
+            spans = self._spans[trace_id]
+            is_there = self._changed.wait_for(lambda: is_whole(spans), LONGEST_WAIT_S)
+            assert is_there, f"of trace {trace_id} only {[span.name for span in spans]} came"
+            return list(spans)
 
     def named(self, name: str) -> list[Collected]:
         """All that came so far, of whatever trace."""
