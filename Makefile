@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
+# Hundreds of processes start in a run of the tests: none should compile what another one has.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: demo test check soak containers breaking bench format clean
@@ -57,6 +59,7 @@ format: $(VENV)/.dev
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.runtime: pyproject.toml setup.py tools/install.sh $(PROTOS)
 	tools/install.sh
