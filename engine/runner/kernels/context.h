@@ -44,4 +44,22 @@ struct Slots {
     }
 };
 
+// The slots that are taken at once as they lie, of all heads, and those that are taken next: these
+// are only fetched.
+class PlacedSlots {
+  public:
+    void take(const Context& context, std::int64_t first, std::int64_t end) {
+        size_ = context.cache.head_dim;
+        head_ = context.cache.block_size * size_;
+        keys_.find(context, 0, 0, first, end);
+        values_.find(context, 0, 1, first, end);
+        const std::int64_t next = first + keys_.count;
+        next_keys_.find(context, 0, 0, next < end ? next : first, end);  // or in vain
+    }
+
+  protected:
+    std::int64_t size_, head_;  // numbers of a slot; of a head's slots in a block
+    Slots keys_, values_, next_keys_;  // of the first head
+};
+
 }  // namespace baton

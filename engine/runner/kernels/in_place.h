@@ -8,7 +8,7 @@
 
 namespace baton {
 
-class SlotsInPlace {
+class SlotsInPlace : public PlacedSlots {
   public:
     static constexpr int kStep = 16;  // slots
     static constexpr std::int64_t kFewRows = 2 * kRunRows;
@@ -16,16 +16,6 @@ class SlotsInPlace {
     static bool can(const Cache& cache) { return cache.head_dim % (2 * kLanes) == 0; }
 
     static void put_in_order(Lines<Bf16>&, int) {}  // queries are taken as they are
-
-    // Of all heads.
-    void take(const Context& context, std::int64_t first, std::int64_t end) {
-        size_ = context.cache.head_dim;
-        head_ = context.cache.block_size * size_;
-        keys_.find(context, 0, 0, first, end);
-        values_.find(context, 0, 1, first, end);
-        const std::int64_t next = first + keys_.count;
-        after_ = next < end ? context.at(next, 0, 0) : keys_.at[0];  // fetched in vain
-    }
 
     std::int64_t num_steps() const { return (keys_.count + kStep - 1) / kStep; }
 
@@ -96,7 +86,8 @@ class SlotsInPlace {
     void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t head,
                   std::int64_t slot) const {
         constexpr int kAtOnce = 8 * ROWS <= kVectors * kMostRows ? 8 : kVectors;
-        const Bf16* ahead = slot + kStep < values_.count ? values_.at[slot + kStep] : after_;
+        const bool is_last = slot + kStep >= values_.count;
+        const Bf16* ahead = is_last ? next_keys_.at[0] : values_.at[slot + kStep];
         ahead += head;
         std::int64_t at = 0;
         for (; at + kAtOnce * kLanes <= size_; at += kAtOnce * kLanes)
@@ -134,10 +125,6 @@ class SlotsInPlace {
             std::memcpy(sums + row * sum_stride, totals[row], sizeof totals[row]);
         }
     }
-
-    std::int64_t size_, head_;  // numbers of a slot; of a head's slots in a block
-    Slots keys_, values_;       // of the first head
-    const Bf16* after_;         // what is read next
 };
 
 }  // namespace baton

@@ -11,7 +11,7 @@
 
 namespace baton {
 
-class SlotsInPlace {
+class SlotsInPlace : public PlacedSlots {
   public:
     static constexpr int kStep = 2 * kPairsAtOnce;  // slots
     static constexpr int kFewRows = 8;
@@ -28,16 +28,6 @@ class SlotsInPlace {
             for (std::int64_t pair = 0; pair < pairs; ++pair)
                 std::copy_n(rows.data() + 2 * (row * pairs + pair), 2,
                             queries.data() + 2 * (pair * count + row));
-    }
-
-    // Of all heads.
-    void take(const Context& context, std::int64_t first, std::int64_t end) {
-        size_ = context.cache.head_dim;
-        head_ = context.cache.block_size * size_;
-        keys_.find(context, 0, 0, first, end);
-        values_.find(context, 0, 1, first, end);
-        const std::int64_t next = first + keys_.count;
-        after_.find(context, 0, 0, next < end ? next : first, end);  // or fetched in vain
     }
 
     std::int64_t num_steps() const { return (keys_.count + kStep - 1) / kStep; }
@@ -83,7 +73,7 @@ class SlotsInPlace {
         const SmallIsZero small_is_zero;
         const std::int64_t slot = step * kStep;
         const bool is_last = slot + kStep >= values_.count;
-        const Bf16* const* const ahead = is_last ? after_.at : values_.at + slot + kStep;
+        const Bf16* const* const ahead = is_last ? next_keys_.at : values_.at + slot + kStep;
         for (std::int64_t at = 0; at < size_; at += 2 * kLanes)
             for (int row = 0; row < count; row += kRowsAtOnce)
                 (this->*kAdd[std::min(count - row, kRowsAtOnce)])(
@@ -137,9 +127,6 @@ class SlotsInPlace {
             std::memcpy(sums + row * sum_stride, own, sizeof own);
         }
     }
-
-    std::int64_t size_, head_;  // numbers of a slot; of a head's slots in a block
-    Slots keys_, values_, after_;  // of the first head; the keys that are read next
 };
 
 }  // namespace baton

@@ -84,52 +84,15 @@ std::int64_t tokens_at_once(std::int64_t num_columns) {
     return std::max<std::int64_t>(1, kBytes / (num_columns * sizeof(Bf16)) / kRunTokens) * kRunTokens;
 }
 
-// Up to thirty-two tokens times half a panel: four tiles add up, and what is loaded for one of
-// them is used by another. Twice in each step so many vectors at `ahead` are fetched: more at once
-// would hold up what is loaded.
-void multiply_half(Tiles& tiles, const Bf16* states, std::int64_t num_columns, int count,
-                   const Words* panel, float* sums, const Words* ahead, int fetched) {
-    const std::int64_t row_bytes = num_columns * sizeof(Bf16), sum_bytes = kPanelRows * sizeof(float);
-    const Bf16* lower = states + kTileRows * num_columns;
-    const auto fetch = [&ahead, fetched] {
-        for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
-    };
-    tiles.have(kTileRows, count - kTileRows);
-    settle();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (std::int64_t pair = 0; pair + kPairsAtOnce <= num_columns / 2; pair += kPairsAtOnce) {
-        const Words* part = panel + pair * kVectors;
-        _tile_loadd(4, states + 2 * pair, row_bytes);
-        _tile_loadd(6, part, sizeof(Words));
-        leave_a_gap();
-        _tile_dpbf16ps(0, 4, 6);
-        fetch();
-        _tile_loadd(7, part + kTileRows, sizeof(Words));
-        leave_a_gap();
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, lower + 2 * pair, row_bytes);
-        leave_a_gap();
-        _tile_dpbf16ps(2, 5, 6);
-        fetch();
-        leave_a_gap();
-        _tile_dpbf16ps(3, 5, 7);
-        tiles.stay_ready(pair);
-    }
-    _tile_stored(0, sums, sum_bytes);
-    _tile_stored(1, sums + kLanes, sum_bytes);
-    _tile_stored(2, sums + kTileRows * kPanelRows, sum_bytes);
-    _tile_stored(3, sums + kTileRows * kPanelRows + kLanes, sum_bytes);
-}
-
 void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
     const std::int64_t pairs = p.num_columns / 2, num_runs = (end - first + kRunTokens - 1) / kRunTokens;
     // Each run fetches its share of the next panel.
     const int fetched = int((kVectors * kPairsAtOnce / 4 + num_runs - 1) / num_runs);
     const Words *whole = p.panel(panel), *ahead = p.panel(next);
+    const auto fetch = [&ahead, fetched](const Words*) {
+        for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
+    };
     for (int count; first < end; first += count) {
         count = int(std::min<std::int64_t>(end - first, kRunTokens));
         alignas(64) Floats sums[kRunTokens][kVectors];
@@ -144,9 +107,10 @@ void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int
             add_rows<From::kMemory>(tiles, numbers, kPanelRows, states, p.num_columns, count,
                                     whole, pairs);
         } else {
-            for (int half = 0; half < 2; ++half, ahead += pairs / kPairsAtOnce * 2 * fetched)
-                multiply_half(tiles, states, p.num_columns, count, whole + half * 2 * kTileRows,
-                              numbers + half * 2 * kLanes, ahead, fetched);
+            for (int half = 0; half < 2; ++half)
+                add_half<Sums::kBegin>(tiles, numbers + half * 2 * kLanes, kPanelRows, states,
+                                       p.num_columns, count, whole + half * 2 * kTileRows, pairs,
+                                       fetch);
             add_rest(numbers, kPanelRows, states, p.num_columns, count, whole, pairs);
         }
         for (int row = 0; row < count; ++row) give(p, sums[row], panel, first + row);

@@ -95,8 +95,15 @@ class Rows {
     void answer() const {
         for (int row = 0; row < count_; ++row) {
             const float weight = sum(weight_[row]);
-            for (std::int64_t d = 0; d < chunk_.context.cache.head_dim; ++d)
-                chunk_.answers[at_[row] + d] = narrow(sums_[row * sum_stride() + d] / weight);
+            const float* sums = sums_.data() + row * sum_stride();
+            Bf16* answer = chunk_.answers + at_[row];
+            std::int64_t d = 0;
+            for (; d + kLanes <= chunk_.context.cache.head_dim; d += kLanes) {
+                Floats some;
+                std::memcpy(&some, sums + d, sizeof some);
+                store(answer + d, some / weight);
+            }
+            for (; d < chunk_.context.cache.head_dim; ++d) answer[d] = narrow(sums[d] / weight);
         }
     }
 

@@ -118,11 +118,13 @@ inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
     add_rest(sums, sum_stride, rows, row_stride, count, panel, pairs);
 }
 
-// More than sixteen rows times half a panel, which is near: four tiles add up, and what is loaded
-// for one of them is used by another.
-template <Sums SUMS>
+// More than sixteen rows times half a panel: four tiles add up, and what is loaded for one of them
+// is used by another. Twice in each step something is fetched: more at once would hold up what is
+// loaded.
+template <Sums SUMS, typename Fetch>
 inline void add_half(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                     std::int64_t row_stride, int count, const Words* half, std::int64_t pairs) {
+                     std::int64_t row_stride, int count, const Words* half, std::int64_t pairs,
+                     Fetch fetch) {
     const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
     const Bf16* const lower = rows + kTileRows * row_stride;
     float* const lower_sums = sums + kTileRows * sum_stride;
@@ -140,16 +142,22 @@ inline void add_half(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
         _tile_loadd(3, lower_sums + kLanes, sum_bytes);
     }
     for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
-        const Words *part = half + pair * kVectors, *next = part + kVectors * kPairsAtOnce;
+        const Words* part = half + pair * kVectors;
         _tile_loadd(4, rows + 2 * pair, row_bytes);
         _tile_loadd(6, part, sizeof(Words));
+        leave_a_gap();
         _tile_dpbf16ps(0, 4, 6);
+        fetch(part);
         _tile_loadd(7, part + kTileRows, sizeof(Words));
+        leave_a_gap();
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, lower + 2 * pair, row_bytes);
+        leave_a_gap();
         _tile_dpbf16ps(2, 5, 6);
+        fetch(part + kTileRows);
+        leave_a_gap();
         _tile_dpbf16ps(3, 5, 7);
-        for (int i = 0; i < 2 * kTileRows; ++i) __builtin_prefetch(next + i);
+        tiles.stay_ready(pair);
     }
     _tile_stored(0, sums, sum_bytes);
     _tile_stored(1, sums + kLanes, sum_bytes);
@@ -161,9 +169,13 @@ template <Sums SUMS>
 inline void add_run(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
                     std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
     if (count > kTileRows) {
+        const auto fetch_next = [](const Words* tile) {
+            const Words* const next = tile + kVectors * kPairsAtOnce;
+            for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(next + i);
+        };
         for (int half = 0; half < 2; ++half)
             add_half<SUMS>(tiles, sums + half * 2 * kLanes, sum_stride, rows, row_stride, count,
-                           panel + half * 2 * kTileRows, pairs);
+                           panel + half * 2 * kTileRows, pairs, fetch_next);
         return add_rest(sums, sum_stride, rows, row_stride, count, panel, pairs);
     }
     for (int row = 0; SUMS == Sums::kBegin && row < count; ++row)
