@@ -113,7 +113,7 @@ class SlotsInPlace : public PlacedSlots {
                 Words first, second;
                 zip(even + v * kLanes, odd + v * kLanes, first, second);
                 for (int row = 0; row < ROWS; ++row) {
-                    const Words weight = Words{} + pair_at(weights + row * kSlotsAtOnce + i);
+                    const std::uint32_t weight = pair_at(weights + row * kSlotsAtOnce + i);
                     add_products(totals[row][v], first, weight);
                     add_products(totals[row][v + 1], second, weight);
                 }

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -17,10 +17,82 @@ using Bf16 = std::uint16_t;  // its bits
 constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef std::int32_t EightWhole __attribute__((vector_size(32), aligned(4), may_alias));
 typedef std::int32_t Whole __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef float EightFloats __attribute__((vector_size(32), aligned(4), may_alias));
 typedef std::uint32_t EightWords __attribute__((vector_size(32), aligned(4), may_alias));
+
+// As many lanes as a register has. Some steps compilers take lane by lane, or through memory, where
+// they are asked for more at once.
+#if defined(__AVX512BF16__)
+constexpr int kPieceLanes = kLanes;
+#elif defined(__AVX2__)
+constexpr int kPieceLanes = 8;
+#else
+constexpr int kPieceLanes = 4;
+#endif
+typedef float SomeFloats __attribute__((vector_size(4 * kPieceLanes), aligned(4), may_alias));
+typedef std::uint32_t SomeWords __attribute__((vector_size(4 * kPieceLanes), aligned(4), may_alias));
+typedef std::int32_t SomeWhole __attribute__((vector_size(4 * kPieceLanes), aligned(4), may_alias));
+typedef std::uint16_t SomeHalves __attribute__((vector_size(2 * kPieceLanes), aligned(2), may_alias));
+
+// No template: types would lose there that they lie anywhere.
+inline SomeFloats& piece(Floats& numbers, int which) {
+    return reinterpret_cast<SomeFloats*>(&numbers)[which];
+}
+inline SomeWords& piece(Words& words, int which) {
+    return reinterpret_cast<SomeWords*>(&words)[which];
+}
+inline SomeWhole& piece(Whole& numbers, int which) {
+    return reinterpret_cast<SomeWhole*>(&numbers)[which];
+}
+inline SomeHalves& piece(Halves& halves, int which) {
+    return reinterpret_cast<SomeHalves*>(&halves)[which];
+}
+
+template <typename Step>
+inline void for_each_piece(Step step) {
+    for (int which = 0; which < kLanes / kPieceLanes; ++which) step(which);
+}
+
+inline Floats fill(float number) {
+    Floats numbers;
+    for_each_piece([&](int i) { piece(numbers, i) = SomeFloats{} + number; });
+    return numbers;
+}
+
+// All bits of the lanes in which it holds.
+template <typename Holds>
+inline Words lanes_where(Floats left, Floats right, Holds holds) {
+    Words lanes;
+    for_each_piece([&](int i) {
+        const SomeFloats one = piece(left, i), other = piece(right, i);
+        piece(lanes, i) = (SomeWords)holds(one, other);
+    });
+    return lanes;
+}
+
+inline Words where_less(Floats left, Floats right) {
+    return lanes_where(left, right, [](auto one, auto other) { return one < other; });
+}
+
+inline Words where_nan(Floats numbers) {
+    return lanes_where(numbers, numbers, [](auto one, auto other) { return one != other; });
+}
+
+inline Floats picked(Words lanes, Floats those, Floats others) {
+    return (Floats)(((Words)those & lanes) | ((Words)others & ~lanes));
+}
+
+inline Floats larger(Floats left, Floats right) {
+    Floats numbers;
+    for_each_piece([&](int i) {
+        const SomeFloats one = piece(left, i), other = piece(right, i);
+        piece(numbers, i) = one > other ? one : other;
+    });
+    return numbers;
+}
 
 inline float wide(Bf16 value) {
     const std::uint32_t bits = std::uint32_t(value) << 16;
@@ -41,9 +113,13 @@ inline float rounded(float number) { return wide(narrow(number)); }
 
 // Each in the low half of a word.
 inline Words words(const Bf16* values) {
-    Halves halves;
-    std::memcpy(&halves, values, sizeof halves);
-    return __builtin_convertvector(halves, Words);
+    Words wider;
+    for_each_piece([&](int i) {
+        SomeHalves halves;
+        std::memcpy(&halves, values + i * kPieceLanes, sizeof halves);
+        piece(wider, i) = __builtin_convertvector(halves, SomeWords);
+    });
+    return wider;
 }
 
 inline Floats wide(const Bf16* values) { return (Floats)(words(values) << 16); }
@@ -55,9 +131,13 @@ inline void store(Bf16* target, Floats numbers) {
 #else
     const Words bits = (Words)numbers;
     const Words kept = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Words is_nan = (Words)(numbers != numbers);
-    const Words narrowed = (kept & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
-    const Halves halves = __builtin_convertvector(narrowed, Halves);
+    const Words is_nan = where_nan(numbers);
+    Words narrowed = (kept & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
+    Halves halves;
+    for_each_piece([&](int i) {
+        const SomeWords some = piece(narrowed, i);
+        piece(halves, i) = __builtin_convertvector(some, SomeHalves);
+    });
 #endif
     std::memcpy(target, &halves, sizeof halves);
 }
@@ -79,7 +159,24 @@ inline Floats rounded(Floats numbers) {
     return wide(halves);
 }
 
-inline Floats fill(float number) { return Floats{} + number; }
+// The nearest whole numbers, of two that are as near the even one.
+inline Whole nearest(Floats numbers) {
+#if defined(__AVX512BF16__)
+    return (Whole)_mm512_cvtps_epi32((__m512)numbers);
+#else
+    Whole whole;
+    for_each_piece([&](int i) {
+        const SomeFloats some = piece(numbers, i);
+#if defined(__AVX2__)
+        piece(whole, i) = (SomeWhole)_mm256_cvtps_epi32((__m256)some);
+#else
+        SomeWhole& nearest = piece(whole, i);
+        for (int lane = 0; lane < kPieceLanes; ++lane) nearest[lane] = int(std::nearbyint(some[lane]));
+#endif
+    });
+    return whole;
+#endif
+}
 
 // Halves are put together until one number is left: the same order on every machine.
 template <typename Join>
@@ -165,16 +262,6 @@ inline void from_zipped_order([[maybe_unused]] Floats& first, [[maybe_unused]] F
 }
 
 // Each lane: total += low half of left * low half of right + the same of the high halves.
-inline void add_products(Floats& total, Words left, Words right) {
-#if defined(__AVX512BF16__)
-    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)left, (__m512bh)right);
-#else
-    const Words high = Words{} + 0xffff0000u;
-    total += (Floats)(left << 16) * (Floats)(right << 16);
-    total += (Floats)(left & high) * (Floats)(right & high);
-#endif
-}
-
 inline void add_products(EightFloats& total, EightWords left, EightWords right) {
 #if defined(__AVX512BF16__)
     total = (EightFloats)_mm256_dpbf16_ps((__m256)total, (__m256bh)left, (__m256bh)right);
@@ -186,23 +273,46 @@ inline void add_products(EightFloats& total, EightWords left, EightWords right) 
 }
 
 // Each lane: total += the four bytes of weights, without signs, times those of states, with signs.
-inline void add_bytes(Whole& total, Words weights, Words states) {
-#if defined(__AVX512VNNI__)
-    total = (Whole)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)states);
+inline void add_bytes(EightWhole& total, EightWords weights, EightWords states) {
+    typedef std::int16_t Shorts __attribute__((vector_size(32)));
+    const Shorts even = (Shorts)(weights & 0x00ff00ffu), odd = (Shorts)(weights >> 8 & 0x00ff00ffu);
+    const Shorts even_states = (Shorts)(states << 8) >> 8, odd_states = (Shorts)states >> 8;
+#if defined(__AVX2__)
+    total += (EightWhole)_mm256_madd_epi16((__m256i)even, (__m256i)even_states);
+    total += (EightWhole)_mm256_madd_epi16((__m256i)odd, (__m256i)odd_states);
 #else
-    typedef std::int16_t Shorts __attribute__((vector_size(64)));
     // A byte times a byte fits sixteen bits.
-    const Shorts even = (Shorts)(weights & 0x00ff00ffu) * ((Shorts)(states << 8) >> 8);
-    const Shorts odd = (Shorts)(weights >> 8 & 0x00ff00ffu) * ((Shorts)states >> 8);
-    for (const Shorts products : {even, odd})
-        total += ((Whole)products << 16 >> 16) + ((Whole)products >> 16);
+    for (const Shorts products : {even * even_states, odd * odd_states})
+        total += ((EightWhole)products << 16 >> 16) + ((EightWhole)products >> 16);
+#endif
+}
+
+// The same word on the right in each lane. Where there are only eight lanes, compilers that are
+// asked for sixteen at once build them one by one, in memory.
+inline void add_products(Floats& total, Words left, std::uint32_t right) {
+#if defined(__AVX512BF16__)
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)left, (__m512bh)(Words{} + right));
+#else
+    auto* const totals = reinterpret_cast<EightFloats*>(&total);
+    const auto* const lefts = reinterpret_cast<const EightWords*>(&left);
+    for (int i = 0; i < 2; ++i) add_products(totals[i], lefts[i], EightWords{} + right);
+#endif
+}
+
+inline void add_bytes(Whole& total, Words weights, std::uint32_t states) {
+#if defined(__AVX512VNNI__)
+    total = (Whole)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)(Words{} + states));
+#else
+    auto* const totals = reinterpret_cast<EightWhole*>(&total);
+    const auto* const some = reinterpret_cast<const EightWords*>(&weights);
+    for (int i = 0; i < 2; ++i) add_bytes(totals[i], some[i], EightWords{} + states);
 #endif
 }
 
 // Within two units in the last place; a NaN stays one, and what is too small becomes zero.
 inline Floats exponential(Floats x) {
     const Floats low = fill(-87.3f), high = fill(88.7f);
-    const Words is_low = (Words)(x < low), is_high = (Words)(x > high);
+    const Words is_low = where_less(x, low), is_high = where_less(high, x);
     x = (Floats)(((Words)x & ~is_low & ~is_high) | ((Words)low & is_low) | ((Words)high & is_high));
     const Floats shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
     const Floats whole = shifted - 12582912.0f;
@@ -230,7 +340,7 @@ inline Floats power_of_two(Floats x) {
     const Floats power = small_power(x - (Floats)whole);
     return (Floats)_mm512_scalef_ps((__m512)power, whole);  // of minus infinity: zero
 #else
-    const Words is_low = (Words)(x < fill(-126.0f));
+    const Words is_low = where_less(x, fill(-126.0f));
     const Floats shifted = x + 12582912.0f;  // its low bits are the nearest integer
     const Words scale = ((Words)shifted + 127) << 23;
     const Floats power = small_power(x - (shifted - 12582912.0f)) * (Floats)scale;

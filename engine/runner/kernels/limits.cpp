@@ -29,9 +29,10 @@ float multiplied(std::int64_t num_products) {
     constexpr int kTotals = 12;
     Floats totals[kTotals];
     for (int t = 0; t < kTotals; ++t) totals[t] = fill(float(t));  // else they are one
-    const Words ones = Words{} + 0x3f803f80u;
+    const std::uint32_t one = 0x3f803f80u;
+    const Words ones = Words{} + one;
     for (std::int64_t i = 0; i < num_products / kTotals; ++i) {
-        for (Floats& total : totals) add_products(total, ones, ones);
+        for (Floats& total : totals) add_products(total, ones, one);
     }
     float own = 0;
     for (const Floats& total : totals) own += sum(total);

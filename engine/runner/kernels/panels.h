@@ -73,7 +73,7 @@ inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[R
         for (int v = 0; v < FETCHED; ++v) __builtin_prefetch(ahead + v, 0, 2);
         if constexpr (FETCHED > 0) ahead += kVectors;
         for (int row = 0; row < ROWS; ++row) {
-            const Words state = Words{} + rows[row][pair];
+            const std::uint32_t state = rows[row][pair];
             for (int v = 0; v < kVectors; ++v) add_products(totals[row][v], panel[v], state);
         }
     }

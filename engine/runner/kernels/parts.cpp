@@ -58,17 +58,16 @@ struct Peak {
 // The first of the largest numbers, where none is a NaN; and whether all are finite.
 Peak peak_of(const float* row, std::int64_t size) {
     constexpr float kLeast = -std::numeric_limits<float>::infinity();
-    const Words exponent = Words{} + 0x7f800000u;
     Floats most = fill(kLeast);
     Words places{}, strange{}, at{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes, at += kLanes) {
         Floats numbers;
         std::memcpy(&numbers, row + i, sizeof numbers);
-        const Words is_more = (Words)(numbers > most);
-        most = (Floats)(((Words)numbers & is_more) | ((Words)most & ~is_more));
+        const Words is_more = where_less(most, numbers);
+        most = picked(is_more, numbers, most);
         places = (at & is_more) | (places & ~is_more);
-        strange |= (Words)(((Words)numbers & exponent) == exponent);
+        strange |= where_nan(numbers - numbers);
     }
     Peak peak{0, true};
     float largest = kLeast;

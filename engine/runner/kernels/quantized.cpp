@@ -53,30 +53,29 @@ struct Product {
     std::int64_t num_tokens;
 };
 
-// The tokens as whole numbers.
+// The tokens as whole numbers. Kept from one product to the next, for its room.
 class States {
   public:
-    States(const Form& form, std::int64_t num_tokens) : form_(form), stride_(form.whole_columns()) {
-        bytes_.resize(2 * num_tokens * stride_);
-        sums_.resize(2 * num_tokens * form.num_groups());
-        scales_.resize(num_tokens);
+    void fit(const Form& form, std::int64_t num_tokens) {
+        form_ = form;
+        stride_ = form.whole_columns();
+        grow(bytes_, 2 * num_tokens * stride_);
+        grow(sums_, 2 * num_tokens * form.num_groups());
+        grow(scales_, num_tokens);
     }
 
     void take(std::int64_t token, const Bf16* states) {
         const float most = largest_of(states);
         // What is not finite makes the whole answer so.
         scales_[token] = most / kMostState;
-        const float factor = most > 1e-30f && std::isfinite(most) ? kMostState / most : 0.0f;
-        std::int8_t *high = row(token, 0), *low = row(token, 1);
-        for (std::int64_t i = 0; i < stride_; i += 8) {
-            float numbers[8];
-            for (int j = 0; j < 8; ++j)
-                numbers[j] = i + j < form_.num_columns ? wide(states[i + j]) : 0.0f;
-            for (int j = 0; j < 8; ++j) {
-                const int number = factor == 0.0f ? 0 : int(std::nearbyint(numbers[j] * factor));
-                high[i + j] = std::int8_t((number + 128) >> 8);
-                low[i + j] = std::int8_t(number - high[i + j] * 256);
-            }
+        const bool is_something = most > 1e-30f && std::isfinite(most);
+        const float factor = is_something ? kMostState / most : 0.0f;
+        for (std::int64_t at = 0; at < stride_; at += kLanes) {
+            const Floats numbers = is_something ? some(states, at) * factor : Floats{};
+            const Whole whole = nearest(numbers);
+            const Whole high = (whole + 128) >> 8;
+            put(token, 0, at, high);
+            put(token, 1, at, whole - high * 256);
         }
         for (int part = 0; part < 2; ++part) add_up(token, part);
     }
@@ -94,12 +93,32 @@ class States {
     float scale(std::int64_t token) const { return scales_[token]; }
 
   private:
+    template <typename Number>
+    static void grow(std::vector<Number>& numbers, std::size_t size) {
+        if (numbers.size() < size) numbers.resize(size);
+    }
+
     float largest_of(const Bf16* states) const {
         // Without its sign a number's bits are in the order of its size, and NaN comes last.
         Bf16 most = 0;
         for (std::int64_t i = 0; i < form_.num_columns; ++i)
             most = std::max<Bf16>(most, states[i] & 0x7fff);
         return wide(most);
+    }
+
+    // Sixteen of them, zero where there are no more.
+    Floats some(const Bf16* states, std::int64_t at) const {
+        const std::int64_t left = form_.num_columns - at;
+        if (left >= kLanes) return wide(states + at);
+        Bf16 last[kLanes] = {};
+        for (std::int64_t i = 0; i < left; ++i) last[i] = states[at + i];
+        return wide(last);
+    }
+
+    void put(std::int64_t token, int part, std::int64_t at, Whole numbers) {
+        typedef std::int8_t Narrow __attribute__((vector_size(kLanes)));
+        const Narrow bytes = __builtin_convertvector(numbers, Narrow);
+        std::memcpy(row(token, part) + at, &bytes, std::min<std::int64_t>(kLanes, stride_ - at));
     }
 
     void add_up(std::int64_t token, int part) {
@@ -112,7 +131,7 @@ class States {
         }
     }
 
-    const Form& form_;
+    Form form_;
     std::int64_t stride_;
     std::vector<std::int8_t> bytes_;
     std::vector<std::int32_t> sums_;
@@ -134,7 +153,7 @@ inline void add_group(Counts<ROWS>& counts, const std::uint32_t* const (&rows)[R
             for (int v = 0; v < kVectors; ++v)
                 weights[v] = BITS == 8 ? numbers[v] : numbers[v] >> (4 * part) & 0x0f0f0f0fu;
             for (int row = 0; row < ROWS; ++row) {
-                const Words state = Words{} + rows[row][quad + part];
+                const std::uint32_t state = rows[row][quad + part];
                 for (int v = 0; v < kVectors; ++v) add_bytes(counts[row][v], weights[v], state);
             }
         }
@@ -348,7 +367,9 @@ void baton_quantized_linear(const Bf16* states, const std::uint8_t* packed, cons
                             std::int64_t num_rows, std::int64_t num_columns, std::int64_t group,
                             int num_threads) {
     const Product product{{bits, num_rows, num_columns, group}, packed, bias, answer, num_tokens};
-    States whole(product.form, num_tokens);
+    thread_local States room;
+    States& whole = room;
+    whole.fit(product.form, num_tokens);
     share_out(num_tokens, num_columns, num_threads, [&](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token) whole.take(token, states + token * num_columns);
     });

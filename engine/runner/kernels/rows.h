@@ -132,16 +132,15 @@ class Rows {
 
     // The sums become relative to the largest score so far.
     void relate(int row, const Floats* scores, Panels seen) {
-        Floats larger[kVectors];
-        for (Floats& each : larger) each = fill(most_[row]);
+        Floats most[kVectors];
+        for (Floats& each : most) each = fill(most_[row]);
         for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += kVectors)
             for (int i = 0; i < kVectors; ++i)
-                larger[i] = scores[v + i] > larger[i] ? scores[v + i] : larger[i];
-        for (const Floats& each : larger) larger[0] = each > larger[0] ? each : larger[0];
-        const float most = largest(larger[0]);
-        if (most == most_[row]) return;
-        if (most_[row] != kNever) rescale(row, std::exp2((most_[row] - most) * chunk_.scale));
-        most_[row] = most;
+                most[i] = larger(scores[v + i], most[i]);
+        const float now = largest(larger(larger(most[0], most[1]), larger(most[2], most[3])));
+        if (now == most_[row]) return;
+        if (most_[row] != kNever) rescale(row, std::exp2((most_[row] - now) * chunk_.scale));
+        most_[row] = now;
     }
 
     // Scores become weights relative to it.

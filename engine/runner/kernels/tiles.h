@@ -74,7 +74,7 @@ inline void add_rest(float* sums, std::int64_t sum_stride, const Bf16* rows,
             std::memcpy(&both, rows + row * row_stride + 2 * pair, sizeof both);
             auto* own = reinterpret_cast<Floats*>(sums + row * sum_stride);
             for (int v = 0; v < kVectors; ++v)
-                add_products(own[v], panel[vector_at(pair, v, pairs)], Words{} + both);
+                add_products(own[v], panel[vector_at(pair, v, pairs)], both);
         }
 }
 
