@@ -27,7 +27,7 @@ from tests.support.health import health_of
 from tests.support.life import standing_still
 from tests.support.load import PATIENCE_S, Ask, Told, tell
 from tests.support.models import prompt_of, reference_greedy
-from tests.support.nodes import await_load, drain, is_busy, load_at
+from tests.support.nodes import await_load, drain, is_busy, writer_at
 from tests.support.programs import started
 
 MakeOptions = Callable[..., ClusterOptions]
@@ -87,9 +87,11 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
     with LocalCluster(options) as cluster, Client(cluster.address) as client:
         stream = client.stream(prompt, greedy(300))
         chunks = [next(stream), next(stream)]
-        [serving] = [child for child in cluster.decodes if is_busy(load_at(child.address))]
-
-        serving.process.kill()
+        with standing_still(*cluster.decodes):  # or the answer may be whole before that
+            address = writer_at(cluster.address)
+            [serving] = [child for child in cluster.decodes if child.address == address]
+            serving.process.kill()
+            serving.process.wait()
 
         chunks += stream
 
