@@ -27,7 +27,7 @@ from tests.support.health import health_of
 from tests.support.life import standing_still
 from tests.support.load import PATIENCE_S, Ask, Told, tell
 from tests.support.models import prompt_of, reference_greedy
-from tests.support.nodes import await_load, drain, is_busy, writer_at
+from tests.support.nodes import await_load, drain, is_busy, kill_the_writer
 from tests.support.programs import started
 
 MakeOptions = Callable[..., ClusterOptions]
@@ -88,10 +88,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
         stream = client.stream(prompt, greedy(300))
         chunks = [next(stream), next(stream)]
         with standing_still(*cluster.decodes):  # or the answer may be whole before that
-            address = writer_at(cluster.address)
-            [serving] = [child for child in cluster.decodes if child.address == address]
-            serving.process.kill()
-            serving.process.wait()
+            serving = kill_the_writer(cluster)
 
         chunks += stream
 

@@ -13,9 +13,10 @@ from baton.client import AsyncClient, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.node_status import NodeStatus
 from engine.sampling import SamplingParams
+from tests.support.life import standing_still
 from tests.support.load import Ask, tell_all
 from tests.support.models import prompt_of
-from tests.support.nodes import await_load, is_busy, load_at
+from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.scrapes import Scrape
 
 MakeOptions = Callable[..., ClusterOptions]
@@ -95,8 +96,8 @@ def test_a_stream_that_speculates_goes_on_elsewhere_when_its_node_is_killed(
     with LocalCluster(options) as broken, Client(broken.address) as client:
         stream = client.stream(prompt_of(40), Generation(sampling))
         chunks = [next(stream), next(stream)]
-        [serving] = [child for child in broken.decodes if is_busy(load_at(child.address))]
-        serving.process.kill()
+        with standing_still(*broken.decodes):
+            kill_the_writer(broken)
         chunks += stream
 
     token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from baton.cluster import LocalCluster
+from baton.cluster import Child, LocalCluster
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
 from engine.hashing import BlockHash
 from serving.node import NodeCard, NodeLoad, card_from, changes_from, load_from
@@ -62,12 +62,13 @@ def await_all_free(address: str) -> None:
     await_load(address, lambda load: not is_busy(load) and load.num_free_blocks == num_blocks)
 
 
-def kill_the_writer(cluster: LocalCluster) -> None:
-    """Kills the decode node that the router's only request is with."""
+def kill_the_writer(cluster: LocalCluster) -> Child:
+    """Kills the decode node that all of the router's requests are with."""
     address = writer_at(cluster.address)
     [writer] = [one for one in cluster.decodes if one.address == address]
     writer.process.kill()
     writer.process.wait()
+    return writer
 
 
 def writer_at(router_address: str) -> str:
@@ -76,7 +77,7 @@ def writer_at(router_address: str) -> str:
         watch = stub.WatchNodes(cluster_pb2.WatchNodesRequest(interval_s=0.1), timeout=30)
         for message in watch:
             decodes = [one for one in message.nodes if one.role == node_pb2.NODE_ROLE_DECODE]
-            if sum(one.num_sent for one in decodes) == 1:
+            if sum(one.num_sent > 0 for one in decodes) == 1:
                 watch.cancel()
                 return next(one.address for one in decodes if one.num_sent)
     raise AssertionError("no request is under way")
