@@ -17,11 +17,11 @@ using Bf16 = std::uint16_t;  // its bits
 constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef std::int32_t EightWhole __attribute__((vector_size(32), aligned(4), may_alias));
 typedef std::int32_t Whole __attribute__((vector_size(64), aligned(4), may_alias));
 typedef std::uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef float EightFloats __attribute__((vector_size(32), aligned(4), may_alias));
 typedef std::uint32_t EightWords __attribute__((vector_size(32), aligned(4), may_alias));
+typedef std::int32_t EightWhole __attribute__((vector_size(32), aligned(4), may_alias));
 
 // As many lanes as a register has. Some steps compilers take lane by lane, or through memory, where
 // they are asked for more at once.
@@ -81,7 +81,7 @@ inline Words where_nan(Floats numbers) {
     return lanes_where(numbers, numbers, [](auto one, auto other) { return one != other; });
 }
 
-inline Floats picked(Words lanes, Floats those, Floats others) {
+inline Floats chosen(Words lanes, Floats those, Floats others) {
     return (Floats)(((Words)those & lanes) | ((Words)others & ~lanes));
 }
 
@@ -313,7 +313,7 @@ inline void add_bytes(Whole& total, Words weights, std::uint32_t states) {
 inline Floats exponential(Floats x) {
     const Floats low = fill(-87.3f), high = fill(88.7f);
     const Words is_low = where_less(x, low), is_high = where_less(high, x);
-    x = (Floats)(((Words)x & ~is_low & ~is_high) | ((Words)low & is_low) | ((Words)high & is_high));
+    x = chosen(is_low, low, chosen(is_high, high, x));
     const Floats shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
     const Floats whole = shifted - 12582912.0f;
     const Floats rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;

@@ -65,9 +65,9 @@ Peak peak_of(const float* row, std::int64_t size) {
         Floats numbers;
         std::memcpy(&numbers, row + i, sizeof numbers);
         const Words is_more = where_less(most, numbers);
-        most = picked(is_more, numbers, most);
+        most = chosen(is_more, numbers, most);
         places = (at & is_more) | (places & ~is_more);
-        strange |= where_nan(numbers - numbers);
+        strange |= where_nan(numbers - numbers);  // where they are not finite
     }
     Peak peak{0, true};
     float largest = kLeast;

@@ -368,7 +368,7 @@ void baton_quantized_linear(const Bf16* states, const std::uint8_t* packed, cons
                             int num_threads) {
     const Product product{{bits, num_rows, num_columns, group}, packed, bias, answer, num_tokens};
     thread_local States room;
-    States& whole = room;
+    States& whole = room;  // this thread's, for the others, too
     whole.fit(product.form, num_tokens);
     share_out(num_tokens, num_columns, num_threads, [&](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token) whole.take(token, states + token * num_columns);
