@@ -119,6 +119,18 @@ def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
 
 
 @each_variant
+@pytest.mark.parametrize("num_tokens", [129, 255, 300])
+def test_tokens_that_do_not_fit_a_cache_at_once_are_all_multiplied(
+    kernels: Kernels, num_tokens: int
+) -> None:
+    states, weight = drawn(1, num_tokens, 4096), drawn(2, 70, 4096)
+
+    found = NativeOps(kernels).linear(weight, None)(states)
+
+    assert is_near(found, states.double() @ weight.double().T)
+
+
+@each_variant
 def test_products_below_the_least_number_are_computed_alike_in_any_company(
     kernels: Kernels,
 ) -> None:
@@ -238,7 +250,7 @@ def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
 @each_variant
 @given(
     num_tokens=st.integers(1, 5),
-    num_heads=st.integers(1, 4),
+    num_heads=st.integers(1, 40),
     half=st.integers(1, 40),
     has_norm=st.booleans(),
     seed=SEEDS,

@@ -94,6 +94,14 @@ inline Floats larger(Floats left, Floats right) {
     return numbers;
 }
 
+inline Floats inverse_roots(Floats numbers) {
+    for_each_piece([&](int i) {
+        for (int lane = 0; lane < kPieceLanes; ++lane)
+            piece(numbers, i)[lane] = 1.0f / std::sqrt(piece(numbers, i)[lane]);
+    });
+    return numbers;
+}
+
 inline float wide(Bf16 value) {
     const std::uint32_t bits = std::uint32_t(value) << 16;
     float number;
@@ -113,6 +121,9 @@ inline float rounded(float number) { return wide(narrow(number)); }
 
 // Each in the low half of a word.
 inline Words words(const Bf16* values) {
+#if defined(__AVX512BF16__)
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)values));
+#else
     Words wider;
     for_each_piece([&](int i) {
         SomeHalves halves;
@@ -120,6 +131,7 @@ inline Words words(const Bf16* values) {
         piece(wider, i) = __builtin_convertvector(halves, SomeWords);
     });
     return wider;
+#endif
 }
 
 inline Floats wide(const Bf16* values) { return (Floats)(words(values) << 16); }
@@ -154,9 +166,14 @@ inline void store(Bf16* target, Floats low, Floats high) {
 }
 
 inline Floats rounded(Floats numbers) {
+#if defined(__AVX512BF16__)
+    const auto halves = (__m256i)_mm512_cvtneps_pbh((__m512)numbers);
+    return (Floats)((Words)_mm512_cvtepu16_epi32(halves) << 16);
+#else
     Bf16 halves[kLanes];
     store(halves, numbers);
     return wide(halves);
+#endif
 }
 
 // The nearest whole numbers, of two that are as near the even one.

@@ -78,10 +78,15 @@ void give(const Product& p, const Floats (&totals)[kVectors], std::int64_t panel
 
 constexpr std::int64_t kRunTokens = 2 * kTileRows;
 
-// As many tokens as stay in the second cache beside two panels.
-std::int64_t tokens_at_once(std::int64_t num_columns) {
+// As many tokens as stay in the second cache beside two panels, and about as many in each pass: all
+// weights come for each of them.
+std::int64_t tokens_at_once(std::int64_t num_tokens, std::int64_t num_columns) {
     constexpr std::int64_t kBytes = 1 << 20;
-    return std::max<std::int64_t>(1, kBytes / (num_columns * sizeof(Bf16)) / kRunTokens) * kRunTokens;
+    const std::int64_t run_bytes = kRunTokens * num_columns * sizeof(Bf16);
+    const std::int64_t runs = (num_tokens - 1) / kRunTokens + 1;
+    const std::int64_t most = std::max<std::int64_t>(1, kBytes / run_bytes);
+    const std::int64_t passes = (runs + most - 1) / most;
+    return (runs + passes - 1) / passes * kRunTokens;
 }
 
 void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int64_t next,
@@ -145,7 +150,7 @@ constexpr Multiply kMultiply[] = {
 };
 
 // As many tokens as stay near while one panel after the other meets them.
-std::int64_t tokens_at_once(std::int64_t) { return 32 * kMostRows; }
+std::int64_t tokens_at_once(std::int64_t, std::int64_t) { return 32 * kMostRows; }
 
 void multiply_panel(const Product& p, Tiles&, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
@@ -211,7 +216,7 @@ void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16
                     num_tokens, num_rows,                          num_columns};
     product.is_streamed = goes_past_caches(product);
     const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
-    const std::int64_t at_once = tokens_at_once(num_columns);
+    const std::int64_t at_once = tokens_at_once(num_tokens, num_columns);
     Shares shares(panels, (num_tokens + at_once - 1) / at_once, num_threads);
     Pool::of_process().run(num_threads, [&](int i, int) {
         Tiles tiles;

@@ -10,7 +10,7 @@ using namespace baton;
 
 namespace {
 
-float inverse_length(const Bf16* row, std::int64_t size, float epsilon) {
+float sum_of_squares(const Bf16* row, std::int64_t size) {
     Floats squares{};
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
@@ -19,11 +19,11 @@ float inverse_length(const Bf16* row, std::int64_t size, float epsilon) {
     }
     float total = sum(squares);
     for (; i < size; ++i) total += wide(row[i]) * wide(row[i]);
-    return 1.0f / std::sqrt(total / float(size) + epsilon);
+    return total;
 }
 
 void norm_row(const Bf16* row, const Bf16* weight, Bf16* target, std::int64_t size, float epsilon) {
-    const float factor = inverse_length(row, size, epsilon);
+    const float factor = 1.0f / std::sqrt(sum_of_squares(row, size) / float(size) + epsilon);
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
         store(target + i, rounded(wide(row + i) * factor) * wide(weight + i));
@@ -31,24 +31,51 @@ void norm_row(const Bf16* row, const Bf16* weight, Bf16* target, std::int64_t si
     for (; i < size; ++i) target[i] = narrow(rounded(wide(row[i]) * factor) * wide(weight[i]));
 }
 
-void rotate_row(Bf16* row, const Bf16* cosines, const Bf16* sines, std::int64_t size) {
-    const std::int64_t half = size / 2;
-    std::int64_t i = 0;
-    for (; i + kLanes <= half; i += kLanes) {
-        const Floats first = wide(row + i), second = wide(row + i + half);
-        const Floats cosine = wide(cosines + i), sine = wide(sines + i);
-        const Floats later_cosine = wide(cosines + i + half), later_sine = wide(sines + i + half);
-        store(row + i, rounded(first * cosine) + rounded(-second * sine));
-        store(row + i + half, rounded(second * later_cosine) + rounded(first * later_sine));
+// What is done to some heads of a token: a norm, if there is a weight, and the rotation.
+struct Turn {
+    const Bf16 *weight, *cosines, *sines;
+    std::int64_t size;
+
+    // One after the other, each factor would wait for a root and two divisions.
+    void operator()(const Bf16* heads, Bf16* turned, int count, float epsilon) const {
+        Floats lengths{};
+        for (int head = 0; weight != nullptr && head < count; ++head)
+            lengths[head] = sum_of_squares(heads + head * size, size);
+        const Floats factors = inverse_roots(lengths / float(size) + epsilon);
+        for (int head = 0; head < count; ++head)
+            turn(heads + head * size, turned + head * size, factors[head]);
     }
-    for (; i < half; ++i) {
-        const float first = wide(row[i]), second = wide(row[i + half]);
-        const float cosine = wide(cosines[i]), sine = wide(sines[i]);
-        const float later_cosine = wide(cosines[i + half]), later_sine = wide(sines[i + half]);
-        row[i] = narrow(rounded(first * cosine) + rounded(-second * sine));
-        row[i + half] = narrow(rounded(second * later_cosine) + rounded(first * later_sine));
+
+  private:
+    void turn(const Bf16* head, Bf16* turned, float factor) const {
+        const std::int64_t half = size / 2;
+        std::int64_t i = 0;
+        for (; i + kLanes <= half; i += kLanes) {
+            const std::int64_t later = i + half;
+            const Floats first = some(head, i, factor), second = some(head, later, factor);
+            store(turned + i, rounded(first * wide(cosines + i)) + rounded(-second * wide(sines + i)));
+            store(turned + later,
+                  rounded(second * wide(cosines + later)) + rounded(first * wide(sines + later)));
+        }
+        for (; i < half; ++i) {
+            const std::int64_t later = i + half;
+            const float first = one(head, i, factor), second = one(head, later, factor);
+            turned[i] = narrow(rounded(first * wide(cosines[i])) + rounded(-second * wide(sines[i])));
+            turned[later] =
+                narrow(rounded(second * wide(cosines[later])) + rounded(first * wide(sines[later])));
+        }
     }
-}
+
+    Floats some(const Bf16* head, std::int64_t at, float factor) const {
+        const Floats numbers = wide(head + at);
+        if (weight == nullptr) return numbers;
+        return rounded(rounded(numbers * factor) * wide(weight + at));
+    }
+    float one(const Bf16* head, std::int64_t at, float factor) const {
+        const float number = wide(head[at]);
+        return weight == nullptr ? number : rounded(rounded(number * factor) * wide(weight[at]));
+    }
+};
 
 struct Peak {
     std::int64_t place;
@@ -101,16 +128,13 @@ void baton_norm(const Bf16* states, const Bf16* weight, Bf16* target, std::int64
 void baton_rotate(const Bf16* source, std::int64_t token_stride, const Bf16* weight,
                   const Bf16* cosines, const Bf16* sines, Bf16* target, std::int64_t num_tokens,
                   std::int64_t num_heads, std::int64_t size, float epsilon, int num_threads) {
-    share_out(num_tokens * num_heads, size, num_threads, [=](std::int64_t at, std::int64_t end) {
-        for (; at < end; ++at) {
-            const std::int64_t token = at / num_heads, head = at % num_heads;
-            const Bf16* row = source + token * token_stride + head * size;
-            Bf16* rotated = target + at * size;
-            if (weight != nullptr)
-                norm_row(row, weight, rotated, size, epsilon);
-            else
-                std::memcpy(rotated, row, size * sizeof(Bf16));
-            rotate_row(rotated, cosines + token * size, sines + token * size, size);
+    share_out(num_tokens, num_heads * size, num_threads, [=](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token) {
+            const Turn turn{weight, cosines + token * size, sines + token * size, size};
+            for (std::int64_t head = 0; head < num_heads; head += kLanes)
+                turn(source + token * token_stride + head * size,
+                     target + (token * num_heads + head) * size,
+                     int(std::min<std::int64_t>(num_heads - head, kLanes)), epsilon);
         }
     });
 }
