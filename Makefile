@@ -5,6 +5,7 @@
 #   make check        format, lint, import rules, types and the fast tests, about a minute and a half
 #   make breaking     whether clients and nodes of main still understand the protos
 #   make bench        the engine's own figures, as tables
+#   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
 #   make soak         a cluster under load and faults for MINUTES (20), every answer judged
 #   make containers   the cluster of docker-compose.yml, tried in real containers; needs Docker
 #
@@ -22,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check soak containers breaking bench format clean
+.PHONY: demo test check sanitize soak containers breaking bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
@@ -38,6 +39,9 @@ check: $(VENV)/.dev $(STUBS)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow and not gpu" tests/unit tests/properties
+
+sanitize: $(VENV)/.dev $(STUBS)
+	$(BIN)/python -m tools.sanitize_kernels -n $(WORKERS) --max-worker-restart 0
 
 soak: $(VENV)/.runtime
 	$(BIN)/baton bench chaos --minutes $(MINUTES) --seed $(SEED)

@@ -80,22 +80,23 @@ def _may_have_tiles() -> bool:
 
 def library(variant: Variant) -> Path:
     """Where the variant's library is, built if need be. Raises KernelsMissing."""
-    return built(variant) or _build(variant, _folders()[-1] / _name(variant))
+    return built(variant) or _build(variant, _folders()[-1] / file_name(variant))
 
 
 def built(variant: Variant) -> Path | None:
     """Where it is, if it was built before."""
-    places = (folder / _name(variant) for folder in _folders())
+    places = (folder / file_name(variant) for folder in _folders())
     return next((place for place in places if place.exists()), None)
+
+
+def file_name(variant: Variant) -> str:
+    """Of its library: another one as soon as the sources or flags are others."""
+    return f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
 
 
 def compiler_path() -> str | None:
     """What would build it."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
-
-
-def _name(variant: Variant) -> str:
-    return f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
 
 
 def _folders() -> list[Path]:

@@ -1,0 +1,96 @@
+"""The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+With every build of the kernels that this processor can run: a bad access or an undefined step ends
+the process that tests, and its place is told.
+
+    python -m tools.sanitize_kernels            # or: make sanitize; what follows goes to pytest
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.runner.kernels.build import (
+    FLAGS,
+    SOURCES,
+    VARIANTS,
+    Variant,
+    compiler_path,
+    cpu_features,
+    file_name,
+)
+
+SANITIZED = (
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+)
+RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")
+FOUND = "found"  # in a file each, by process
+TESTS = (
+    "tests/contract/test_runner_attention.py",
+    "tests/contract/test_runner_ops.py",
+    "tests/contract/test_same_bits.py",
+    "tests/golden/test_native_kernels.py",
+)
+TOO_LONG = "tokens_and_logprobs"  # minutes where each access is checked
+
+
+def main(arguments: Sequence[str]) -> int:
+    compiler = compiler_path()
+    if compiler is None:
+        print("There is no C++ compiler (c++, g++ or clang++): install one.", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="baton-sanitized-") as folder:
+        variants = [variant for variant in VARIANTS if variant.features <= cpu_features()]
+        print(
+            f"building {', '.join(variant.name for variant in variants)} with {compiler}",
+            flush=True,
+        )
+        builds = [_start_build(compiler, variant, Path(folder)) for variant in variants]
+        failures = [build for build in builds if build.wait()]
+        if failures:
+            return 1
+        return _test(compiler, folder, arguments)
+
+
+def _start_build(compiler: str, variant: Variant, folder: Path) -> subprocess.Popen[bytes]:
+    flags = ["-O1" if flag == "-O3" else flag for flag in FLAGS]
+    sources = map(str, sorted(SOURCES.glob("*.cpp")))
+    target = str(folder / file_name(variant))
+    return subprocess.Popen([compiler, *flags, *variant.flags, *SANITIZED, *sources, "-o", target])
+
+
+def _test(compiler: str, folder: str, arguments: Sequence[str]) -> int:
+    """In a Python that has the sanitizers' libraries from its start.
+
+    What Python itself never frees is no leak of the kernels.
+    """
+    environment = {
+        **os.environ,
+        "BATON_KERNELS": folder,
+        "LD_PRELOAD": " ".join(_path_of(compiler, runtime) for runtime in RUNTIMES),
+        "ASAN_OPTIONS": f"detect_leaks=0:log_path={folder}/{FOUND}",
+        "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={folder}/{FOUND}",
+    }
+    chosen = [*TESTS, "-k", f"not {TOO_LONG}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *chosen, *arguments]
+    done = subprocess.run(command, env=environment, check=False)
+    for found in sorted(Path(folder).glob(f"{FOUND}.*")):
+        print(found.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
+    return done.returncode
+
+
+def _path_of(compiler: str, runtime: str) -> str:
+    asked = [compiler, f"-print-file-name={runtime}"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
