@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.runner.kernels.build import (
-    FLAGS,
-    SOURCES,
     VARIANTS,
     Variant,
+    command_for,
     compiler_path,
     cpu_features,
     file_name,
 )
 
 SANITIZED = (
+    "-O1",
     "-g",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
@@ -61,10 +61,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _start_build(compiler: str, variant: Variant, folder: Path) -> subprocess.Popen[bytes]:
-    flags = ["-O1" if flag == "-O3" else flag for flag in FLAGS]
-    sources = map(str, sorted(SOURCES.glob("*.cpp")))
-    target = str(folder / file_name(variant))
-    return subprocess.Popen([compiler, *flags, *variant.flags, *SANITIZED, *sources, "-o", target])
+    target = folder / file_name(variant)
+    return subprocess.Popen(command_for(compiler, variant, target, *SANITIZED))
 
 
 def _test(compiler: str, folder: str, arguments: Sequence[str]) -> int:

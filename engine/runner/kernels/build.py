@@ -94,6 +94,12 @@ def file_name(variant: Variant) -> str:
     return f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
 
 
+def command_for(compiler: str, variant: Variant, target: Path, *more: str) -> list[str]:
+    """What builds it; further flags have the last word."""
+    sources = map(str, sorted(SOURCES.glob("*.cpp")))
+    return [compiler, *FLAGS, *variant.flags, *more, *sources, "-o", str(target)]
+
+
 def compiler_path() -> str | None:
     """What would build it."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -122,8 +128,7 @@ def _build(variant: Variant, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            sources = map(str, sorted(SOURCES.glob("*.cpp")))
-            command = [compiler, *FLAGS, *variant.flags, *sources, "-o", str(made)]
+            command = command_for(compiler, variant, made)
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise KernelsMissing(f"{compiler} cannot build them: {done.stderr[:500]}")
