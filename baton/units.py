@@ -6,6 +6,8 @@ import re
 
 from engine.errors import InvalidConfig
 
+GIB = 2**30
+
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", re.IGNORECASE)
 

@@ -1,7 +1,7 @@
 """One picture of what was measured beside other engines, from the files of two benches.
 
 Bars of tokens per second, a row for each file of `baton bench peer`; below them what long prompts
-do to answers under way, from a file of `baton bench interference`.
+do to answers under way, from files of `baton bench interference`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def read_interference(path: Path) -> list[Row]:
     except (KeyError, TypeError) as error:
         message = f"{path} was not written by `baton bench interference --json`"
         raise InvalidConfig(message) from error
+
+
+def once_each(rows: Sequence[Row]) -> list[Row]:
+    """The first of each engine, in that order."""
+    by_engine: dict[str, Row] = {}
+    for row in rows:
+        by_engine.setdefault(row.engine, row)
+    return list(by_engine.values())
 
 
 def _told(path: Path) -> Any:

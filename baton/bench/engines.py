@@ -17,6 +17,7 @@ from baton.bench.peer_settings import clean_environment, python_of, vllm_setting
 from baton.bench.processes import others
 from baton.bench.streams import Door, EngineFailed
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.units import GIB
 from engine.errors import InvalidConfig
 
 START_TIMEOUT_S = 600.0
@@ -27,6 +28,7 @@ MOST_SEQUENCES = ("--max-num-seqs", "32")
 BATON = ("--kv-cache-memory", "2GiB", "--no-prefix-caching", "--trace-dir", "off", *MOST_SEQUENCES)
 PATCHES = Path(__file__).resolve().parent / "peers" / "quiet_vllm"
 OVER_NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+VLLM_KV_GIB = 2
 VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MOST_SEQUENCES)
 
 
@@ -90,6 +92,13 @@ def vllm_apart(model: str, venv: Path, *, is_patched: bool) -> Iterator[Door]:
         yield replace(decode, prefill_url=prefill.url, groups=prefill.groups + decode.groups)
 
 
+def vllm_server_bytes(model: str) -> int:
+    """About what a server of vLLM's holds: KV, the weights as read and as packed, its processes."""
+    weights = sum(shard.stat().st_size for shard in Path(model).glob("*.safetensors"))
+    processes = 3 * GIB // 2
+    return VLLM_KV_GIB * GIB + 2 * weights + processes
+
+
 def _own(cpus: Sequence[int]) -> tuple[str, ...]:
     return ("--cpus", ",".join(map(str, cpus)), "--threads", str(len(cpus)))
 
@@ -121,7 +130,7 @@ def _vllm(
         *VLLM,
         *more,
     ]
-    environment = clean_environment() | vllm_settings(venv, cpus, kv_gib=2) | settings
+    environment = clean_environment() | vllm_settings(venv, cpus, kv_gib=VLLM_KV_GIB) | settings
     with (
         log.open("w") as told,
         others(

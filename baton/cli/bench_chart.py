@@ -17,15 +17,19 @@ def chart(
         list[Path] | None, typer.Option(help="From `baton bench peer --json`; may be repeated.")
     ] = None,
     interference: Annotated[
-        Path | None, typer.Option(help="From `baton bench interference --json`.")
+        list[Path] | None,
+        typer.Option(
+            help="From `baton bench interference --json`; may be repeated: an engine that is in "
+            "several is drawn from the first."
+        ),
     ] = None,
 ) -> None:
     """Draw what other benches measured beside other engines: bars, and gaps on a log axis."""
-    from baton.bench.chart import draw, read_interference, read_peer
+    from baton.bench.chart import draw, once_each, read_interference, read_peer
 
-    if not peer and interference is None:
+    if not peer and not interference:
         raise InvalidConfig("nothing to draw: give --peer, --interference or both")
     peers = [read_peer(path) for path in peer or ()]
-    rows = [] if interference is None else read_interference(interference)
-    draw(peers, rows, picture)
+    rows = [row for path in interference or () for row in read_interference(path)]
+    draw(peers, once_each(rows), picture)
     print(picture)

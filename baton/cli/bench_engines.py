@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ BatonSteps = Annotated[
     str,
     typer.Option(
         help="Milliseconds that steps of Baton's colocated node shall last; default: as many "
-        "tokens as fit."
+        "tokens as fit; empty: none."
     ),
 ]
 VllmChunks = Annotated[
@@ -93,14 +93,33 @@ def _parts(written: str) -> list[str]:
     return [part.strip() for part in written.split(",") if part.strip()]
 
 
-def that_stay(engines: dict[str, Start], lifetime: ExitStack) -> dict[str, Start]:
-    """vLLM's are started once; Baton's are quick, and watch clocks that freezing would upset."""
+def that_stay(engines: dict[str, Start], model: str, lifetime: ExitStack) -> dict[str, Start]:
+    """vLLM's are started once; Baton's are quick, and watch clocks that freezing would upset.
+
+    Raises InvalidConfig where memory does not hold all of them: the system would end one later.
+    """
     from baton.bench.staying import staying
 
+    names = [name for name in engines if name.startswith("vllm")]
+    _need_memory_for(names, model)
     return {
-        name: staying(start, lifetime) if name.startswith("vllm") else start
+        name: staying(start, lifetime) if name in names else start
         for name, start in engines.items()
     }
+
+
+def _need_memory_for(names: Sequence[str], model: str) -> None:
+    from baton.bench.engines import vllm_server_bytes
+    from baton.units import format_bytes
+    from engine.runner.kv_cache import free_host_bytes
+
+    num_servers = sum(1 if "colocated" in name else 2 for name in names)
+    needed, free = num_servers * vllm_server_bytes(model), free_host_bytes()
+    if needed > free:
+        raise InvalidConfig(
+            f"--keep: {num_servers} of vLLM's servers take about {format_bytes(needed)} together, "
+            f"{format_bytes(free)} are free: ask for fewer engines at once, or leave --keep out"
+        )
 
 
 def announced(engines: dict[str, Start], tell: Callable[[str], None]) -> dict[str, Start]:

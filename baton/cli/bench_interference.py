@@ -75,7 +75,7 @@ def interference(
     if plot is not None:
         need_matplotlib()
     with ExitStack() as lifetime:
-        measure(what, that_stay(engines, lifetime) if keep else engines, plot, json_file)
+        measure(what, that_stay(engines, model, lifetime) if keep else engines, plot, json_file)
 
 
 def measure(

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.doctor.findings import Finding, ok, warn
-from baton.units import format_bytes
+from baton.units import GIB, format_bytes
 
-GIB = 1 << 30
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 LEAST_SHM_BYTES = 256 << 20  # Docker gives 64 MiB unless told otherwise
 LEAST_FILES = 1024

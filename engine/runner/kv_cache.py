@@ -80,6 +80,10 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
     available = _available_on_host(MEMINFO.read_text(encoding="ascii"))
     left = _left_in_cgroup(CGROUP)
     return available if left is None else min(available, left)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from baton.bench.streams import Door
-from baton.cli.bench_engines import announced, chosen_engines
+from baton.cli.bench_engines import announced, chosen_engines, that_stay
 from engine.errors import InvalidConfig
 
 two_cores = pytest.mark.usefixtures("cores")
@@ -53,6 +53,24 @@ def test_what_cannot_be_is_told_before_anything_starts(venv: Path, tmp_path: Pat
         chosen_engines("model", "default", venv, "", "painted")
     with pytest.raises(InvalidConfig, match="no virtual environment"):
         chosen_engines("model", "default", tmp_path / "gone", "", "")
+
+
+@two_cores
+def test_servers_stay_only_where_memory_holds_them_all(
+    venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = venv / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(bytes(2**20))
+    engines = chosen_engines(str(model), "default", venv, "default", "patched")  # three servers
+
+    with ExitStack() as lifetime:
+        monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 11 * 2**30)
+        assert list(that_stay(engines, str(model), lifetime)) == list(engines)
+
+        monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 10 * 2**30)
+        with pytest.raises(InvalidConfig, match="3 of vLLM's servers take"):
+            that_stay(engines, str(model), lifetime)
 
 
 def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:

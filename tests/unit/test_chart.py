@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from baton.bench.chart import draw, rates_of, read_interference, read_peer
+from baton.bench.chart import draw, once_each, rates_of, read_interference, read_peer
 from baton.bench.interference import Figures, Row
 from baton.bench.peer import Comparison
 from engine.errors import InvalidConfig
@@ -53,6 +53,12 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert peer.threads == 1
     assert peer.compared == COMPARED
     assert read_interference(interference_file(tmp_path)) == ROWS
+
+
+def test_an_engine_of_several_files_is_drawn_from_the_first() -> None:
+    again = [replace(ROWS[1], itl_p50_ratio=2.0), replace(ROWS[1], engine="vllm, patched")]
+
+    assert once_each([*ROWS, *again]) == [*ROWS, again[1]]
 
 
 def test_each_engine_has_bars_for_the_sizes_it_was_measured_at() -> None:
