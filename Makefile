@@ -6,6 +6,7 @@
 #   make breaking     whether clients and nodes of main still understand the protos
 #   make bench        the engine's own figures, as tables
 #   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
+#   make arm64        the kernels for arm64, emulated, beside the same ones here; needs a cross compiler
 #   make soak         a cluster under load and faults for MINUTES (20), every answer judged
 #   make containers   the cluster of docker-compose.yml, tried in real containers; needs Docker
 #
@@ -23,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize soak containers breaking bench format clean
+.PHONY: demo test check sanitize arm64 soak containers breaking bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
@@ -42,6 +43,9 @@ check: $(VENV)/.dev $(STUBS)
 
 sanitize: $(VENV)/.dev $(STUBS)
 	$(BIN)/python -m tools.sanitize_kernels -n $(WORKERS) --max-worker-restart 0
+
+arm64: $(VENV)/.runtime
+	$(BIN)/python -m tools.compare_arm64
 
 soak: $(VENV)/.runtime
 	$(BIN)/baton bench chaos --minutes $(MINUTES) --seed $(SEED)

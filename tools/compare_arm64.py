@@ -1,0 +1,88 @@
+"""The kernels built for arm64 beside the same ones built for this processor's family, plain.
+
+Each tells what every kernel makes of the same drawn numbers. They may differ by a rounding: one
+processor multiplies and adds in one step where the other takes two.
+
+    python -m tools.compare_arm64               # or: make arm64; needs a cross compiler and qemu
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.runner.kernels.build import SOURCES, VARIANTS, command_for, compiler_path
+
+HERE = Path(__file__).resolve().parent
+PROGRAM = ("-fno-PIC", "-no-pie", "-static", f"-I{SOURCES}", str(HERE / "told_by_kernels.cpp"))
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+PACKAGES = "g++ g++-aarch64-linux-gnu qemu-user-static"
+MOST_ROUNDED_OTHERWISE = 1e-3  # of the numbers, and each of them by one step
+NOT_NUMBERS = frozenset({"peaks"})  # but places: they are the same
+
+# By kernel: how many numbers were told, how many by one step otherwise, how many by more.
+Tally = dict[str, list[int]]
+
+
+def main() -> int:
+    missing = [name for name in (CROSS_COMPILER, EMULATOR) if shutil.which(name) is None]
+    compiler = compiler_path()
+    if missing or compiler is None:
+        wanted = ", ".join(missing) or "a C++ compiler"
+        print(f"Missing: {wanted}; on Debian: apt-get install {PACKAGES}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="baton-arm64-") as folder:
+        own = _told(compiler, Path(folder, "own"))
+        other = _told(CROSS_COMPILER, Path(folder, "arm64"), EMULATOR)
+    tally = compared(own, other)
+    for kernel, (num_told, num_rounded, num_wrong) in tally.items():
+        print(
+            f"{kernel:8} {num_told:7} numbers, {num_rounded} rounded otherwise, {num_wrong} wrong"
+        )
+    return 0 if are_alike(tally) else 1
+
+
+def compared(own: str, other: str) -> Tally:
+    tally: Tally = {}
+    for own_line, other_line in zip(own.splitlines(), other.splitlines(), strict=True):
+        kernel = own_line.split(maxsplit=1)[0]
+        counts = tally.setdefault(kernel, [0, 0, 0])
+        for steps in _steps_between(own_line, other_line):
+            counts[0] += 1
+            counts[1] += steps == 1 and kernel not in NOT_NUMBERS
+            counts[2] += steps > 1 or (steps == 1 and kernel in NOT_NUMBERS)
+    return tally
+
+
+def are_alike(tally: Tally) -> bool:
+    return all(
+        num_wrong == 0 and num_rounded <= MOST_ROUNDED_OTHERWISE * num_told
+        for num_told, num_rounded, num_wrong in tally.values()
+    )
+
+
+def _steps_between(own_line: str, other_line: str) -> Iterator[int]:
+    """How many numbers of sixteen bits lie between two, place by place."""
+    own_kernel, *own_bits = own_line.split()
+    other_kernel, *other_bits = other_line.split()
+    if own_kernel != other_kernel:
+        raise ValueError(f"{own_kernel} beside {other_kernel}: the programs are not the same")
+    for own, other in zip(own_bits, other_bits, strict=True):
+        yield abs(int(own, 16) - int(other, 16))
+
+
+def _told(compiler: str, program: Path, *emulator: str) -> str:
+    plain = next(variant for variant in VARIANTS if not variant.features)
+    build = [part for part in command_for(compiler, plain, program, *PROGRAM) if part != "-shared"]
+    print(f"building with {compiler}", flush=True)
+    subprocess.run(build, check=True)
+    run = [*emulator, str(program)]
+    return subprocess.run(run, check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
