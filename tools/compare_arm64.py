@@ -1,4 +1,4 @@
-"""The kernels built for arm64 beside the same ones built for this processor's family, plain.
+"""The kernels built for arm64 beside the plain build for the processors of this machine's kind.
 
 Each tells what every kernel makes of the same drawn numbers. They may differ by a rounding: one
 processor multiplies and adds in one step where the other takes two.
@@ -59,7 +59,7 @@ def compared(own: str, other: str) -> Tally:
 
 
 def are_alike(tally: Tally) -> bool:
-    return all(
+    return bool(tally) and all(
         num_wrong == 0 and num_rounded <= MOST_ROUNDED_OTHERWISE * num_told
         for num_told, num_rounded, num_wrong in tally.values()
     )

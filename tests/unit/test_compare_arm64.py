@@ -46,6 +46,10 @@ def test_each_kernel_stands_for_itself() -> None:
     assert not are_alike(compared(own, other))
 
 
+def test_programs_that_tell_nothing_are_not_alike() -> None:
+    assert not are_alike(compared("", ""))
+
+
 def test_other_programs_are_not_compared() -> None:
     with pytest.raises(ValueError, match="not the same"):
         compared(told(1), told(1, kernel="gate"))
