@@ -1,0 +1,46 @@
+"""What computes where there is no compiler."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from engine.errors import InvalidConfig
+from engine.runner.kernels import choose
+from engine.runner.kernels.build import KernelsMissing, Variant
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def library(_: Variant) -> None:
+        raise KernelsMissing("there is no C++ compiler: install one")
+
+    monkeypatch.setattr(choose, "library", library)
+
+
+def test_plain_torch_computes_and_one_warning_names_the_cost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert choose.choose_parts("auto", torch.bfloat16, CPU) is choose.TORCH
+
+    (warning,) = caplog.messages
+    assert "a half to a third of the speed" in warning
+    assert "install one" in warning
+
+
+def test_nobody_is_warned_of_kernels_that_would_not_be_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert choose.choose_parts("auto", torch.float32, CPU) is choose.TORCH
+    assert choose.choose_parts("torch", torch.bfloat16, CPU) is choose.TORCH
+    assert not caplog.messages
+
+
+def test_who_wants_them_is_told_why_they_cannot_be_had() -> None:
+    with pytest.raises(InvalidConfig, match="cannot be had: there is no C"):
+        choose.choose_parts("native", torch.bfloat16, CPU)
