@@ -81,10 +81,10 @@ def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:
 def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
     num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
     # The last token is never an input, so its KV is never written; a sender ends with
-    # its first token.
+    # its first token. Drafted tokens never reach past these slots.
     num_slots = num_context
     if spec.send_to is None:
-        num_slots = max_num_tokens(spec, config) - 1 + config.num_lookahead_tokens
+        num_slots = max_num_tokens(spec, config) - 1
     num_blocks = -(-num_slots // cache.block_size)
     if num_blocks > cache.num_blocks:
         raise InvalidRequest(

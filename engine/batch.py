@@ -117,8 +117,12 @@ class Batch:
         """Note the first step from `step` on in which its tokens might not fit.
 
         It advances by at most `num_slots_per_decode` a step; without speculation this is
-        exact, with it the request may be looked at before it is short of room.
+        exact, with it the request may be looked at before it is short of room. One that has
+        all the slots it can ever need is never due.
         """
+        if capacity >= request.max_num_slots:
+            request.due_step = NOT_DUE
+            return
         room = capacity - request.num_computed_tokens - self._num_slots_per_decode
         request.due_step = step + room // self._num_slots_per_decode + 1
         self._due.setdefault(request.due_step, []).append(request)

@@ -35,5 +35,9 @@ class OutOfTurn(EngineError):
     """A step was not taken in order: every plan is updated once, before the next is made."""
 
 
+class RowOverflow(EngineError):
+    """A plan gave a request more blocks or tokens than its row in the runner's batch can hold."""
+
+
 class BlocksUnaccounted(EngineError):
     """A check found a KV block held too often, too rarely, or by nobody."""

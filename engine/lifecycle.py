@@ -121,6 +121,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def max_num_slots(self) -> int:
+        """The most KV slots it can ever need: its last token is never an input."""
+        return self.max_num_tokens - 1
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

@@ -70,13 +70,21 @@ class Planner:
         """Room for this step's tokens, at the cost of whoever ranks last."""
         cache = self._book.cache
         cache.register(request)
-        num_slots = request.num_computed_tokens + self._config.num_slots_per_decode
+        num_slots = self._num_slots_to_decode(request)
         while request.status is RequestStatus.RUNNING:
             added = cache.grow(request, num_slots)
             if added is not None:
                 self._book.batch.grow(request, added, cache.capacity(request))
                 return
             self._book.preempt(self._book.worst())
+
+    def _num_slots_to_decode(self, request: Request) -> int:
+        """The KV slots it needs for one more step, drafted tokens included.
+
+        Clipped to what the request can ever need: its block table ends there.
+        """
+        num_slots = request.num_computed_tokens + self._config.num_slots_per_decode
+        return min(num_slots, request.max_num_slots)
 
     # --- ready --------------------------------------------------------------------
 
@@ -102,7 +110,7 @@ class Planner:
     def _make_room_for_ready(self, request: Request) -> bool:
         """Those that run will end and make room. If none does, the last of the ready must."""
         book = self._book
-        num_slots = request.num_computed_tokens + self._config.num_slots_per_decode
+        num_slots = self._num_slots_to_decode(request)
         while book.cache.grow(request, num_slots) is None:
             if book.batch.running or len(book.ready) == 1:
                 return False

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.errors import InvalidConfig
+from engine.errors import InvalidConfig, RowOverflow
 from engine.plan import Plan, Row
 from engine.request import RequestId
 from engine.runner.layout import Ints, PassLayout
@@ -94,7 +94,7 @@ class PersistentBatch:
         for row in plan.started:
             self._start(row)
         for request_id, block_ids in plan.new_block_ids.items():
-            self._append_blocks(self._rows[request_id].slot, block_ids)
+            self._append_blocks(self._rows[request_id], block_ids)
 
     def step(
         self,
@@ -122,6 +122,7 @@ class PersistentBatch:
         """Sampled tokens: drafted ones that came true, then the one that is the next input."""
         slot, count = self._rows[request_id].slot, len(token_ids)
         first = self._num_tokens[slot]
+        self._check_tokens(request_id, first + count)
         self._tokens[slot, first : first + count] = token_ids
         self._num_tokens[slot] = first + count
         self._num_computed[slot] = first + count - 1  # what was drafted in vain does not count
@@ -164,13 +165,14 @@ class PersistentBatch:
         self._num_tokens[slot] = num_tokens
         self._num_computed[slot] = row.num_computed_tokens
         self._num_blocks[slot] = 0
-        self._append_blocks(slot, row.block_ids)
+        self._append_blocks(self._rows[row.request_id], row.block_ids)
 
     def _put_behind(self, drafts: Mapping[RequestId, Sequence[int]]) -> None:
         """Writes the drafts behind the known tokens, where they count for nothing."""
         for request_id, draft in drafts.items():
             slot = self._rows[request_id].slot
             first = self._num_tokens[slot]
+            self._check_tokens(request_id, first + len(draft))
             self._tokens[slot, first : first + len(draft)] = draft
 
     def _runs(
@@ -181,14 +183,33 @@ class PersistentBatch:
         for request_id, num_tokens in num_scheduled_tokens.items():
             row = self._rows[request_id]
             end = self._num_computed[row.slot] + num_tokens
+            num_slots = self._num_blocks[row.slot] * self._block_size
+            # Without this check, KV would be written into the blocks of an earlier row.
+            if end + len(drafts.get(request_id, ())) > num_slots:
+                raise RowOverflow(
+                    f"{request_id} is to be computed up to token {end}; its blocks hold {num_slots}"
+                )
             for ahead in range(1 + len(drafts.get(request_id, ()))):
                 yield Run(row, num_tokens, end + ahead)
 
-    def _append_blocks(self, slot: int, block_ids: tuple[BlockId, ...]) -> None:
-        first = self._num_blocks[slot]
-        # The last block may reach past the longest sequence: it is in the table all the same.
-        self._blocks[slot, first : first + len(block_ids)] = block_ids
-        self._num_blocks[slot] = first + len(block_ids)
+    def _append_blocks(self, row: RowFacts, block_ids: tuple[BlockId, ...]) -> None:
+        slot = row.slot
+        first, end = self._num_blocks[slot], self._num_blocks[slot] + len(block_ids)
+        # numpy cuts a slice short at the end of the row, and would drop a single block silently.
+        if end > self._blocks.shape[1]:
+            raise RowOverflow(
+                f"{row.request_id} was given {end} blocks; block tables hold "
+                f"{self._blocks.shape[1]}, enough for max_model_len {self._max_model_len}"
+            )
+        self._blocks[slot, first:end] = block_ids
+        self._num_blocks[slot] = end
+
+    def _check_tokens(self, request_id: RequestId, num_tokens: int) -> None:
+        """Raise RowOverflow if a row cannot hold so many tokens: numpy might drop one silently."""
+        if num_tokens > self._tokens.shape[1]:
+            raise RowOverflow(
+                f"{request_id} would have {num_tokens} tokens; rows hold {self._tokens.shape[1]}"
+            )
 
     def _layout(self, runs: Sequence[Run], slots: Ints, num_queries: Ints) -> PassLayout:
         context_lens = [run.end for run in runs]

@@ -292,13 +292,17 @@ def test_what_was_drafted_in_vain_is_never_a_prefix_of_others(engine_of: MakeEng
     assert engine.scheduler.stats().total_prefix_hit_tokens >= NUM_TOKENS
 
 
-def test_the_longest_sequence_is_filled_to_its_end(engine_of: MakeEngine) -> None:
+@pytest.mark.parametrize("num_drafted", [NUM_DRAFTED, 32])
+def test_the_longest_sequence_is_filled_to_its_end(num_drafted: int, engine_of: MakeEngine) -> None:
+    """With lookahead slots of less than a block, and of more than one."""
     name = "llama"  # 512 positions
+    speculation = replace(SPECULATION, num_tokens=num_drafted)
     spec = RequestSpec(
         RequestId("long"), prompt_of(9) * 52, replace(GREEDY, max_tokens=400), seed=1
     )
 
-    [plain], [got] = run(engine_of(name, None), spec), run(engine_of(name, SPECULATION), spec)
+    engine = engine_of(name, speculation, max_num_batched_tokens=8 * (1 + num_drafted))
+    [plain], [got] = run(engine_of(name, None), spec), run(engine, spec)
 
     assert got.token_ids == plain.token_ids
     assert got.end == (FinishReason.LENGTH, None)

@@ -30,12 +30,13 @@ _T = TypeVar("_T")
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     threshold = draw(st.sampled_from([0, 2, 5]))
     max_num_seqs = draw(st.integers(1, 4))
-    num_lookahead_tokens = draw(st.sampled_from([0, 0, 2]))
+    # Up to more than a block, so that a block too many would not go unnoticed.
+    num_lookahead_tokens = draw(st.sampled_from([0, 2, 5]))
     least = max_num_seqs * (1 + num_lookahead_tokens)
     return SchedulerConfig(
         max_num_batched_tokens=least + draw(st.sampled_from([0, 1, 3, 8, 40])),
         max_num_seqs=max_num_seqs,
-        max_model_len=draw(st.sampled_from([12, 30])),
+        max_model_len=draw(st.sampled_from([7, 12, 16, 30])),
         eos_token_ids=frozenset(draw(st.sampled_from([(), (1,)]))),
         policy=draw(st.sampled_from(Policy)),
         enable_chunked_prefill=bool(threshold) or draw(st.booleans()),
@@ -63,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         config=configs(),
-        num_blocks=st.integers(4, 14),
+        num_blocks=st.integers(4, 20),
         block_size=st.integers(1, 4),
         enable_prefix_caching=st.booleans(),
     )
@@ -84,8 +85,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=prompts(),
+        num_left=st.sampled_from([None, None, 1, 2, 5]),
         role=st.sampled_from(["local", "receives", "sends"]),
-        max_tokens=st.sampled_from([1, 2, 5, 12]),
+        max_tokens=st.sampled_from([1, 2, 5, 12, 40]),
         priority=st.integers(0, 2),
         cache_salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
@@ -94,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(
         self,
         prompt: list[int],
+        num_left: int | None,
         role: str,
         max_tokens: int,
         priority: int,
@@ -102,6 +105,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         wants_logprobs: bool,
     ) -> None:
         wanted = 1 if wants_logprobs else None
+        if num_left is not None:  # as long as the model takes, but for so many tokens
+            num_tokens = max(1, self.world.config.max_model_len - num_left)
+            prompt = (prompt * num_tokens)[:num_tokens]
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,

@@ -67,6 +67,7 @@ class EngineWorld:
             self.kv,
             VOCAB_SIZE,
             self.config.num_lookahead_tokens,
+            self.config.max_model_len,
             chance or random.Random(0),
         )
         self.wire = FakeWire(self.kv, VOCAB_SIZE)

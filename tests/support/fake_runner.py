@@ -80,6 +80,8 @@ class FakeRunner:
     vocab_size: int
     # With speculation: how many drafted tokens a step may confirm, drawn by `chance`.
     num_lookahead_tokens: int = 0
+    # The real runner's block tables are this long, and not a block longer. None: any length.
+    max_model_len: int | None = None
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     failing: set[RequestId] = field(default_factory=set)  # their next token is an error
     num_computed: dict[RequestId, int] = field(default_factory=dict)  # tokens run, per request
@@ -97,6 +99,8 @@ class FakeRunner:
             )
         for request_id, block_ids in plan.new_block_ids.items():
             self._rows[request_id].block_ids += block_ids
+        for request_id in [row.request_id for row in plan.started] + list(plan.new_block_ids):
+            self._check_table(self._rows[request_id])
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             self._run_row(self._rows[request_id], num_tokens, result)
         return result
@@ -117,10 +121,10 @@ class FakeRunner:
                 self.kv.write(row.block_ids, position, GARBAGE)
             result.errors[request_id] = "the logits are not finite"
             return
-        is_decode = self.num_lookahead_tokens > 0 and len(row.token_ids) > len(row.row.token_ids)
-        result.token_ids[request_id] = self._sample(row, slots)
-        if is_decode:
-            result.num_proposed[request_id] = self.num_lookahead_tokens
+        num_drafts = self._num_drafts(row, num_tokens)
+        result.token_ids[request_id] = self._sample(row, slots, num_drafts)
+        if num_drafts:
+            result.num_proposed[request_id] = num_drafts
         if row.row.sampling.logprobs is not None:
             result.logprobs[request_id] = [logprob_of(t) for t in result.token_ids[request_id]]
 
@@ -132,12 +136,30 @@ class FakeRunner:
         row.num_computed_tokens = end
         return slots
 
-    def _sample(self, row: _Row, slots: list[Slot]) -> list[int]:
+    def _num_drafts(self, row: _Row, num_tokens: int) -> int:
+        """As the real runner: for a row that decodes, what its blocks and its limits leave."""
+        known = len(row.token_ids)
+        if num_tokens != 1 or known <= row.row.num_prompt_tokens:
+            return 0
+        longest = row.row.num_prompt_tokens + row.row.sampling.max_tokens
+        if self.max_model_len is not None:
+            longest = min(longest, self.max_model_len)
+        num_slots = len(row.block_ids) * self.kv.block_size
+        return max(0, min(self.num_lookahead_tokens, longest - known - 1, num_slots - known))
+
+    def _check_table(self, row: _Row) -> None:
+        if self.max_model_len is None:
+            return
+        num_places = -(-self.max_model_len // self.kv.block_size)
+        if len(row.block_ids) > num_places:
+            raise AssertionError(
+                f"{row.row.request_id} has {len(row.block_ids)} blocks; tables hold {num_places}"
+            )
+
+    def _sample(self, row: _Row, slots: list[Slot], num_drafts: int) -> list[int]:
         """One token; with speculation as many more as are confirmed, and garbage behind."""
         answer = [next_token(slots, row.row.seed, self.vocab_size)]
         row.token_ids.append(answer[0])
-        is_decode = len(row.token_ids) > len(row.row.token_ids) + 1
-        num_drafts = self.num_lookahead_tokens if is_decode else 0
         num_confirmed = self.chance.randint(0, num_drafts) if num_drafts else 0
         for _ in range(num_confirmed):
             slots = self._compute(row, len(row.token_ids))

@@ -41,12 +41,12 @@ def run_history(seed: int) -> EngineWorld:
 def draw_config(chance: random.Random) -> SchedulerConfig:
     threshold = chance.choice([0, 0, 2, 5])
     max_num_seqs = chance.randint(1, 6)
-    num_lookahead_tokens = chance.choice([0, 0, 0, 1, 3])
+    num_lookahead_tokens = chance.choice([0, 0, 0, 1, 3, 6])
     least = max_num_seqs * (1 + num_lookahead_tokens)
     return SchedulerConfig(
         max_num_batched_tokens=least + chance.choice([0, 1, 3, 8, 40]),
         max_num_seqs=max_num_seqs,
-        max_model_len=chance.choice([12, 30, 30]),
+        max_model_len=chance.choice([7, 12, 16, 30, 30]),
         eos_token_ids=frozenset(chance.choice([(), (), (1,)])),
         policy=chance.choice(list(Policy)),
         enable_chunked_prefill=bool(threshold) or chance.random() < 0.7,
@@ -88,8 +88,9 @@ def draw_tokens(chance: random.Random, longest: int, block_size: int = 1) -> lis
 
 
 def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
-    max_tokens = chance.choice([1, 2, 4, 8, 12, 16])
-    prior = draw_tokens(chance, max_tokens - 1) if max_tokens > 1 and chance.random() < 0.2 else []
+    max_tokens = chance.choice([1, 2, 4, 8, 12, 16, 40])
+    num_prior = min(max_tokens - 1, 15)
+    prior = draw_tokens(chance, num_prior) if num_prior and chance.random() < 0.2 else []
     role = chance.choice(roles)
     sampling = SamplingParams(
         max_tokens=max_tokens,

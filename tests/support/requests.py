@@ -36,8 +36,9 @@ def make_request(
     request_id: str = "r",
     priority: int = 0,
     serial: int = 0,
+    max_tokens: int = 4,
     send_to: HandoffId | None = None,
 ) -> Request:
-    spec = make_spec(prompt, request_id=request_id, send_to=send_to)
+    spec = make_spec(prompt, request_id=request_id, max_tokens=max_tokens, send_to=send_to)
     rank = (priority, 0.0, serial)
-    return Request(spec, rank, root_hash(0, "", ""), frozenset(), len(prompt) + 4)
+    return Request(spec, rank, root_hash(0, "", ""), frozenset(), len(prompt) + max_tokens)

@@ -41,6 +41,14 @@ def test_with_speculation_it_is_due_before_its_room_is_short(num_accepted: int) 
     assert due == [request]
 
 
+@pytest.mark.parametrize("num_slots_per_decode", [1, 4, 40])
+def test_one_that_has_all_the_slots_it_can_need_is_never_due(num_slots_per_decode: int) -> None:
+    batch = Batch(num_slots_per_decode)
+    _decoding(batch, num_computed=13, capacity=16, max_tokens=4)
+
+    assert [batch.begin_step() for _ in range(40)] == [[]] * 40
+
+
 def test_one_that_left_is_not_due() -> None:
     batch = Batch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
@@ -82,8 +90,11 @@ def test_changes_leave_with_one_plan() -> None:
     assert second.num_scheduled_tokens == {request.request_id: 1}
 
 
-def _decoding(batch: Batch, *, num_computed: int, capacity: int, serial: int = 0) -> Request:
-    request = make_request(range(1, num_computed + 1), request_id=f"r{serial}", serial=serial)
+def _decoding(
+    batch: Batch, *, num_computed: int, capacity: int, serial: int = 0, max_tokens: int = 100
+) -> Request:
+    prompt = range(1, num_computed + 1)
+    request = make_request(prompt, request_id=f"r{serial}", serial=serial, max_tokens=max_tokens)
     batch.start_prefill(request, num_computed)
     request.num_computed_tokens = num_computed
     batch.turn_to_decode(request, capacity)

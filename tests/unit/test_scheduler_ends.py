@@ -134,7 +134,7 @@ def test_confirmed_tokens_come_at_once_and_rejected_slots_are_written_again() ->
 
 def test_there_is_always_room_for_the_speculative_tokens() -> None:
     world = EngineWorld(_config(num_lookahead_tokens=3), block_size=2)
-    world.add(3, max_tokens=2)
+    world.add(3, max_tokens=20)
 
     world.step()
     plan = world.step()
@@ -142,6 +142,24 @@ def test_there_is_always_room_for_the_speculative_tokens() -> None:
     # Three tokens are there; the fourth and three more may be written: seven slots.
     assert [len(blocks) for blocks in plan.new_block_ids.values()] == [2]
     world.run_to_end()
+
+
+def test_lookahead_slots_end_where_the_request_must_end() -> None:
+    """Lookahead longer than a block, a prompt one token short of the limit: no block too many."""
+    config = _config(num_lookahead_tokens=9, max_model_len=16)
+    world = EngineWorld(config, num_blocks=4, block_size=4)
+    at_model_limit = world.add(14, max_tokens=50)
+    world.run_to_end()
+    at_own_limit = world.add(4, max_tokens=3)
+    world.step()
+
+    plan = world.step()
+
+    assert len(world.tokens(at_model_limit)) == 2
+    # Four slots of the prompt, and two more: the third token is never an input.
+    assert [len(blocks) for blocks in plan.new_block_ids.values()] == [1]
+    world.run_to_end()
+    assert len(world.tokens(at_own_limit)) == 3
 
 
 def test_tokens_behind_the_one_that_ends_it_are_cut_off() -> None:

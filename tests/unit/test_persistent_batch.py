@@ -1,0 +1,76 @@
+"""Rows of the runner's batch: what does not fit raises an error, a single element included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine.errors import RowOverflow
+from engine.plan import Plan, Row
+from engine.request import RequestId
+from engine.runner.batch import PersistentBatch
+from engine.sampling import SamplingParams
+from kv_transfer.types import BlockId
+
+MAX_MODEL_LEN = 8
+R = RequestId("r")
+
+
+@pytest.mark.parametrize("num_more", [1, 2])
+def test_more_blocks_than_a_table_holds_are_refused(num_more: int) -> None:
+    """numpy would drop a single one silently, and raise ValueError over two."""
+    batch = _batch_of(num_tokens=3, block_ids=[4, 5])
+
+    with pytest.raises(RowOverflow, match=f"r was given {2 + num_more} blocks; .* hold 2"):
+        batch.apply(Plan(new_block_ids={R: _blocks(range(num_more))}))
+
+
+def test_a_row_that_starts_with_too_many_blocks_is_refused() -> None:
+    with pytest.raises(RowOverflow, match="3 blocks"):
+        _batch_of(num_tokens=3, block_ids=[4, 5, 6])
+
+
+def test_a_token_more_than_a_row_holds_is_refused() -> None:
+    batch = _batch_of(num_tokens=MAX_MODEL_LEN, block_ids=[4, 5])
+    batch.append(R, [1])
+
+    with pytest.raises(RowOverflow, match="r would have 10 tokens; rows hold 9"):
+        batch.append(R, [1])
+
+
+def test_a_draft_token_more_than_a_row_holds_is_refused() -> None:
+    batch = _batch_of(num_tokens=MAX_MODEL_LEN, block_ids=[4, 5])
+    batch.append(R, [1])
+
+    with pytest.raises(RowOverflow, match="r would have 10 tokens; rows hold 9"):
+        batch.step({R: 1}, {R: [2]})
+
+
+@pytest.mark.parametrize(("num_tokens", "draft"), [(5, []), (4, [7])])
+def test_tokens_without_a_slot_are_refused(num_tokens: int, draft: list[int]) -> None:
+    """Their KV would be written into a block that the table had before, of another request."""
+    batch = _batch_of(num_tokens=5, block_ids=[4])
+
+    with pytest.raises(RowOverflow, match="its blocks hold 4"):
+        batch.step({R: num_tokens}, {R: draft})
+
+
+def test_a_full_row_is_computed_to_its_end() -> None:
+    batch = _batch_of(num_tokens=MAX_MODEL_LEN, block_ids=[4, 5])
+
+    step = batch.step({R: MAX_MODEL_LEN})
+
+    assert step.layout.write_blocks.tolist() == [4] * 4 + [5] * 4
+
+
+def _batch_of(*, num_tokens: int, block_ids: Sequence[int]) -> PersistentBatch:
+    batch = PersistentBatch(max_num_seqs=2, max_model_len=MAX_MODEL_LEN, block_size=4)
+    tokens = tuple(range(num_tokens))
+    row = Row(R, tokens, num_tokens, 0, _blocks(block_ids), SamplingParams(max_tokens=99), 0)
+    batch.apply(Plan(started=(row,)))
+    return batch
+
+
+def _blocks(block_ids: Sequence[int]) -> tuple[BlockId, ...]:
+    return tuple(BlockId(block_id) for block_id in block_ids)
