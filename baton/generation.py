@@ -132,6 +132,7 @@ class Model:
     max_model_len: int
     vocab_size: int
     sampling_defaults: SamplingDefaults
+    max_sequence_len: int  # max_model_len, or what the KV caches of the nodes hold of it
 
 
 @dataclass(slots=True)
@@ -239,6 +240,7 @@ def model_from(response: inference_pb2.GetModelResponse) -> Model:
         max_model_len=response.max_model_len,
         vocab_size=response.vocab_size,
         sampling_defaults=sampling_defaults_from(response.sampling_defaults),
+        max_sequence_len=response.max_sequence_len or response.max_model_len,
     )
 
 

@@ -7,6 +7,7 @@ import re
 from engine.errors import InvalidConfig
 
 GIB = 2**30
+AUTO = "auto"
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", re.IGNORECASE)
@@ -20,6 +21,11 @@ def parse_bytes(written: str | int) -> int:
     if match is None:
         raise InvalidConfig(f"{written!r} is no size in bytes; write it like 512MiB or 2GiB")
     return int(float(match[1]) * _FACTORS[match[2].upper()])
+
+
+def parse_kv_memory(written: str) -> int | None:
+    """A size as `parse_bytes` reads it; None for auto."""
+    return None if written.strip().lower() == AUTO else parse_bytes(written)
 
 
 def format_bytes(num_bytes: float) -> str:

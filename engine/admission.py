@@ -32,6 +32,13 @@ def max_num_tokens(spec: RequestSpec, config: SchedulerConfig) -> int:
     return min(len(spec.prompt_token_ids) + spec.sampling.max_tokens, config.max_model_len)
 
 
+def longest_sequence(config: SchedulerConfig, cache: CacheConfig) -> int:
+    """Most tokens of prompt and answer together that the model and the KV cache allow."""
+    num_slots = cache.num_blocks * cache.block_size
+    # The last token is never an input, so its KV is never written.
+    return max(0, min(config.max_model_len, num_slots + 1 - config.num_lookahead_tokens))
+
+
 def _check_tokens(spec: RequestSpec, config: SchedulerConfig) -> None:
     if not spec.prompt_token_ids:
         raise InvalidRequest("the prompt is empty: it must have at least one token")
@@ -88,6 +95,19 @@ def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheCo
     num_blocks = -(-num_slots // cache.block_size)
     if num_blocks > cache.num_blocks:
         raise InvalidRequest(
-            f"prompt and max_tokens may need {num_blocks} KV blocks; "
-            f"the whole cache has {cache.num_blocks}"
+            f"prompt and max_tokens may need {num_blocks} KV blocks; the whole cache has "
+            f"{cache.num_blocks}. {_what_fits(spec, config, cache)}, or start the node with a "
+            "larger --kv-cache-memory",
+            None if spec.send_to is not None else "max_tokens",
         )
+
+
+def _what_fits(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> str:
+    num_prompt_tokens = len(spec.prompt_token_ids)
+    if spec.send_to is not None:
+        return f"Send a prompt of at most {cache.num_blocks * cache.block_size} tokens"
+    longest = longest_sequence(config, cache)
+    num_left = longest - num_prompt_tokens
+    if num_left < 1:
+        return f"Prompt and answer may have at most {longest} tokens together: shorten the prompt"
+    return f"With this prompt of {num_prompt_tokens} tokens, max_tokens may be at most {num_left}"

@@ -144,6 +144,15 @@ class NodeTable:
         ]
         return max(found, default=None)
 
+    def max_sequence_len(self, model: str) -> int | None:
+        """Most tokens of prompt and answer that every decode node can hold; None without any."""
+        found = [
+            node.card.longest_sequence
+            for node in self._nodes.values()
+            if node.card.role is NodeRole.DECODE and model in ("", node.card.model)
+        ]
+        return min(found, default=None)
+
     def sampling_defaults(self, model: str) -> SamplingDefaults:
         """Of the model of this name, or of any if it is empty."""
         found = (node.card for node in self._nodes.values() if model in ("", node.card.model))

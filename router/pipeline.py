@@ -128,6 +128,7 @@ class Pipeline:
             context.trace.tokenized(len(prompt), self._admission.num_waiting)
             if not prompt:
                 raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+            call = self._within_context(call, len(prompt))
             check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
             await self._forms.check(call.sampling.structured_outputs)
             with self._awaiting(call, context) as began:
@@ -163,6 +164,17 @@ class Pipeline:
     def token(self, token_id: int) -> TokenText:
         """One token by itself, for those who ask how likely it was."""
         return self._text.token(token_id)
+
+    def _within_context(self, call: Call, num_prompt_tokens: int) -> Call:
+        """With a default max_tokens that the KV cache of every decode node can hold."""
+        longest = self._table.max_sequence_len(call.model)
+        if not call.fills_context or longest is None:
+            return call
+        least = max(1, call.sampling.min_tokens)
+        max_tokens = max(least, longest - num_prompt_tokens)
+        if max_tokens >= call.sampling.max_tokens:
+            return call
+        return replace(call, sampling=replace(call.sampling, max_tokens=max_tokens))
 
     def _without_bad_words(self, call: Call) -> Call:
         """Nodes know no text: they are told the tokens."""

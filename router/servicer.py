@@ -77,4 +77,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
             sampling_defaults=sampling_defaults_to(card.sampling_defaults),
+            max_sequence_len=self._table.max_sequence_len(card.model) or 0,
         )

@@ -50,6 +50,12 @@ class NodeCard:
     version: str = ""
     sampling_defaults: SamplingDefaults = NO_ADVICE
     max_num_seqs: int = 0  # requests in its batch at once; 0: not told
+    max_sequence_len: int = 0  # what max_model_len and the KV cache allow; 0: not reported
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.max_sequence_len or self.max_model_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
         version=message.version,
         sampling_defaults=sampling_defaults_from(message.sampling_defaults),
         max_num_seqs=message.max_num_seqs,
+        max_sequence_len=message.max_sequence_len,
     )
 
 
@@ -108,6 +115,7 @@ def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
         version=card.version,
         sampling_defaults=sampling_defaults_to(card.sampling_defaults),
         max_num_seqs=card.max_num_seqs,
+        max_sequence_len=card.max_sequence_len,
     )
 
 

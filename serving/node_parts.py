@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
+from engine.admission import longest_sequence
 from engine.assembly import EngineOptions
 from engine.errors import InvalidConfig
 from engine.runner.runner import TorchRunner
@@ -89,6 +90,7 @@ def card_of(
         version=version("baton"),
         sampling_defaults=runner.info.defaults.sampling,
         max_num_seqs=options.scheduling.max_num_seqs,
+        max_sequence_len=longest_sequence(scheduler.config, scheduler.cache_config),
     )
 
 
@@ -107,7 +109,8 @@ def trace_node(
 def log_start(card: NodeCard, runner: TorchRunner) -> None:
     memory = runner.kv_memory
     log.info(
-        "%s serves %s (%s on %s); KV cache: %.1f MiB, %d blocks, %d tokens; KV over %s",
+        "%s serves %s (%s on %s); KV cache: %.1f MiB, %d blocks, %d tokens; "
+        "at most %d tokens a request, prompt and answer (the model: %d); KV over %s",
         card.node_id,
         card.model,
         memory.dtype,
@@ -115,6 +118,8 @@ def log_start(card: NodeCard, runner: TorchRunner) -> None:
         memory.num_bytes / 2**20,
         memory.num_blocks,
         memory.num_tokens,
+        card.longest_sequence,
+        card.max_model_len,
         card.kv_transport,
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.cli.cluster import shared_memory
 from baton.cli.options import OUTPUT_PANEL, JsonFile, can_be_made
 from baton.cli.security import ClientTokenFile, client_tls
 from baton.cli.serve import node_options, router_options
@@ -185,7 +186,11 @@ def _clusters(
             num_prefill=prefill,
             num_decode=decode,
             is_colocated=is_both,
-            node_arguments=(*([] if has_threads else [f"--threads={threads}"]), *chosen),
+            node_arguments=(
+                *([] if has_threads else [f"--threads={threads}"]),
+                *shared_memory(context, prefill + decode),
+                *chosen,
+            ),
             router_arguments=passed_on(context, router_options, without=without),
         )
         for name, is_both in ((DISAGGREGATED, False), (COLOCATED, True))

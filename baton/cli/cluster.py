@@ -92,6 +92,7 @@ def up(
         program_arguments=_same_file(context),
         node_arguments=(
             *_shared_cores(context, num_nodes),
+            *shared_memory(context, num_nodes),
             *passed_on(context, node_options, without=GIVEN),
         ),
         router_arguments=passed_on(context, router_options, without=GIVEN),
@@ -117,6 +118,15 @@ def _shared_cores(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
         return ()
     num_cores = len(os.sched_getaffinity(0))
     return (f"--threads={max(1, num_cores // num_nodes)}",)
+
+
+def shared_memory(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
+    """What is free is divided among the nodes of this cluster."""
+    nodes = context.meta.get(SETTINGS, {}).get("serve", {})
+    in_file = any("nodes_per_machine" in nodes.get(role, {}) for role in ("prefill", "decode"))
+    if in_file or is_chosen(context, "nodes_per_machine"):
+        return ()
+    return (f"--nodes-per-machine={num_nodes}",)
 
 
 def demo(

@@ -15,7 +15,7 @@ from rich.text import Text
 from baton.cli.errors import FAILED
 from baton.cli.options import KV_PANEL, MODEL_PANEL, NETWORK_PANEL, OUTPUT_PANEL, Host
 from baton.cli.show import console
-from baton.units import parse_bytes
+from baton.units import AUTO, parse_kv_memory
 from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -34,8 +34,12 @@ def doctor(
         ),
     ] = "",
     kv_cache_memory: Annotated[
-        str, typer.Option(help="KV cache of a node, for the room.", rich_help_panel=KV_PANEL)
-    ] = "256MiB",
+        str,
+        typer.Option(
+            help="KV cache of a node, such as 2GiB; auto: as `baton up` sizes it for two nodes.",
+            rich_help_panel=KV_PANEL,
+        ),
+    ] = AUTO,
     transports: Annotated[
         str,
         typer.Option(
@@ -64,7 +68,7 @@ def doctor(
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is for the findings
     looks = _looks(
         model,
-        parse_bytes(kv_cache_memory),
+        parse_kv_memory(kv_cache_memory),
         _transports(transports),
         patience_s,
         host,
@@ -86,7 +90,7 @@ def doctor(
 
 def _looks(
     model: str,
-    kv_bytes: int,
+    kv_bytes: int | None,
     transports: list[str],
     patience_s: float,
     host: str,

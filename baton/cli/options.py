@@ -79,7 +79,21 @@ Cpus = Annotated[
 ]
 
 KvMemory = Annotated[
-    str, typer.Option(help="Size of the KV cache, such as 512MiB.", rich_help_panel=KV_PANEL)
+    str,
+    typer.Option(
+        help="Size of the KV cache, such as 512MiB; auto: half of the CPU's or 80 % of the GPU's "
+        "free memory, divided by --nodes-per-machine, and never more than full batches need.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+NodesPerMachine = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Nodes that share this machine's memory, or the GPU's: each takes its part for "
+        "--kv-cache-memory auto; left out, 2 on a CPU and 1 on a GPU; baton up counts its nodes.",
+        rich_help_panel=KV_PANEL,
+    ),
 ]
 BlockSize = Annotated[
     int, typer.Option(help="Tokens in a KV block; alike on all nodes.", rich_help_panel=KV_PANEL)

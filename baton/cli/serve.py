@@ -40,6 +40,7 @@ from baton.cli.options import (
     NodeName,
     NodePatience,
     Nodes,
+    NodesPerMachine,
     ParentPid,
     Policy,
     Port,
@@ -57,7 +58,7 @@ from baton.cli.options import (
 from baton.cli.security import RouterTokenFile, tls_config
 from baton.cli.signatures import split, takes_options_of
 from baton.cli.telemetry import TraceStepRatio, telemetry_options
-from baton.units import parse_bytes
+from baton.units import AUTO, parse_kv_memory
 from engine.errors import InvalidConfig
 from serving.grace import DRAIN_TIMEOUT_S
 from serving.parent import end_when_told, end_with_parent
@@ -83,7 +84,8 @@ def node_options(
     kernels: Kernels = "auto",
     quantize: Quantize = "none",
     cpus: Cpus = "",
-    kv_cache_memory: KvMemory = "256MiB",
+    kv_cache_memory: KvMemory = AUTO,
+    nodes_per_machine: NodesPerMachine = None,
     block_size: BlockSize = 16,
     prefix_caching: PrefixCaching = True,
     kv_transport: Transport = "nixl",
@@ -121,7 +123,9 @@ def node_options(
             dtype=dtype,
             device=device,
             block_size=block_size,
-            kv_cache_bytes=parse_bytes(kv_cache_memory),
+            kv_cache_bytes=parse_kv_memory(kv_cache_memory),
+            kv_cache_share=None,
+            nodes_per_machine=nodes_per_machine,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_threads=threads,

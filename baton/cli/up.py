@@ -140,14 +140,21 @@ def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, obje
     rows: list[dict[str, object]] = [
         {"process": "router", "pid": cluster.router.process.pid, "address": cluster.address}
     ]
-    rows[0] |= {"model": options.model, "KV cache": ""}
+    rows[0] |= {"model": options.model, "KV cache": "", "longest request": ""}
     for child in (*cluster.prefills, *cluster.decodes):
         card = _card_at(child.address, options.tls)
         num_tokens = card.num_blocks * card.fingerprint.block_size
         size = format_bytes(card.num_blocks * card.block_bytes)
         where = {"process": child.name, "pid": child.process.pid, "address": child.address}
-        rows.append({**where, "model": card.model, "KV cache": f"{size}, {num_tokens} tokens"})
+        cache = {"KV cache": f"{size}, {num_tokens} tokens", "longest request": _longest(card)}
+        rows.append({**where, "model": card.model, **cache})
     return rows
+
+
+def _longest(card: NodeCard) -> str:
+    if card.longest_sequence >= card.max_model_len:
+        return f"{card.max_model_len} tokens"
+    return f"{card.longest_sequence} of {card.max_model_len} tokens"
 
 
 def _card_at(address: str, tls: TlsConfig) -> NodeCard:

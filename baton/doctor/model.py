@@ -12,10 +12,14 @@ from engine.errors import ModelError
 from engine.model_folder import resolve_model_folder
 
 BLOCK_SIZE = 16
+MAX_NUM_SEQS = 128  # both as nodes have them unless told otherwise
 
 
-def look_at_model(model: str, kv_bytes: int) -> Iterator[Finding]:
-    """Nothing is downloaded, and no weight is read."""
+def look_at_model(model: str, kv_bytes: int | None) -> Iterator[Finding]:
+    """Check a model folder without downloading or reading weights.
+
+    Without `kv_bytes`, the KV cache has the size that `baton up` gives each of two nodes.
+    """
     try:
         folder = resolve_model_folder(model, offline=True)
     except ModelError as error:
@@ -38,12 +42,14 @@ def _tokenizer(folder: Path) -> Finding:
     return warn("tokenizer", found, "chats need --plain; text and token ids work")
 
 
-def _weights(folder: Path, kv_bytes: int) -> Iterator[Finding]:
+def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
     import torch
 
     from engine.runner.config import read_model_config
+    from engine.runner.kv_budget import auto_kv_bytes
     from engine.runner.kv_cache import KvShape, free_bytes
     from engine.runner.load import DTYPES
+    from engine.runner.settings import RunnerConfig
     from engine.runner.tensors import check_tensors, expected_tensors
     from engine.runner.weights import WeightFiles
 
@@ -57,10 +63,14 @@ def _weights(folder: Path, kv_bytes: int) -> Iterator[Finding]:
     dtype = DTYPES[config.dtype]
     num_parameters = sum(_product(shape) for shape in expected_tensors(config).values())
     yield ok("weights", f"{config.architecture}, {num_parameters:,} parameters in {config.dtype}")
-    per_token = KvShape.of(config, BLOCK_SIZE, dtype).block_bytes // BLOCK_SIZE
-    yield room_finding(
-        num_parameters * dtype.itemsize, kv_bytes, per_token, free_bytes(torch.device("cpu"))
-    )
+    block_bytes = KvShape.of(config, BLOCK_SIZE, dtype).block_bytes
+    weight_bytes = num_parameters * dtype.itemsize
+    free, max_model_len = free_bytes(torch.device("cpu")), config.longest_context()
+    if kv_bytes is None:
+        node = RunnerConfig(str(folder), kv_cache_share=None, max_num_seqs=MAX_NUM_SEQS)
+        kv_bytes = auto_kv_bytes(node, max(free - weight_bytes, 0), block_bytes, max_model_len)
+    yield room_finding(weight_bytes, kv_bytes, block_bytes // BLOCK_SIZE, free)
+    yield length_finding(kv_bytes // block_bytes * BLOCK_SIZE, max_model_len)
 
 
 def room_finding(weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: int) -> Finding:
@@ -77,6 +87,15 @@ def room_finding(weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: i
         advice = "one node fits, two do not: baton up --colocated --prefill 0, or another machine"
         return warn("room", found, advice)
     return ok("room", found)
+
+
+def length_finding(num_tokens: int, max_model_len: int) -> Finding:
+    """The longest request that such a KV cache holds."""
+    longest = min(num_tokens + 1, max_model_len)
+    found = f"prompt and answer may have {longest} tokens together; the model takes {max_model_len}"
+    if longest < max_model_len:
+        return warn("longest request", found, "a larger --kv-cache-memory allows longer ones")
+    return ok("longest request", found)
 
 
 def _product(shape: tuple[int, ...]) -> int:

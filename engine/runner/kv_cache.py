@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,10 +10,8 @@ from torch import Tensor
 from engine.errors import InvalidConfig
 from engine.runner.config import ModelConfig
 from engine.runner.facts import KvMemory
+from engine.runner.host_memory import free_host_bytes
 from engine.runner.memory import huge_page_memory
-
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +78,3 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return free_host_bytes()
-
-
-def free_host_bytes() -> int:
-    available = _available_on_host(MEMINFO.read_text(encoding="ascii"))
-    left = _left_in_cgroup(CGROUP)
-    return available if left is None else min(available, left)
-
-
-def _available_on_host(meminfo: str) -> int:
-    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
-
-
-def _left_in_cgroup(folder: Path) -> int | None:
-    """None without a limit. Page cache is counted as used, so this errs to the small side."""
-    try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-    except OSError:
-        return None
-    return None if limit == "max" else max(int(limit) - used, 0)

@@ -14,6 +14,7 @@ from engine.runner.config import ModelConfig, read_model_config
 from engine.runner.decoder_loading import Target, load_decoder
 from engine.runner.facts import ModelInfo, OnLoad
 from engine.runner.kernels.choose import choose_parts
+from engine.runner.kv_budget import auto_kv_bytes
 from engine.runner.kv_cache import KvShape, free_bytes, num_blocks_within
 from engine.runner.processors import Model, load_processors, versions
 from engine.runner.rope import Rope
@@ -42,7 +43,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
         fingerprint = _fingerprint(model, config, files)
     info = _describe(config, model, folder, fingerprint)
     shape = KvShape.of(model, config.block_size, dtype)
-    kv = shape.allocate(_num_blocks(config, shape, device), device)
+    kv = shape.allocate(_num_blocks(config, shape, info.max_model_len, device), device)
     return TorchRunner(
         info,
         decoder,
@@ -88,12 +89,17 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     return asked
 
 
-def _num_blocks(config: RunnerConfig, shape: KvShape, device: torch.device) -> int:
-    budget = config.kv_cache_bytes
-    if budget is None:
-        return num_blocks_within(int(free_bytes(device) * config.kv_cache_share), shape.block_bytes)
+def _num_blocks(
+    config: RunnerConfig, shape: KvShape, max_model_len: int, device: torch.device
+) -> int:
     free = free_bytes(device)
-    _check(budget <= free, f"kv_cache_bytes {budget}: at most the {free} bytes that are free")
+    budget = config.kv_cache_bytes
+    if budget is not None:
+        _check(budget <= free, f"kv_cache_bytes {budget}: at most the {free} bytes that are free")
+    elif config.kv_cache_share is not None:
+        budget = int(free * config.kv_cache_share)
+    else:
+        budget = auto_kv_bytes(config, free, shape.block_bytes, max_model_len)
     return num_blocks_within(budget, shape.block_bytes)
 
 

@@ -16,14 +16,19 @@ DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """`kv_cache_bytes` or, without it, `kv_cache_share` of what is free after loading."""
+    """Settings of the model runner.
+
+    The KV cache takes `kv_cache_bytes`; without it, `kv_cache_share` of the memory that is free
+    after loading; without either, the automatic size (`engine.runner.kv_budget`).
+    """
 
     model: str  # a folder, or a name on the Hugging Face hub
     dtype: str = "auto"  # what the folder says
     device: str = "cpu"
     block_size: int = 16
     kv_cache_bytes: int | None = None
-    kv_cache_share: float = 0.5
+    kv_cache_share: float | None = 0.5
+    nodes_per_machine: int | None = None  # they divide the automatic size; None: by the device
     max_num_seqs: int = 256
     max_model_len: int | None = None  # what the model was made for
     num_threads: int | None = None  # of torch, for the whole process
@@ -39,9 +44,10 @@ class RunnerConfig:
             f"dtype {self.dtype!r}: auto, {', '.join(DTYPE_NAMES)}",
         )
         _check(self.block_size >= 1, f"block_size {self.block_size}: at least 1")
-        _check(0 < self.kv_cache_share < 1, f"kv_cache_share {self.kv_cache_share}: from 0 to 1")
+        share = self.kv_cache_share
+        _check(share is None or 0 < share < 1, f"kv_cache_share {share}: from 0 to 1")
         _check(self.max_num_seqs >= 1, f"max_num_seqs {self.max_num_seqs}: at least 1")
-        for name in ("kv_cache_bytes", "max_model_len", "num_threads"):
+        for name in ("kv_cache_bytes", "max_model_len", "num_threads", "nodes_per_machine"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} {value}: at least 1, or left out")
         is_known = self.kernels in KERNEL_NAMES

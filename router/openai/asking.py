@@ -114,7 +114,7 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     tools = [] if body.tool_choice == "none" else body.tools
     prompt = chat_from(body, tools)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    # Left out, it is what the prompt leaves of the model's length, where nodes end every answer.
+    # Left out, it is what the prompt leaves, which the pipeline knows once it is tokenised.
     rest = MOST_SAFE_INT if advice.max_model_len is None else advice.max_model_len
     own: dict[str, Any] = {"max_tokens": rest if most is None else most}
     num_logprobs = _num_logprobs(body)
@@ -123,7 +123,10 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     telling = Telling(
         is_chat=True, num_logprobs=num_logprobs, reads_tool_calls=bool(tools), **_telling(body)
     )
-    return _asked(body, [prompt], own, request_id, advice, telling, body.n)
+    asked = _asked(body, [prompt], own, request_id, advice, telling, body.n)
+    if most is not None:
+        return asked
+    return replace(asked, calls=tuple(replace(call, fills_context=True) for call in asked.calls))
 
 
 def _check_tool_choice(body: ChatBody) -> None:

@@ -60,6 +60,7 @@ class Models:
             "created": self.since,
             "owned_by": "baton",
             "max_model_len": self.table.max_model_len(name),
+            "max_sequence_len": self.table.max_sequence_len(name),  # what KV caches hold of it
         }
 
 

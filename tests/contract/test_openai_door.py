@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
 from router.values import Call, Prompt, TokenPrompt
 from router.visits import received_now
+from serving.node import NodeRole
 from serving.tls import TlsConfig
 from serving.token import AcceptedTokens
 from tests.support.certificates import Authority, make_authority
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
-from tests.support.node_calls import FakeNodeCalls
+from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.tracers import TakingTracer
 
 PROMPT = [3, 4, 5]
@@ -87,6 +89,30 @@ def test_a_completion_has_the_tokens_the_ending_and_the_usage(text: TextBoundary
         assert (answer.model, answer.object) == ("tiny", "text_completion")
 
     through_the_door(scene, text=text)
+
+
+def test_a_chat_without_max_tokens_gets_what_its_prompt_leaves_of_the_kv_caches(
+    text: TextBoundary,
+) -> None:
+    nodes = FakeNodeCalls()
+    small, large = a_node(NodeRole.DECODE, "small"), a_node(NodeRole.DECODE, "large")
+    small = replace(small, card=replace(small.card, max_sequence_len=160))
+    table = a_table(small, large, a_node(NodeRole.PREFILL))
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        [model] = (await client.models.list()).data
+        answer = await client.chat.completions.create(model="tiny", messages=CHAT)
+        await client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=400)
+
+        assert answer.usage is not None
+        by_default, explicit = {
+            each.handoff_id.request_id: each.sequence.sampling.max_tokens for each in nodes.asked
+        }.values()
+        assert by_default == 160 - answer.usage.prompt_tokens
+        assert explicit == 400  # never changed: nodes refuse it by name if it cannot fit
+        assert getattr(model, "max_sequence_len", None) == 160
+
+    through_the_door(scene, nodes, text=text, table=table)
 
 
 def test_a_stream_joined_is_the_whole_answer(text: TextBoundary) -> None:

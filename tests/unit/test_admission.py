@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from engine.admission import check_request, max_num_tokens
+from engine.admission import check_request, longest_sequence, max_num_tokens
 from engine.errors import InvalidRequest
 from engine.request import ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
@@ -105,6 +107,31 @@ def test_the_limit_is_max_tokens_or_the_model_length() -> None:
     limits = [max_num_tokens(make_spec(range(10), max_tokens=n), CONFIG) for n in (3, 99)]
 
     assert limits == [13, 20]
+
+
+@pytest.mark.parametrize("num_lookahead", [0, 3])
+@pytest.mark.parametrize("num_blocks", [1, 4, 5, 6])
+def test_the_longest_sequence_is_the_longest_that_is_let_in(
+    num_blocks: int, num_lookahead: int
+) -> None:
+    config = replace(CONFIG, max_num_seqs=2, num_lookahead_tokens=num_lookahead)
+    cache = replace(CACHE, num_blocks=num_blocks)
+    longest = longest_sequence(config, cache)
+
+    if longest > 1:
+        check_request(make_spec([1], max_tokens=longest - 1), config, cache)
+    if longest < config.max_model_len:
+        with pytest.raises(
+            InvalidRequest, match=f"max_tokens may be at most {longest - 1}|shorten"
+        ):
+            check_request(make_spec([1], max_tokens=longest), config, cache)
+
+
+def test_a_refusal_for_want_of_blocks_says_what_would_fit() -> None:
+    with pytest.raises(InvalidRequest, match=r"at most 9, or start .* --kv-cache") as refused:
+        check_request(make_spec(range(8), max_tokens=10), CONFIG, CACHE)
+    assert refused.value.field == "max_tokens"
+    _assert_refused(make_spec(range(17), max_tokens=2), "at most 17 tokens together: shorten")
 
 
 def _assert_refused(spec: RequestSpec, reason: str) -> None:

@@ -137,3 +137,12 @@ def test_nodes_are_looked_for_where_and_as_often_as_was_said() -> None:
         RouterOptions(())
     with pytest.raises(InvalidConfig, match="--find-every-s"):
         RouterOptions(parse_sources("d:1"), find_every_s=0.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_node_sizes_its_kv_cache_by_what_is_free_unless_told_otherwise(device: str) -> None:
+    runner = node_options(model="m", device=device).runner
+    told = node_options(model="m", kv_cache_memory="2GiB").runner
+
+    assert (runner.kv_cache_bytes, runner.kv_cache_share) == (None, None)
+    assert told.kv_cache_bytes == 2 << 30

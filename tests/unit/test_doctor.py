@@ -22,7 +22,7 @@ from baton.doctor.machine import (
     read_limits,
     shm_finding,
 )
-from baton.doctor.model import room_finding
+from baton.doctor.model import length_finding, room_finding
 from baton.doctor.software import gpu_finding, kernels_finding, package_findings, port_findings
 from baton.doctor.wire import Way, broken_finding, speed_finding
 
@@ -174,3 +174,11 @@ def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:
     assert room_finding(4 * GIB, GIB, 1024, 8 * GIB).status is Status.WARN
     assert room_finding(4 * GIB, GIB, 1024, 4 * GIB).status is Status.FAIL
     assert "1024 bytes a token, 1048576 tokens" in room_finding(1, GIB, 1024, GIB).found
+
+
+def test_a_kv_cache_that_holds_less_than_the_model_takes_is_a_warning() -> None:
+    short = length_finding(18_720, 40_960)
+
+    assert short.status is Status.WARN
+    assert "may have 18721 tokens together; the model takes 40960" in short.found
+    assert length_finding(40_960, 40_960).status is Status.OK

@@ -1,0 +1,35 @@
+"""Automatic size of the KV cache (`--kv-cache-memory auto`). Pure.
+
+The share is of the memory that is free once the weights are loaded, on the CPU within the limits
+of the container. Half of it leaves room on the CPU for activations, other processes and the page
+cache; KV pages are taken from the machine as they are first written, not at start.
+"""
+
+from __future__ import annotations
+
+from engine.runner.settings import RunnerConfig
+
+CPU_SHARE = 0.5  # divided by the nodes that share the machine
+GPU_SHARE = 0.8  # divided by the nodes that share the device; the rest is for activations
+CPU_NODES_PER_MACHINE = 2  # a prefill and a decode node
+MIN_BYTES = 256 << 20
+
+
+def kv_share(config: RunnerConfig) -> float:
+    """Share of the free memory that one node takes."""
+    if config.device == "cpu":
+        return CPU_SHARE / (config.nodes_per_machine or CPU_NODES_PER_MACHINE)
+    return GPU_SHARE / (config.nodes_per_machine or 1)
+
+
+def auto_kv_bytes(
+    config: RunnerConfig, free_bytes: int, block_bytes: int, max_model_len: int
+) -> int:
+    """The node's share, at least 256 MiB where half of the free memory allows it, and at most
+    what a full batch of sequences of the longest length can fill.
+    """
+    share_bytes = int(free_bytes * kv_share(config))
+    floor_bytes = min(MIN_BYTES, free_bytes // 2)
+    num_blocks_per_sequence = -(-max_model_len // config.block_size)
+    cap_bytes = config.max_num_seqs * num_blocks_per_sequence * block_bytes
+    return min(max(share_bytes, floor_bytes), cap_bytes)
