@@ -24,6 +24,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # by token, when asked for
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: str | None = None  # with FinishReason.ERROR
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 class Writer:
@@ -43,6 +44,7 @@ class Writer:
     def take(self, output: Output) -> bool:
         """Whether the answer ended with this. Nothing more may come after the end."""
         completion = self.completion
+        self.take_account(output)
         completion.prompt_logprobs.extend(output.prompt_logprobs)
         num_taken = self._take_tokens(output.token_ids)
         completion.logprobs.extend(output.logprobs[:num_taken])
@@ -54,6 +56,11 @@ class Writer:
         elif output.finish_reason is not None:
             self._end(output)
         return self.has_ended
+
+    def take_account(self, output: Output) -> None:
+        """The engine's account comes with its last output: that of an abort after a stop string."""
+        if output.served is not None:
+            self.completion.num_cached_tokens = output.served.num_cached_tokens
 
     def _take_tokens(self, token_ids: Sequence[int]) -> int:
         for place, token_id in enumerate(token_ids):

@@ -94,6 +94,8 @@ class Served:
     trace_id: str = ""  # empty: not traced
     tokens_proposed: int = 0  # by the decode node's speculation
     tokens_accepted: int = 0  # of these: they came true
+    # None without a prefill node, or when its count did not arrive before the last token.
+    prompt_tokens_cached_on_prefill: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Finish:
     first_decoded_token_s: float
     finished_s: float
     served: Served
+    # Prompt tokens read from the prefix cache of the node that computed the others.
+    num_cached_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +275,11 @@ def _finish(message: inference_pb2.Finish) -> Finish:
         first_decoded_token_s=timings.first_decoded_token_s,
         finished_s=timings.finished_s,
         served=_served(message.served),
+        num_cached_prompt_tokens=(
+            message.usage.cached_prompt_tokens
+            if message.usage.HasField("cached_prompt_tokens")
+            else None
+        ),
     )
 
 
@@ -289,4 +298,9 @@ def _served(message: inference_pb2.Served) -> Served:
         trace_id=message.trace_id,
         tokens_proposed=message.tokens_proposed,
         tokens_accepted=message.tokens_accepted,
+        prompt_tokens_cached_on_prefill=(
+            message.prompt_tokens_cached_on_prefill
+            if message.HasField("prompt_tokens_cached_on_prefill")
+            else None
+        ),
     )

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -184,6 +184,7 @@ class LLM:
     def _take(self, output: Output, answer: Writer) -> bool:
         """Whether the answer ended with this."""
         if answer.has_ended:
+            answer.take_account(output)
             return False
         has_ended = answer.take(output)
         if has_ended and output.finish_reason is None:  # by a stop string: the engine knows none
@@ -194,12 +195,13 @@ class LLM:
         by_client = self.engine.step().by_client
         return [output for outputs in by_client.values() for output in outputs]
 
-    def _leave_nothing(self, request_ids: Iterable[RequestId]) -> None:
+    def _leave_nothing(self, answers: Mapping[RequestId, Writer]) -> None:
         """After Ctrl-C, too, the engine is as it was before; those that ended do not mind."""
-        for request_id in request_ids:
+        for request_id in answers:
             self.engine.scheduler.abort(request_id)
         while self.engine.scheduler.has_work:
-            self._step()
+            for output in self._step():
+                answers[output.request_id].take_account(output)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -10,7 +10,7 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import FinishReason
+from engine.request import FinishReason, Output, RequestSpec
 from prefill_node.sends import Sends
 from serving.call_streams import CallContext, serve_calls
 from serving.engine_calls import CLIENT_ID
@@ -57,6 +57,17 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
                 async for output in outputs:
                     reason = output.finish_reason
                     trace.gave(output)
-                    yield node_pb2.CallEvent(output=output_to(output))
+                    yield node_pb2.CallEvent(
+                        output=output_to(output), prefill_summary=_summary(spec, output)
+                    )
             if reason in HAS_FIRST_TOKEN:
                 await sent.wait()
+
+
+def _summary(spec: RequestSpec, output: Output) -> node_pb2.PrefillSummary | None:
+    """Sent with the last output, which is the only one with the engine's account."""
+    if output.served is None:
+        return None
+    # The cache may also hold tokens of an answer that continues here.
+    num_cached = min(output.served.num_cached_tokens, len(spec.prompt_token_ids))
+    return node_pb2.PrefillSummary(prompt_tokens_cached=num_cached)

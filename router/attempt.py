@@ -29,6 +29,7 @@ from router.values import (
     Finish,
     Piece,
     PrefillPlace,
+    PrefillSummary,
     Served,
     Timings,
 )
@@ -63,6 +64,7 @@ class Attempt:
         self._on_decoded = on_decoded  # a first token from the decode node: all KV is there
         self._under_way = {Leg.DECODE} if route.prefill is None else {Leg.PREFILL, Leg.DECODE}
         self._summary: DecodeSummary | None = None
+        self._prefill_summary: PrefillSummary | None = None
         self._dispatched_s = 0.0
         self._first_token_s: float | None = None
         self._first_decoded_token_s: float | None = None
@@ -101,8 +103,10 @@ class Attempt:
         if isinstance(event, LegOutput):
             return self._take_output(event)
         match event:
-            case LegSummary(summary):
+            case LegSummary(DecodeSummary() as summary):
                 self._summary = summary
+            case LegSummary(PrefillSummary() as prefill_summary):
+                self._prefill_summary = prefill_summary
             case LegFailed(Leg.PREFILL, NodeFailed()) if self._decode_goes_on:
                 self._end(Leg.PREFILL)
             case LegFailed(leg, error):
@@ -165,7 +169,7 @@ class Attempt:
         place, reason = PrefillPlace.REMOTE, ""
         if route.prefill is None:
             place, reason = PrefillPlace.LOCAL, route.local_reason
-        elif summary.prompt_tokens_computed > 0:
+        elif summary.prompt_tokens_computed > 0 and not summary.kv_blocks:
             place, reason = PrefillPlace.LOCAL, "the KV did not arrive; decode computed the prompt"
         return Served(
             prefill_node="" if route.prefill is None else route.prefill.card.node_id,
@@ -175,6 +179,7 @@ class Attempt:
             summary=summary,
             attempts=self._handoff_id.attempt,
             trace_id=self._context.trace.trace_id,
+            prefill_summary=self._prefill_summary,
         )
 
     def _since_received(self) -> float:

@@ -14,7 +14,7 @@ from engine.request import Output
 from kv_transfer.types import HandoffId
 from router.nodes import Node
 from router.tracing import UNTRACED, Trace
-from router.values import DecodeSummary
+from router.values import DecodeSummary, PrefillSummary
 from serving.errors import ClientTooSlow
 from serving.translate_sequence import Sequence as TokenSequence
 
@@ -36,7 +36,7 @@ class LegOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LegSummary:
-    summary: DecodeSummary
+    summary: DecodeSummary | PrefillSummary
 
 
 @dataclass(frozen=True, slots=True)

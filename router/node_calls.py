@@ -18,7 +18,7 @@ from router.legs import Deliver, Leg, LegOutput, LegSummary
 from router.node_stream import NodeStream
 from router.nodes import Node
 from router.tracing import UNTRACED, Trace
-from router.values import DecodeSummary
+from router.values import DecodeSummary, PrefillSummary
 from serving.channel import open_channel
 from serving.errors import (
     DeadlineExceeded,
@@ -121,6 +121,9 @@ class GrpcNodeCalls:
             order.context.metadata.update(leg.metadata)
 
             def take(event: node_pb2.CallEvent) -> None:
+                if event.HasField("prefill_summary"):
+                    num_cached = event.prefill_summary.prompt_tokens_cached
+                    deliver(LegSummary(PrefillSummary(num_cached)))
                 deliver(LegOutput(Leg.PREFILL, (_output(event.output, request_id),)))
 
             await self._connection(node.address).prefill.call(order, take, timeout_s)

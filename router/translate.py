@@ -193,6 +193,7 @@ def _finish_to(ending: Ending) -> inference_pb2.Finish:
         usage=inference_pb2.Usage(
             prompt_tokens=ending.num_prompt_tokens,
             completion_tokens=ending.num_completion_tokens,
+            cached_prompt_tokens=ending.served.num_cached_prompt_tokens,
         ),
         timings=_timings_to(ending.timings),
         served=_served_to(ending.served),
@@ -224,4 +225,5 @@ def _served_to(served: Served) -> inference_pb2.Served:
         trace_id=served.trace_id,
         tokens_proposed=summary.tokens_proposed,
         tokens_accepted=summary.tokens_accepted,
+        prompt_tokens_cached_on_prefill=served.num_cached_on_prefill,
     )

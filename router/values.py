@@ -115,6 +115,13 @@ class DecodeSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillSummary:
+    """Prompt accounting of a prefill node."""
+
+    prompt_tokens_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """Who did the work."""
 
@@ -125,6 +132,18 @@ class Served:
     summary: DecodeSummary
     attempts: int
     trace_id: str = ""  # empty: not traced
+    prefill_summary: PrefillSummary | None = None  # None: no prefill node, or it was too late
+
+    @property
+    def num_cached_on_prefill(self) -> int | None:
+        return None if self.prefill_summary is None else self.prefill_summary.prompt_tokens_cached
+
+    @property
+    def num_cached_prompt_tokens(self) -> int | None:
+        """Prompt tokens read from the prefix cache of the node that computed the others."""
+        if self.prefill is PrefillPlace.LOCAL:
+            return self.summary.prompt_tokens_cached
+        return self.num_cached_on_prefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def as_values(answer: Answer) -> dict[str, Any]:
     """What --json prints, under the names of the contract."""
     values = asdict(answer)
     finish = values.pop("finish") or {}
-    usage = ("num_prompt_tokens", "num_completion_tokens")
+    usage = ("num_prompt_tokens", "num_completion_tokens", "num_cached_prompt_tokens")
     timings = ("dispatched_s", "first_token_s", "first_decoded_token_s", "finished_s")
     return {
         **values,

@@ -78,16 +78,26 @@ class Usage:
         self._with_answer = asked.telling.with_answer
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
+        self._num_cached_by_prompt: dict[int, int | None] = {}
 
     def ended(self, index: int, ending: Ending) -> None:
         if index % self._num_each == 0:
             self._num_prompt_tokens += ending.num_prompt_tokens
+        prompt, num_cached = index // self._num_each, ending.served.num_cached_prompt_tokens
+        # The answer that had the prompt computed found the least of it in a cache.
+        known = self._num_cached_by_prompt.setdefault(prompt, num_cached)
+        if known is not None:
+            self._num_cached_by_prompt[prompt] = num_cached and min(known, num_cached)
         if self._with_answer:
             self._num_completion_tokens += ending.num_completion_tokens
 
     @property
     def told(self) -> Json:
-        return usage_of(self._num_prompt_tokens, self._num_completion_tokens)
+        usage = usage_of(self._num_prompt_tokens, self._num_completion_tokens)
+        num_cached = [num for num in self._num_cached_by_prompt.values() if num is not None]
+        if len(num_cached) == len(self._num_cached_by_prompt):
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(num_cached)}
+        return usage
 
 
 def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Json:

@@ -25,7 +25,7 @@ from router.openai.parsing import Parsing
 from router.openai.receiving import MOST_BODY_BYTES
 from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
-from router.values import Call, Prompt, TokenPrompt
+from router.values import Call, DecodeSummary, Prompt, TokenPrompt
 from router.visits import received_now
 from serving.node import NodeRole
 from serving.tls import TlsConfig
@@ -206,6 +206,36 @@ def test_the_usage_so_far_comes_with_each_piece_for_those_who_want_it() -> None:
         assert {usage.prompt_tokens for usage in told if usage is not None} == {3}
 
     through_the_door(scene)
+
+
+def test_the_usage_has_the_prompt_tokens_that_came_from_a_cache() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2, "max_tokens": 4}
+        whole = await client.completions.create(**ask)
+        stream = await client.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}
+        )
+        last = [chunk async for chunk in stream][-1]
+
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens_details is not None
+        # Once for each prompt: its answers share what was found.
+        assert whole.usage.prompt_tokens_details.cached_tokens == 4
+        assert last.usage == whole.usage
+
+    # The second answer finds on decode what the first one had computed.
+    summary = DecodeSummary(kv_blocks=2, prompt_tokens_cached=3)
+    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=2, summary=summary))
+
+
+def test_an_unknown_count_of_cached_tokens_is_left_out() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        answer = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4)
+
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is None
+
+    through_the_door(scene, FakeNodeCalls(num_cached_on_prefill=None))
 
 
 @pytest.mark.parametrize(

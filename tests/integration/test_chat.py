@@ -162,6 +162,7 @@ def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
     assert told["usage"] == {
         "prompt_tokens": len(client.tokenize("the quick brown fox")),
         "completion_tokens": 4,
+        "cached_prompt_tokens": 0,
     }
     assert [len(one["top"]) for one in told["logprobs"]] == [2] * 4
     assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]

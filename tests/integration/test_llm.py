@@ -57,6 +57,20 @@ def test_an_answer_ends_at_a_stop_string_and_others_go_on(local: LLM) -> None:
     local.engine.scheduler.check()
 
 
+def test_a_repeated_prompt_tells_its_cached_tokens_however_it_ends(local: LLM) -> None:
+    [whole] = local.generate("a prompt that nobody else has in this file", GREEDY)
+
+    [again] = local.generate("a prompt that nobody else has in this file", GREEDY)
+    [cut] = local.generate(
+        "a prompt that nobody else has in this file", GREEDY, stop=whole.text[3:5]
+    )
+
+    num_shared = (len(whole.prompt_token_ids) - 1) // 16 * 16
+    assert num_shared > 0
+    assert (whole.num_cached_tokens, again.num_cached_tokens) == (0, num_shared)
+    assert (cut.stop_string, cut.num_cached_tokens) == (whole.text[3:5], num_shared)
+
+
 def test_no_stop_string_counts_before_min_tokens(local: LLM) -> None:
     [whole] = local.generate("the quick brown fox", GREEDY)
     patient = SamplingParams(max_tokens=24, min_tokens=24, temperature=0.0, ignore_eos=True)

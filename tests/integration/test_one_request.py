@@ -79,6 +79,9 @@ def test_a_repeated_prompt_moves_only_what_decode_does_not_have(client: Client) 
     assert finish_of(first).served.kv_blocks == 4
     assert served.kv_blocks == 1
     assert served.prompt_tokens_cached_on_decode == 3 * BLOCK_SIZE
+    assert served.prompt_tokens_cached_on_prefill == 3 * BLOCK_SIZE
+    assert finish_of(again).num_cached_prompt_tokens == 3 * BLOCK_SIZE
+    assert finish_of(first).num_cached_prompt_tokens == 0
     assert served.prompt_tokens_computed_on_decode == 0
 
 

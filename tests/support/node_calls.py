@@ -13,7 +13,7 @@ from kv_transfer.types import HandoffId, Incarnation, NodeId, TokenLogprobs
 from router.legs import Deliver, Leg, LegEvent, LegOutput, LegSummary
 from router.nodes import Node, NodeTable
 from router.tracing import UNTRACED, Trace
-from router.values import DecodeSummary
+from router.values import DecodeSummary, PrefillSummary
 from serving.errors import NodeFailed
 from serving.node import NodeCard, NodeRole
 from serving.translate_sequence import Sequence
@@ -78,6 +78,8 @@ class FakeNodeCalls:
     is_prompt_late: bool = False  # its logprobs come when decode has told all
     is_endless: bool = False  # decode never finishes
     is_prefill_late: bool = False  # its token comes when decode has told all
+    num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not told
+    summary: DecodeSummary = DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Asked] = field(default_factory=list)
     left: list[Leg] = field(default_factory=list)  # calls cancelled before their end
@@ -103,6 +105,8 @@ class FakeNodeCalls:
         first = len(sequence.prior_output_token_ids)
         token_id = token_at(sequence, first)
         output = _output(handoff_id, first, token_id, FinishReason.HANDED_OFF)
+        if self.num_cached_on_prefill is not None:
+            deliver(LegSummary(PrefillSummary(self.num_cached_on_prefill)))
         deliver(LegOutput(Leg.PREFILL, (output,)))
         if self.breaks_when_decoded:
             await self.decode_told_all.wait()
@@ -162,7 +166,7 @@ class FakeNodeCalls:
             reason = FinishReason.LENGTH if is_last else None
             output = _output(handoff_id, index, token_at(sequence, index), reason)
             if count == 0:
-                yield LegSummary(DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl"))
+                yield LegSummary(self.summary)
             yield LegOutput(Leg.DECODE, (output,))
 
 

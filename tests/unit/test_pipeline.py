@@ -23,6 +23,7 @@ from router.policy import Policy, Routing
 from router.text import TextBoundary, TokenIdsOnly
 from router.values import (
     Call,
+    DecodeSummary,
     Ending,
     Piece,
     PrefillPlace,
@@ -107,6 +108,24 @@ async def run(
             ending = part
     assert ending is not None
     return token_ids, ending
+
+
+def cached(nodes: FakeNodeCalls, table: NodeTable | None = None) -> int | None:
+    _, ending = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+    return ending.served.num_cached_prompt_tokens
+
+
+def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
+    received = DecodeSummary(kv_bytes=2048, kv_blocks=2, prompt_tokens_cached=1)
+    alone = DecodeSummary(prompt_tokens_computed=1, prompt_tokens_cached=2)
+
+    assert cached(FakeNodeCalls(num_cached_on_prefill=3, summary=received)) == 3
+    assert cached(FakeNodeCalls(summary=alone), a_table(a_node(NodeRole.DECODE))) == 2
+    # The KV was lost, and decode computed what it lacked.
+    assert cached(FakeNodeCalls(num_cached_on_prefill=3, summary=alone)) == 2
+    # Preempted after the hand-off, decode computed again what prefill had.
+    preempted = replace(received, prompt_tokens_computed=3)
+    assert cached(FakeNodeCalls(num_cached_on_prefill=3, summary=preempted)) == 3
 
 
 def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
@@ -260,8 +279,8 @@ def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() ->
         asyncio.run(read())
 
     token_ids = [token_id for piece in told for token_id in piece.token_ids]
-    # The first token of prefill, its end and the summary wait there as well.
-    assert MOST_WAITING - 3 <= len(token_ids) <= MOST_WAITING
+    # The first token of prefill, its end and both summaries wait there as well.
+    assert MOST_WAITING - 4 <= len(token_ids) <= MOST_WAITING
     assert token_ids == expected_tokens(nodes, len(token_ids))
     assert len(nodes.asked) == 2  # and no second try
 
