@@ -52,8 +52,10 @@ class Planner:
         self._continue_prefills()
         # Blocks that a victim just gave up are for those who run; a newcomer would
         # take them and be the next victim.
-        if none_held_up and self._book.total_preemptions == preemptions_before:
+        is_line_open = none_held_up and self._book.total_preemptions == preemptions_before
+        if is_line_open:
             self._take_from_line()
+        self._spend_rest(is_line_open)
         if self._config.push_layers:
             self._send_layers()
         return batch.take_plan(self._book.handoffs.take_orders())
@@ -130,6 +132,33 @@ class Planner:
                 self._budget -= chunk
             self._limits.count(request, missing - chunk)
 
+    def _spend_rest(self, is_line_open: bool) -> None:
+        """Give the budget that is left to the prompts that the threshold cut short.
+
+        When one is computed to its end by that, the next long prompt may be taken.
+        """
+        if not self._budget or not self._limits.allow_rest():
+            return
+        while self._budget and self._lengthen_chunks():
+            if is_line_open:
+                self._take_from_line()
+
+    def _lengthen_chunks(self) -> bool:
+        """False if no prompt in this step has tokens left to compute."""
+        is_any_lengthened = False
+        chunks = self._book.batch.chunks
+        for place, (request, chunk) in enumerate(chunks):
+            left = request.num_tokens - request.num_computed_tokens - chunk
+            more = min(left, self._budget)
+            if not more:
+                continue
+            is_any_lengthened = True
+            chunks[place] = (request, chunk + more)
+            self._budget -= more
+            if more == left:
+                self._limits.uncount(request)
+        return is_any_lengthened
+
     def _send_layers(self) -> None:
         """The blocks that the chunks of this plan complete."""
         book = self._book
@@ -181,6 +210,8 @@ class Planner:
         book.handoffs.send(request, len(hits))
         self._budget -= chunk
         self._limits.count(request, missing - chunk)
+        if not request.is_long:
+            self._limits.took_short()
         return _Verdict.TAKEN
 
     def _grant(self, request: Request, receive: ReceiveKv) -> _Verdict:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from engine.lifecycle import Request
 from engine.scheduler_config import SchedulerConfig
 
+# Short prompts come in company: when one came, long ones keep to the threshold in so many steps,
+# so that the next one waits for a small step at most.
+NUM_STEPS_AFTER_SHORT = 32
+
 
 class PrefillLimits:
     """Counts the prompts that will be part done after the step that is being planned."""
@@ -13,6 +17,7 @@ class PrefillLimits:
         self._config = config
         self._num_partial = 0
         self._num_long = 0
+        self._num_steps_kept_small = NUM_STEPS_AFTER_SHORT  # for the sake of short prompts
 
     def begin_step(self) -> None:
         self._num_partial = 0
@@ -44,8 +49,29 @@ class PrefillLimits:
         is_full = limit is not None and self._num_partial >= limit
         return 0 if is_full and chunk < num_missing else chunk
 
+    def took_short(self) -> None:
+        """A short prompt was taken: others may follow."""
+        self._num_steps_kept_small = 0
+
+    def allow_rest(self) -> bool:
+        """Whether the prompts that are cut short in this step may have the rest of its budget.
+
+        Called at most once for a step, when all that wait have had their turn.
+        """
+        if not self._num_partial:
+            return False
+        if self._num_steps_kept_small >= NUM_STEPS_AFTER_SHORT:
+            return True
+        self._num_steps_kept_small += 1
+        return False
+
     def count(self, request: Request, num_left: int) -> None:
         """So many of its tokens are left after this step."""
         if num_left:
             self._num_partial += 1
             self._num_long += request.is_long
+
+    def uncount(self, request: Request) -> None:
+        """None of its tokens are left after this step, unlike what was counted."""
+        self._num_partial -= 1
+        self._num_long -= request.is_long

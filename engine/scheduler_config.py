@@ -61,7 +61,8 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int] = frozenset()
     policy: Policy = Policy.FCFS
     enable_chunked_prefill: bool = True
-    # No chunk is longer than this, and a prompt longer than it is a long one; 0 is off.
+    # A prompt longer than this is a long one, and no chunk is longer while short prompts come; 0
+    # is off.
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int | None = None  # prompts that are part done after a step
     # Prompts get as many tokens of a step as let it end in about this time while others decode.

@@ -156,8 +156,8 @@ LongPrefill = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Most tokens of one prompt in one step, so that short prompts go along with long "
-        "ones; 0 is no limit.",
+        help="Most tokens of one prompt in one step while short prompts come, so that they go "
+        "along with long ones; 0 is no limit.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]

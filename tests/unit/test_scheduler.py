@@ -10,6 +10,7 @@ import pytest
 from engine.errors import InvalidRequest, OutOfTurn
 from engine.events import RequestEvent, RequestEventKind
 from engine.plan import Plan, RunResult, StepResult
+from engine.prefill_limits import NUM_STEPS_AFTER_SHORT
 from engine.request import FinishReason, Output
 from engine.scheduler import Scheduler
 from engine.scheduler_config import CacheConfig, Policy, SchedulerConfig
@@ -131,13 +132,15 @@ def test_no_chunk_is_longer_than_the_long_prefill_threshold() -> None:
 
 
 def test_no_more_prompts_are_part_done_than_allowed() -> None:
-    config = _config(long_prefill_token_threshold=3, max_num_partial_prefills=1)
+    config = _config(
+        max_num_batched_tokens=6, long_prefill_token_threshold=3, max_num_partial_prefills=1
+    )
     world = EngineWorld(config, enable_prefix_caching=False)
     first, second = world.add(7), world.add(7)
 
     plans = [world.step().num_scheduled_tokens for _ in range(3)]
 
-    assert plans == [{first: 3}, {first: 3}, {first: 1, second: 3}]
+    assert plans == [{first: 6}, {first: 1, second: 5}, {first: 1, second: 2}]
     world.run_to_end()
 
 
@@ -163,6 +166,53 @@ def test_short_prompts_overtake_long_ones_that_wait_for_long_ones() -> None:
     # The first long prompt ends in this step, so the second may begin.
     assert plans[1] == {first_long: 3, short: 1, second_long: 3}
     assert plans[2][second_long] == 3
+    world.run_to_end()
+
+
+def test_long_prompts_get_the_budget_that_no_short_prompt_wants() -> None:
+    """Eight of 4,096 tokens in steps of 2,048, less what those that decode by then take."""
+    config = SchedulerConfig(long_prefill_token_threshold=512, max_long_partial_prefills=1)
+    world = EngineWorld(config, num_blocks=2100, block_size=16, enable_prefix_caching=False)
+    names = [world.add(4096, max_tokens=40) for _ in range(8)]
+
+    num_steps = 0
+    while not all(world.tokens(name) for name in names):
+        num_tokens = sum(world.step().num_scheduled_tokens.values())
+        num_steps += 1
+        assert num_tokens == 2048 or num_steps == 17
+
+    assert num_steps == 17
+    world.run_to_end()
+
+
+def test_short_prompts_do_not_wait_for_long_ones_to_get_the_rest_of_the_budget() -> None:
+    config = _config(
+        max_num_batched_tokens=12, long_prefill_token_threshold=4, max_long_partial_prefills=1
+    )
+    world = EngineWorld(config, enable_prefix_caching=False)
+    long, next_long = world.add(40, max_tokens=1), world.add(6, max_tokens=1)
+    alone = world.step().num_scheduled_tokens
+    shorts = [world.add(4, max_tokens=1), world.add(3, max_tokens=1)]
+
+    plan = world.step()
+
+    assert alone == {long: 12}
+    assert plan.num_scheduled_tokens == {long: 4, shorts[0]: 4, shorts[1]: 3}
+    world.run_to_end()
+    assert world.tokens(next_long)
+
+
+def test_steps_stay_small_for_a_while_after_a_short_prompt() -> None:
+    """So that the next short one, which may come while a step runs, waits for a small one."""
+    config = _config(max_num_batched_tokens=8, long_prefill_token_threshold=1, max_model_len=90)
+    world = EngineWorld(config, enable_prefix_caching=False)
+    world.add(1, max_tokens=1)
+    world.step()
+    long = world.add(80, max_tokens=1)
+
+    chunks = [world.step().num_scheduled_tokens[long] for _ in range(NUM_STEPS_AFTER_SHORT + 1)]
+
+    assert chunks == [1] * NUM_STEPS_AFTER_SHORT + [8]
     world.run_to_end()
 
 
