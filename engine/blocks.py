@@ -28,6 +28,7 @@ class BlockPool:
         self._block_by_hash: dict[BlockHash, BlockId] = {}
         self.num_releases = 0  # grows whenever blocks may have become free
         self._evicted: list[BlockHash] = []
+        self._registered: list[BlockHash] = []
 
     @property
     def num_free(self) -> int:
@@ -62,6 +63,9 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def is_cached(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._block_by_hash
+
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         return sum(1 for block_id in block_ids if not self._ref_cnt[block_id])
 
@@ -90,6 +94,7 @@ class BlockPool:
             return False
         self._block_by_hash[block_hash] = block_id
         self._hash_by_block[block_id] = block_hash
+        self._registered.append(block_hash)
         return True
 
     def unregister(self, block_ids: Iterable[BlockId]) -> None:
@@ -111,6 +116,12 @@ class BlockPool:
         self._hash_by_block.clear()
         self._block_by_hash.clear()
         self._evicted.clear()
+        self._registered.clear()
+
+    def take_registered(self) -> list[BlockHash]:
+        """The hashes that were registered since the last call; some may be evicted by now."""
+        registered, self._registered = self._registered, []
+        return registered
 
     def take_evicted(self) -> tuple[BlockHash, ...]:
         """The hashes that were evicted since the last call."""

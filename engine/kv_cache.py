@@ -38,6 +38,17 @@ class KvCache:
         self._extend_hashes(request)
         return self.pool.find(request.block_hashes[: max_num_tokens // self.block_size])
 
+    def missing_hash(
+        self, request: Request, num_hits: int, max_num_tokens: int
+    ) -> BlockHash | None:
+        """The first block that `find_prefix` did not find; None if no block was missing.
+
+        The prefix is longer as soon as this block is cached, even if no block was released.
+        """
+        if num_hits >= max_num_tokens // self.block_size or not self._config.enable_prefix_caching:
+            return None
+        return request.block_hashes[num_hits]
+
     def admit(self, request: Request, hits: list[BlockId], *, spare: int = 0) -> bool:
         """Give a request that holds nothing all the blocks its tokens need, or change nothing.
 

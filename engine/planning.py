@@ -8,9 +8,11 @@ to the running ones first, then to those whose KV landed, then to those that wai
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from engine.book import RequestBook
 from engine.events import RequestEventKind
+from engine.hashing import BlockHash
 from engine.lifecycle import Request, RequestStatus
 from engine.plan import Plan
 from engine.prefill_limits import PrefillLimits
@@ -26,6 +28,19 @@ class _Verdict(Enum):
     MUST_WAIT = "must wait"  # and so must all behind it
 
 
+class _Refusal(NamedTuple):
+    """The head that found no blocks, and the state of things then.
+
+    While nothing was given back and its prefix is as long as it was, there is no need to look
+    the prefix up again.
+    """
+
+    request: Request
+    num_releases: int
+    num_changes: int
+    missing_hash: BlockHash | None  # once this block is cached, it needs fewer
+
+
 class Planner:
     def __init__(self, book: RequestBook) -> None:
         self._book = book
@@ -33,9 +48,7 @@ class Planner:
         self._limits = PrefillLimits(book.config)
         self._pace = StepPace(book.config.target_step_s)
         self._budget = 0
-        # The head that found no blocks, and the state of things then: as long as nothing
-        # was given back there is no need to look up its prefix again.
-        self._refused: tuple[Request, int, int] | None = None
+        self._refused: _Refusal | None = None
 
     def plan(self) -> Plan:
         batch = self._book.batch
@@ -50,6 +63,7 @@ class Planner:
         none_held_up = self._start_ready()
         self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
         self._continue_prefills()
+        self._book.waiting.bring_back(self._book.cache.pool.take_registered())
         # Blocks that a victim just gave up are for those who run; a newcomer would
         # take them and be the next victim.
         is_line_open = none_held_up and self._book.total_preemptions == preemptions_before
@@ -178,10 +192,10 @@ class Planner:
             if verdict is _Verdict.MUST_WAIT:
                 return
             if verdict is _Verdict.STEPS_ASIDE:
-                waiting.step_aside(head)
+                waiting.step_aside(head, until=self._hash_that_makes_short(head))
 
     def _try_to_take(self, request: Request) -> _Verdict:
-        if self._refused == self._refusal(request):
+        if self._is_still_refused(request):
             return _Verdict.MUST_WAIT
         if request.receive is not None:
             return self._grant(request, request.receive)
@@ -193,7 +207,8 @@ class Planner:
         if len(book.batch) >= self._config.max_num_seqs or self._budget < 1:
             return _Verdict.MUST_WAIT
         # At least one token is computed here: its logits are the next token.
-        hits = book.cache.find_prefix(request, _num_tokens_to_hit(request))
+        max_num_hits = _num_tokens_to_hit(request)
+        hits = book.cache.find_prefix(request, max_num_hits)
         missing = request.num_tokens - len(hits) * book.cache.block_size
         request.is_long = self._limits.is_long(missing)
         if request.is_long and not self._limits.allows_long:
@@ -202,7 +217,7 @@ class Planner:
         if not chunk:
             return _Verdict.MUST_WAIT
         if not book.cache.admit(request, hits):
-            return self._refuse(request)
+            return self._refuse(request, len(hits), max_num_hits)
         book.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         book.batch.start_prefill(request, chunk)
@@ -226,7 +241,7 @@ class Planner:
         num_holders = num_underway + len(book.batch)
         spare = num_holders * self._config.remote_headroom_blocks
         if not book.cache.admit(request, hits, spare=spare):
-            return self._refuse(request)
+            return self._refuse(request, len(hits), request.num_tokens)
         book.waiting.remove(request)
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         book.num_waiting_for_remote_kvs += 1
@@ -234,12 +249,41 @@ class Planner:
         book.note(request, RequestEventKind.GRANTED)
         return _Verdict.TAKEN
 
-    def _refuse(self, request: Request) -> _Verdict:
-        self._refused = self._refusal(request)
+    def _refuse(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:
+        cache = self._book.cache
+        missing_hash = cache.missing_hash(request, num_hits, max_num_tokens)
+        self._refused = _Refusal(
+            request, cache.pool.num_releases, self._book.num_changes, missing_hash
+        )
         return _Verdict.MUST_WAIT
 
-    def _refusal(self, request: Request) -> tuple[Request, int, int]:
-        return request, self._book.cache.pool.num_releases, self._book.num_changes
+    def _is_still_refused(self, request: Request) -> bool:
+        refused, pool = self._refused, self._book.cache.pool
+        if refused is None or refused.request is not request:
+            return False
+        if (refused.num_releases, refused.num_changes) != (
+            pool.num_releases,
+            self._book.num_changes,
+        ):
+            return False
+        return refused.missing_hash is None or not pool.is_cached(refused.missing_hash)
+
+    def _hash_that_makes_short(self, request: Request) -> BlockHash | None:
+        """The block that must be cached for this long prompt to be a short one; None: no block.
+
+        Where that one is cached and one before it is not, it is the one before.
+        """
+        cache, max_num_tokens = self._book.cache, _num_tokens_to_hit(request)
+        num_blocks = cache.num_blocks_for(
+            self._limits.num_tokens_that_make_short(request.num_tokens)
+        )
+        if num_blocks * cache.block_size > max_num_tokens:
+            return None
+        last = cache.missing_hash(request, num_blocks - 1, max_num_tokens)
+        if last is None or not cache.pool.is_cached(last):
+            return last
+        num_hits = len(cache.find_prefix(request, max_num_tokens))
+        return cache.missing_hash(request, num_hits, max_num_tokens)
 
 
 def _num_tokens_to_hit(request: Request) -> int:

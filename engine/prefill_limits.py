@@ -31,6 +31,10 @@ class PrefillLimits:
     def is_long(self, num_missing: int) -> bool:
         return 0 < self._config.long_prefill_token_threshold < num_missing
 
+    def num_tokens_that_make_short(self, num_tokens: int) -> int:
+        """How many of its tokens must be cached for a prompt not to be a long one."""
+        return num_tokens - self._config.long_prefill_token_threshold
+
     def next_chunk(self, num_missing: int, budget: int) -> int:
         """Of a prompt that was begun."""
         threshold = self._config.long_prefill_token_threshold

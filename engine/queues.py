@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
+from engine.hashing import BlockHash
 from engine.lifecycle import Request
 from engine.request import RequestId
 
@@ -56,12 +57,15 @@ class WaitingLine:
     """Those that hold nothing. Resumed ones stand in front of new ones of their priority.
 
     Long prompts that must wait for other long ones step aside, so that finding the next
-    request never means to walk past them.
+    request never means to walk past them. One whose prefix is cached meanwhile may be short:
+    it comes back when the block appears that it was set aside for.
     """
 
     def __init__(self) -> None:
         self._line = RankedQueue()
         self._aside = RankedQueue()
+        self._aside_by_hash: dict[BlockHash, dict[RequestId, tuple[Key, Request]]] = {}
+        self._awaited_by_id: dict[RequestId, BlockHash] = {}
 
     def __len__(self) -> int:
         return len(self._line) + len(self._aside)
@@ -80,16 +84,39 @@ class WaitingLine:
             first = long
         return None if first is None else first[1]
 
-    def step_aside(self, request: Request) -> None:
-        """This long prompt, the head, is not the head again while `allow_long` is off."""
+    def step_aside(self, request: Request, until: BlockHash | None = None) -> None:
+        """This long prompt, the head, is not the head again while `allow_long` is off.
+
+        Unless the block `until` is cached before: see `bring_back`.
+        """
         first = self._line.peek()
         if first is None or first[1] is not request:
             return
         self._line.remove(request)
         self._aside.push(first[0], request)
+        if until is not None:
+            self._aside_by_hash.setdefault(until, {})[request.request_id] = first[0], request
+            self._awaited_by_id[request.request_id] = until
+
+    def bring_back(self, block_hashes: Iterable[BlockHash]) -> None:
+        """These blocks are cached now: prompts set aside until then stand where they stood."""
+        if not self._aside_by_hash:
+            return
+        for block_hash in block_hashes:
+            for key, request in list(self._aside_by_hash.get(block_hash, {}).values()):
+                self.remove(request)
+                self._line.push(key, request)
 
     def remove(self, request: Request) -> None:
-        (self._aside if request in self._aside else self._line).remove(request)
+        if request not in self._aside:
+            self._line.remove(request)
+            return
+        self._aside.remove(request)
+        awaited = self._awaited_by_id.pop(request.request_id, None)
+        if awaited is not None:
+            del self._aside_by_hash[awaited][request.request_id]
+            if not self._aside_by_hash[awaited]:
+                del self._aside_by_hash[awaited]
 
 
 def _waiting_key(request: Request, is_resumed: bool) -> Key:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from engine.hashing import BlockHash
 from engine.lifecycle import Request
 from engine.queues import RankedQueue, WaitingLine
 from tests.support.requests import make_request
+
+BLOCK, OTHER_BLOCK = BlockHash(b"block"), BlockHash(b"other")
 
 
 def test_the_lowest_key_comes_first_and_equals_in_order_of_arrival() -> None:
@@ -76,6 +79,33 @@ def test_one_who_stepped_aside_can_leave() -> None:
 
     assert len(line) == 0
     assert line.head() is None
+
+
+def test_one_who_stepped_aside_comes_back_to_its_place_with_the_block_it_waits_for() -> None:
+    line = WaitingLine()
+    long, short = make_request(request_id="long", serial=1), make_request(request_id="s", serial=2)
+    line.push(long)
+    line.push(short)
+    line.step_aside(long, until=BLOCK)
+
+    line.bring_back([OTHER_BLOCK])
+    before = line.head(allow_long=False)
+    line.bring_back([BLOCK])
+
+    assert [before, line.head(allow_long=False)] == [short, long]
+    assert len(line) == 2
+
+
+def test_one_who_left_does_not_come_back() -> None:
+    line = WaitingLine()
+    long = make_request()
+    line.push(long)
+    line.step_aside(long, until=BLOCK)
+    line.remove(long)
+
+    line.bring_back([BLOCK])
+
+    assert len(line) == 0
 
 
 def _drain(queue: RankedQueue) -> list[Request]:

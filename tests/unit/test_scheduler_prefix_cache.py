@@ -53,6 +53,77 @@ def test_output_tokens_are_cached_as_well() -> None:
     world.run_to_end()
 
 
+def test_a_request_that_lacked_a_block_starts_once_its_prefix_is_cached() -> None:
+    """It needs 31 of 60 blocks and 30 are free; once the other's prompt is cached it needs 2."""
+    config = _config(max_num_batched_tokens=256, max_model_len=256)
+    world = EngineWorld(config, num_blocks=60, block_size=4)
+    running = world.add(120, max_tokens=100)
+    waiting = world.add([*(n % 11 for n in range(116)), *[9] * 8], max_tokens=2)
+    first = world.step()
+
+    second = world.step()
+
+    assert list(first.num_scheduled_tokens) == [running]
+    assert second.num_scheduled_tokens == {running: 1, waiting: 8}
+    world.run_to_end()
+
+
+def test_a_receiver_that_lacked_a_block_is_granted_once_its_prefix_is_cached() -> None:
+    config = _config(max_num_batched_tokens=256, max_model_len=256, remote_headroom_blocks=0)
+    world = EngineWorld(config, num_blocks=60, block_size=4)
+    world.add(120, max_tokens=100)
+    world.add([*(n % 11 for n in range(116)), *[9] * 8], max_tokens=2, receives=True)
+    first = world.step()
+
+    second = world.step()
+
+    assert not first.kv_orders.receives
+    assert [len(order.block_ids) for order in second.kv_orders.receives] == [2]
+    world.run_to_end()
+
+
+def test_a_long_prompt_set_aside_is_short_once_its_prefix_is_cached() -> None:
+    config = _config(
+        max_num_batched_tokens=16,
+        max_model_len=256,
+        long_prefill_token_threshold=8,
+        max_long_partial_prefills=1,
+    )
+    world = EngineWorld(config, num_blocks=60, block_size=4)
+    long = world.add(100, max_tokens=1)
+    aside = world.add([*(n % 11 for n in range(24)), *[9] * 6], max_tokens=1)
+
+    plans = [world.step().num_scheduled_tokens for _ in range(3)]
+
+    assert plans == [{long: 16}, {long: 16}, {long: 8, aside: 6}]
+    world.run_to_end()
+
+
+def test_a_long_prompt_set_aside_whose_prefix_was_evicted_in_part_is_judged_again() -> None:
+    """Its last shared block is cached and one before it is not: it is that one it waits for."""
+    config = _config(
+        max_num_batched_tokens=16,
+        max_model_len=256,
+        long_prefill_token_threshold=8,
+        max_long_partial_prefills=1,
+    )
+    world = EngineWorld(config, num_blocks=60, block_size=4)
+    world.add(24, max_tokens=1)
+    world.run_to_end()
+    world.fail_next_token(world.add(5, max_tokens=1))  # what it hit is not trusted any more
+    world.run_to_end()
+    long = world.add([7] * 100, max_tokens=1)
+    aside = world.add([*(n % 11 for n in range(24)), *[9] * 6], max_tokens=1)
+    before = world.step().num_scheduled_tokens
+    first_block = world.add(5, max_tokens=1)
+
+    plans = [world.step().num_scheduled_tokens for _ in range(2)]
+
+    assert before == {long: 8}
+    assert plans == [{long: 8, first_block: 5}, {long: 8, aside: 6}]
+    world.run_to_end()
+
+
 def test_requests_that_run_together_share_blocks() -> None:
     world = EngineWorld(_config(), block_size=4)
     world.add(9, max_tokens=9)
