@@ -36,7 +36,7 @@ def longest_sequence(config: SchedulerConfig, cache: CacheConfig) -> int:
     """Most tokens of prompt and answer together that the model and the KV cache allow."""
     num_slots = cache.num_blocks * cache.block_size
     # The last token is never an input, so its KV is never written.
-    return max(0, min(config.max_model_len, num_slots + 1 - config.num_lookahead_tokens))
+    return min(config.max_model_len, num_slots + 1)
 
 
 def _check_tokens(spec: RequestSpec, config: SchedulerConfig) -> None:

@@ -69,6 +69,10 @@ class BlockPool:
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         return sum(1 for block_id in block_ids if not self._ref_cnt[block_id])
 
+    def num_held_once(self, block_ids: Iterable[BlockId]) -> int:
+        """Blocks that become free when their one holder releases them."""
+        return sum(1 for block_id in block_ids if self._ref_cnt[block_id] == 1)
+
     def hold(self, block_ids: Iterable[BlockId]) -> None:
         """One more holder for each: a cached block that is hit, or one lent to a hand-off."""
         for block_id in block_ids:

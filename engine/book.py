@@ -203,9 +203,8 @@ class RequestBook:
 
     def _rank(self, spec: RequestSpec) -> Rank:
         self._num_added += 1
-        if self.config.policy is Policy.FCFS:
-            return (0, 0.0, self._num_added)
-        return (spec.priority, spec.arrival_s, self._num_added)
+        priority = spec.priority if self.config.policy is Policy.PRIORITY else 0
+        return (priority, spec.arrival_s - spec.age_s, self._num_added)
 
     def _leave_place(self, request: Request) -> None:
         self.num_changes += 1

@@ -10,7 +10,7 @@ from engine.hashing import BlockHash
 from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec, Served
 from kv_transfer.types import BlockId
 
-# (priority, arrival time, serial): lower goes earlier. FCFS leaves the first two at zero.
+# (priority, arrival time, serial): lower goes earlier. FCFS leaves the first at zero.
 Rank = tuple[int, float, int]
 
 NOT_DUE = 0  # steps are counted from one
@@ -47,6 +47,7 @@ class Request:
         "block_ids",
         "client_id",
         "due_step",
+        "gave_way",
         "grammar",
         "is_long",
         "is_plain",
@@ -105,6 +106,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []  # of its first full blocks
         self.num_registered_blocks = 0  # its first so many can be hit by others
         self.is_registering = True  # False: its KV is older than a reset of the cache
+        self.gave_way = False  # preempted for one of higher priority; once is enough
         self.is_long = False  # a long prompt, not yet computed to its end
         self.due_step = NOT_DUE  # when it needs its next block, see calendar
 
@@ -113,8 +115,7 @@ class Request:
         self.num_received_tokens = 0
         self.num_prefilled_tokens = 0
         self.num_preemptions = 0
-        self.num_proposed_tokens = 0
-        self.num_accepted_tokens = 0
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
 
     @property
     def num_tokens(self) -> int:

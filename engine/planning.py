@@ -18,6 +18,7 @@ from engine.plan import Plan
 from engine.prefill_limits import PrefillLimits
 from engine.request import ReceiveKv
 from engine.step_pace import StepPace
+from engine.urgency import give_way
 
 
 class _Verdict(Enum):
@@ -49,9 +50,11 @@ class Planner:
         self._pace = StepPace(book.config.target_step_s)
         self._budget = 0
         self._refused: _Refusal | None = None
+        self._held_up: Request | None = None  # the head that the last step left in the line
 
     def plan(self) -> Plan:
         batch = self._book.batch
+        self._give_way()
         preemptions_before = self._book.total_preemptions
         for request in batch.begin_step():
             self._grow(request)
@@ -79,6 +82,12 @@ class Planner:
         batch = self._book.batch
         num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
         self._pace.took(seconds, batch.num_decoding, num_prompt_tokens)
+
+    def _give_way(self) -> None:
+        """To the head that was held up in the step before, if it is more urgent."""
+        head, self._held_up = self._held_up, None
+        if head is not None and head is self._book.waiting.head():
+            give_way(self._book, head, _num_tokens_to_hit(head))
 
     # --- running ------------------------------------------------------------------
 
@@ -190,6 +199,7 @@ class Planner:
         while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
             verdict = self._try_to_take(head)
             if verdict is _Verdict.MUST_WAIT:
+                self._held_up = head
                 return
             if verdict is _Verdict.STEPS_ASIDE:
                 waiting.step_aside(head, until=self._hash_that_makes_short(head))

@@ -22,6 +22,7 @@ class RequestSpec:
     sampling: SamplingParams
     seed: int  # randomness is keyed by (seed, position), so no request may lack one
     arrival_s: float = 0.0
+    age_s: float = 0.0  # since its client sent it: a later try keeps its place by arrival
     client_id: ClientId = ClientId("")
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""

@@ -11,10 +11,18 @@ from engine.hashing import PrefixNaming
 
 
 class Policy(Enum):
-    """Who goes first."""
+    """Order of the waiting requests, and of those that are preempted last."""
 
-    FCFS = "fcfs"
+    FCFS = "fcfs"  # arrival
     PRIORITY = "priority"  # priority (lower is earlier), then arrival
+
+
+def scheduling_policy_named(name: str) -> Policy:
+    """Raises InvalidConfig."""
+    known = {policy.value: policy for policy in Policy}
+    if name not in known:
+        raise InvalidConfig(f"--scheduling-policy {name!r}: choose one of {', '.join(known)}")
+    return known[name]
 
 
 class LoadFailurePolicy(Enum):

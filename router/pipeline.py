@@ -270,7 +270,10 @@ class Pipeline:
             attempt = Attempt(
                 route=route,
                 handoff_id=HandoffId(own_id, number),
-                sequence=_sequence(call, prompt, seed, answer.token_ids),
+                sequence=replace(
+                    _sequence(call, prompt, seed, answer.token_ids),
+                    age_s=max(0.0, self._clock() - context.received_s),
+                ),
                 answer=answer,
                 context=context,
                 clock=self._clock,

@@ -11,6 +11,8 @@ from kv_transfer.types import HandoffId, Peer
 from serving.errors import UnsupportedInput
 from serving.translate import handoff_from, handoff_to, peer_from, sampling_from, sampling_to
 
+MAX_AGE_S = 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
@@ -22,6 +24,7 @@ class Sequence:
     prior_output_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    age_s: float = 0.0  # since the router received the request
 
 
 def engine_id(handoff_id: HandoffId) -> RequestId:
@@ -74,6 +77,7 @@ def _spec(
         sampling=sampling_from(message.sampling),
         seed=message.seed,
         arrival_s=now,
+        age_s=_age_s(message),
         client_id=client_id,
         priority=message.priority,
         cache_salt=message.cache_salt,
@@ -91,4 +95,10 @@ def _sequence_to(sequence: Sequence) -> node_pb2.Sequence:
         seed=sequence.seed,
         priority=sequence.priority,
         cache_salt=sequence.cache_salt,
+        age_s=sequence.age_s,
     )
+
+
+def _age_s(message: node_pb2.Sequence) -> float:
+    """Never negative or not a number: it would upset the order of everyone else."""
+    return message.age_s if 0 <= message.age_s < MAX_AGE_S else 0.0

@@ -152,6 +152,15 @@ MaxNumSeqs = Annotated[
 MaxTokens = Annotated[
     int, typer.Option(help="Most tokens in one step.", rich_help_panel=BATCH_PANEL)
 ]
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        help="priority or fcfs: the order of waiting requests. priority is by the requests' own "
+        "priority (lower first), then by arrival, and lets an urgent request preempt running ones "
+        "of lower priority, each once; fcfs is by arrival alone.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
 LongPrefill = Annotated[
     int,
     typer.Option(

@@ -48,6 +48,7 @@ from baton.cli.options import (
     Push,
     Quantize,
     ReasoningParser,
+    SchedulingPolicy,
     Speculative,
     StuckAfter,
     TargetStep,
@@ -97,6 +98,7 @@ def node_options(
     kv_silence_s: KvSilence = 10.0,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxTokens = 2048,
+    scheduling_policy: SchedulingPolicy = "priority",
     long_prefill_token_threshold: LongPrefill = 512,
     target_step_ms: TargetStep = 0.0,
     speculative: Speculative = "",
@@ -111,7 +113,7 @@ def node_options(
 ) -> NodeOptions:
     """Both kinds of node take these."""
     from engine.runner.settings import RunnerConfig
-    from engine.scheduler_config import SchedulerConfig
+    from engine.scheduler_config import SchedulerConfig, scheduling_policy_named
     from engine.speculation import parse_speculation
     from kv_transfer.config import KvWorkerConfig, ReceiverConfig
     from serving.node_options import NodeOptions
@@ -137,6 +139,7 @@ def node_options(
         scheduling=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            policy=scheduling_policy_named(scheduling_policy),
             long_prefill_token_threshold=long_prefill_token_threshold,
             target_step_s=target_step_ms / 1e3 if target_step_ms else None,
             max_long_partial_prefills=1 if long_prefill_token_threshold else None,

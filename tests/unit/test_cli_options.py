@@ -14,6 +14,7 @@ from baton.cli.serve import node_options, parse_cpus, router_options
 from baton.cli.signatures import options_of, passed_on, takes_options_of
 from baton.cli.telemetry import TRACE_DIR_VARIABLE
 from engine.errors import InvalidConfig
+from engine.scheduler_config import Policy as SchedulingPolicy
 from kv_transfer.errors import InvalidKvSetting
 from router.__main__ import RouterOptions
 from router.node_sources import DnsName, FixedNode, parse_sources
@@ -146,3 +147,10 @@ def test_a_node_sizes_its_kv_cache_by_what_is_free_unless_told_otherwise(device:
 
     assert (runner.kv_cache_bytes, runner.kv_cache_share) == (None, None)
     assert told.kv_cache_bytes == 2 << 30
+
+
+def test_nodes_order_requests_by_priority_unless_told_otherwise() -> None:
+    assert node_options("m").scheduling.policy is SchedulingPolicy.PRIORITY
+    assert node_options("m", scheduling_policy="fcfs").scheduling.policy is SchedulingPolicy.FCFS
+    with pytest.raises(InvalidConfig, match="--scheduling-policy 'lifo': choose one of fcfs"):
+        node_options("m", scheduling_policy="lifo")

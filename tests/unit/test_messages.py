@@ -210,7 +210,7 @@ def test_outputs_survive_the_wire(reason: FinishReason | None) -> None:
 
 
 def test_a_node_gets_the_sequence_it_was_sent() -> None:
-    sequence = Sequence((1, 2), SAMPLINGS[2], 2**63 - 1, (3,), -4, "salt")
+    sequence = Sequence((1, 2), SAMPLINGS[2], 2**63 - 1, (3,), -4, "salt", age_s=2.5)
     peer = Peer(NodeId("p"), "host:1")
 
     prefill = prefill_spec(prefill_order(HANDOFF, sequence), ClientId("c"), 1.5)
@@ -220,10 +220,17 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
     for spec in (prefill, decode, alone):
         assert (spec.request_id, spec.prompt_token_ids, spec.seed) == ("r#3", (1, 2), 2**63 - 1)
         assert (spec.prior_output_token_ids, spec.priority, spec.cache_salt) == ((3,), -4, "salt")
-        assert (spec.sampling, spec.arrival_s) == (SAMPLINGS[2], 1.5)
+        assert (spec.sampling, spec.arrival_s, spec.age_s) == (SAMPLINGS[2], 1.5, 2.5)
     assert (prefill.send_to, prefill.receive_from) == (HANDOFF, None)
     assert (decode.send_to, decode.receive_from) == (None, ReceiveKv(HANDOFF, peer))
     assert (alone.send_to, alone.receive_from) == (None, None)
+
+
+@pytest.mark.parametrize("age_s", [-1.0, math.nan, math.inf])
+def test_an_age_that_is_none_upsets_no_order(age_s: float) -> None:
+    order = prefill_order(HANDOFF, Sequence((1,), SamplingParams(), 0, age_s=age_s))
+
+    assert prefill_spec(order, ClientId("c"), 0.0).age_s == 0.0
 
 
 def test_nodes_refuse_stop_strings() -> None:

@@ -176,6 +176,7 @@ def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> N
     assert first.node != second.node
     assert second.sequence.prior_output_token_ids == tuple(token_ids[:3])
     assert second.sequence.seed == first.sequence.seed
+    assert second.sequence.age_s > first.sequence.age_s > 0  # its place by arrival goes with it
     assert ending.served.attempts == 2
 
 
