@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.nodes import NodeTable
+from router.nodes import Node, NodeTable
 from router.policy import Route
 
 
@@ -19,6 +19,7 @@ class Assignment:
         self._prompt.num_sent_tokens += route.num_missing_tokens
         if route.prefill is not None:
             self._prompt.num_sent += 1
+        table.note_use(*self._nodes)
         for address in self._addresses:
             table.prefixes.expect(address, route.block_names)
 
@@ -40,6 +41,10 @@ class Assignment:
         self._decode.end_one()
 
     @property
-    def _addresses(self) -> list[str]:
+    def _nodes(self) -> list[Node]:
         nodes = (self._route.decode, self._route.prefill)
-        return [node.address for node in nodes if node is not None]
+        return [node for node in nodes if node is not None]
+
+    @property
+    def _addresses(self) -> list[str]:
+        return [node.address for node in self._nodes]

@@ -42,6 +42,7 @@ class Burden:
     num_sent: int = 0  # requests of this router that are under way there
     num_sent_tokens: int = 0  # of their prompts, that it has to compute
     num_ended: int = 0  # requests of this router that ended since it told
+    last_use: int = 0  # number of the last request sent there, in NodeTable's count
 
     @property
     def num_told(self) -> int:
@@ -83,6 +84,7 @@ class NodeTable:
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: to be made anew
         self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
         self.prefixes = NodePrefixes()
+        self._num_uses = 0
 
     def join(self, address: str, card: NodeCard) -> None:
         self._nodes.pop(address, None)  # who joins anew is the last to have joined
@@ -122,6 +124,12 @@ class NodeTable:
         self._unready.discard(address)
         self.prefixes.drop(address)
         self._renew()
+
+    def note_use(self, *nodes: Node) -> None:
+        """A request is sent to these nodes."""
+        self._num_uses += 1
+        for node in nodes:
+            self.burden(node).last_use = self._num_uses
 
     def burden(self, node: Node) -> Burden:
         """Of a node that is there; of one that was lost since, an empty one."""

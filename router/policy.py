@@ -15,6 +15,11 @@ from serving.node import NodeRole
 # What a request that a decode node already serves weighs against prompt tokens that would not
 # have to be moved there.
 TOKENS_PER_DECODE = 64
+# A shorter match, as a share of the prompt, does not sway the choice: a chat template that every
+# prompt begins with would otherwise send all of them to one node.
+MIN_MATCH = 0.05
+# Tokens that an evicted token weighs: the chance that it would have been hit again.
+EVICTION_WEIGHT = 0.25
 UINT64 = 2**64 - 1
 
 
@@ -123,22 +128,35 @@ class View:
         return self.ask.num_tokens - (self.told or {}).get(node.address, 0)
 
     def costs(self, nodes: Sequence[Node]) -> list[int]:
-        """Tokens to compute or to move before this request gets its next one, roughly."""
+        """Tokens to compute or to move before this request gets its next one, roughly.
+
+        Evicting cached blocks counts too: later requests have to compute them again.
+        """
         cached, num_tokens = self.likely or {}, self.ask.num_tokens
-        rows = [(node.address, self.table.burden(node)) for node in nodes]
+        num_told, min_match = self.table.prefixes.num_told, MIN_MATCH * num_tokens
+        costs = self._costs_ahead(nodes)
+        for place, node in enumerate(nodes):
+            card, num_cached = node.card, cached.get(node.address, 0)
+            num_missing = num_tokens - num_cached
+            num_blank = card.num_blocks - num_told(node.address)
+            num_evicted = num_missing - num_blank * card.fingerprint.block_size
+            if num_evicted > 0:
+                costs[place] += int(EVICTION_WEIGHT * num_evicted)
+            costs[place] += num_missing if num_cached >= min_match else num_tokens
+        return costs
+
+    def _costs_ahead(self, nodes: Sequence[Node]) -> list[int]:
+        """Those of the requests that are there already."""
+        burdens = [self.table.burden(node) for node in nodes]
         if nodes[0].card.role is NodeRole.DECODE:
-            ahead = [
+            return [
                 burden.num_sent_tokens + TOKENS_PER_DECODE * burden.num_requests
-                for _, burden in rows
+                for burden in burdens
             ]
-        else:  # requests of other routers are taken to be like this one
-            ahead = [
-                burden.num_sent_tokens + num_tokens * max(0, burden.num_told - burden.num_sent)
-                for _, burden in rows
-            ]
+        num_tokens = self.ask.num_tokens  # requests of other routers are taken to be like this one
         return [
-            num_tokens - cached.get(address, 0) + before
-            for (address, _), before in zip(rows, ahead, strict=True)
+            burden.num_sent_tokens + num_tokens * max(0, burden.num_told - burden.num_sent)
+            for burden in burdens
         ]
 
 
@@ -149,17 +167,25 @@ def pick(routing: Routing, view: View, nodes: Sequence[Node]) -> Node:
         case Policy.ROUND_ROBIN:
             return nodes[number % len(nodes)]
         case Policy.LEAST_LOADED:
-            return _least(nodes, [view.num_requests(node) for node in nodes], number)
+            return _next_of(_least(nodes, [view.num_requests(node) for node in nodes]), number)
         case Policy.POWER_OF_TWO:
             return min(_two(nodes, routing.seed, number), key=view.num_requests)
         case Policy.PREFIX_AWARE:
-            return _least(nodes, view.costs(nodes), number)
+            cheapest = _least(nodes, view.costs(nodes))
+            return _next_of(_least_recently_used(cheapest, view.table), number)
 
 
-def _least(nodes: Sequence[Node], costs: Sequence[int], number: int) -> Node:
-    """Equal ones take turns."""
+def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
     least = min(costs)
-    equal = [node for node, one in zip(nodes, costs, strict=True) if one == least]
+    return [node for node, one in zip(nodes, costs, strict=True) if one == least]
+
+
+def _least_recently_used(nodes: Sequence[Node], table: NodeTable) -> Sequence[Node]:
+    return _least(nodes, [table.burden(node).last_use for node in nodes])
+
+
+def _next_of(equal: Sequence[Node], number: int) -> Node:
+    """Equal ones take turns."""
     return equal[number % len(equal)]
 
 

@@ -47,6 +47,9 @@ class PrefixIndex:
             name, _ = held.popitem(last=False)
             self._forget(holder, name)
 
+    def num_names(self, holder: str) -> int:
+        return len(self._names_by_holder.get(holder, ()))
+
     def match(self, names: Sequence[BlockHash]) -> dict[str, int]:
         """How many of the first names, without a gap, each holder has; none if not one."""
         matched: dict[str, int] = {}
@@ -102,6 +105,10 @@ class NodePrefixes:
         self._told.drop(address)
         self._expected.drop(address)
         self._sequence_by_address.pop(address, None)
+
+    def num_told(self, address: str) -> int:
+        """Cached blocks of this node."""
+        return self._told.num_names(address)
 
     def told(self, names: Sequence[BlockHash]) -> dict[str, int]:
         """Leading blocks that each node has for sure."""

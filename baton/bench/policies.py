@@ -62,6 +62,7 @@ class PolicyFigures:
     p50_wait_s: float  # from the request to its first token
     p99_wait_s: float
     busiest_decode: int  # most answers that one node wrote at the same time
+    busiest_prefill: float  # share of the prompt tokens that one node got
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class SimNode:
     waiting: deque[Visit] = field(default_factory=deque)  # the first one is being computed
     num_requests: int = 0
     most_requests: int = 0
+    num_tokens: int = 0  # of prompts sent there
     sequence: int = 1
 
     def hit(self, names: Sequence[BlockHash]) -> int:
@@ -99,8 +101,9 @@ class SimNode:
             self.sequence, False, frozenset(stored - removed), frozenset(removed - stored)
         )
 
-    def begin(self) -> None:
+    def begin(self, num_tokens: int) -> None:
         self.num_requests += 1
+        self.num_tokens += num_tokens
         self.most_requests = max(self.most_requests, self.num_requests)
 
 
@@ -186,7 +189,9 @@ class Simulation:
             self._serve(number, request, is_counted=number >= first_counted)
         self._go_on_until(math.inf)
         waits = sorted(self._waits)
-        decodes = (n for n in self._nodes.values() if n.node.card.role is NodeRole.DECODE)
+        decodes = [n for n in self._nodes.values() if n.node.card.role is NodeRole.DECODE]
+        prefills = [n for n in self._nodes.values() if n.node.card.role is NodeRole.PREFILL]
+        all_tokens = sum(node.num_tokens for node in prefills)
         return PolicyFigures(
             policy=self._routing.policy.value,
             prefill_hit_rate=self._num_hit[NodeRole.PREFILL] / self._num_tokens,
@@ -194,6 +199,7 @@ class Simulation:
             p50_wait_s=waits[len(waits) // 2],
             p99_wait_s=waits[len(waits) * 99 // 100],
             busiest_decode=max(node.most_requests for node in decodes),
+            busiest_prefill=max(node.num_tokens for node in prefills) / all_tokens,
         )
 
     def _serve(self, number: int, request: Request, *, is_counted: bool) -> None:
@@ -209,8 +215,8 @@ class Simulation:
             self._nodes[route.decode.address],
             is_counted,
         )
-        visit.decode.begin()
-        visit.prefill.begin()
+        visit.decode.begin(len(request.token_ids))
+        visit.prefill.begin(len(request.token_ids))
         if is_counted:
             self._num_tokens += len(request.token_ids)
             self._count_hit(visit.decode, visit.decode.hit(names))

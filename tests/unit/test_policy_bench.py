@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from baton.bench.policies import PolicyBench, PolicyFigures, Simulation, make_requests, run
+import random
+
+from baton.bench.policies import (
+    PolicyBench,
+    PolicyFigures,
+    Request,
+    Simulation,
+    make_requests,
+    run,
+)
 from router.policy import Policy
 
+BLOCK = 4
 SMALL = PolicyBench(num_nodes=20, num_requests=600, num_system_prompts=5)
 
 
@@ -37,3 +47,35 @@ def test_one_seed_gives_one_result_and_another_seed_another() -> None:
     other = figures_of(PolicyBench(num_nodes=20, num_requests=600, seed=1), Policy.POWER_OF_TWO)
 
     assert first == again != other
+
+
+def one_at_a_time(num_requests: int, *, seed: int = 0) -> list[Request]:
+    """Prompts that share their first block; a third of them repeats one of the last 80."""
+    draw = random.Random(seed)
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(num_requests):
+        if len(prompts) > 80 and draw.random() < 1 / 3:
+            prompts.append(draw.choice(prompts[-80:]))
+        else:
+            length = draw.randrange(21, 40) * BLOCK
+            prompts.append((*range(BLOCK), *draw.choices(range(50_000), k=length)))
+    return [Request(1000.0 * number, prompt) for number, prompt in enumerate(prompts)]
+
+
+def prefix_aware(requests: list[Request], *, num_nodes: int, num_blocks: int) -> PolicyFigures:
+    what = PolicyBench(
+        num_nodes=num_nodes, num_requests=600, block_size=BLOCK, num_blocks=num_blocks
+    )
+    return Simulation(what, Policy.PREFIX_AWARE).run(requests)
+
+
+def test_without_load_a_shared_first_block_leaves_no_node_idle_and_no_cache_unused() -> None:
+    requests = one_at_a_time(600)
+
+    two = prefix_aware(requests, num_nodes=4, num_blocks=600)
+
+    possible = prefix_aware(requests, num_nodes=2, num_blocks=1200)  # one cache of both sizes
+    alone = prefix_aware(requests, num_nodes=2, num_blocks=600)
+    assert two.busiest_prefill < 0.6
+    assert two.prefill_hit_rate > 0.95 * possible.prefill_hit_rate
+    assert alone.prefill_hit_rate < 0.7 * possible.prefill_hit_rate

@@ -124,7 +124,7 @@ def test_a_prompt_goes_where_its_prefix_is_for_prefill_and_for_decode() -> None:
 
 def test_a_prefix_of_another_salt_is_no_hit() -> None:
     table = a_cluster(1, 2)
-    tell_prefix(table, "d1", PROMPT, salt="tenant")
+    tell_prefix(table, "d1", PROMPT[:48], salt="tenant")
 
     mine = [choose(table, Routing(), replace(ASK, number=n)) for n in range(2)]
     tenants = [
@@ -170,6 +170,54 @@ def test_a_prefix_is_not_worth_any_queue() -> None:
     assert names_of(route.prefill) == "p0"
 
 
+def test_a_match_of_less_than_a_twentieth_of_the_prompt_does_not_decide() -> None:
+    table = a_cluster(2, 2)
+    tell_prefix(table, "p0", tuple(range(16)))
+    short, long = Ask(tuple(range(16 * 20))), Ask(tuple(range(16 * 20 + 1)))
+
+    def chosen(ask: Ask) -> set[str]:
+        routes = [choose(table, Routing(), replace(ask, number=n)) for n in range(4)]
+        return {pair_of(route)[0] for route in routes}
+
+    assert chosen(short) == {"p0"}
+    assert chosen(long) == {"p0", "p1"}
+
+
+def test_equal_nodes_are_used_in_turn_whatever_the_others_got_in_between() -> None:
+    table = a_cluster(2, 1)
+    tell_prefix(table, "p1", PROMPT[:64])
+    chosen = []
+
+    for number in range(6):  # every other request belongs on p1
+        ask = Ask(PROMPT if number % 2 else (number, *PROMPT), number)
+        route = choose(table, Routing(), ask)
+        chosen.append(pair_of(route)[0])
+        Assignment(table, route).close()
+
+    assert chosen == ["p0", "p1"] * 3
+
+
+def test_a_full_cache_pays_for_the_blocks_that_it_would_evict() -> None:
+    table = a_cluster(2, 2)  # ten blocks each
+    for name in ("p0", "d1"):
+        tell_prefix(table, name, tuple(range(1000, 1000 + 8 * 16)))
+
+    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
+
+    assert chosen == {("p1", "d0")}
+
+
+def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> None:
+    table = a_cluster(2, 1)
+    others = NAMING.names(tuple(range(1000, 1000 + 7 * 16)), 7 * 16)
+    stored = frozenset((*NAMING.names(PROMPT[:48], 48), *others))
+    table.note_prefixes("p1:1", PrefixChanges(1, True, stored))
+
+    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n)))[0] for n in range(4)}
+
+    assert chosen == {"p1"}
+
+
 def test_a_burst_of_one_prefix_stays_together_before_any_node_has_told_of_it() -> None:
     table = a_cluster(1, 3)
     first = choose(table, Routing(), Ask(PROMPT, 0))
@@ -184,11 +232,12 @@ def test_a_burst_of_one_prefix_stays_together_before_any_node_has_told_of_it() -
 
 def test_a_prompt_that_was_given_up_is_expected_nowhere() -> None:
     table = a_cluster(1, 3)
-    Assignment(table, choose(table, Routing(), Ask(PROMPT, 0))).close()
+    first = choose(table, Routing(), Ask(PROMPT, 0))
+    Assignment(table, first).close()
 
     second = choose(table, Routing(), Ask(PROMPT, 1))
 
-    assert names_of(second.decode) == "d1"
+    assert second.decode != first.decode
 
 
 def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_told() -> None:
