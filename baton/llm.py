@@ -112,6 +112,7 @@ class LLM:
         An answer ends where one of the texts in `stop` is complete in it.
 
         Raises InvalidRequest, before anything runs, if one of the prompts can never be served.
+        A bug that ends the engine is raised as it is; from then on there is EngineStopped.
         """
         specs = self._specs(_as_list(prompts), sampling)
         for place, spec in enumerate(specs):
@@ -153,6 +154,7 @@ class LLM:
         return {form: self._grammars.compile(form) for form in set(forms) if form is not None}
 
     def _run(self, specs: list[RequestSpec], stop: StopRule) -> list[Completion]:
+        self.engine.raise_if_stopped()
         grammars = self._compiled(specs)
         answers = {spec.request_id: self._writer(spec, stop) for spec in specs}
         for spec in specs:
@@ -197,6 +199,8 @@ class LLM:
 
     def _leave_nothing(self, answers: Mapping[RequestId, Writer]) -> None:
         """After Ctrl-C, too, the engine is as it was before; those that ended do not mind."""
+        if self.engine.failure is not None:
+            return  # no step can follow, and the failure is on its way to the caller
         for request_id in answers:
             self.engine.scheduler.abort(request_id)
         while self.engine.scheduler.has_work:

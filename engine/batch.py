@@ -101,17 +101,7 @@ class Batch:
 
     def _start(self, request: Request) -> None:
         self.running[request.request_id] = request
-        row = Row(
-            request_id=request.request_id,
-            token_ids=tuple(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            block_ids=tuple(request.block_ids),
-            sampling=request.spec.sampling,
-            seed=request.spec.seed,
-            grammar=request.grammar,
-        )
-        self._started.append(row)
+        self._started.append(row_of(request))
 
     def _set_due(self, request: Request, capacity: int, step: int) -> None:
         """Note the first step from `step` on in which its tokens might not fit.
@@ -126,6 +116,20 @@ class Batch:
         room = capacity - request.num_computed_tokens - self._num_slots_per_decode
         request.due_step = step + room // self._num_slots_per_decode + 1
         self._due.setdefault(request.due_step, []).append(request)
+
+
+def row_of(request: Request) -> Row:
+    """All that the runner has to know of it, as it stands before the pass."""
+    return Row(
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=tuple(request.block_ids),
+        sampling=request.spec.sampling,
+        seed=request.spec.seed,
+        grammar=request.grammar,
+    )
 
 
 def _rank(request: Request) -> tuple[int, float, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from engine.containment import Containment
+from engine.errors import EngineStopped
 from engine.kv_seam import KvWorker
 from engine.plan import Runner, RunResult, StepResult
 from engine.request import StepOutputs
@@ -25,16 +27,34 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
-        self._runner = runner
+        self._containment = Containment(runner, scheduler)
         self._kv_worker = kv_worker
         self._clock = clock
         self._made_progress = False
+        self.failure: BaseException | None = None  # what ended the engine: no step can follow
 
     def step(self) -> StepOutputs:
-        """One turn: at most one forward pass, never a wait on the wire."""
+        """One turn: one forward pass, never a wait on the wire.
+
+        A pass that fails is run again in parts. Raises what the engine ends with, and
+        EngineStopped, which names it, from then on.
+        """
+        self.raise_if_stopped()
+        try:
+            return self._step()
+        except BaseException as failure:
+            self.failure = failure
+            raise
+
+    def raise_if_stopped(self) -> None:
+        """Raises EngineStopped, which names what ended the engine."""
+        if self.failure is not None:
+            raise EngineStopped(f"the engine stopped: {self.failure!r}") from self.failure
+
+    def _step(self) -> StepOutputs:
         plan = self.scheduler.schedule(self._clock())
         self._kv_worker.start(plan.kv_orders, self._clock())
-        run = self._runner.run(plan) if plan.concerns_runner else RunResult()
+        run = self._containment.run(plan) if plan.concerns_runner else RunResult()
         now = self._clock()  # the pass may have taken seconds
         reports = self._kv_worker.poll(now)
         self._made_progress = not plan.is_empty or reports != NO_REPORTS

@@ -31,6 +31,18 @@ class EngineStopped(EngineError):
     """This engine takes no more requests."""
 
 
+class PassFailed(EngineError):
+    """A forward pass fails whenever this request takes part; the engine goes on without it."""
+
+
+class PassHookFailed(EngineError):
+    """The hook of a pass failed, which is no fault of any row: the engine ends with `root`."""
+
+    def __init__(self, root: Exception) -> None:
+        super().__init__(f"the hook of a pass failed: {root!r}")
+        self.root = root
+
+
 class OutOfTurn(EngineError):
     """A step was not taken in order: every plan is updated once, before the next is made."""
 

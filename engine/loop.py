@@ -190,7 +190,8 @@ class EngineLoop:
 
     def _raise_if_stopped(self) -> None:
         if self._failure is not None or self._is_stopping:
-            raise EngineStopped("the engine of this node has stopped; send the request elsewhere")
+            why = "it was told to stop" if self._failure is None else repr(self._failure)
+            raise EngineStopped(f"the engine of this node has stopped: {why}")
 
 
 def _refused(request_id: RequestId, reason: str) -> Output:

@@ -40,6 +40,9 @@ class Plan:
     new_block_ids: dict[RequestId, tuple[BlockId, ...]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     kv_orders: KvOrders = KvOrders()
+    # Part of a pass that failed, run again. The runner forgets all rows that the plan names,
+    # known or not, before it starts any; no layer of it may leave before the pass has ended.
+    is_retry: bool = False
 
     @property
     def concerns_runner(self) -> bool:
@@ -61,6 +64,7 @@ class RunResult:
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
     errors: dict[RequestId, str] = field(default_factory=dict)  # instead of a token
     refusals: dict[RequestId, str] = field(default_factory=dict)  # the same, by its own fault
+    crashes: dict[RequestId, str] = field(default_factory=dict)  # each failed its whole pass
     # With speculation: how many tokens were proposed; `token_ids` has those that came true.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
 

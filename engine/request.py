@@ -75,6 +75,7 @@ class Output(NamedTuple):
     error: str | None = None
     is_refused: bool = False  # with an error that is the request's own fault
     served: Served | None = None  # with the finish reason
+    has_crashed: bool = False  # with an error: a pass fails whenever the request is in it
     first_prompt_index: int = 0  # place of prompt_logprobs[0] among the prompt's tokens
 
 

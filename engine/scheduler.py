@@ -7,12 +7,13 @@ wire or thread. Every plan must be updated with its result before the next is ma
 from __future__ import annotations
 
 from engine.admission import check_request
+from engine.batch import row_of
 from engine.book import RequestBook
 from engine.errors import OutOfTurn
 from engine.events import KvEvent, RequestEvent, SchedulerStats
 from engine.grammar import Grammar
 from engine.lifecycle import Request
-from engine.plan import Plan, StepResult
+from engine.plan import Plan, Row, StepResult
 from engine.planning import Planner
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec, StepOutputs
 from engine.scheduler_config import CacheConfig, SchedulerConfig
@@ -116,6 +117,11 @@ class Scheduler:
         self._settler.settle_kv(result.kv)
         self._settler.settle_run(result.run)
         return StepOutputs(self._book.take_outputs())
+
+    def running_rows(self) -> dict[RequestId, Row]:
+        """The running requests, as the runner must know them before the plan that waits is run."""
+        running = self._book.batch.running
+        return {request_id: row_of(request) for request_id, request in running.items()}
 
     # --- what others ask ----------------------------------------------------------
 

@@ -18,19 +18,25 @@ class Settler:
 
     def settle_run(self, run: RunResult) -> None:
         batch = self._book.batch
-        if len(run.token_ids) + len(run.errors) + len(run.refusals) < batch.num_decoding:
+        num_failed = len(run.errors) + len(run.refusals) + len(run.crashes)
+        if len(run.token_ids) + num_failed < batch.num_decoding:
             raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer answers")
         through = [
             request
             for request, num_tokens in batch.chunks
             if request.status is RequestStatus.RUNNING and request.request_id not in run.errors
             if request.request_id not in run.refusals
+            if request.request_id not in run.crashes
             if self._advance_prefill(request, num_tokens, run)
         ]
         for request_id, error in run.errors.items():
             failed = batch.running.get(request_id)
             if failed is not None:
                 self._fail(failed, error)
+        for request_id, error in run.crashes.items():
+            crashed = batch.running.get(request_id)
+            if crashed is not None:
+                self._fail(crashed, error, has_crashed=True)
         for request_id, reason in run.refusals.items():
             refused = batch.running.get(request_id)
             if refused is not None:
@@ -159,17 +165,20 @@ class Settler:
         request.is_long = False
         self._book.batch.turn_to_decode(request, self._book.cache.capacity(request))
 
-    def _fail(self, request: Request, error: str) -> None:
+    def _fail(self, request: Request, error: str, *, has_crashed: bool = False) -> None:
         self._book.cache.distrust(request)
-        self._end_with_error(request, error)
+        self._end_with_error(request, error, has_crashed=has_crashed)
 
-    def _end_with_error(self, request: Request, error: str, *, is_refused: bool = False) -> None:
+    def _end_with_error(
+        self, request: Request, error: str, *, is_refused: bool = False, has_crashed: bool = False
+    ) -> None:
         output = Output(
             request.request_id,
             request.num_output_tokens,
             finish_reason=FinishReason.ERROR,
             error=error,
             is_refused=is_refused,
+            has_crashed=has_crashed,
             served=request.served(),
         )
         self._book.put_out(request.client_id, output)

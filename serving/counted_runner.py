@@ -19,6 +19,8 @@ class PromptTokens:
         self._num_missing: dict[RequestId, int] = {}  # of the prompts that are not through
 
     def computed_by(self, plan: Plan) -> int:
+        if plan.is_retry:
+            return 0  # the pass that failed has counted them
         for request_id in plan.dropped:
             self._num_missing.pop(request_id, None)
         for row in plan.started:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Protocol
 
-from engine.errors import EngineStopped, InvalidRequest
+from engine.errors import EngineStopped, InvalidRequest, PassFailed
 from engine.loop import Deliver
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
 from serving.errors import RequestIdInUse
@@ -72,7 +72,8 @@ class EngineCalls:
         """Whatever the request gets, to its end. Left early, the request is aborted.
 
         Raises EngineStopped if the engine dies of something: that is no fault of the request,
-        and another node can go on with it; and InvalidRequest if it is found out, only now, to
+        and another node can go on with it; PassFailed if passes fail with this request alone, which
+        another node may be tried for; and InvalidRequest if it is found out, only now, to
         be one that cannot be served.
         """
         inbox = self._open(spec.request_id)
@@ -84,6 +85,8 @@ class EngineCalls:
                 is_finished = output.finish_reason is not None
                 if output.finish_reason is FinishReason.ERROR and self._engine.failure is not None:
                     raise EngineStopped(output.error or "the engine of this node has stopped")
+                if output.has_crashed:
+                    raise PassFailed(output.error or "the engine gave no reason")
                 if output.is_refused:
                     raise InvalidRequest(output.error or "the engine gave no reason")
                 yield output

@@ -106,7 +106,7 @@ class LedgerRunner:
         self._ledger = ledger
 
     def run(self, plan: Plan) -> RunResult:
-        if plan.started or plan.dropped:
+        if (plan.started or plan.dropped) and not plan.is_retry:
             self._ledger.note_plan(plan)
         return self._runner.run(plan)
 

@@ -161,12 +161,13 @@ class NodeTracing:
     # --- The engine's thread ----------------------------------------------------------------
 
     def run(self, plan: Plan, run: Callable[[Plan], RunResult]) -> RunResult:
-        self.num_steps += 1
         now_s = time.monotonic()
-        for request_id in plan.dropped:
-            self._dropped(request_id, now_s)
-        for row in plan.started:
-            self._started(row, now_s)
+        if not plan.is_retry:
+            self.num_steps += 1
+            for request_id in plan.dropped:
+                self._dropped(request_id, now_s)
+            for row in plan.started:
+                self._started(row, now_s)
         if not self._computing:
             return run(plan)
         result = run(plan)

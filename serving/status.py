@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
-from engine.errors import EngineError, EngineStopped, InvalidRequest
+from engine.errors import EngineError, EngineStopped, InvalidRequest, PassFailed
 from kv_transfer.errors import InvalidMessage, KvTransferError
 from serving.errors import (
     ClientTooSlow,
@@ -65,6 +65,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     NodeDraining: (StatusCode.UNAVAILABLE, "NODE_DRAINING"),
     Draining: (StatusCode.UNAVAILABLE, "DRAINING"),
     EngineStopped: (StatusCode.UNAVAILABLE, "ENGINE_STOPPED"),
+    PassFailed: (StatusCode.INTERNAL, "PASS_FAILED"),
     GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
 }
 NAMED = (ServiceError, EngineError, KvTransferError)

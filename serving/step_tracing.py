@@ -50,6 +50,8 @@ class StepTracing:
             self.step = StepTimeline(context, self._facts, time.monotonic())
 
     def runs(self, plan: Plan) -> None:
+        if plan.is_retry:
+            return  # the pass that failed was noted
         self._number += 1
         num_prompt_tokens = self._prompts.computed_by(plan)
         step = self.step

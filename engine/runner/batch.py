@@ -89,8 +89,9 @@ class PersistentBatch:
         return len(self._rows)
 
     def apply(self, plan: Plan) -> None:
-        for request_id in plan.dropped:
-            self._free_slots.append(self._rows.pop(request_id).slot)
+        self._forget(plan.dropped)
+        if plan.is_retry:
+            self._forget([row.request_id for row in plan.started])
         for row in plan.started:
             self._start(row)
         for request_id, block_ids in plan.new_block_ids.items():
@@ -147,6 +148,13 @@ class PersistentBatch:
         longest = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
         num_slots = self._num_blocks[row.slot] * self._block_size
         return max(0, min(longest - known - 1, num_slots - known))
+
+    def _forget(self, request_ids: Sequence[RequestId]) -> None:
+        """Rows of a pass that failed may be unknown."""
+        for request_id in request_ids:
+            row = self._rows.pop(request_id, None)
+            if row is not None:
+                self._free_slots.append(row.slot)
 
     def _start(self, row: Row) -> None:
         num_tokens, room = len(row.token_ids), self._tokens.shape[1]

@@ -62,9 +62,14 @@ class LoadProgress:
 OnLoad = Callable[[LoadProgress], None]
 
 
+NO_LAYER = -1
+
+
 class PassHook(Protocol):
     """Told as a forward pass goes on; what it is told of is in the KV tensor by then."""
 
-    def layer_done(self, layer: int) -> None: ...
+    def layer_done(self, layer: int) -> None:
+        """NO_LAYER: the pass goes on, and none of its layers may leave yet."""
+        ...
 
     def pass_done(self) -> None: ...

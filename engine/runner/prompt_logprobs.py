@@ -25,6 +25,18 @@ class PromptLogprobs:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._carried: dict[RequestId, TokenLogprobs] = {}
+        self._next: dict[RequestId, TokenLogprobs] = {}  # carried from the pass under way
+        self._done: list[RequestId] = []  # told in the pass under way
+
+    def begin_pass(self) -> None:
+        """What a pass that failed has told is told by its retry."""
+        self._next.clear()
+        self._done.clear()
+
+    def end_pass(self) -> None:
+        for request_id in self._done:
+            self._carried.pop(request_id, None)
+        self._carried |= self._next
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
@@ -57,8 +69,9 @@ class PromptLogprobs:
                 return
             num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
             foretold += token_logprobs(logits, targets.tolist(), num_tops)
-        entries = [self._carried.pop(row.request_id, None), *foretold]
+        entries = [self._carried.get(row.request_id), *foretold]
+        self._done.append(row.request_id)
         if len(foretold) == len(states):  # the last one is of a token of the next chunk
-            self._carried[row.request_id] = foretold[-1]
+            self._next[row.request_id] = foretold[-1]
             entries.pop()
         result.prompt_logprobs[row.request_id] = entries

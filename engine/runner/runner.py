@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import PassHookFailed
 from engine.plan import Plan, RunResult
 from engine.runner.attention import PagedAttention
 from engine.runner.batch import NO_DRAFTS, PersistentBatch, RowFacts, Step
 from engine.runner.drafted_rows import DraftedRows, Drafts, standing
-from engine.runner.facts import KvMemory, ModelInfo, PassHook
+from engine.runner.facts import NO_LAYER, KvMemory, ModelInfo, PassHook
 from engine.runner.grammar_masks import GrammarMasks
 from engine.runner.kv_cache import describe
 from engine.runner.logprobs import token_logprobs
@@ -76,8 +77,9 @@ class TorchRunner:
 
     def run(self, plan: Plan) -> RunResult:
         """One flat forward pass over everything the plan schedules."""
+        if not plan.is_retry:  # what a failed pass makes the runner drop comes back
+            self._prompts.forget(plan.dropped)
         self._batch.apply(plan)
-        self._prompts.forget(plan.dropped)
         self._grammars.apply(plan)
         if self._drafted_rows is not None:
             self._drafted_rows.forget(plan.dropped)
@@ -86,16 +88,19 @@ class TorchRunner:
         drafts = self._draft(plan)
         step = self._batch.step(plan.num_scheduled_tokens, drafts)
         with torch.inference_mode():
-            states = self._forward(step)
+            self._prompts.begin_pass()
+            states = self._forward(step, plan.is_retry)
             self._batch.advance(step)
-            return self._answer(step, states, drafts)
+            result = self._answer(step, states, drafts)
+            self._prompts.end_pass()
+            return result
 
     def _draft(self, plan: Plan) -> Drafts:
         if self._drafted_rows is None:
             return NO_DRAFTS
         return self._drafted_rows.drafts(plan.num_scheduled_tokens)
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Step, is_retry: bool) -> Tensor:
         device = self._kv.device
         positions = torch.from_numpy(step.layout.positions).to(device)
         seen = torch.from_numpy(step.seen_lens).to(device) if self._rope.is_dynamic else None
@@ -103,7 +108,7 @@ class TorchRunner:
             torch.from_numpy(step.token_ids).to(device),
             self._rope.angles(positions, seen),
             self._attention.begin(step.layout),
-            self.hook,
+            None if self.hook is None else _NamedHook(self.hook, is_retry),
             self._ends(step),
         )
 
@@ -153,6 +158,27 @@ class TorchRunner:
     def _sample_row(self, row: RowFacts, num_known: int) -> SampleRow:
         known = self._batch.known_tokens(row, num_known)
         return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
+
+
+class _NamedHook:
+    """Keeps failures of the hook apart from those of the pass, and layers of a retry at home."""
+
+    def __init__(self, hook: PassHook, is_retry: bool) -> None:
+        self._hook = hook
+        self._is_retry = is_retry
+
+    def layer_done(self, layer: int) -> None:
+        try:
+            # Other rows of the plan, whose blocks wait for the same layer, may not be run yet.
+            self._hook.layer_done(NO_LAYER if self._is_retry else layer)
+        except Exception as root:
+            raise PassHookFailed(root) from root
+
+    def pass_done(self) -> None:
+        try:
+            self._hook.pass_done()
+        except Exception as root:
+            raise PassHookFailed(root) from root
 
 
 def _add_logprobs(

@@ -48,8 +48,11 @@ class DyingRunner:
     runner: FakeRunner
     fate: Fate
     num_passes: int = 0
+    is_dead: bool = False
 
     def run(self, plan: Plan) -> RunResult:
+        if self.is_dead:
+            raise Bug("it was dead before")
         if plan.num_scheduled_tokens:
             self._die_if_due()
             self.num_passes += 1
@@ -58,6 +61,7 @@ class DyingRunner:
     def _die_if_due(self) -> None:
         if self.fate.num_deaths and self.num_passes == self.fate.num_passes:
             self.fate.num_deaths -= 1
+            self.is_dead = True
             raise Bug("index out of range")
 
 

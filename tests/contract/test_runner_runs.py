@@ -7,6 +7,7 @@ import json
 import resource
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.core import EngineCore, NoKvWorker
+from engine.errors import PassHookFailed
 from engine.plan import Plan, Row, RunResult
-from engine.request import RequestId
-from engine.runner.facts import KvMemory
+from engine.request import Output, RequestId, RequestSpec
+from engine.runner.facts import NO_LAYER, KvMemory
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.runner import TorchRunner
 from engine.runner.sampler import NOT_FINITE
 from engine.sampling import SamplingParams
-from kv_transfer.types import BlockId
+from engine.scheduler import Scheduler
+from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.speculation import Speculation
+from kv_transfer.types import BlockId, TokenLogprobs
 from tests.support.driving import GREEDY, Drive, Driver
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 
@@ -216,3 +222,105 @@ def test_ten_thousand_requests_leave_no_memory_behind(folder: Path) -> None:
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     assert after - before < 4 * 1024, f"the peak grew by {after - before} KiB"
+
+
+NO_TOKEN = 10**6  # beyond the vocabulary: the embedding has no such row
+CHUNK = 24
+
+
+def engine_of(runner: TorchRunner) -> EngineCore:
+    """It lets everything through to the runner."""
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=runner.info.max_model_len,
+        num_lookahead_tokens=runner.speculation.num_tokens if runner.speculation else 0,
+    )
+    cache = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
+    return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
+
+
+def answers(engine: EngineCore, specs: list[RequestSpec]) -> dict[str, list[Output]]:
+    for spec in specs:
+        engine.scheduler.add(spec)
+    found: dict[str, list[Output]] = {}
+    while engine.scheduler.has_work:
+        for outputs in engine.step().by_client.values():
+            for output in outputs:
+                found.setdefault(output.request_id, []).append(output)
+    engine.scheduler.check()
+    return found
+
+
+def prompt_logprobs_in(outputs: list[Output]) -> list[TokenLogprobs | None]:
+    return [entry for output in outputs for entry in output.prompt_logprobs]
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)], ids=["plain", "drafts"])
+def test_a_pass_that_one_request_breaks_is_run_again_without_it(
+    folder: Path, speculation: Speculation | None
+) -> None:
+    """The others go on in the middle of their prompts, logprobs carried over between chunks."""
+    sampling = replace(GREEDY, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
+    good = [
+        RequestSpec(RequestId(str(n)), prompt_of(length), sampling, seed=n)
+        for n, length in enumerate((60, 7, 33))
+    ]
+    bad = RequestSpec(RequestId("bad"), (5, NO_TOKEN, 9), GREEDY, seed=0)
+    config = RunnerConfig(
+        str(folder),
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=NUM_BLOCKS * 2 * 2 * 2 * 16 * BLOCK_SIZE * 4,
+        max_num_seqs=8,
+        kernels="torch",
+        speculation=speculation,
+    )
+    with load_runner(config) as runner:
+        expected = answers(engine_of(runner), good)
+        found = answers(engine_of(runner), [good[0], bad, *good[1:]])
+
+    assert [output.has_crashed for output in found.pop("bad")] == [True]
+    for name, outputs in expected.items():
+        its_own = found[name]
+        assert [t for o in its_own for t in o.token_ids] == [
+            t for o in outputs for t in o.token_ids
+        ]
+        told = prompt_logprobs_in(its_own)
+        assert [one and one.token_id for one in told] == [
+            one and one.token_id for one in prompt_logprobs_in(outputs)
+        ]
+
+
+def test_a_retry_keeps_its_layers_until_the_pass_has_ended(folder: Path) -> None:
+    with load(folder) as runner:
+        runner.hook = hook = SeenLayers(runner.kv_memory, block=7)
+        name = RequestId("r")
+        plan = Plan(
+            started=(row(name, prompt_of(BLOCK_SIZE), (7,)),), num_scheduled_tokens={name: 16}
+        )
+
+        first = runner.run(plan)
+        hook.told.clear()
+        again = runner.run(replace(plan, is_retry=True))
+
+    assert again.token_ids == first.token_ids
+    assert [what for what, _ in hook.told] == [f"layer {NO_LAYER}"] * 2 + ["pass"]
+
+
+def test_a_hook_that_fails_is_told_apart_from_a_pass_that_fails(folder: Path) -> None:
+    class Broken:
+        def layer_done(self, layer: int) -> None:
+            raise ConnectionError("the wire broke")
+
+        def pass_done(self) -> None:
+            """It does not come to that."""
+
+    with load(folder) as runner:
+        runner.hook = Broken()
+        name = RequestId("r")
+        plan = Plan(started=(row(name, (1, 2), (7,)),), num_scheduled_tokens={name: 2})
+
+        with pytest.raises(PassHookFailed) as failure:
+            runner.run(plan)
+
+    assert isinstance(failure.value.root, ConnectionError)

@@ -13,7 +13,7 @@ import pytest
 
 import baton
 from baton import LLM, SamplingParams
-from engine.errors import InvalidRequest, ModelError
+from engine.errors import EngineStopped, InvalidRequest, ModelError
 from engine.request import FinishReason
 from tests.support.models import VOCAB_SIZE, prompt_of, reference_greedy
 
@@ -175,3 +175,16 @@ def _generate_until_interrupted(local: LLM) -> None:
 def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton", *arguments, "--kv-cache-memory", "4MiB"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_ends_the_engine_is_what_the_caller_sees(model_folder: Path) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with LLM(str(model_folder), kv_cache_memory="4MiB") as llm:
+        llm.engine.scheduler.update = broken  # type: ignore[method-assign, assignment]
+
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            llm.generate([(1, 2, 3)], GREEDY)
+        with pytest.raises(EngineStopped, match="a bug"):
+            llm.generate([(1, 2, 3)], GREEDY)

@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.containment import Containment
 from engine.plan import Plan, StepResult
 from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler_config import CacheConfig, SchedulerConfig
 from kv_transfer.types import HandoffId, KvReports, NodeId, Peer
-from tests.support.fake_runner import FakeRunner, KvTensor, tokens_alone
+from tests.support.fake_runner import CrashPlace, FakeRunner, KvTensor, tokens_alone
 from tests.support.fake_wire import FakeWire, context_of
 
 VOCAB_SIZE = 11
@@ -70,6 +71,7 @@ class EngineWorld:
             self.config.max_model_len,
             chance or random.Random(0),
         )
+        self.containment = Containment(self.runner, self.scheduler)
         self.wire = FakeWire(self.kv, VOCAB_SIZE)
         self.receipts: dict[RequestId, Receipt] = {}
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
@@ -121,6 +123,10 @@ class EngineWorld:
         self._is_at_rest = False
         self.scheduler.give_up_sending(handoff_id, "nobody wants it")
 
+    def crash(self, request_id: RequestId, place: CrashPlace) -> None:
+        """From now on every pass with this request fails."""
+        self.runner.crashing[request_id] = place
+
     def fail_next_token(self, request_id: RequestId) -> None:
         self.runner.failing.add(request_id)
 
@@ -130,7 +136,7 @@ class EngineWorld:
         plan = self.scheduler.schedule(0.0)
         self.wire.start(plan.kv_orders)
         self.wire.misbehave()
-        run = self.runner.run(plan)
+        run = self.containment.run(plan)
         reports = self.wire.poll()
         outputs = self.scheduler.update(plan, StepResult(run, reports))
         for its_outputs in outputs.by_client.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from engine.plan import Plan, Row, RunResult
 from engine.request import RequestId
@@ -72,6 +73,15 @@ class _Row:
     block_ids: list[BlockId]
 
 
+class CrashPlace(Enum):
+    START = "when the row is made"
+    PASS = "in the pass, after the rows before it"
+
+
+class Crash(Exception):
+    """A bug that this request alone brings out."""
+
+
 @dataclass(slots=True)
 class FakeRunner:
     """Keeps rows as the real one does, from the changes that plans bring."""
@@ -84,16 +94,27 @@ class FakeRunner:
     max_model_len: int | None = None
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     failing: set[RequestId] = field(default_factory=set)  # their next token is an error
+    crashing: dict[RequestId, CrashPlace] = field(default_factory=dict)  # their pass fails
     num_computed: dict[RequestId, int] = field(default_factory=dict)  # tokens run, per request
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
+    _forgotten: set[RequestId] = field(default_factory=set)  # after a pass that failed
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
         for request_id in plan.dropped:
-            del self._rows[request_id]
+            if plan.is_retry or request_id in self._forgotten:
+                self._rows.pop(request_id, None)
+            else:
+                del self._rows[request_id]
+        self._forgotten.difference_update(() if plan.is_retry else plan.dropped)
+        self._forgotten.update(plan.dropped if plan.is_retry else ())
         for row in plan.started:
+            self._forgotten.discard(row.request_id)
+            if plan.is_retry:
+                self._rows.pop(row.request_id, None)
             if row.request_id in self._rows:
                 raise AssertionError(f"{row.request_id} started twice")
+            self._crash_if_due(row.request_id, CrashPlace.START)
             self._rows[row.request_id] = _Row(
                 row, list(row.token_ids), row.num_computed_tokens, list(row.block_ids)
             )
@@ -102,8 +123,13 @@ class FakeRunner:
         for request_id in [row.request_id for row in plan.started] + list(plan.new_block_ids):
             self._check_table(self._rows[request_id])
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            self._crash_if_due(request_id, CrashPlace.PASS)
             self._run_row(self._rows[request_id], num_tokens, result)
         return result
+
+    def _crash_if_due(self, request_id: RequestId, place: CrashPlace) -> None:
+        if self.crashing.get(request_id) is place:
+            raise Crash(request_id)
 
     def _run_row(self, row: _Row, num_tokens: int, result: RunResult) -> None:
         request_id = row.row.request_id

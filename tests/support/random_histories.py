@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from engine.containment import MAX_CRASHES_IN_A_ROW
 from engine.errors import InvalidRequest
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from engine.scheduler_config import LoadFailurePolicy, Policy, SchedulerConfig
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
+from tests.support.fake_runner import CrashPlace
 
 NUM_ACTIONS = 80
 Action = Callable[[EngineWorld, random.Random], None]
@@ -70,6 +72,7 @@ def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None
         _wire_out: 2,
         _give_up_sending: 0.3,
         _fail: 0.3,
+        _crash: 0.3,
         _reset: 0.3,
     }
     action = chance.choices(list(weight_by_action), list(weight_by_action.values()))[0]
@@ -127,6 +130,14 @@ def _abort(world: EngineWorld, chance: random.Random) -> None:
 def _fail(world: EngineWorld, chance: random.Random) -> None:
     if world.receipts:
         world.fail_next_token(chance.choice(list(world.receipts)))
+
+
+def _crash(world: EngineWorld, chance: random.Random) -> None:
+    """More at once would be taken for a fault of the engine."""
+    living = [name for name in world.living() if name not in world.runner.crashing]
+    num_crashing = sum(name in world.runner.crashing for name in world.living())
+    if living and num_crashing + 1 < MAX_CRASHES_IN_A_ROW:
+        world.crash(chance.choice(living), chance.choice(list(CrashPlace)))
 
 
 def _reset(world: EngineWorld, chance: random.Random) -> None:

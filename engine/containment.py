@@ -1,0 +1,109 @@
+"""Containment of failed passes: find the requests whose rows fail, and run the pass without them.
+
+A pass may be run again: it writes the same keys and values into the same slots, and a token that
+it sampled counts only once the scheduler has taken it. So after an exception the runner forgets
+its rows, gets them anew from the scheduler's state, which is still that before the pass, and runs
+them in halves until those that fail are alone. These end with an error; the others keep their
+tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import fields
+
+from engine.errors import PassHookFailed
+from engine.plan import Plan, Runner, RunResult
+from engine.request import RequestId
+from engine.scheduler import Scheduler
+
+# So many rows that fail one after the other, with none in between that succeeds, are no fault of
+# theirs: the engine ends, and its node is restarted.
+MAX_CRASHES_IN_A_ROW = 4
+
+log = logging.getLogger(__name__)
+
+
+class Containment:
+    """Runs plans. Raises what a pass failed with if no request can be found that is at fault."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._num_crashes_in_a_row = 0
+
+    def run(self, plan: Plan) -> RunResult:
+        try:
+            result = self._runner.run(plan)
+        except PassHookFailed as failure:
+            raise failure.root from None
+        except Exception as failure:
+            rows = self._scheduler.running_rows()
+            if not rows:
+                raise
+            log.exception(
+                "a pass over %d requests failed; it is run again in parts",
+                len(plan.num_scheduled_tokens),
+            )
+            return self._run_in_parts(plan, failure)
+        if plan.num_scheduled_tokens:
+            self._num_crashes_in_a_row = 0
+        return result
+
+    def _run_in_parts(self, plan: Plan, failure: Exception) -> RunResult:
+        rows, result = self._scheduler.running_rows(), RunResult()
+        self._forget((*plan.dropped, *rows), failure)
+        parts: list[Sequence[RequestId]] = _halves(tuple(rows))
+        while parts:
+            part = parts.pop()
+            again = Plan(
+                started=tuple(rows[request_id] for request_id in part),
+                num_scheduled_tokens={
+                    request_id: plan.num_scheduled_tokens[request_id]
+                    for request_id in part
+                    if request_id in plan.num_scheduled_tokens
+                },
+                is_retry=True,
+            )
+            try:
+                _merge(self._runner.run(again), into=result)
+                self._num_crashes_in_a_row = 0
+            except PassHookFailed as hook_failure:
+                raise hook_failure.root from None
+            except Exception as error:  # noqa: BLE001 - the request gets it, or the log does
+                self._forget(part, failure)
+                if len(part) > 1:
+                    parts += _halves(part)
+                else:
+                    self._crash(part[0], error, result, failure)
+        return result
+
+    def _forget(self, request_ids: Sequence[RequestId], failure: Exception) -> None:
+        """Raises `failure` if the runner cannot even do this."""
+        try:
+            self._runner.run(Plan(dropped=tuple(request_ids), is_retry=True))
+        except Exception:
+            log.exception("the runner cannot forget the rows of a failed pass")
+            raise failure from None
+
+    def _crash(
+        self, request_id: RequestId, error: Exception, result: RunResult, failure: Exception
+    ) -> None:
+        self._num_crashes_in_a_row += 1
+        if self._num_crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
+            raise failure
+        log.error("the pass fails with request %s alone: it ends", request_id, exc_info=error)
+        result.crashes[request_id] = f"{type(error).__name__}: {error}"
+
+
+def _halves(request_ids: Sequence[RequestId]) -> list[Sequence[RequestId]]:
+    """In reverse, as a stack of parts to run."""
+    middle = len(request_ids) // 2
+    parts = request_ids[middle:], request_ids[:middle]
+    return [part for part in parts if part]
+
+
+def _merge(part: RunResult, *, into: RunResult) -> None:
+    for field in fields(RunResult):
+        getattr(into, field.name).update(getattr(part, field.name))

@@ -1,0 +1,154 @@
+"""A pass that fails costs the requests that make it fail, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.containment import MAX_CRASHES_IN_A_ROW
+from engine.core import EngineCore, NoKvWorker
+from engine.errors import EngineStopped, PassHookFailed
+from engine.plan import Plan, Runner, RunResult
+from engine.request import FinishReason, Output, RequestId
+from tests.support.engine_world import EngineWorld
+from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
+from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, tokens_alone
+
+NUM_REQUESTS = 7
+
+
+def a_fake() -> FakeRunner:
+    return FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
+
+
+def outputs_of(engine: EngineCore) -> dict[str, list[Output]]:
+    """To the end of all requests."""
+    found: dict[str, list[Output]] = {}
+    while engine.scheduler.has_work:
+        for outputs in engine.step().by_client.values():
+            for output in outputs:
+                found.setdefault(output.request_id, []).append(output)
+    engine.scheduler.check()
+    return found
+
+
+def prompt(number: int) -> tuple[int, ...]:
+    return (1, 2, number)
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+@pytest.mark.parametrize("place", CrashPlace)
+@pytest.mark.parametrize("culprits", [{0}, {6}, {2, 5}])
+def test_a_pass_that_fails_ends_its_culprits_and_the_others_get_their_tokens(
+    culprits: set[int], place: CrashPlace
+) -> None:
+    runner = a_fake()
+    runner.crashing = {RequestId(str(number)): place for number in culprits}
+    engine = an_engine(runner=runner)
+    for number in range(NUM_REQUESTS):
+        engine.scheduler.add(a_spec(str(number), prompt=prompt(number)))
+
+    found = outputs_of(engine)
+
+    for number in range(NUM_REQUESTS):
+        (*_, last) = outputs = found[str(number)]
+        if number in culprits:
+            assert (last.finish_reason, last.has_crashed) == (FinishReason.ERROR, True)
+            assert last.error == f"Crash: {number}"
+        else:
+            assert last.finish_reason is FinishReason.LENGTH
+            assert tokens(outputs) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
+
+
+def test_a_request_that_begins_to_crash_in_the_middle_keeps_what_it_got() -> None:
+    world = EngineWorld()
+    bystander, culprit = world.add(max_tokens=12), world.add(7, max_tokens=12)
+    for _ in range(5):
+        world.step()
+
+    world.crash(culprit, CrashPlace.PASS)
+    world.run_to_end()
+
+    assert world.finish_reason(bystander) is FinishReason.LENGTH
+    assert world.finish_reason(culprit) is FinishReason.ERROR
+    assert len(world.tokens(culprit)) == 5
+
+
+class FailsOnce:
+    """As by want of memory: the next time it goes well."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.is_due = True
+
+    def run(self, plan: Plan) -> RunResult:
+        if self.is_due and plan.num_scheduled_tokens:
+            self.is_due = False
+            self._runner.run(plan)  # half of its traces stay
+            raise MemoryError("not now")
+        return self._runner.run(plan)
+
+
+def test_a_failure_that_passes_costs_nobody_anything() -> None:
+    engine = an_engine(runner=FailsOnce(a_fake()))
+    for number in range(NUM_REQUESTS):
+        engine.scheduler.add(a_spec(str(number), prompt=prompt(number)))
+
+    found = outputs_of(engine)
+
+    for number in range(NUM_REQUESTS):
+        assert tokens(found[str(number)]) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
+
+
+def test_when_every_row_fails_the_engine_ends_with_the_first_failure() -> None:
+    runner = a_fake()
+    runner.crashing = {RequestId(str(n)): CrashPlace.PASS for n in range(NUM_REQUESTS)}
+    engine = an_engine(runner=runner)
+    for number in range(NUM_REQUESTS):
+        engine.scheduler.add(a_spec(str(number)))
+
+    with pytest.raises(Crash) as failure:
+        engine.step()
+
+    assert engine.failure is failure.value
+    with pytest.raises(EngineStopped, match="Crash"):
+        engine.step()
+
+
+def test_culprits_among_rows_that_succeed_are_not_counted_together() -> None:
+    runner = a_fake()
+    engine = an_engine(runner=runner)
+    for number in range(2 * MAX_CRASHES_IN_A_ROW):
+        runner.crashing[RequestId(f"bad {number}")] = CrashPlace.PASS
+        engine.scheduler.add(a_spec(f"bad {number}"))
+        engine.scheduler.add(a_spec(f"good {number}", prompt=prompt(number)))
+        found = outputs_of(engine)
+        assert tokens(found[f"good {number}"]) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
+
+
+class HookFails:
+    def run(self, plan: Plan) -> RunResult:
+        raise PassHookFailed(ConnectionError("the wire broke"))
+
+
+def test_a_failure_of_the_hook_is_nobodys_row() -> None:
+    engine = an_engine(runner=HookFails())
+    engine.scheduler.add(a_spec())
+
+    with pytest.raises(ConnectionError, match="the wire broke"):
+        engine.step()
+
+
+def test_what_ended_the_engine_is_told_by_every_step_after_it() -> None:
+    class Broken(NoKvWorker):
+        def poll(self, now: float) -> None:  # type: ignore[override]
+            raise ZeroDivisionError("a bug of the wire")
+
+    engine = an_engine(kv_worker=Broken())
+
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    with pytest.raises(EngineStopped, match="a bug of the wire"):
+        engine.step()
