@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from engine.hashing import PrefixNaming
 from engine.sampling import NO_ADVICE, SamplingDefaults
@@ -18,6 +19,16 @@ from serving.prefixes import PrefixChanges
 KvKind = tuple[Fingerprint, int, str]  # with the bytes of a block and what carries it
 
 
+class Revision(NamedTuple):
+    """One version of a model: nodes of the same revision give a request the same tokens."""
+
+    fingerprint: str  # of the configuration, the weights and the logits processors
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint[:12]} ({self.dtype})"
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node that can be reached."""
@@ -29,6 +40,10 @@ class Node:
     def kv_kind(self) -> KvKind:
         """Nodes may share KV when these are equal."""
         return self.card.fingerprint, self.card.block_bytes, self.card.kv_transport
+
+    @property
+    def revision(self) -> Revision:
+        return Revision(self.card.fingerprint.model, self.card.fingerprint.dtype)
 
     def may_share_kv_with(self, other: Node) -> bool:
         return self.kv_kind == other.kv_kind
@@ -82,6 +97,7 @@ class NodeTable:
         self._unlisted: frozenset[str] = frozenset()
         self._last_of_name: dict[NodeId, str] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: to be made anew
+        self._kinds_in_service: set[KvKind] = set()  # for which both roles were open at once
         self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
         self.prefixes = NodePrefixes()
         self._num_uses = 0
@@ -208,7 +224,13 @@ class NodeTable:
             return _grouped([node for node in self._all_open() if node.address not in without])
         if self._groups is None:
             self._groups = _grouped(self._all_open())
+            pairs = [group for group in self._groups if group.prefills and group.decodes]
+            self._kinds_in_service.update(group.decodes[0].kv_kind for group in pairs)
         return self._groups
+
+    def was_paired(self, group: NodeGroup) -> bool:
+        """Whether a prefill node whose KV fits these has ever been open with a decode node."""
+        return any(node.kv_kind in self._kinds_in_service for node in group.decodes)
 
     def _renew(self) -> None:
         self._groups = None

@@ -35,6 +35,7 @@ from router.values import Call, Ending, Piece, Prompt
 from serving.errors import (
     Draining,
     EmptyPrompt,
+    IncompatibleNodes,
     NodeDraining,
     NodeFailed,
     NoNodes,
@@ -252,34 +253,15 @@ class Pipeline:
         """Try until one comes to its end; the answer goes on where the last try broke off."""
         wants_prompt = call.sampling.prompt_logprobs is not None
         answer = Answer(self._text.speller(), call.stop, len(prompt) * wants_prompt)
-        seed = call.sampling.seed
-        seed = secrets.randbits(SEED_BITS) if seed is None else seed
-        failures = Failures()
-        # Clients choose ids, and other routers have other clients: what nodes hand over under one
-        # must not meet what they were asked for under the same one.
-        own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
+        one = _Request(call, prompt, context, shared, beside, answer)
         for number in itertools.count(1):
             num_given = len(answer.token_ids)
             context.trace.try_began(number, num_given)
-            route = self._route_beside(beside, prompt) if number == 1 else None
-            if route is None:
-                route = await self._route(call, prompt, answer.token_ids, failures.addresses)
+            route = await self._next_route(one, number)
             context.trace.routed(route, self._config.routing.policy, self._table)
             assignment = Assignment(self._table, route)
             self._breakers.sent(route.addresses, self._clock())
-            attempt = Attempt(
-                route=route,
-                handoff_id=HandoffId(own_id, number),
-                sequence=replace(
-                    _sequence(call, prompt, seed, answer.token_ids),
-                    age_s=max(0.0, self._clock() - context.received_s),
-                ),
-                answer=answer,
-                context=context,
-                clock=self._clock,
-                on_prefilled=assignment.prompt_done,
-                on_decoded=partial(shared.is_at, route.decode),
-            )
+            attempt = self._attempt(one, number, route, assignment)
             try:
                 with closing(assignment):
                     async with aclosing(attempt.run(self._node_calls)) as pieces:
@@ -289,13 +271,45 @@ class Pipeline:
                 return
             except NodeFailed as failure:
                 context.trace.try_failed()
-                is_free = isinstance(failure, NodeDraining)
-                num_new = len(answer.token_ids) - num_given
-                failures.note(attempt.failed_addresses, num_new, is_free=is_free)
-                if not is_free:
-                    self._breakers.failed(attempt.failed_addresses, self._clock())
-                if number == MOST_TRIES or not self._may_go_on(failures):
+                self._note_failure(one, attempt, failure, len(answer.token_ids) - num_given)
+                if number == MOST_TRIES or not self._may_go_on(one.failures):
                     raise
+
+    async def _next_route(self, one: _Request, number: int) -> Route:
+        """Raises NoNodes and IncompatibleNodes. All tries keep to the revision of the first."""
+        route = self._route_beside(one.beside, one.prompt) if number == 1 else None
+        if route is None:
+            given, revision = one.answer.token_ids, one.shared.revision
+            call, count = one.call, next(self._numbers)
+            ask = Ask(one.prompt, count, given, call.model, call.cache_salt, revision)
+            route = await self._route(ask, one.failures.addresses)
+        one.shared.revision = route.decode.revision
+        return route
+
+    def _attempt(self, one: _Request, number: int, route: Route, assignment: Assignment) -> Attempt:
+        return Attempt(
+            route=route,
+            handoff_id=HandoffId(one.own_id, number),
+            sequence=replace(
+                _sequence(one.call, one.prompt, one.seed, one.answer.token_ids),
+                age_s=max(0.0, self._clock() - one.context.received_s),
+            ),
+            answer=one.answer,
+            context=one.context,
+            clock=self._clock,
+            on_prefilled=assignment.prompt_done,
+            on_decoded=partial(one.shared.is_at, route.decode),
+        )
+
+    def _note_failure(
+        self, one: _Request, attempt: Attempt, failure: NodeFailed, num_new_tokens: int
+    ) -> None:
+        is_free = isinstance(failure, NodeDraining)
+        one.failures.note(attempt.failed_addresses, num_new_tokens, is_free=is_free)
+        if not is_free:
+            self._breakers.failed(attempt.failed_addresses, self._clock())
+        elif not one.answer.token_ids and one.context.shared is None:
+            one.shared.revision = None  # nothing of the answer was begun
 
     def _may_go_on(self, failures: Failures) -> bool:
         """What brought the answer on is paid for, and what drains costs nothing."""
@@ -303,18 +317,11 @@ class Pipeline:
             return False
         return failures.is_paid or self._retry_budget.spend()
 
-    async def _route(
-        self,
-        call: Call,
-        prompt: tuple[int, ...],
-        given: tuple[int, ...],
-        failed: frozenset[str],
-    ) -> Route:
-        """Raises NoNodes when none has come for a while, and IncompatibleNodes."""
-        ask = Ask(prompt, next(self._numbers), given, call.model, call.cache_salt)
+    async def _route(self, ask: Ask, failed: frozenset[str]) -> Route:
+        """Raises NoNodes and IncompatibleNodes when none that fits has come for a while."""
         avoided = self._breakers.avoided(self._clock())
         for without in dict.fromkeys(filter(None, (failed | avoided, failed))):
-            with suppress(NoNodes):
+            with suppress(NoNodes, IncompatibleNodes):
                 return choose(self._table, self._config.routing, ask, without=without)
         if failed:
             # A node that failed once is better than none, unless it is found to be gone.
@@ -335,12 +342,15 @@ class Pipeline:
         return Route(decode, None, "its prompt is there, for another answer", num_missing)
 
     async def _patiently(self, choose_one: Callable[[], Route]) -> Route:
-        """A node that restarts is back in a moment. Raises NoNodes when it is not."""
+        """A node that restarts is back in a moment.
+
+        Raises NoNodes or IncompatibleNodes when it is not.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.node_patience_s):
                 while True:
                     changed = self._nodes_changed
-                    with suppress(NoNodes):
+                    with suppress(NoNodes, IncompatibleNodes):
                         return choose_one()
                     await changed.wait()
         return choose_one()
@@ -357,6 +367,32 @@ class Pipeline:
             self._ids_in_use.discard(request_id)
             if not self._ids_in_use:
                 self._became_idle.set()
+
+
+class _Request:
+    """What stays of a request from one try to the next."""
+
+    def __init__(
+        self,
+        call: Call,
+        prompt: tuple[int, ...],
+        context: RequestContext,
+        shared: SharedPrompt,
+        beside: Node | None,
+        answer: Answer,
+    ) -> None:
+        self.call = call
+        self.prompt = prompt
+        self.context = context
+        self.shared = shared
+        self.beside = beside  # the node that has the prompt, for another answer
+        self.answer = answer
+        seed = call.sampling.seed
+        self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
+        self.failures = Failures()
+        # Clients choose ids, and other routers have other clients: what nodes hand over under one
+        # must not meet what they were asked for under the same one.
+        self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
 
 
 @contextmanager

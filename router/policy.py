@@ -8,7 +8,7 @@ from enum import Enum
 
 from engine.errors import InvalidConfig
 from engine.hashing import BlockHash
-from router.nodes import Node, NodeGroup, NodeTable
+from router.nodes import Node, NodeGroup, NodeTable, Revision
 from serving.errors import IncompatibleNodes, NoNodes
 from serving.node import NodeRole
 
@@ -61,6 +61,7 @@ class Ask:
     prior_output_token_ids: tuple[int, ...] = ()
     model: str = ""
     cache_salt: str = ""
+    revision: Revision | None = None  # that began the answer: no other may go on with it
 
     @property
     def num_tokens(self) -> int:
@@ -88,15 +89,18 @@ def choose(
 ) -> Route:
     """Raises NoNodes and IncompatibleNodes. `without` names the addresses that just failed."""
     groups = [_serving(group, ask.model) for group in table.groups(without)]
-    groups = [group for group in groups if group.decodes]
+    groups = _of_revision([group for group in groups if group.decodes], ask.revision)
     if not groups:
         raise NoNodes("no decode node is reachable and open; start one, or try again later")
     paired = [group for group in groups if group.prefills]
+    if not paired:
+        # A revision that has served with prefill nodes before one that never has.
+        groups = [group for group in groups if table.was_paired(group)] or groups
     view = _view(table, routing, ask)
     decode = pick(routing, view, _joined([group.decodes for group in paired or groups]))
     names = view.names
     if not paired:
-        reason = _why_not_paired(table, groups)
+        reason = _why_not_paired(table, groups, ask.revision)
         return Route(decode, None, reason, view.missing(decode), names)
     num_missing = view.surely_missing(decode)
     if num_missing < routing.local_prefill_below:
@@ -228,17 +232,35 @@ def _serving(group: NodeGroup, model: str) -> NodeGroup:
     return NodeGroup(group.prefills, decodes)
 
 
+def _of_revision(groups: list[NodeGroup], revision: Revision | None) -> list[NodeGroup]:
+    """Raises IncompatibleNodes if all that are left have other weights."""
+    if revision is None or not groups:
+        return groups
+    alike = [group for group in groups if group.decodes[0].revision == revision]
+    if not alike:
+        others = ", ".join(sorted({str(group.decodes[0].revision) for group in groups}))
+        raise IncompatibleNodes(
+            f"the answer was begun by model revision {revision}, and no decode node that is open "
+            f"has it (there are: {others}): other weights must not go on with it; send it again"
+        )
+    return alike
+
+
 def _joined(parts: Sequence[tuple[Node, ...]]) -> Sequence[Node]:
     return parts[0] if len(parts) == 1 else [node for part in parts for node in part]
 
 
-def _why_not_paired(table: NodeTable, groups: Sequence[NodeGroup]) -> str:
+def _why_not_paired(
+    table: NodeTable, groups: Sequence[NodeGroup], revision: Revision | None
+) -> str:
     """Raises IncompatibleNodes, unless a prefill node is just not there."""
     decodes = [node for group in groups for node in group.decodes]
     models = {node.card.model for node in decodes}
     kinds = {node.kv_kind for node in decodes}
     known = [node for node in table.nodes if node.card.role is NodeRole.PREFILL]
-    prefills = [node for node in known if node.card.model in models]
+    prefills = [
+        node for node in known if node.card.model in models and revision in (None, node.revision)
+    ]
     if not prefills:
         return "no prefill node of this model is reachable"
     if any(node.kv_kind in kinds for node in prefills):

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from router.nodes import Node
+from router.nodes import Node, Revision
 
 
 class SharedPrompt:
@@ -20,6 +20,7 @@ class SharedPrompt:
         self._is_told = asyncio.Event()
         self._decode: Node | None = None
         self.token_ids: tuple[int, ...] | None = None  # once one has them
+        self.revision: Revision | None = None  # of all answers, from the first try of any on
 
     @contextmanager
     def led(self) -> Iterator[bool]:

@@ -36,6 +36,7 @@ from serving.errors import (
     DeadlineExceeded,
     Draining,
     EmptyPrompt,
+    IncompatibleNodes,
     NodeDraining,
     NodeFailed,
     NoNodes,
@@ -46,6 +47,7 @@ from serving.errors import (
 )
 from serving.node import NodeRole
 from tests.support.node_calls import (
+    FINGERPRINT,
     FakeNodeCalls,
     a_node,
     a_table,
@@ -587,6 +589,93 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
 
     assert token_ids == expected_tokens(nodes)
     assert [asked.leg for asked in nodes.asked].count(Leg.DECODE) == 2
+
+
+OTHER = replace(FINGERPRINT, model="the same in int8")
+
+
+def test_an_answer_is_not_continued_by_other_weights() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[3])
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    table = a_table(d1, d2)
+
+    token_ids, _ = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+
+    assert [asked.node for asked in nodes.asked] == ["d1", "d1"]
+    assert token_ids == expected_tokens(nodes)
+
+
+def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[3])
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    table = a_table(d1, d2)
+    pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
+
+    async def restart_under_way() -> list[int]:
+        token_ids: list[int] = []
+        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+            async for part in parts:
+                if isinstance(part, Piece):
+                    token_ids += part.token_ids
+                if len(token_ids) == 3:
+                    table.lose(d1.address)
+                    asyncio.get_running_loop().call_later(0.05, come_back)
+        return token_ids
+
+    def come_back() -> None:
+        pipeline.nodes_changed()
+        table.join(d1.address, d1.card)
+        pipeline.nodes_changed()
+
+    token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
+
+    assert token_ids == expected_tokens(nodes)
+    assert {asked.node for asked in nodes.asked} == {"d1"}
+
+
+def test_an_answer_whose_revision_does_not_come_back_ends_by_name() -> None:
+    nodes = FakeNodeCalls(decode_breaks_after=[3])
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    table = a_table(d1, d2)
+    pipeline = a_pipeline(nodes, table, node_patience_s=0.01)
+
+    async def lost_under_way() -> None:
+        async for _ in pipeline.generate(a_call(), RequestContext(0.0)):
+            table.lose(d1.address)
+
+    with pytest.raises(IncompatibleNodes, match="must not go on"):
+        asyncio.run(asyncio.wait_for(lost_under_way(), PATIENCE_S))
+
+
+def test_a_request_waits_for_a_prefill_node_that_fits() -> None:
+    """As for any: the one that does not fit may be the first of a new revision to come."""
+    table = a_table(a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER), a_node(NodeRole.DECODE))
+    prefill = a_node(NodeRole.PREFILL)
+    nodes = FakeNodeCalls()
+    pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
+
+    async def come_late() -> PrefillPlace:
+        asking = asyncio.ensure_future(run(pipeline, a_call()))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert nodes.asked == []
+        table.join(prefill.address, prefill.card)
+        pipeline.nodes_changed()
+        return (await asking)[1].served.prefill
+
+    place = asyncio.run(asyncio.wait_for(come_late(), PATIENCE_S))
+
+    assert place is PrefillPlace.REMOTE
+
+
+def test_a_request_that_a_draining_node_refused_may_begin_with_another_revision() -> None:
+    nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out")])
+    p1, p2 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+
+    asyncio.run(run(a_pipeline(nodes, a_table(p1, p2, d1, d2)), a_call()))
+
+    assert {asked.node for asked in nodes.asked[-2:]} == {"p2", "d2"}
 
 
 def test_the_wait_for_a_node_ends() -> None:

@@ -314,3 +314,54 @@ def test_no_decode_node_is_a_named_refusal() -> None:
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(InvalidConfig, match="prefix_aware"):
         policy_named("best")
+
+
+OTHER = replace(FINGERPRINT, model="the same in int8")
+
+
+def test_a_request_keeps_to_the_revision_that_began_it() -> None:
+    p1, p2 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    table = a_table(p1, p2, d1, d2)
+
+    new = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(6)}
+    for node, pair in ((d1, ("p1", "d1")), (d2, ("p2", "d2"))):
+        ask = replace(ASK, revision=node.revision)
+        kept = {pair_of(choose(table, Routing(), replace(ask, number=n))) for n in range(6)}
+        assert kept == {pair}
+
+    assert new == {("p1", "d1"), ("p2", "d2")}
+
+
+def test_without_prefill_nodes_an_answer_does_not_go_on_with_other_weights() -> None:
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    table = a_table(d1, d2)
+    begun = replace(ASK, revision=d1.revision)
+
+    chosen = {pair_of(choose(table, Routing(), replace(begun, number=n))) for n in range(4)}
+
+    assert chosen == {("", "d1")}
+    with pytest.raises(IncompatibleNodes, match="begun by model revision m "):
+        choose(table, Routing(), begun, without=frozenset({d1.address}))
+
+
+def test_prefill_nodes_of_another_revision_are_none_to_an_answer_that_has_begun() -> None:
+    d1, p2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
+
+    route = choose(a_table(d1, p2), Routing(), replace(ASK, revision=d1.revision))
+
+    assert pair_of(route) == ("", "d1")
+
+
+def test_when_prefill_is_gone_new_requests_stay_with_the_revision_that_served() -> None:
+    p1, d1 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.DECODE, "d1")
+    table = a_table(p1, d1, a_node(NodeRole.DECODE, "d2", fingerprint=OTHER))
+    choose(table, Routing(), ASK)
+    table.lose(p1.address)
+
+    chosen = {pair_of(choose(table, Routing(), replace(ASK, number=n))) for n in range(4)}
+    table.lose(d1.address)
+    left = pair_of(choose(table, Routing(), ASK))
+
+    assert chosen == {("", "d1")}
+    assert left == ("", "d2")

@@ -21,7 +21,7 @@ from router.values import Call, Ending, PrefillPlace, TokenPrompt
 from router.visits import Visits, received_now
 from serving.errors import NodeFailed
 from serving.node import NodeLoad, NodeRole
-from tests.support.node_calls import FakeNodeCalls, a_node, a_table, token_at
+from tests.support.node_calls import FINGERPRINT, FakeNodeCalls, a_node, a_table, token_at
 
 PROMPT = tuple(range(1, 36))  # two blocks of 16, and three tokens
 
@@ -241,3 +241,14 @@ def test_nobody_follows_to_a_node_that_takes_no_more_requests() -> None:
 
     first, other = decodes_of(nodes)
     assert first != other
+
+
+def test_all_answers_come_from_one_revision_of_the_model() -> None:
+    d1 = a_node(NodeRole.DECODE, "d1")
+    full = replace(d1, card=replace(d1.card, max_num_seqs=1))
+    other = replace(FINGERPRINT, model="the same in int8")
+    nodes = FakeNodeCalls()
+
+    answered(nodes, calls_of(4), a_table(full, a_node(NodeRole.DECODE, "d2", fingerprint=other)))
+
+    assert [asked.node for asked in nodes.asked] == ["d1"] * 4
