@@ -8,6 +8,7 @@ import grpc
 from grpc import aio
 
 from serving.certificates import ServerCertificates
+from serving.descriptors import descriptor_limit, max_connections
 from serving.sizes import MAX_MESSAGE_BYTES
 from serving.tls import PLAIN, TlsConfig
 
@@ -47,6 +48,27 @@ SIZES: Options = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConnections:
+    """Number of connections that a server accepts, and how long an unused one keeps its place."""
+
+    max_connections: int | None = None  # None: what the limit of descriptors allows
+    handshake_s: float = 10.0  # to become a connection of HTTP/2
+    idle_s: float = 75.0  # without calls; clients open another when they need it
+
+    @property
+    def options(self) -> Options:
+        most = self.max_connections or max_connections(descriptor_limit())
+        return (
+            ("grpc.max_allowed_incoming_connections", most),
+            ("grpc.server_handshake_timeout_ms", round(self.handshake_s * 1000)),
+            ("grpc.max_connection_idle_ms", round(self.idle_s * 1000)),
+        )
+
+
+CONNECTIONS = ServerConnections()
 # A node that comes back on its address is found again soon.
 LONGEST_RECONNECT_S = 2.0
 RECONNECTION: Options = (
@@ -55,9 +77,16 @@ RECONNECTION: Options = (
 )
 
 
-def server_options(keepalive: Keepalive = KEEPALIVE) -> Options:
-    # Two servers on one port would share its connections without anyone noticing.
-    return (*SIZES, *keepalive.server_options, ("grpc.so_reuseport", 0))
+def server_options(
+    keepalive: Keepalive = KEEPALIVE, connections: ServerConnections = CONNECTIONS
+) -> Options:
+    return (
+        *SIZES,
+        *keepalive.server_options,
+        # Two servers on one port would share its connections without anyone noticing.
+        ("grpc.so_reuseport", 0),
+        *connections.options,
+    )
 
 
 def open_channel(

@@ -12,7 +12,14 @@ from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from serving.channel import KEEPALIVE, Keepalive, server_credentials, server_options
+from serving.channel import (
+    CONNECTIONS,
+    KEEPALIVE,
+    Keepalive,
+    ServerConnections,
+    server_credentials,
+    server_options,
+)
 from serving.errors import AddressInUse
 from serving.health import HEALTH, Health
 from serving.health_servicer import HealthServicer
@@ -47,13 +54,15 @@ async def serving(
     *,
     tls: TlsConfig = PLAIN,
     keepalive: Keepalive = KEEPALIVE,
+    connections: ServerConnections = CONNECTIONS,
     interceptors: Sequence[aio.ServerInterceptor] = (),
 ) -> AsyncIterator[Running]:
     """Serves from here to the end of the block, not ready until told so."""
     names = tuple(service.name for service in services)
     health = Health(names)
     server = aio.server(
-        interceptors=(*interceptors, NamesUnreadable()), options=server_options(keepalive)
+        interceptors=(*interceptors, NamesUnreadable()),
+        options=server_options(keepalive, connections),
     )
     for service in services:
         service.add_to(server)

@@ -6,8 +6,11 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import TextIO
 
 from engine.errors import InvalidConfig
@@ -22,6 +25,8 @@ ROOMS = (
     *("serving", "telemetry", "engine", "kv_transfer"),
 )
 FIELDS = "fields"
+NUM_SUPPRESSED = "num_suppressed"
+MAX_KINDS = 512
 
 Fields = Mapping[str, AttributeValue | None]
 
@@ -48,9 +53,82 @@ def start_logging(
     handler = logging.StreamHandler(stream or sys.stderr)
     is_text = handler.stream.isatty() if written_as == "auto" else written_as == "text"
     handler.setFormatter(TextFormatter(TEXT) if is_text else JsonFormatter(role))
+    handler.addFilter(RepeatFilter())
     logging.basicConfig(level=max(logging.INFO, LEVELS[level]), handlers=[handler])
     for room in ROOMS:
         logging.getLogger(room).setLevel(LEVELS[level])
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatLimit:
+    """So many lines of one kind at once, and so many a second from then on."""
+
+    burst: int
+    per_s: float
+
+
+# A line for each request is wanted; a warning says it all the first few times.
+INFO_LIMIT, WARNING_LIMIT = RepeatLimit(1000, 100.0), RepeatLimit(20, 1.0)
+
+
+@dataclass(slots=True)
+class _Repeats:
+    """A token bucket for lines of one kind."""
+
+    num_left: float
+    filled_s: float
+    num_suppressed: int = 0
+
+    def take(self, limit: RepeatLimit, now: float) -> bool:
+        self.num_left = min(limit.burst, self.num_left + (now - self.filled_s) * limit.per_s)
+        self.filled_s = now
+        if self.num_left < 1:
+            self.num_suppressed += 1
+            return False
+        self.num_left -= 1
+        return True
+
+
+class RepeatFilter(logging.Filter):
+    """Suppresses lines of one kind beyond a rate: same logger, level and place in the code.
+
+    The next line of that kind carries how many were suppressed. Any thread may log.
+    """
+
+    def __init__(
+        self,
+        info: RepeatLimit = INFO_LIMIT,
+        warning: RepeatLimit = WARNING_LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._info = info
+        self._warning = warning
+        self._clock = clock
+        self._repeats_by_kind: OrderedDict[Hashable, _Repeats] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        limit = self._warning if record.levelno >= logging.WARNING else self._info
+        kind = (record.name, record.levelno, record.pathname, record.lineno)
+        with self._lock:
+            repeats = self._repeats_of(kind, limit)
+            if not repeats.take(limit, self._clock()):
+                return False
+            num_suppressed, repeats.num_suppressed = repeats.num_suppressed, 0
+        if num_suppressed:
+            fields: Fields = getattr(record, FIELDS, {})
+            setattr(record, FIELDS, {**fields, NUM_SUPPRESSED: num_suppressed})
+        return True
+
+    def _repeats_of(self, kind: Hashable, limit: RepeatLimit) -> _Repeats:
+        repeats = self._repeats_by_kind.get(kind)
+        if repeats is None:
+            repeats = self._repeats_by_kind[kind] = _Repeats(limit.burst, self._clock())
+            if len(self._repeats_by_kind) > MAX_KINDS:
+                self._repeats_by_kind.popitem(last=False)
+        self._repeats_by_kind.move_to_end(kind)
+        return repeats
 
 
 class TextFormatter(logging.Formatter):

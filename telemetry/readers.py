@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from engine.errors import InvalidConfig
 from telemetry.metrics import Read, Readings
+from telemetry.metrics_server import metrics_server
 from telemetry.options import TelemetryOptions
 from telemetry.outlet import ExportFailed
 from telemetry.resource import Process
@@ -45,11 +46,13 @@ def metrics_read(
 def _serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[str]:
     bare = host.strip("[]")
     try:
-        server, thread = start_http_server(port, addr=bare, registry=registry)
+        server = metrics_server(registry, bare, port)
     except OSError as error:
         raise InvalidConfig(
             f"cannot serve metrics on {host}:{port} ({error}); choose another --metrics-port"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics-server", daemon=True)
+    thread.start()
     try:
         shown = f"[{bare}]" if ":" in bare else bare
         yield f"http://{shown}:{server.server_port}/metrics"

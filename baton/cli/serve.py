@@ -61,6 +61,7 @@ from baton.cli.signatures import split, takes_options_of
 from baton.cli.telemetry import TraceStepRatio, telemetry_options
 from baton.units import AUTO, parse_kv_memory
 from engine.errors import InvalidConfig
+from serving.descriptors import raise_descriptor_limit
 from serving.grace import DRAIN_TIMEOUT_S
 from serving.parent import end_when_told, end_with_parent
 from telemetry.logs import start_logging
@@ -271,6 +272,7 @@ def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
     if parent_pid:
         end_with_parent(parent_pid)
     start_logging(role, log_format, log_level)
+    raise_descriptor_limit()
 
 
 def parse_cpus(written: str) -> tuple[int, ...]:

@@ -37,7 +37,8 @@ def look_at_machine(root: Path = Path("/")) -> Iterator[Finding]:
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
         yield shm_finding(usage.total, usage.free)
-    yield files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    # Processes raise their soft limit to the hard one.
+    yield files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield locked_memory_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma_devices(root))
     yield ptrace_finding(_text(root / "proc/sys/kernel/yama/ptrace_scope"))
 

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.openai.connections import Acceptor, ConnectionLimits
+from serving.descriptors import descriptor_limit, max_connections
 from serving.http_tls import server_context
 from serving.listening import listening_socket
 from serving.tls import TlsConfig
@@ -18,6 +20,8 @@ from serving.tls import TlsConfig
 CLOSE_GRACE_S = 1
 # Clients keep connections for their next request, for longer than uvicorn's 5 s.
 KEEP_ALIVE_S = 75
+# Connections that the system keeps until they are accepted; they take no descriptors.
+BACKLOG = 1024
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +35,16 @@ class Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def http_serving(app: ASGIApp, host: str, port: int, tls: TlsConfig) -> AsyncIterator[str]:
-    """Serves from here to the end of the block; yields its address. Raises AddressInUse."""
+async def http_serving(
+    app: ASGIApp, host: str, port: int, tls: TlsConfig, limits: ConnectionLimits | None = None
+) -> AsyncIterator[str]:
+    """Serves from here to the end of the block; yields its address. Raises AddressInUse.
+
+    Without limits, the number of connections follows from the number of descriptors.
+    """
+    limits = limits or ConnectionLimits(max_connections(descriptor_limit()))
     listening = listening_socket(host, port, "--http-port")
+    listening.listen(BACKLOG)
     config = uvicorn.Config(
         app,
         http="h11",  # bounds what it reads of a header
@@ -47,13 +58,19 @@ async def http_serving(app: ASGIApp, host: str, port: int, tls: TlsConfig) -> As
         timeout_graceful_shutdown=CLOSE_GRACE_S,
         ssl_context_factory=(lambda *_: server_context(tls)) if tls.listens else None,
     )
+    config.load()
     server = Server(config)
-    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    serving = asyncio.ensure_future(server.serve(sockets=[]))  # it accepts nothing by itself
+    acceptor = Acceptor(listening, config, server.server_state, limits)
+    accepting = asyncio.ensure_future(acceptor.run())
     taken: int = listening.getsockname()[1]
     scheme = "https" if tls.listens else "http"
     log.info("OpenAI's API on %s://%s:%d/v1", scheme, host, taken)
     try:
         yield f"{host}:{taken}"
     finally:
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        listening.close()
         server.should_exit = True
         await serving

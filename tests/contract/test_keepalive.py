@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving.channel import KEEPALIVE, Keepalive, open_channel
+from serving.channel import KEEPALIVE, Keepalive, ServerConnections, open_channel
 from serving.server import serving
 
 PATIENCE_S = 30
@@ -127,3 +127,27 @@ def test_pings_as_often_as_agreed_are_taken_while_others_are_sent_away() -> None
             await too_often.close()
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+def test_connections_that_speak_no_http2_give_their_places_back() -> None:
+    limits = ServerConnections(max_connections=2, handshake_s=0.2)
+
+    async def run() -> None:
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            serving("127.0.0.1", 0, (), connections=limits) as server,
+        ):
+            host, _, port = server.address.rpartition(":")
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+            async with open_channel(server.address) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.Check(health_pb2.HealthCheckRequest())
+                for reading, _ in silent:
+                    await reading.read()  # to its end
+
+                await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            for _, writing in silent:
+                writing.close()
+
+    asyncio.run(run())

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.openai.app import http_app
+from router.openai.connections import ConnectionLimits
 from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.openai.server import http_serving
 from router.pipeline import Pipeline, PipelineConfig
@@ -50,6 +51,7 @@ async def an_http_router(
     tokens: AcceptedTokens | None = None,
     tracing: Tracing = TRACES_NOTHING,
     parsing: Parsing = ALL_IS_CONTENT,
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[HttpRouter]:
     table = table or a_table()
     pipeline = Pipeline(
@@ -70,5 +72,5 @@ async def an_http_router(
         parsing=parsing,
         tokens=tokens,
     )
-    async with http_serving(app, "127.0.0.1", 0, tls) as address:
+    async with http_serving(app, "127.0.0.1", 0, tls, limits) as address:
         yield HttpRouter(address, pipeline, health)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -9,7 +10,16 @@ import sys
 import pytest
 
 from engine.errors import InvalidConfig
-from telemetry.logs import FIELDS, TEXT, JsonFormatter, TextFormatter, log_event, start_logging
+from telemetry.logs import (
+    FIELDS,
+    TEXT,
+    JsonFormatter,
+    RepeatFilter,
+    RepeatLimit,
+    TextFormatter,
+    log_event,
+    start_logging,
+)
 
 
 def a_record(message: str = "request ended", **fields: object) -> logging.LogRecord:
@@ -65,3 +75,50 @@ def test_an_event_leaves_out_what_is_not_known(caplog: pytest.LogCaptureFixture)
 def test_unknown_settings_are_refused_by_name(written_as: str, level: str, named: str) -> None:
     with pytest.raises(InvalidConfig, match=named):
         start_logging("router", written_as, level)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_failure(line: int = 1) -> logging.LogRecord:
+    return logging.LogRecord("asyncio", logging.ERROR, __file__, line, "accept failed", (), None)
+
+
+def test_repeated_lines_are_suppressed_and_counted_in_the_next_one() -> None:
+    clock = Clock()
+    repeats = RepeatFilter(warning=RepeatLimit(burst=3, per_s=1.0), clock=clock)
+
+    passed = [repeats.filter(a_failure()) for _ in range(1000)]
+    clock.now += 1.0
+    next_one = a_failure()
+
+    assert passed == [True] * 3 + [False] * 997
+    assert repeats.filter(next_one)
+    assert next_one.__dict__[FIELDS] == {"num_suppressed": 997}
+
+
+def test_lines_of_other_kinds_are_not_suppressed_with_a_repeated_one() -> None:
+    repeats = RepeatFilter(warning=RepeatLimit(burst=1, per_s=1.0), clock=Clock())
+
+    passed = [repeats.filter(a_failure(line)) for line in (1, 1, 2)]
+
+    assert passed == [True, False, True]
+
+
+def test_a_process_suppresses_repeated_lines_of_every_logger() -> None:
+    stream = io.StringIO()
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, []
+    try:
+        start_logging("router", "json", stream=stream)
+        for _ in range(1000):
+            logging.getLogger("asyncio").error("socket.accept() out of system resource")
+    finally:
+        root.handlers = before
+
+    assert len(stream.getvalue().splitlines()) < 100

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
+
+from prometheus_client import CollectorRegistry
 
 from serving.scrapes import AskedOn
 from telemetry.metric_names import READINGS_AGE, RUNNING
 from telemetry.metrics import Reading
+from telemetry.metrics_server import MAX_CONNECTIONS, metrics_server
 
 Order = Callable[[], None]
 
@@ -80,3 +86,20 @@ def test_an_answer_that_came_late_is_what_is_known_then() -> None:
 
     assert told[RUNNING] == 3
     assert len(owner.waiting) == 1
+
+
+def test_connections_beyond_the_limit_of_a_metrics_server_are_closed_at_once() -> None:
+    server = metrics_server(CollectorRegistry(), "127.0.0.1", 0)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    with ExitStack() as clients:
+        address = ("127.0.0.1", server.server_port)
+        for _ in range(MAX_CONNECTIONS):
+            clients.enter_context(socket.create_connection(address))
+        one_more = clients.enter_context(socket.create_connection(address))
+
+        assert one_more.recv(1) == b""
+
+    server.shutdown()
+    server.server_close()
+    serving.join()

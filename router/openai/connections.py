@@ -1,0 +1,293 @@
+"""Connections of the HTTP server: bounded in number, and in the time a client may be silent.
+
+uvicorn has a time-out for connections between two requests, and none for a request that never
+becomes whole. asyncio's own accept loop logs a traceback for each place in the backlog when
+descriptors run out, and arms as many timers. Both are replaced here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from engine.errors import InvalidConfig
+from router.openai.errors import shaped
+
+ACCEPT_RETRY_S = 0.05
+OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+NO_PLACE = "all connections are in use; try again in a second"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Number of connections, and seconds that a client may take."""
+
+    max_connections: int = 4096
+    handshake_s: float = 10.0  # of TLS
+    head_s: float = (
+        20.0  # from a connection's beginning, or a request's first byte, to its head's end
+    )
+    body_s: float = 30.0  # between two pieces of a body
+    unread_s: float = 120.0  # that an answer lies unread
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise InvalidConfig(f"max_connections is {self.max_connections}; it must be above 0")
+
+
+class Place:
+    """Place of one connection among those of an acceptor, which is in use from its accept on."""
+
+    def __init__(self, places: Places, accepted: socket.socket) -> None:
+        self._places = places
+        self.socket = accepted
+        self.opening: asyncio.Task[None] | None = None  # TLS may take a while
+        self.http: HttpConnection | None = None
+
+    def wait(self) -> None:
+        """Its client has begun to wait, or to be waited for, anew."""
+        self._places.note_waiting(self)
+
+    def answer(self) -> None:
+        """A whole request is at hand."""
+        self._places.note_answering(self)
+
+    def free(self) -> None:
+        self._places.free(self)
+
+    def abort(self) -> None:
+        if self.http is not None and self.http.is_open:
+            self.http.abort()
+            return
+        if self.opening is not None:
+            self.opening.cancel()
+        if self.http is None:  # nothing else holds it yet
+            self.socket.close()
+
+
+class Places:
+    """Connections of an acceptor; those without a whole request in the order of their waiting."""
+
+    def __init__(self) -> None:
+        self._taken: set[Place] = set()
+        self._waiting: dict[Place, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, accepted: socket.socket) -> Place:
+        place = Place(self, accepted)
+        self._taken.add(place)
+        self._waiting[place] = None
+        return place
+
+    def note_waiting(self, place: Place) -> None:
+        if place in self._taken:
+            self._waiting.pop(place, None)
+            self._waiting[place] = None
+
+    def note_answering(self, place: Place) -> None:
+        self._waiting.pop(place, None)
+
+    def free(self, place: Place) -> None:
+        self._taken.discard(place)
+        self._waiting.pop(place, None)
+
+    def close_longest_waiting(self) -> bool:
+        """False if none waits."""
+        longest = next(iter(self._waiting), None)
+        if longest is None:
+            return False
+        self.free(longest)
+        longest.abort()
+        return True
+
+
+class HttpConnection(H11Protocol):
+    """Closes itself when its client is silent in the middle of something."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        limits: ConnectionLimits,
+        place: Place,
+    ) -> None:
+        super().__init__(config, server_state, {})
+        self._limits = limits
+        self._place = place
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread_deadline: asyncio.TimerHandle | None = None
+        self._has_part_of_head = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._close_after(self._limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for deadline in (self._deadline, self._unread_deadline):
+            if deadline is not None:
+                deadline.cancel()
+        self._place.free()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_idle = self._is_between_requests and not self._has_part_of_head
+        super().data_received(data)
+        if not self._is_between_requests:
+            self._request_moved_on()
+        elif was_idle:
+            self._head_began()
+
+    def on_response_complete(self) -> None:
+        self._close_after(None)  # uvicorn's keep-alive time-out counts from here
+        self._has_part_of_head = False
+        self._place.wait()
+        super().on_response_complete()
+        if not self._is_between_requests:
+            self._request_moved_on()
+        elif self.conn.trailing_data[0]:  # it came along with the request before
+            self._head_began()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_deadline = self.loop.call_later(self._limits.unread_s, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread_deadline is not None:
+            self._unread_deadline.cancel()
+            self._unread_deadline = None
+
+    @property
+    def is_open(self) -> bool:
+        transport: asyncio.Transport | None = self.transport  # None during a handshake
+        return transport is not None
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    @property
+    def _is_between_requests(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        return cycle is None or cycle.response_complete
+
+    def _head_began(self) -> None:
+        self._has_part_of_head = True
+        self._place.wait()
+        self._close_after(self._limits.head_s)
+
+    def _request_moved_on(self) -> None:
+        self._has_part_of_head = False
+        if self.cycle.more_body:
+            self._close_after(self._limits.body_s)
+        else:
+            self._place.answer()
+            self._close_after(None)
+
+    def _close_after(self, wait_s: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None
+        if wait_s is not None:
+            self._deadline = self.loop.call_later(wait_s, self._close_unless_paused, wait_s)
+
+    def _close_unless_paused(self, wait_s: float) -> None:
+        """A client that is not read from is not silent."""
+        if self.flow.read_paused:
+            self._close_after(wait_s)
+        else:
+            self.transport.close()
+
+
+class Acceptor:
+    """Accepts connections. Where all places are taken, a new one takes the place of the one that
+    has waited longest for its client, and is refused if all others are being answered.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        limits: ConnectionLimits,
+    ) -> None:
+        """The configuration is loaded."""
+        self._listening = listening
+        self._config = config
+        self._server_state = server_state
+        self._limits = limits
+        self._places = Places()
+
+    async def run(self) -> None:
+        """Until cancelled. Connections that are open stay open."""
+        loop = asyncio.get_running_loop()
+        self._listening.setblocking(False)
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listening)
+            except OSError as error:
+                if error.errno in OUT_OF_RESOURCES:
+                    log.warning("no connection can be accepted now: %s", error)
+                    self._places.close_longest_waiting()
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            self._take(accepted)
+            await asyncio.sleep(0)  # what was closed gives back its descriptor
+
+    def _take(self, accepted: socket.socket) -> None:
+        is_full = len(self._places) >= self._limits.max_connections
+        if is_full and not self._places.close_longest_waiting():
+            log.warning("a connection is refused: all %d are in use", len(self._places))
+            self._refuse(accepted)
+            return
+        place = self._places.take(accepted)
+        place.opening = asyncio.ensure_future(self._open(place))
+
+    async def _open(self, place: Place) -> None:
+        def make() -> HttpConnection:
+            place.http = HttpConnection(self._config, self._server_state, self._limits, place)
+            return place.http
+
+        context = self._config.ssl
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make,
+                place.socket,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else self._limits.handshake_s,
+            )
+        except OSError:
+            log.debug("a TLS handshake failed", exc_info=True)
+        finally:
+            if place.http is None or not place.http.is_open:
+                place.free()
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        with accepted, suppress(OSError):
+            if self._config.ssl is None:
+                accepted.setblocking(False)
+                accepted.send(_REFUSAL)
+
+
+def _refusal() -> bytes:
+    body = json.dumps(shaped(NO_PLACE, 503, "TOO_MANY_CONNECTIONS")).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_REFUSAL = _refusal()

@@ -1,0 +1,199 @@
+"""Connections of the HTTP server: bounded in number and in the time that a client may take."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+from router.openai.connections import ConnectionLimits
+from serving.tls import PLAIN, TlsConfig
+from tests.support.certificates import make_authority
+from tests.support.http_routers import HttpRouter, an_http_router
+from tests.support.node_calls import FakeNodeCalls
+
+LONGEST_S = 60
+SOON_S = 0.05
+MAX_FILLED = 1024
+HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+ENDLESS = b'{"model":"tiny","prompt":[3],"max_tokens":400,"stream":true}'
+
+
+@asynccontextmanager
+async def a_connection(
+    router: HttpRouter,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, _, port = router.address.rpartition(":")
+    reading, writing = await asyncio.open_connection(host, int(port))
+    try:
+        yield reading, writing
+    finally:
+        writing.close()
+
+
+def with_limits(
+    limits: ConnectionLimits,
+    scene: Callable[[HttpRouter], Awaitable[None]],
+    nodes: FakeNodeCalls | None = None,
+    tls: TlsConfig = PLAIN,
+) -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(LONGEST_S),  # rather than for ever
+            an_http_router(nodes, limits=limits, tls=tls) as router,
+        ):
+            await scene(router)
+
+    asyncio.run(run())
+
+
+async def health_of(router: HttpRouter) -> bytes:
+    async with a_connection(router) as (reading, writing):
+        writing.write(HEALTH)
+        return await reading.readline()
+
+
+def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest() -> None:
+    async def scene(router: HttpRouter) -> None:
+        async with a_connection(router) as (oldest, _), a_connection(router) as (_, second):
+            second.write(b"GET /hea")  # half a head is no request
+
+            assert b"200" in await health_of(router)
+
+            assert await oldest.read() == b""
+
+    with_limits(ConnectionLimits(max_connections=2), scene)
+
+
+def test_over_tls_connections_without_a_handshake_hold_no_places(tmp_path: Path) -> None:
+    async def scene(router: HttpRouter) -> None:
+        async with (
+            a_connection(router) as (oldest, _),
+            a_connection(router),
+            a_connection(router),
+        ):
+            assert await oldest.read() == b""
+
+    authority = make_authority(tmp_path)
+    cert, key = authority.issue("server", "a.example")
+    with_limits(ConnectionLimits(max_connections=2), scene, tls=TlsConfig(cert, key))
+
+
+def test_where_all_are_being_answered_a_new_one_is_refused_by_name() -> None:
+    async def scene(router: HttpRouter) -> None:
+        async with a_connection(router) as (reading, writing):
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(ENDLESS)}"
+            writing.write(head.encode() + b"\r\n\r\n" + ENDLESS)
+            assert b"200" in await reading.readline()
+
+            async with a_connection(router) as (refused, _):
+                told = await refused.read()
+
+            assert told.startswith(b"HTTP/1.1 503")
+            assert b"TOO_MANY_CONNECTIONS" in told
+
+    with_limits(ConnectionLimits(max_connections=1), scene, FakeNodeCalls(is_endless=True))
+
+
+def test_a_head_that_never_ends_is_cut_off() -> None:
+    async def scene(router: HttpRouter) -> None:
+        async with a_connection(router) as (reading, writing):
+            writing.write(HEALTH + b"GET /hea")
+            assert b"200" in await reading.readline()
+
+            assert b"HTTP" not in await reading.read()
+
+    with_limits(ConnectionLimits(head_s=SOON_S), scene)
+
+
+def test_a_connection_that_says_nothing_is_closed() -> None:
+    async def scene(router: HttpRouter) -> None:
+        async with a_connection(router) as (reading, _):
+            assert await reading.read() == b""
+
+    with_limits(ConnectionLimits(head_s=SOON_S), scene)
+
+
+def test_a_body_that_never_ends_is_cut_off() -> None:
+    async def scene(router: HttpRouter) -> None:
+        async with a_connection(router) as (reading, writing):
+            writing.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+
+            assert b"200" not in await reading.read()
+
+    with_limits(ConnectionLimits(body_s=SOON_S), scene)
+
+
+def test_a_connection_that_is_answered_outlives_the_limits_for_silence() -> None:
+    async def scene(router: HttpRouter) -> None:
+        async with a_connection(router) as (reading, writing):
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(ENDLESS)}"
+            writing.write(head.encode() + b"\r\n\r\n" + ENDLESS)
+            async with a_connection(router) as (silent, _):
+                assert await silent.read() == b""  # its time was over, which began later
+
+            assert b"200" in await reading.readline()
+            assert not reading.at_eof()
+
+    limits = ConnectionLimits(head_s=SOON_S, body_s=SOON_S)
+    with_limits(limits, scene, FakeNodeCalls(is_endless=True))
+
+
+class Lines(logging.Handler):
+    """Counts what is logged, and says when there was enough of it."""
+
+    def __init__(self, enough: int) -> None:
+        super().__init__()
+        self._enough = enough
+        self.records: list[logging.LogRecord] = []
+        self.were_enough = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        if len(self.records) >= self._enough:
+            self.were_enough.set()
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILLED, hard))
+        with suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+
+
+def test_running_out_of_descriptors_is_survived_with_a_few_log_lines() -> None:
+    async def scene(router: HttpRouter) -> None:
+        host, _, port = router.address.rpartition(":")
+        lines = Lines(enough=3)
+        logging.getLogger().addHandler(lines)
+        # The system connects it; the loop, which has not run yet, accepts it without descriptors.
+        with socket.create_connection((host, int(port))) as client:
+            client.setblocking(False)
+            try:
+                with no_descriptors():
+                    await lines.were_enough.wait()
+            finally:
+                logging.getLogger().removeHandler(lines)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, HEALTH)
+
+            assert b"200" in await loop.sock_recv(client, 100)
+
+        assert len(lines.records) == 3
+        assert all(record.exc_info is None for record in lines.records)
+
+    with_limits(ConnectionLimits(), scene)

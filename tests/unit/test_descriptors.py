@@ -1,0 +1,30 @@
+"""File descriptors: the soft limit is raised, and the servers leave a reserve."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from serving.descriptors import MIN_CONNECTIONS, MIN_RESERVED, NUM_SERVERS, max_connections
+
+RAISED = """\
+import resource
+from serving.descriptors import raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+assert raise_descriptor_limit() == 200
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (200, 200)
+"""
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
+    subprocess.run([sys.executable, "-c", RAISED], check=True)
+
+
+@pytest.mark.parametrize("num_descriptors", [256, 1024, 4096, 1 << 20])
+def test_all_servers_together_leave_a_reserve(num_descriptors: int) -> None:
+    share = max_connections(num_descriptors)
+
+    assert share >= MIN_CONNECTIONS
+    assert NUM_SERVERS * share + MIN_RESERVED <= num_descriptors
