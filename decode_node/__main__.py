@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
@@ -37,6 +36,7 @@ from serving.node_parts import (
     trace_node,
 )
 from serving.node_state import NodeState
+from serving.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
 from serving.server import Service, serving
 from serving.servicer import NodeServicer
 from telemetry.tracer import Tracer, tracing
@@ -77,11 +77,8 @@ async def serve(
     card = card_of(options, NodeRole.DECODE, identity, runner, scheduler)
     log_start(card, runner)
     state = NodeState(card, calls, news_reader(engine, scheduler))
-
-    def connect(address: str) -> None:
-        engine.post(lambda: worker.connect(address, time.monotonic()))
-
-    decode = DecodeServicer(state, ledger, connect, traced)
+    warmup = PeerWarmup(role_over_grpc(options.tls), link_by_engine(engine, worker))
+    decode = DecodeServicer(state, ledger, warmup.connect, traced)
     node = NodeServicer(state)
     services = (
         Service(

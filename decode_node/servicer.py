@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -27,7 +27,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         self,
         state: NodeState,
         ledger: Ledger,
-        connect: Callable[[str], None],
+        connect: Callable[[str], Awaitable[None]],
         tracing: NodeTracing = NO_TRACING,
     ) -> None:
         self._state = state
@@ -70,7 +70,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
     ) -> node_pb2.ConnectResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
             with self._state.call():
-                self._connect(request.prefill.address)
+                await self._connect(request.prefill.address)
         return node_pb2.ConnectResponse()
 
     def _summary(self, entry: Entry, served: Served | None) -> node_pb2.DecodeSummary:

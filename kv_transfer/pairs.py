@@ -15,6 +15,9 @@ from kv_transfer.messages import Closed, Fingerprint, Hello, Region, why_refused
 from kv_transfer.transport import Channel, Transport
 from kv_transfer.types import BlockId, Incarnation, NodeId
 
+# Dialled links that wait for a Hello, each with a data path that is open already.
+MAX_UNANSWERED = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -81,6 +84,11 @@ class Pairs:
         known = self._link_by_address.get(address)
         if known is not None:
             return known
+        num_unanswered = sum(pair.peer is None for pair in self._pairs.values())
+        if num_unanswered >= MAX_UNANSWERED:
+            raise PeerUnreachable(
+                f"{num_unanswered} links wait for their prefill nodes to answer; no other is made"
+            )
         channel = self._transport.open()
         link_id = self._link.dial(address)
         self._pairs[link_id] = Pair(link_id, channel, now, address)

@@ -8,7 +8,7 @@ import random
 
 from router.node_calls import GrpcNodeCalls
 from router.nodes import Node, NodeTable
-from serving.errors import NodeFailed
+from serving.errors import ServiceError
 from serving.node import NodeRole
 
 # A link takes memory at both ends, so that in a large cluster not everybody gets to know everybody.
@@ -42,5 +42,5 @@ class Introductions:
     async def _connect(self, decode: Node, prefill: Node) -> None:
         try:
             await self._node_calls.connect(decode, prefill)
-        except NodeFailed as failure:
+        except ServiceError as failure:
             log.info("not linked up with %s yet: %s", prefill.address, failure)

@@ -63,6 +63,10 @@ class NoNodes(ServiceError):
     """No node that could serve the request is known and reachable."""
 
 
+class TooManyConnects(ServiceError):
+    """A node is making as many links ahead of their first hand-off as it may at a time."""
+
+
 class IncompatibleNodes(ServiceError):
     """Prefill nodes are there, and none of them could hand its KV to any decode node."""
 

@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
 from engine.errors import EngineError, EngineStopped, InvalidRequest, PassFailed
-from kv_transfer.errors import InvalidMessage, KvTransferError
+from kv_transfer.errors import InvalidMessage, KvTransferError, PeerUnreachable
 from serving.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -31,6 +31,7 @@ from serving.errors import (
     RequestIdInUse,
     ServiceError,
     TooLate,
+    TooManyConnects,
     Unauthenticated,
     UnknownModel,
     Unreadable,
@@ -59,6 +60,8 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     QueueFull: (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     TooLate: (StatusCode.RESOURCE_EXHAUSTED, "TOO_LATE"),
     ClientTooSlow: (StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW"),
+    TooManyConnects: (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CONNECTS"),
+    PeerUnreachable: (StatusCode.UNAVAILABLE, "PEER_UNREACHABLE"),
     NoNodes: (StatusCode.UNAVAILABLE, "NO_NODES"),
     IncompatibleNodes: (StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_NODES"),
     NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),

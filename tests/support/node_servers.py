@@ -50,7 +50,7 @@ async def a_node_server(
     state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
     node = NodeServicer(state)
-    decode = DecodeServicer(state, Ledger(16), connected.put_nowait, tracing)
+    decode = DecodeServicer(state, Ledger(16), connected.put, tracing)
     services = [
         Service(
             "baton.v1.NodeService",

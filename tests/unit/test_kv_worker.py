@@ -10,7 +10,7 @@ from kv_transfer.config import KvWorkerConfig
 from kv_transfer.errors import InvalidKvSetting
 from kv_transfer.memory_transport import Flight, MemoryTransport, Wire
 from kv_transfer.messages import Hello, why_refused
-from kv_transfer.pairs import Identity
+from kv_transfer.pairs import MAX_UNANSWERED, Identity
 from kv_transfer.process_mark import ProcessMark, own_mark
 from kv_transfer.types import HandoffId, Incarnation, NodeId
 from kv_transfer.worker import KvTransferWorker
@@ -64,6 +64,16 @@ def test_a_pair_that_was_connected_ahead_needs_no_second_link_for_its_first_hand
     assert linked == world.d.worker.connected_peers() == (NodeId("p0"),)
     assert world.ps["p0"].worker.counters().num_cut_pairs == 0
     assert world.landed == {ID}
+
+
+def test_links_to_nodes_that_do_not_answer_are_bounded() -> None:
+    world = World()
+
+    for number in range(400):
+        world.d.worker.connect(f"dead-{number}", world.now)
+    world.turn_all()
+
+    assert world.d.worker.counters().num_linking_peers == MAX_UNANSWERED
 
 
 def test_blocks_written_before_prefill_ended_are_the_overlap() -> None:

@@ -1,0 +1,112 @@
+"""Links made ahead: to prefill nodes that answer, a bounded number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kv_transfer.errors import PeerUnreachable
+from serving.errors import TooManyConnects
+from serving.node import NodeRole
+from serving.peer_warmup import PeerWarmup, role_over_grpc
+from serving.server import serving
+from serving.tls import PLAIN
+
+PATIENCE_S = 30.0
+
+
+class Nodes:
+    """Prefill nodes at addresses with p, decode nodes at those with d; others never answer."""
+
+    def __init__(self) -> None:
+        self.linked: list[str] = []
+        self.asked: list[str] = []
+        self.num_linking = 0
+        self.most_linking = 0
+
+    async def role_of(self, address: str) -> NodeRole:
+        self.asked.append(address)
+        if address.startswith("p"):
+            return NodeRole.PREFILL
+        if address.startswith("d"):
+            return NodeRole.DECODE
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def link_up(self, address: str) -> None:
+        self.num_linking += 1
+        self.most_linking = max(self.most_linking, self.num_linking)
+        await asyncio.sleep(0)
+        self.num_linking -= 1
+        self.linked.append(address)
+
+
+def run(scene: Callable[[Nodes], Awaitable[None]]) -> None:
+    async def timed() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await scene(Nodes())
+
+    asyncio.run(timed())
+
+
+def test_links_are_made_one_after_the_other() -> None:
+    async def scene(nodes: Nodes) -> None:
+        warmup = PeerWarmup(nodes.role_of, nodes.link_up)
+        await asyncio.gather(*(warmup.connect(f"p{number}") for number in range(20)))
+
+        assert len(nodes.linked) == 20
+        assert nodes.most_linking == 1
+
+    run(scene)
+
+
+def test_addresses_that_never_answer_are_given_up_and_cost_no_link() -> None:
+    async def scene(nodes: Nodes) -> None:
+        warmup = PeerWarmup(nodes.role_of, nodes.link_up, timeout_s=0.01)
+        with pytest.raises(PeerUnreachable, match="no link to x within"):
+            await warmup.connect("x")
+
+        await warmup.connect("p0")
+
+        assert nodes.linked == ["p0"]
+
+    run(scene)
+
+
+def test_more_than_may_be_in_flight_are_refused_by_name() -> None:
+    async def scene(nodes: Nodes) -> None:
+        warmup = PeerWarmup(nodes.role_of, nodes.link_up, max_in_flight=2)
+        waiting = [asyncio.ensure_future(warmup.connect(name)) for name in ("x0", "x1", "x1")]
+        await waiting[2]  # that one is being made
+        with pytest.raises(TooManyConnects):
+            await warmup.connect("p0")
+
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        await warmup.connect("p0")
+
+        assert nodes.linked == ["p0"]
+
+    run(scene)
+
+
+def test_a_decode_node_is_no_peer_to_receive_from() -> None:
+    async def scene(nodes: Nodes) -> None:
+        with pytest.raises(PeerUnreachable, match="decode node"):
+            await PeerWarmup(nodes.role_of, nodes.link_up).connect("d0")
+
+        assert nodes.linked == []
+
+    run(scene)
+
+
+def test_a_server_that_is_no_node_is_found_out_over_grpc() -> None:
+    async def scene(nodes: Nodes) -> None:
+        async with serving("127.0.0.1", 0, ()) as server:
+            with pytest.raises(PeerUnreachable, match="no prefill node answers"):
+                await role_over_grpc(PLAIN)(server.address)
+
+    run(scene)
