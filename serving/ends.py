@@ -8,7 +8,7 @@ from typing import Protocol
 
 import grpc
 
-from serving.errors import DeadlineExceeded
+from serving.errors import ClientGone, DeadlineExceeded
 from serving.status import NAMED, RemoteFailure, code_and_reason, remote_error
 from telemetry.spans import End, Outcome
 
@@ -25,7 +25,7 @@ class Timed(Protocol):
 def end_of(error: BaseException, *, is_late: bool = False, is_refused: bool = False) -> End:
     """Now, by this error. `is_late`: the call's deadline has passed."""
     now_s = time.monotonic()
-    is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit | ClientGone)
     if isinstance(error, DeadlineExceeded) or (is_cancelled and is_late):
         late = str(error) or "the deadline passed"
         return _failed(now_s, Outcome.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", late)

@@ -55,6 +55,10 @@ class TooLate(QueueFull):
     """The client's deadline would pass before its first token, as fast as these come now."""
 
 
+class ClientGone(ServiceError):
+    """The client disconnected before its whole request had been received."""
+
+
 class ClientTooSlow(ServiceError):
     """The client has left too much of its answer unread; what it did not read is given up."""
 

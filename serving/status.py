@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from engine.errors import EngineError, EngineStopped, InvalidRequest, PassFailed
 from kv_transfer.errors import InvalidMessage, KvTransferError, PeerUnreachable
 from serving.errors import (
+    ClientGone,
     ClientTooSlow,
     DeadlineExceeded,
     Draining,
@@ -59,6 +60,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     QueueFull: (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     TooLate: (StatusCode.RESOURCE_EXHAUSTED, "TOO_LATE"),
+    ClientGone: (StatusCode.CANCELLED, "CLIENT_GONE"),
     ClientTooSlow: (StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW"),
     TooManyConnects: (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CONNECTS"),
     PeerUnreachable: (StatusCode.UNAVAILABLE, "PEER_UNREACHABLE"),

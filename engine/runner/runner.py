@@ -149,7 +149,8 @@ class TorchRunner:
             if request_id in result.refusals:
                 continue
             if choice.token_id is None:
-                result.errors[request_id] = choice.error
+                reasons = result.refusals if choice.is_refused else result.errors
+                reasons[request_id] = choice.error
             elif request_id not in result.errors:
                 result.token_ids.setdefault(request_id, []).append(choice.token_id)
         for request_id, token_ids in result.token_ids.items():

@@ -47,6 +47,7 @@ class Choice(NamedTuple):
 
     token_id: int | None
     error: str = ""
+    is_refused: bool = False  # the request's own settings leave no token
 
 
 class Sampler:
@@ -84,15 +85,16 @@ class Sampler:
             drawn = _draw(constrained.logits[random], [rows[i] for i in random])
             token_ids[random] = drawn
         return [
-            Choice(None, constrained.failures.get(i) or _why_none(row))
-            if is_empty[i]
-            else Choice(token_id)
+            _no_choice(row, constrained.failures.get(i)) if is_empty[i] else Choice(token_id)
             for i, (row, token_id) in enumerate(zip(rows, token_ids.tolist(), strict=True))
         ]
 
 
-def _why_none(row: SampleRow) -> str:
-    return NO_TOKEN_LEFT if row.allowed is None else NO_TOKEN_FITS
+def _no_choice(row: SampleRow, failure: str | None) -> Choice:
+    """`failure`: of a logits processor, which is the server's and not the client's fault."""
+    if failure is not None:
+        return Choice(None, failure)
+    return Choice(None, NO_TOKEN_LEFT if row.allowed is None else NO_TOKEN_FITS, is_refused=True)
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

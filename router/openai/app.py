@@ -13,9 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.nodes import NodeTable
 from router.openai.asking import chat_completion_from, completion_from
 from router.openai.endpoints import Probes, Scrape, Tokens, models_of
-from router.openai.errors import error_response, tell_bug, tell_http, tell_named
+from router.openai.errors import error_response, tell_bug, tell_named
 from router.openai.generation import Generation, Kitchen
 from router.openai.parsing import ALL_IS_CONTENT, Parsing
+from router.openai.unserved import answer_unserved
 from router.pipeline import Pipeline
 from router.visits import Visits
 from serving.errors import Unauthenticated
@@ -57,7 +58,7 @@ def http_app(
         ],
         exception_handlers={
             **dict.fromkeys(NAMED, tell_named),
-            HTTPException: tell_http,
+            HTTPException: answer_unserved,
             Exception: tell_bug,
         },
     )

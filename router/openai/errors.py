@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from grpc import StatusCode
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -29,6 +28,7 @@ HTTP_STATUS = {
     StatusCode.NOT_FOUND: 404,
     StatusCode.ALREADY_EXISTS: 409,
     StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.CANCELLED: 499,
     StatusCode.INTERNAL: 500,
     StatusCode.UNAVAILABLE: 503,
     StatusCode.FAILED_PRECONDITION: 503,
@@ -62,16 +62,6 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> J
 
 async def tell_named(_request: Request, error: Exception) -> JSONResponse:
     return error_response(error)
-
-
-async def tell_http(_request: Request, error: Exception) -> JSONResponse:
-    """Starlette's own: no such path, or not by this method."""
-    if not isinstance(error, HTTPException):
-        raise error
-    code = error.detail.upper().replace(" ", "_")
-    return JSONResponse(
-        shaped(error.detail, error.status_code, code), error.status_code, error.headers
-    )
 
 
 async def tell_bug(_request: Request, _error: Exception) -> JSONResponse:

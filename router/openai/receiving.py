@@ -6,23 +6,26 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from serving.errors import MessageTooLarge
+from serving.errors import ClientGone, MessageTooLarge
 
 MOST_BODY_BYTES = 16 << 20
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises MessageTooLarge, and ClientDisconnect when the rest never comes."""
+    """Raises MessageTooLarge, and ClientGone when the rest never comes."""
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_BODY_BYTES:
-            raise MessageTooLarge(
-                f"the body has more than {MOST_BODY_BYTES >> 20} MiB; send a shorter prompt"
-            )
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BODY_BYTES:
+                raise MessageTooLarge(
+                    f"the body has more than {MOST_BODY_BYTES >> 20} MiB; send a shorter prompt"
+                )
+    except ClientDisconnect as error:
+        raise ClientGone("the client disconnected before its whole request had come") from error
     return bytes(body)
 
 

@@ -30,6 +30,7 @@ from router.visits import received_now
 from serving.node import NodeRole
 from serving.tls import TlsConfig
 from serving.token import AcceptedTokens
+from telemetry import names
 from tests.support.certificates import Authority, make_authority
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
@@ -396,6 +397,57 @@ def test_a_body_beyond_the_limit_is_refused_as_such() -> None:
         assert refusal.json()["error"]["code"] == "MESSAGE_TOO_LARGE"
 
     through_the_door(scene)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "word"),
+    [
+        ("POST", "/v1/responses", 404, "Responses API is not implemented; use /v1/chat/comp"),
+        ("POST", "/v1/embeddings", 404, "embeddings are not implemented"),
+        ("POST", "/v1/messages/count_tokens", 404, "Messages API is not implemented"),
+        ("GET", "/openapi.json", 404, "no OpenAPI document"),
+        ("POST", "/chat/completions", 404, "its path here is /v1/chat/completions"),
+        ("GET", "/v1/health", 404, "its path here is /health"),
+        ("GET", "/", 404, "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"),
+        ("GET", "/v1/completions", 405, "/v1/completions takes POST, not GET"),
+        ("OPTIONS", "/v1/completions", 200, "CORS"),
+    ],
+)
+def test_paths_and_methods_that_are_not_served_are_answered_in_words(
+    method: str, path: str, status: int, word: str
+) -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        answer = await client._client.request(method, router.url + path)
+
+        told = answer.json()
+        assert answer.status_code == status
+        assert word in (told.get("error") or told)["message"]
+        assert ("POST" in answer.headers.get("allow", "")) == (status != 404)
+
+    through_the_door(scene)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_client_that_disconnects_within_its_body_is_no_bug(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer = TakingTracer()
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        host, _, port = router.address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        traced = f"traceparent: 00-{'a' * 32}-{'b' * 16}-01\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\n{traced}content-length: 999\r\n\r\n"
+        writer.write(f'{head}{{"prompt": '.encode())
+        await writer.drain()
+        writer.close()
+        if path == "/v1/completions":
+            root, *_ = await tracer.next_spans()
+            assert root.attributes[names.OUTCOME] == "cancelled"
+
+    through_the_door(scene, tracing=Tracing(tracer))
+
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_the_small_questions_have_answers(text: TextBoundary) -> None:

@@ -194,7 +194,7 @@ def test_a_form_that_the_other_settings_forbid_ends_with_their_names(
 
     driver(runner).run(asked)
 
-    assert asked.error == NO_TOKEN_FITS
+    assert asked.refusal == NO_TOKEN_FITS
 
 
 def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(

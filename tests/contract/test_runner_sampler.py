@@ -256,7 +256,10 @@ def test_a_request_that_allows_nothing_is_an_error_of_its_own() -> None:
 
     choices = Sampler(EOS).choose(logits, [nothing, row(temperature=0.0)])
 
-    assert choices == [Choice(None, NO_TOKEN_LEFT), Choice(int(logits[1].argmax()))]
+    assert choices == [
+        Choice(None, NO_TOKEN_LEFT, is_refused=True),
+        Choice(int(logits[1].argmax())),
+    ]
 
 
 def test_logit_bias_is_added() -> None:
@@ -427,7 +430,7 @@ def test_without_a_form_min_tokens_is_never_given_up() -> None:
     asked = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
 
     assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [asked]) == [
-        Choice(None, NO_TOKEN_LEFT)
+        Choice(None, NO_TOKEN_LEFT, is_refused=True)
     ]
 
 

@@ -151,6 +151,9 @@ def test_what_nodes_refuse_is_the_clients_fault_here_too(door: OpenAI) -> None:
         door.completions.create(model="", prompt=[100_000])
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
         door.completions.create(model="", prompt=[5] * 600)
+    nothing = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match="no token may be chosen"):
+        door.completions.create(model="", prompt=[7], extra_body=nothing, max_tokens=2)
 
 
 def test_the_routers_metrics_are_at_the_same_door(cluster: LocalCluster, door: OpenAI) -> None:
