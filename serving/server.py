@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from serving.channel import (
     CONNECTIONS,
@@ -24,6 +23,7 @@ from serving.errors import AddressInUse
 from serving.health import HEALTH, Health
 from serving.health_servicer import HealthServicer
 from serving.listening import check_port
+from serving.reflection import enable_reflection
 from serving.tls import PLAIN, TlsConfig
 from serving.unreadable import NamesUnreadable
 
@@ -67,7 +67,7 @@ async def serving(
     for service in services:
         service.add_to(server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)
-    reflection.enable_server_reflection((*names, HEALTH, reflection.SERVICE_NAME), server)
+    enable_reflection((*names, HEALTH), server)
     taken = _bind(server, host, port, tls)
     await server.start()
     try:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -301,6 +302,42 @@ def test_health_needs_no_token_and_reflection_does() -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert listed
+
+    run(scene())
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_describes_every_service_itself_and_what_errors_carry(version: str) -> None:
+    own = f"grpc.reflection.{version}.ServerReflection"
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    details = reflection_pb2.ServerReflectionRequest(
+        file_by_filename="google/rpc/error_details.proto"
+    )
+
+    async def scene() -> None:
+        async with a_router() as (_, address), open_channel(address) as channel:
+            call = channel.stream_stream(
+                f"/{own}/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            [listed] = [one async for one in call(iter([listing]))]
+            services = [one.name for one in listed.list_services_response.service]
+            symbols = [
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
+                for name in services
+            ]
+            answers = [one async for one in call(iter([details, *symbols]))]
+
+        assert own in services
+        described = descriptor_pool.DescriptorPool()
+        for answer in answers:
+            assert not answer.HasField("error_response"), answer.error_response
+            for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
+                described.AddSerializedFile(file)
+        for name in services:
+            assert described.FindServiceByName(name).methods
+        assert described.FindMessageTypeByName("google.rpc.ErrorInfo")
 
     run(scene())
 
