@@ -20,7 +20,7 @@ ERROR_DETAILS_FILE = error_details_pb2.DESCRIPTOR.name
 def enable_reflection(service_names: Sequence[str], server: aio.Server) -> None:
     """Describe these services and reflection itself. Both versions have the same messages."""
     _describe_v1()
-    servicer = reflection.aio.ReflectionServicer(  # type: ignore[attr-defined]
+    servicer = reflection.aio.ReflectionServicer(
         (*service_names, V1_SERVICE, reflection.SERVICE_NAME)
     )
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -35,7 +35,7 @@ def enable_reflection(service_names: Sequence[str], server: aio.Server) -> None:
 
 def _describe_v1() -> None:
     """Add v1's file, which grpcio-reflection lacks, to the pool that is reflected."""
-    pool = descriptor_pool.Default()  # type: ignore[no-untyped-call]
+    pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(V1_FILE)
         return

@@ -337,7 +337,7 @@ def test_reflection_describes_every_service_itself_and_what_errors_carry(version
                 described.AddSerializedFile(file)
         for name in services:
             assert described.FindServiceByName(name).methods
-        assert described.FindMessageTypeByName("google.rpc.ErrorInfo")
+        assert described.FindMessageTypeByName("google.rpc.ErrorInfo").name == "ErrorInfo"
 
     run(scene())
 

@@ -9,6 +9,7 @@ from engine.core import EngineCore, NoKvWorker
 from engine.errors import EngineStopped, PassHookFailed
 from engine.plan import Plan, Runner, RunResult
 from engine.request import FinishReason, Output, RequestId
+from kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, tokens_alone
@@ -143,7 +144,7 @@ def test_a_failure_of_the_hook_is_nobodys_row() -> None:
 
 def test_what_ended_the_engine_is_told_by_every_step_after_it() -> None:
     class Broken(NoKvWorker):
-        def poll(self, now: float) -> None:  # type: ignore[override]
+        def poll(self, now: float) -> KvReports:
             raise ZeroDivisionError("a bug of the wire")
 
     engine = an_engine(kv_worker=Broken())
