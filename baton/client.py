@@ -318,6 +318,13 @@ class AsyncClient:
                 call.cancel()
             await asyncio.sleep(pause_s)
 
+    async def reset_prefix_caches(self) -> dict[str, int]:
+        """Have all nodes forget their cached prefixes; KV blocks that were cached, by node."""
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        request = cluster_pb2.ResetPrefixCachesRequest()
+        response = await self._unary(stub.ResetPrefixCaches, request)
+        return {one.node_id: one.num_blocks for one in response.nodes}
+
     async def _unary(
         self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:

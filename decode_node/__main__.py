@@ -20,7 +20,7 @@ from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
 from serving.listening import check_port
 from serving.node import NodeRole
 from serving.node_metrics import node_metrics
-from serving.node_news import news_reader
+from serving.node_news import news_reader, prefix_cache_resetter
 from serving.node_options import NodeOptions
 from serving.node_parts import (
     NOTHING_AROUND,
@@ -79,7 +79,7 @@ async def serve(
     state = NodeState(card, calls, news_reader(engine, scheduler))
     warmup = PeerWarmup(role_over_grpc(options.tls), link_by_engine(engine, worker))
     decode = DecodeServicer(state, ledger, warmup.connect, traced)
-    node = NodeServicer(state)
+    node = NodeServicer(state, prefix_cache_resetter(engine, scheduler))
     services = (
         Service(
             "baton.v1.DecodeService",

@@ -106,13 +106,18 @@ class KvCache:
         self.pool.unregister(request.block_ids)
         self._note_removed()
 
-    def reset(self, holders: Iterable[Request]) -> None:
-        """Forget every cached prefix. What the holders compute on old KV is never cached."""
+    def reset(self, holders: Iterable[Request]) -> int:
+        """Forget every cached prefix, and return how many blocks those were.
+
+        What the holders compute on old KV is never cached.
+        """
+        num_cached = self.pool.num_cached
         self.pool.forget_hashes()
         for request in holders:
             request.is_registering = False
         if self._config.collect_events:
             self._events.append(AllBlocksCleared())
+        return num_cached
 
     def take_events(self) -> tuple[KvEvent, ...]:
         events = tuple(self._events)

@@ -77,6 +77,7 @@ class Output(NamedTuple):
     served: Served | None = None  # with the finish reason
     has_crashed: bool = False  # with an error: a pass fails whenever the request is in it
     first_prompt_index: int = 0  # place of prompt_logprobs[0] among the prompt's tokens
+    is_kv_lost: bool = False  # with an error: the KV of its prompt did not arrive
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,9 +154,12 @@ class Scheduler:
         """Empty unless `collect_events` is set in the cache's settings."""
         return self._book.cache.take_events()
 
-    def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is hit again; requests under way are not disturbed."""
-        self._book.cache.reset(self._book.requests.values())
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, and return how many blocks those were.
+
+        Nothing computed so far is hit again; requests under way are not disturbed.
+        """
+        return self._book.cache.reset(self._book.requests.values())
 
     def check(self) -> None:
         """Raise BlocksUnaccounted unless every block is accounted for exactly once."""

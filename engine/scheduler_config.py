@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from engine.errors import InvalidConfig
 from engine.extra_args import Check, refuse_any
 from engine.hashing import PrefixNaming
+
+Choice = TypeVar("Choice", bound=Enum)
 
 
 class Policy(Enum):
@@ -17,19 +20,21 @@ class Policy(Enum):
     PRIORITY = "priority"  # priority (lower is earlier), then arrival
 
 
-def scheduling_policy_named(name: str) -> Policy:
-    """Raises InvalidConfig."""
-    known = {policy.value: policy for policy in Policy}
-    if name not in known:
-        raise InvalidConfig(f"--scheduling-policy {name!r}: choose one of {', '.join(known)}")
-    return known[name]
-
-
 class LoadFailurePolicy(Enum):
     """What becomes of a request whose KV did not arrive."""
 
     RECOMPUTE = "recompute"  # from the start, here
-    FAIL = "fail"
+    FAIL = "fail"  # it ends here, and may be served elsewhere
+
+
+def scheduling_policy_named(name: str) -> Policy:
+    """Raises InvalidConfig."""
+    return _named(Policy, name, "--scheduling-policy")
+
+
+def load_failure_policy_named(name: str) -> LoadFailurePolicy:
+    """Raises InvalidConfig."""
+    return _named(LoadFailurePolicy, name, "--kv-load-failure-policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,13 @@ class SchedulerConfig:
             raise InvalidConfig("target_step_s needs enable_chunked_prefill")
         if self.max_long_partial_prefills is not None and not threshold:
             raise InvalidConfig("max_long_partial_prefills needs long_prefill_token_threshold")
+
+
+def _named(kind: type[Choice], name: str, option: str) -> Choice:
+    known = {one.value: one for one in kind}
+    if name not in known:
+        raise InvalidConfig(f"{option} {name!r}: choose one of {', '.join(known)}")
+    return known[name]
 
 
 def _require(name: str, value: object, is_good: bool, expected: str) -> None:

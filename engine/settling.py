@@ -170,7 +170,13 @@ class Settler:
         self._end_with_error(request, error, has_crashed=has_crashed)
 
     def _end_with_error(
-        self, request: Request, error: str, *, is_refused: bool = False, has_crashed: bool = False
+        self,
+        request: Request,
+        error: str,
+        *,
+        is_refused: bool = False,
+        has_crashed: bool = False,
+        is_kv_lost: bool = False,
     ) -> None:
         output = Output(
             request.request_id,
@@ -179,6 +185,7 @@ class Settler:
             error=error,
             is_refused=is_refused,
             has_crashed=has_crashed,
+            is_kv_lost=is_kv_lost,
             served=request.served(),
         )
         self._book.put_out(request.client_id, output)
@@ -233,7 +240,8 @@ class Settler:
         request.receive = None
         self._book.note(request, RequestEventKind.LOST)
         if self._book.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
-            self._end_with_error(request, f"the KV of the prompt was lost: {reason}")
+            error = f"the KV of the prompt was lost: {reason}"
+            self._end_with_error(request, error, is_kv_lost=True)
         else:
             self._book.restart(request)
 

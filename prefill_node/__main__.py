@@ -22,7 +22,7 @@ from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
 from serving.listening import check_port
 from serving.node import NodeRole
 from serving.node_metrics import node_metrics
-from serving.node_news import news_reader
+from serving.node_news import news_reader, prefix_cache_resetter
 from serving.node_options import NodeOptions
 from serving.node_parts import (
     NOTHING_AROUND,
@@ -87,7 +87,7 @@ async def serve(
     state = NodeState(card, calls, news_reader(engine, scheduler))
     prefill, node, link = (
         PrefillServicer(state, sends, traced),
-        NodeServicer(state),
+        NodeServicer(state, prefix_cache_resetter(engine, scheduler)),
         KvLinkServicer(links),
     )
     services = (

@@ -29,6 +29,7 @@ from router.nodes import NodeTable
 from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Routing
+from router.prefix_resets import PrefixResets
 from router.readiness import PREFILL_PATIENCE_S, Readiness
 from router.servicer import InferenceServicer
 from router.text import ModelText, TextBoundary, TokenIdsOnly
@@ -121,7 +122,8 @@ async def serve(
     request_tracing = Tracing(tracer, metrics)
     visits = Visits(pipeline, request_tracing, by_token=options.tokens is not None)
     servicer = InferenceServicer(pipeline, table, visits)
-    cluster_servicer = ClusterServicer(table)
+    resets = PrefixResets(table, node_calls.channel)
+    cluster_servicer = ClusterServicer(table, resets)
     services = (
         Service(
             "baton.v1.InferenceService",
@@ -160,7 +162,9 @@ async def serve(
             _later(PREFILL_PATIENCE_S, note_change),
         ):
             with compiler, _metrics(options, process, metrics, read):
-                async with _http_door(options, metrics, pipeline, table, visits, server.health):
+                async with _http_door(
+                    options, metrics, pipeline, table, visits, server.health, resets
+                ):
                     await _until_drained(server, pipeline, options.drain_timeout_s)
 
 
@@ -199,6 +203,7 @@ async def _http_door(
     table: NodeTable,
     visits: Visits,
     health: Health,
+    resets: PrefixResets,
 ) -> AsyncIterator[None]:
     """OpenAI's API beside gRPC, if it is wanted."""
     if options.http_port is None or metrics is None:
@@ -213,6 +218,7 @@ async def _http_door(
         table=table,
         visits=visits,
         health=health,
+        resets=resets,
         scrape=partial(exposition, metrics.registry),
         parsing=options.parsing,
         tokens=options.tokens,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Any
 
 from grpc import aio
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from router.nodes import NodeTable
+from router.prefix_resets import PrefixResets
 from router.roster import NodeReport, NodeState, roster
 from serving.node import ROLE_TO_MESSAGE, totals_to
+from serving.status import named_errors
 from serving.streamed import streamed
 
 LEAST_INTERVAL_S = 0.1
@@ -27,8 +30,9 @@ STATE_TO_MESSAGE = {
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, table: NodeTable) -> None:
+    def __init__(self, table: NodeTable, resets: PrefixResets) -> None:
         self._table = table
+        self._resets = resets
 
     @streamed
     async def WatchNodes(
@@ -40,6 +44,17 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             if not request.interval_s > 0:
                 return
             await asyncio.sleep(max(LEAST_INTERVAL_S, request.interval_s))
+
+    async def ResetPrefixCaches(
+        self,
+        request: cluster_pb2.ResetPrefixCachesRequest,
+        context: aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ResetPrefixCachesResponse:
+        async with named_errors(context):
+            done = await self._resets.reset_all()
+        return cluster_pb2.ResetPrefixCachesResponse(
+            nodes=[cluster_pb2.NodeReset(**asdict(one)) for one in done]
+        )
 
 
 def report_to(report: NodeReport) -> cluster_pb2.NodeReport:

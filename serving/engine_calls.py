@@ -10,7 +10,7 @@ from typing import Protocol
 from engine.errors import EngineStopped, InvalidRequest, PassFailed
 from engine.loop import Deliver
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
-from serving.errors import RequestIdInUse
+from serving.errors import KvLoadFailed, RequestIdInUse
 
 CLIENT_ID = ClientId("grpc")
 
@@ -72,9 +72,9 @@ class EngineCalls:
         """Whatever the request gets, to its end. Left early, the request is aborted.
 
         Raises EngineStopped if the engine dies of something: that is no fault of the request,
-        and another node can go on with it; PassFailed if passes fail with this request alone, which
-        another node may be tried for; and InvalidRequest if it is found out, only now, to
-        be one that cannot be served.
+        and another node can go on with it; KvLoadFailed likewise; PassFailed if passes fail with
+        this request alone, which another node may be tried for; and InvalidRequest if it is found
+        out, only now, to be one that cannot be served.
         """
         inbox = self._open(spec.request_id)
         is_finished = False
@@ -87,6 +87,8 @@ class EngineCalls:
                     raise EngineStopped(output.error or "the engine of this node has stopped")
                 if output.has_crashed:
                     raise PassFailed(output.error or "the engine gave no reason")
+                if output.is_kv_lost:
+                    raise KvLoadFailed(output.error or "the engine gave no reason")
                 if output.is_refused:
                     raise InvalidRequest(output.error or "the engine gave no reason")
                 yield output

@@ -83,6 +83,10 @@ class NodeDraining(NodeFailed):
     """A node refused a request before it began anything: it is on its way out."""
 
 
+class KvLoadFailed(ServiceError):
+    """The KV of a prompt did not arrive, and this node does not compute prompts in its place."""
+
+
 class Draining(ServiceError):
     """The process takes no new requests: it is on its way out."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+from engine.errors import EngineStopped
 from engine.events import KvEvent
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
@@ -21,6 +23,8 @@ class NodeNews:
 
 
 ReadNews = Callable[[], Awaitable[NodeNews]]
+ResetPrefixCache = Callable[[], Awaitable[int]]  # returns how many blocks were cached
+Answer = TypeVar("Answer")
 
 
 def news_reader(engine: EngineLoop, scheduler: Scheduler) -> ReadNews:
@@ -35,12 +39,24 @@ def news_reader(engine: EngineLoop, scheduler: Scheduler) -> ReadNews:
     return read
 
 
-def _answer(
-    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[NodeNews], news: NodeNews
-) -> None:
+def prefix_cache_resetter(engine: EngineLoop, scheduler: Scheduler) -> ResetPrefixCache:
+    """Resets on the engine's thread, between two of its steps."""
+    loop = asyncio.get_running_loop()
+
+    async def reset() -> int:
+        if engine.failure is not None:
+            raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
+        answer: asyncio.Future[int] = loop.create_future()
+        engine.post(lambda: _answer(loop, answer, scheduler.reset_prefix_cache()))
+        return await answer
+
+    return reset
+
+
+def _answer(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Answer], value: Answer) -> None:
     def tell() -> None:
         if not answer.cancelled():
-            answer.set_result(news)
+            answer.set_result(value)
 
     loop.call_soon_threadsafe(tell)
 

@@ -11,6 +11,7 @@ from grpc import aio
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 from serving.kv_link import GrpcLinks
 from serving.node import card_to, news_to
+from serving.node_news import ResetPrefixCache
 from serving.node_state import NodeState
 from serving.status import named_errors
 from serving.streamed import streamed
@@ -37,10 +38,11 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Tells who this node is and how busy, and lets it be drained."""
+    """Reports who this node is and how busy; drains it and resets its prefix cache."""
 
-    def __init__(self, state: NodeState) -> None:
+    def __init__(self, state: NodeState, reset_prefix_cache: ResetPrefixCache) -> None:
         self._state = state
+        self._reset_prefix_cache = reset_prefix_cache
 
     async def GetNode(
         self, request: node_pb2.GetNodeRequest, context: aio.ServicerContext[Any, Any]
@@ -60,3 +62,10 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.DrainResponse:
         self._state.drain()
         return node_pb2.DrainResponse(num_unfinished=self._state.num_calls)
+
+    async def ResetPrefixCache(
+        self, request: node_pb2.ResetPrefixCacheRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ResetPrefixCacheResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            num_blocks = await self._reset_prefix_cache()
+        return node_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)

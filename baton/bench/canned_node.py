@@ -122,6 +122,11 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.DrainResponse:
         return node_pb2.DrainResponse()
 
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: node_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> node_pb2.ResetPrefixCacheResponse:
+        return node_pb2.ResetPrefixCacheResponse()
+
 
 def _token(index: int, reason: sampling_pb2.FinishReason.ValueType) -> node_pb2.CallEvent:
     output = node_pb2.TokenOutput(

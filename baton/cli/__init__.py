@@ -25,6 +25,7 @@ from baton.cli.examples import examples
 from baton.cli.generate import generate
 from baton.cli.health import health
 from baton.cli.nodes import nodes
+from baton.cli.reset_prefix_cache import reset_prefix_cache
 from baton.cli.run import run
 from baton.cli.serve import serve
 from baton.cli.trace import trace
@@ -63,7 +64,7 @@ def _baton(
 ) -> None: ...
 
 
-for command in (up, demo, generate, chat, nodes, run, health, doctor):
+for command in (up, demo, generate, chat, nodes, run, health, doctor, reset_prefix_cache):
     app.command()(command)
 app.add_typer(serve, name="serve")
 app.add_typer(trace, name="trace")

@@ -14,6 +14,7 @@ EXAMPLES = {
     ),
     "chat": ('baton chat --system "Be brief."', "cat questions.txt | baton chat --temperature 0"),
     "nodes": ("baton nodes", "baton nodes --once --json | jq '.nodes[].state'"),
+    "reset-prefix-cache": ("baton reset-prefix-cache --address 127.0.0.1:50051",),
     "run": (
         'baton run "import os" "import sys" --max-tokens 32',
         "baton run --model ~/models/mine < prompt.txt",

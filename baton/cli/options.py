@@ -138,6 +138,23 @@ KvSilence = Annotated[
         rich_help_panel=KV_PANEL,
     ),
 ]
+KvLoadFailure = Annotated[
+    str,
+    typer.Option(
+        help="recompute or fail: what a decode node does with a request whose KV did not arrive. "
+        "recompute computes the prompt there; fail ends it, and the router tries it elsewhere.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
+RemoteHeadroom = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="KV blocks that a decode node keeps free, when it grants blocks to a prefill node, "
+        "for each request that holds blocks and must grow; 0 grants more and preempts more.",
+        rich_help_panel=KV_PANEL,
+    ),
+]
 Push = Annotated[
     str,
     typer.Option(
@@ -162,11 +179,36 @@ SchedulingPolicy = Annotated[
     ),
 ]
 LongPrefill = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=0,
         help="Most tokens of one prompt in one step while short prompts come, so that they go "
-        "along with long ones; 0 is no limit.",
+        "along with long ones; 0 is no limit. Left out, 512, or 0 with --no-chunked-prefill.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
+MaxPartialPrefills = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Most prompts that are part computed after a step; 0 is no limit.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
+MaxLongPartialPrefills = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Of these, most that are longer than --long-prefill-token-threshold, so that shorter "
+        "ones pass them; 0 is no limit. Left out, 1 where there is a threshold.",
+        rich_help_panel=BATCH_PANEL,
+    ),
+]
+ChunkedPrefill = Annotated[
+    bool,
+    typer.Option(
+        help="Compute a prompt in chunks over several steps. Without it, a prompt that is longer "
+        "than --max-num-batched-tokens is refused.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]

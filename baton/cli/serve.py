@@ -10,6 +10,7 @@ import typer
 
 from baton.cli.options import (
     BlockSize,
+    ChunkedPrefill,
     Cpus,
     Device,
     DrainTimeout,
@@ -20,6 +21,7 @@ from baton.cli.options import (
     HttpPort,
     Kernels,
     KvLease,
+    KvLoadFailure,
     KvMemory,
     KvNetDevice,
     KvSilence,
@@ -31,8 +33,10 @@ from baton.cli.options import (
     LogLevel,
     LongPrefill,
     MaxInFlight,
+    MaxLongPartialPrefills,
     MaxModelLen,
     MaxNumSeqs,
+    MaxPartialPrefills,
     MaxQueue,
     MaxTokens,
     Model,
@@ -48,6 +52,7 @@ from baton.cli.options import (
     Push,
     Quantize,
     ReasoningParser,
+    RemoteHeadroom,
     SchedulingPolicy,
     Speculative,
     StuckAfter,
@@ -70,6 +75,7 @@ if TYPE_CHECKING:
     from router.__main__ import RouterOptions
     from serving.node_options import NodeOptions
 
+LONG_PREFILL_TOKEN_THRESHOLD = 512
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
@@ -95,12 +101,17 @@ def node_options(
     kv_net_device: KvNetDevice = "",
     kv_verify: KvVerify = True,
     push: Push = "layer",
+    kv_load_failure_policy: KvLoadFailure = "recompute",
+    remote_headroom_blocks: RemoteHeadroom = 1,
     kv_lease_s: KvLease = 5.0,
     kv_silence_s: KvSilence = 10.0,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxTokens = 2048,
     scheduling_policy: SchedulingPolicy = "priority",
-    long_prefill_token_threshold: LongPrefill = 512,
+    chunked_prefill: ChunkedPrefill = True,
+    long_prefill_token_threshold: LongPrefill = None,
+    max_num_partial_prefills: MaxPartialPrefills = 0,
+    max_long_partial_prefills: MaxLongPartialPrefills = None,
     target_step_ms: TargetStep = 0.0,
     speculative: Speculative = "",
     logits_processors: LogitsProcessors = "",
@@ -114,12 +125,21 @@ def node_options(
 ) -> NodeOptions:
     """Both kinds of node take these."""
     from engine.runner.settings import RunnerConfig
-    from engine.scheduler_config import SchedulerConfig, scheduling_policy_named
+    from engine.scheduler_config import (
+        SchedulerConfig,
+        load_failure_policy_named,
+        scheduling_policy_named,
+    )
     from engine.speculation import parse_speculation
     from kv_transfer.config import KvWorkerConfig, ReceiverConfig
     from serving.node_options import NodeOptions
 
     for_tls, for_telemetry = split(given, tls_config, telemetry_options)
+    threshold = long_prefill_token_threshold
+    if threshold is None:
+        threshold = LONG_PREFILL_TOKEN_THRESHOLD if chunked_prefill else 0
+    if max_long_partial_prefills is None:
+        max_long_partial_prefills = 1 if threshold else 0
     return NodeOptions(
         runner=RunnerConfig(
             model=model,
@@ -141,9 +161,13 @@ def node_options(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             policy=scheduling_policy_named(scheduling_policy),
-            long_prefill_token_threshold=long_prefill_token_threshold,
+            enable_chunked_prefill=chunked_prefill,
+            long_prefill_token_threshold=threshold,
+            max_num_partial_prefills=max_num_partial_prefills or None,
             target_step_s=target_step_ms / 1e3 if target_step_ms else None,
-            max_long_partial_prefills=1 if long_prefill_token_threshold else None,
+            max_long_partial_prefills=max_long_partial_prefills or None,
+            kv_load_failure_policy=load_failure_policy_named(kv_load_failure_policy),
+            remote_headroom_blocks=remote_headroom_blocks,
         ),
         host=host,
         port=port,

@@ -12,12 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.nodes import NodeTable
 from router.openai.asking import chat_completion_from, completion_from
-from router.openai.endpoints import Probes, Scrape, Tokens, models_of
+from router.openai.endpoints import PrefixCaches, Probes, Scrape, Tokens, models_of
 from router.openai.errors import error_response, tell_bug, tell_named
 from router.openai.generation import Generation, Kitchen
 from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.openai.unserved import answer_unserved
 from router.pipeline import Pipeline
+from router.prefix_resets import PrefixResets
 from router.visits import Visits
 from serving.errors import Unauthenticated
 from serving.health import Health
@@ -35,6 +36,7 @@ def http_app(
     table: NodeTable,
     visits: Visits,
     health: Health,
+    resets: PrefixResets,
     scrape: Scrape,
     parsing: Parsing = ALL_IS_CONTENT,
     tokens: AcceptedTokens | None = None,
@@ -51,6 +53,7 @@ def http_app(
             Route("/v1/models/{model:path}", models.one),
             _post("/tokenize", texts.of_text),
             _post("/detokenize", texts.to_text),
+            _post("/reset_prefix_cache", PrefixCaches(resets).reset),
             Route("/health", probes.is_alive),
             Route("/ready", probes.is_ready),
             Route("/metrics", probes.metrics),

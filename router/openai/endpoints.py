@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -24,6 +24,7 @@ from router.openai.choices import Json
 from router.openai.prompts import chat_from
 from router.openai.receiving import read_body
 from router.pipeline import Pipeline
+from router.prefix_resets import PrefixResets
 from router.values import Prompt, TextPrompt
 from serving.errors import UnknownModel
 from serving.health import Health
@@ -96,6 +97,16 @@ class Tokens:
         body = body_from(json_object(await read_body(request)), DetokenizeBody)
         self.pipeline.check_model(body.model)
         return JSONResponse({"prompt": await self.pipeline.spelled(tuple(body.tokens))})
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCaches:
+    resets: PrefixResets
+
+    async def reset(self, _request: Request) -> Response:
+        """On every node. The body is not read."""
+        done = await self.resets.reset_all()
+        return JSONResponse({"nodes": [asdict(one) for one in done]})
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,13 @@ class Flood(cluster_pb2_grpc.ClusterServiceServicer):
                 report = cluster_pb2.NodeReport(address=piece)
                 yield cluster_pb2.WatchNodesResponse(nodes=[report])
 
+    async def ResetPrefixCaches(  # noqa: N802
+        self,
+        request: cluster_pb2.ResetPrefixCachesRequest,
+        context: aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ResetPrefixCachesResponse:
+        return cluster_pb2.ResetPrefixCachesResponse()
+
     async def _pieces(self) -> AsyncGenerator[str, None]:
         try:
             while True:

@@ -8,7 +8,7 @@ from engine.plan import Runner
 from engine.request import ClientId, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler_config import CacheConfig, LoadFailurePolicy, SchedulerConfig
 from engine.structured_outputs import StructuredOutputs
 from tests.support.fake_runner import FakeRunner, KvTensor
 
@@ -17,11 +17,18 @@ EOS_TOKEN_ID = VOCAB_SIZE - 1
 
 
 def an_engine(
-    *, num_blocks: int = 64, runner: Runner | None = None, kv_worker: KvWorker | None = None
+    *,
+    num_blocks: int = 64,
+    runner: Runner | None = None,
+    kv_worker: KvWorker | None = None,
+    load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
 ) -> EngineCore:
     cache = CacheConfig(num_blocks=num_blocks, block_size=4)
     config = SchedulerConfig(
-        max_num_seqs=8, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_TOKEN_ID})
+        max_num_seqs=8,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({EOS_TOKEN_ID}),
+        kv_load_failure_policy=load_failure,
     )
     scheduler = Scheduler(config, cache)
     fake = FakeRunner(KvTensor(num_blocks, cache.block_size), VOCAB_SIZE)

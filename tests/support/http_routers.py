@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from router.line import LineConfig
@@ -18,9 +19,11 @@ from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.openai.server import http_serving
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
+from router.prefix_resets import PrefixResets
 from router.text import TextBoundary, TokenIdsOnly
 from router.tracing import TRACES_NOTHING, Tracing
 from router.visits import Visits
+from serving.channel import open_channel
 from serving.health import Health
 from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
@@ -52,6 +55,7 @@ async def an_http_router(
     tracing: Tracing = TRACES_NOTHING,
     parsing: Parsing = ALL_IS_CONTENT,
     limits: ConnectionLimits | None = None,
+    channel: Callable[[str], aio.Channel] | None = None,  # to nodes, for what is no request
 ) -> AsyncIterator[HttpRouter]:
     table = table or a_table()
     pipeline = Pipeline(
@@ -68,6 +72,7 @@ async def an_http_router(
         table=table,
         visits=Visits(pipeline, tracing),
         health=health,
+        resets=PrefixResets(table, channel or open_channel),
         scrape=partial(exposition, CollectorRegistry()),
         parsing=parsing,
         tokens=tokens,

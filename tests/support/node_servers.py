@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
 from engine.core import EngineCore
+from engine.errors import EngineStopped
 from engine.loop import EngineLoop
 from kv_transfer.types import Incarnation
 from serving.engine_calls import EngineCalls
@@ -31,6 +33,7 @@ class NodeServer:
     state: NodeState
     health: Health
     connected: asyncio.Queue[str]  # the prefill nodes that it was told to link up with
+    resets: list[int]  # of its prefix cache: how many blocks each dropped
 
 
 @asynccontextmanager
@@ -42,6 +45,7 @@ async def a_node_server(
     incarnation: str = "1",
     core: EngineCore | None = None,
     tracing: NodeTracing = NO_TRACING,
+    num_cached_blocks: int | None = 7,  # None: its engine has stopped
 ) -> AsyncIterator[NodeServer]:
     """Well and idle, until the test says otherwise. Its engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
@@ -49,7 +53,8 @@ async def a_node_server(
     calls = EngineCalls(engine)
     state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
-    node = NodeServicer(state)
+    resets: list[int] = []
+    node = NodeServicer(state, partial(_reset, resets, num_cached_blocks))
     decode = DecodeServicer(state, Ledger(16), connected.put, tracing)
     services = [
         Service(
@@ -72,9 +77,16 @@ async def a_node_server(
                 if core is not None:
                     running.enter_context(engine)
                     running.enter_context(calls)
-                yield NodeServer(server.address, state, server.health, connected)
+                yield NodeServer(server.address, state, server.health, connected, resets)
     finally:
         following.cancel()
+
+
+async def _reset(resets: list[int], num_cached_blocks: int | None) -> int:
+    if num_cached_blocks is None:
+        raise EngineStopped("the engine of this node has stopped")
+    resets.append(num_cached_blocks)
+    return num_cached_blocks
 
 
 async def _no_news() -> NodeNews:

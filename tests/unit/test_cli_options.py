@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,6 +15,7 @@ from baton.cli.serve import node_options, parse_cpus, router_options
 from baton.cli.signatures import options_of, passed_on, takes_options_of
 from baton.cli.telemetry import TRACE_DIR_VARIABLE
 from engine.errors import InvalidConfig
+from engine.scheduler_config import LoadFailurePolicy
 from engine.scheduler_config import Policy as SchedulingPolicy
 from kv_transfer.errors import InvalidKvSetting
 from router.__main__ import RouterOptions
@@ -154,3 +156,45 @@ def test_nodes_order_requests_by_priority_unless_told_otherwise() -> None:
     assert node_options("m", scheduling_policy="fcfs").scheduling.policy is SchedulingPolicy.FCFS
     with pytest.raises(InvalidConfig, match="--scheduling-policy 'lifo': choose one of fcfs"):
         node_options("m", scheduling_policy="lifo")
+
+
+def test_what_the_scheduler_can_do_has_a_switch() -> None:
+    as_it_is = node_options("m").scheduling
+    changed = node_options(
+        "m",
+        kv_load_failure_policy="fail",
+        remote_headroom_blocks=0,
+        max_num_partial_prefills=3,
+        max_long_partial_prefills=2,
+    ).scheduling
+    whole = node_options("m", chunked_prefill=False).scheduling
+
+    assert as_it_is.kv_load_failure_policy is LoadFailurePolicy.RECOMPUTE
+    assert (as_it_is.remote_headroom_blocks, as_it_is.max_num_partial_prefills) == (1, None)
+    assert (as_it_is.long_prefill_token_threshold, as_it_is.max_long_partial_prefills) == (512, 1)
+    assert changed.kv_load_failure_policy is LoadFailurePolicy.FAIL
+    assert (changed.remote_headroom_blocks, changed.max_num_partial_prefills) == (0, 3)
+    assert changed.max_long_partial_prefills == 2
+    assert (
+        node_options("m", max_long_partial_prefills=0).scheduling.max_long_partial_prefills is None
+    )
+    assert not whole.enable_chunked_prefill
+    assert (whole.long_prefill_token_threshold, whole.max_long_partial_prefills) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            {"kv_load_failure_policy": "retry"},
+            "--kv-load-failure-policy 'retry': .*recompute, fail",
+        ),
+        ({"remote_headroom_blocks": -1}, "remote_headroom_blocks is -1"),
+        ({"chunked_prefill": False, "long_prefill_token_threshold": 8}, "enable_chunked_prefill"),
+        ({"chunked_prefill": False, "target_step_ms": 9.0}, "enable_chunked_prefill"),
+        ({"long_prefill_token_threshold": 0, "max_long_partial_prefills": 1}, "threshold"),
+    ],
+)
+def test_switches_that_cannot_work_are_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidConfig, match=named):
+        node_options("m", **given)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import queue
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
+from grpc import StatusCode
 
 from engine.errors import InvalidRequest
 from engine.loop import EngineLoop
-from engine.request import Output, RequestId, RequestSpec
+from engine.request import Output, ReceiveKv, RequestId, RequestSpec
+from engine.scheduler_config import LoadFailurePolicy
+from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Peer
 from serving.engine_calls import CLIENT_ID, EngineCalls
-from serving.errors import RequestIdInUse
+from serving.errors import KvLoadFailed, RequestIdInUse
+from serving.status import status_of
 from tests.support.engines import a_spec, an_engine
 
 PATIENCE_S = 30
@@ -75,6 +80,38 @@ def test_an_id_under_way_is_refused_and_the_one_under_way_goes_on() -> None:
     outputs = asyncio.run(asyncio.wait_for(twice(), PATIENCE_S))
 
     assert sum(len(output.token_ids) for output in outputs) == LONG
+
+
+class LosesAll:
+    """A KV worker whose peers are gone."""
+
+    def __init__(self) -> None:
+        self._lost: list[HandoffId] = []
+
+    def start(self, orders: KvOrders, now: float) -> None:
+        self._lost += [order.handoff_id for order in orders.receives]
+
+    def poll(self, now: float) -> KvReports:
+        lost, self._lost = tuple(self._lost), []
+        failed = tuple(Lost(handoff_id, "the peer is gone") for handoff_id in lost)
+        return KvReports(failed_recving=failed, released=lost)
+
+    def next_poll_s(self, now: float) -> float | None:
+        return None
+
+
+def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:
+    handoff_id = HandoffId("a", 1)
+    receive = ReceiveKv(handoff_id, Peer(NodeId("p"), "host:1"))
+
+    async def lose() -> None:
+        core = an_engine(kv_worker=LosesAll(), load_failure=LoadFailurePolicy.FAIL)
+        with EngineLoop(core) as engine, EngineCalls(engine) as calls:
+            with pytest.raises(KvLoadFailed, match="the peer is gone") as failure:
+                await collect(calls, replace(spec_of("a"), receive_from=receive))
+            assert status_of(failure.value).code == StatusCode.UNAVAILABLE.value[0]
+
+    asyncio.run(asyncio.wait_for(lose(), PATIENCE_S))
 
 
 def test_a_refused_request_leaves_nothing_under_way() -> None:

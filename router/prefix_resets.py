@@ -1,0 +1,57 @@
+"""Reset of the prefix caches of all nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpc import RpcError, aio
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from router.nodes import Node, NodeTable
+from serving.errors import NodeFailed
+from serving.status import remote_error
+
+TIMEOUT_S = 10.0  # a node answers between two steps of its engine
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReset:
+    """A node that forgot its cached prefixes."""
+
+    address: str
+    node_id: str
+    num_blocks: int  # that could be hit before
+
+
+class PrefixResets:
+    """Reaches every node that the router has joined, whether or not it takes new requests."""
+
+    def __init__(self, table: NodeTable, channel: Callable[[str], aio.Channel]) -> None:
+        self._table = table
+        self._channel = channel
+
+    async def reset_all(self) -> list[NodeReset]:
+        """Raises NodeFailed if a node did not; the others have. It can be repeated."""
+        nodes = sorted(self._table.nodes, key=lambda node: node.address)
+        outcomes = await asyncio.gather(*(self._reset(node) for node in nodes))
+        failures = [one for one in outcomes if isinstance(one, str)]
+        if failures:
+            raise NodeFailed(
+                f"{len(failures)} of {len(nodes)} nodes did not reset their prefix cache "
+                f"({'; '.join(failures)}); try again"
+            )
+        return [one for one in outcomes if isinstance(one, NodeReset)]
+
+    async def _reset(self, node: Node) -> NodeReset | str:
+        """The reason if it fails."""
+        stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
+        try:
+            response = await stub.ResetPrefixCache(
+                node_pb2.ResetPrefixCacheRequest(), timeout=TIMEOUT_S
+            )
+        except RpcError as error:
+            remote = remote_error(error)
+            return f"{node.card.node_id}: {remote.code.name}: {remote.message}"
+        return NodeReset(node.address, node.card.node_id, response.num_blocks)

@@ -1,0 +1,154 @@
+"""Reset of prefix caches: from the router's doors to the engines of all nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.v1 import cluster_pb2_grpc
+from engine.loop import EngineLoop
+from kv_transfer.types import NodeId
+from router.cluster_servicer import ClusterServicer
+from router.nodes import NodeTable
+from router.prefix_resets import PrefixResets
+from serving.channel import open_channel
+from serving.engine_calls import CLIENT_ID, EngineCalls
+from serving.errors import NodeFailed
+from serving.node import NodeRole
+from serving.node_news import prefix_cache_resetter
+from serving.server import Service, serving
+from serving.token import AcceptedTokens
+from serving.token_gate import TokenGate
+from tests.support.engines import a_spec, an_engine
+from tests.support.http_routers import an_http_router
+from tests.support.node_calls import a_card
+from tests.support.node_servers import NodeServer, a_node_server
+
+PATIENCE_S = 30
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await scene()
+
+    asyncio.run(within())
+
+
+@asynccontextmanager
+async def two_nodes(
+    *, num_cached: Sequence[int | None] = (7, 9)
+) -> AsyncIterator[tuple[NodeTable, list[NodeServer]]]:
+    table, servers = NodeTable(), []
+    async with AsyncExitStack() as lifetime:
+        for role, num_blocks in zip(NodeRole, num_cached, strict=True):
+            name = f"{role.value}-0"
+            node = a_node_server(role, name, num_cached_blocks=num_blocks)
+            servers.append(await lifetime.enter_async_context(node))
+            table.join(servers[-1].address, a_card(role, name))
+        yield table, servers
+
+
+def ask(url: str, method: str, token: str) -> tuple[int, bytes]:
+    headers = {"authorization": f"Bearer {token}"}
+    try:
+        with urlopen(Request(url, method=method, headers=headers)) as response:
+            return response.status, response.read()
+    except HTTPError as refusal:
+        with refusal:
+            return refusal.code, refusal.read()
+
+
+def test_every_node_forgets_its_prefixes() -> None:
+    async def scene() -> None:
+        async with two_nodes() as (table, servers):
+            done = await PrefixResets(table, open_channel).reset_all()
+
+            assert {(one.node_id, one.num_blocks) for one in done} == {
+                (NodeId("prefill-0"), 7),
+                (NodeId("decode-0"), 9),
+            }
+            assert [server.resets for server in servers] == [[7], [9]]
+
+    run(scene)
+
+
+def test_a_node_that_does_not_is_named_and_the_others_still_do() -> None:
+    async def scene() -> None:
+        async with two_nodes(num_cached=(None, 9)) as (table, servers):
+            with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: UNAVAILABLE.*again"):
+                await PrefixResets(table, open_channel).reset_all()
+
+            assert servers[1].resets == [9]
+
+    run(scene)
+
+
+def test_over_http_it_takes_a_post_and_a_token() -> None:
+    async def scene() -> None:
+        async with (
+            two_nodes() as (table, servers),
+            an_http_router(table=table, tokens=AcceptedTokens(("secret",))) as router,
+        ):
+            url = f"{router.url}/reset_prefix_cache"
+            refused, _ = await asyncio.to_thread(ask, url, "POST", "wrong")
+            misread, _ = await asyncio.to_thread(ask, url, "GET", "secret")
+            assert [server.resets for server in servers] == [[], []]
+            done, body = await asyncio.to_thread(ask, url, "POST", "secret")
+
+            assert (refused, misread, done) == (401, 405, 200)
+            nodes = {one["node_id"]: one["num_blocks"] for one in json.loads(body)["nodes"]}
+            assert nodes == {"prefill-0": 7, "decode-0": 9}
+
+    run(scene)
+
+
+def test_over_grpc_it_takes_a_token() -> None:
+    async def scene() -> None:
+        async with two_nodes() as (table, servers):
+            servicer = ClusterServicer(table, PrefixResets(table, open_channel))
+            service = Service(
+                "baton.v1.ClusterService",
+                lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
+                    servicer, server
+                ),
+            )
+            gates = [TokenGate(AcceptedTokens(("secret",)))]
+            async with serving("127.0.0.1", 0, [service], interceptors=gates) as server:
+                async with AsyncClient(server.address) as stranger:
+                    with pytest.raises(Exception, match="token"):
+                        await stranger.reset_prefix_caches()
+                assert [one.resets for one in servers] == [[], []]
+                async with AsyncClient(server.address, token="secret") as client:
+                    assert await client.reset_prefix_caches() == {"prefill-0": 7, "decode-0": 9}
+
+    run(scene)
+
+
+def test_an_engine_forgets_between_two_steps_and_computes_again() -> None:
+    core = an_engine()
+    prompt = tuple(range(9))
+
+    async def num_cached(calls: EngineCalls, name: str) -> int:
+        spec = a_spec(name, prompt=prompt, client=CLIENT_ID)
+        async with aclosing(calls.outputs(spec)) as outputs:
+            served = [output.served async for output in outputs][-1]
+        assert served is not None
+        return served.num_cached_tokens
+
+    async def scene() -> None:
+        with EngineLoop(core) as engine, EngineCalls(engine) as calls:
+            reset = prefix_cache_resetter(engine, core.scheduler)
+            assert [await num_cached(calls, name) for name in "ab"] == [0, 8]
+            assert await reset() == 3  # two blocks of the prompt, and one of it and the answer
+            assert await reset() == 0
+            assert [await num_cached(calls, name) for name in "cd"] == [0, 8]
+
+    run(scene)
