@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from engine.errors import InvalidConfig
+from router.openai.json_scan import JsonScan
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -20,7 +21,7 @@ NO_JSON = (ValueError, RecursionError)
 
 
 class ToolCall(NamedTuple):
-    name: str
+    name: str | None  # None: more arguments of the call before it
     arguments: str  # JSON
 
 
@@ -35,8 +36,15 @@ class Delta(NamedTuple):
         return Delta(
             self.content + other.content,
             self.reasoning + other.reasoning,
-            self.calls + other.calls,
+            _joined_calls(self.calls, other.calls),
         )
+
+
+def _joined_calls(calls: tuple[ToolCall, ...], more: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
+    if not calls or not more or more[0].name is not None:
+        return calls + more
+    last = calls[-1]._replace(arguments=calls[-1].arguments + more[0].arguments)
+    return (*calls[:-1], last, *more[1:])
 
 
 NOTHING = Delta()
@@ -45,8 +53,8 @@ NOTHING = Delta()
 class Reader(Protocol):
     def push(self, text: str) -> Delta: ...
 
-    def finish(self) -> Delta:
-        """What was held back, when the answer has ended."""
+    def finish(self, *, is_cut_off: bool = False) -> Delta:
+        """Return what was held back. A call after others that `max_tokens` cut off is left out."""
         ...
 
 
@@ -54,7 +62,7 @@ class PlainReader:
     def push(self, text: str) -> Delta:
         return Delta(text)
 
-    def finish(self) -> Delta:
+    def finish(self, *, is_cut_off: bool = False) -> Delta:
         return NOTHING
 
 
@@ -84,11 +92,11 @@ class ThinkReader:
             return Delta(reasoning=reasoning) + self._content.push(self._take())
         return self._content.push(self._take())
 
-    def finish(self) -> Delta:
+    def finish(self, *, is_cut_off: bool = False) -> Delta:
         at = self._otherwise if self._at is self._At.START else self._at
         if at is self._At.REASONING:
             return Delta(reasoning=self._take())
-        return self._content.push(self._take()) + self._content.finish()
+        return self._content.push(self._take()) + self._content.finish(is_cut_off=is_cut_off)
 
     def _has_started(self) -> bool:
         """Whether it is known by now how the text begins."""
@@ -109,17 +117,44 @@ class ThinkReader:
         return taken
 
 
+class _Content:
+    """Text around calls. Whitespace next to a call separates it from the text and is left out."""
+
+    def __init__(self) -> None:
+        self._space = ""
+        self._has_called = False
+
+    def text(self, text: str) -> Delta:
+        text = self._space + text
+        told = text.rstrip()
+        self._space = text[len(told) :]
+        return Delta(told)
+
+    def calls(self, *calls: ToolCall) -> Delta:
+        self._space, self._has_called = "", True
+        return Delta(calls=calls)
+
+    def finish(self) -> Delta:
+        return NOTHING if self._has_called else Delta(self._space)
+
+    @property
+    def has_called(self) -> bool:
+        return self._has_called
+
+
 class HermesReader:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen and others.
 
-    A call is told when it is whole. One that cannot be read, or has no end, is content.
+    A call is told when it is whole; the closing mark may be missing at the end. What cannot be
+    read is content. A closing mark inside a JSON string belongs to the string.
     """
 
     def __init__(self) -> None:
         self._held = ""  # what may begin a mark
+        self._content = _Content()
         self._inside: list[str] | None = None  # a call so far; None: outside of one
-        self._has_called = False
-        self._gap = ""  # space behind a call, which is told only if text follows
+        self._scan = JsonScan()  # of the call so far
+        self._heeds_strings = True
 
     def push(self, text: str) -> Delta:
         self._held += text
@@ -129,68 +164,96 @@ class HermesReader:
             told += self._passed(passed, has_come=has_come)
         return told
 
-    def finish(self) -> Delta:
+    def finish(self, *, is_cut_off: bool = False) -> Delta:
         rest, self._held = self._held, ""
-        return self._said(rest if self._inside is None else "".join((CALL, *self._inside, rest)))
+        if self._inside is None:
+            is_begun_call = is_cut_off and self._content.has_called and rest.startswith("<tool")
+            told = NOTHING if is_begun_call else self._content.text(rest)
+            return told + self._content.finish()
+        inside = "".join((*self._inside, rest))
+        call = call_in(inside, ("arguments",))
+        if call is not None:
+            return self._content.calls(call)
+        if END_CALL in inside:
+            told = self._reread(inside)
+            return told + self.push("") + self.finish(is_cut_off=is_cut_off)
+        if is_cut_off and self._content.has_called:
+            return NOTHING
+        return self._content.text(CALL + inside) + self._content.finish()
 
     @property
     def _mark(self) -> str:
         return CALL if self._inside is None else END_CALL
 
     def _passed(self, text: str, *, has_come: bool) -> Delta:
-        """What is in front of the mark, which may have come."""
+        """Take what is in front of the mark, and the mark if it has come."""
         if self._inside is None:
-            self._inside = [] if has_come else None
-            return self._said(text)
+            if has_come:
+                self._inside, self._scan = [], JsonScan()
+            return self._content.text(text)
         self._inside.append(text)
+        self._scan.scan(text)
         if not has_come:
             return NOTHING
+        if self._heeds_strings and self._scan.is_in_string:
+            self._inside.append(END_CALL)
+            self._scan.scan(END_CALL)
+            return NOTHING
         inside, self._inside = "".join(self._inside), None
-        return self._called(inside)
-
-    def _called(self, inside: str) -> Delta:
         call = call_in(inside, ("arguments",))
-        if call is None:
-            return self._said(CALL + inside + END_CALL)
-        self._has_called, self._gap = True, ""
-        return Delta(calls=(call,))
+        if call is not None:
+            return self._content.calls(call)
+        return self._reread(inside + END_CALL)
 
-    def _said(self, text: str) -> Delta:
-        if not self._has_called:
-            return Delta(text)
-        self._gap += text
-        said = self._gap.rstrip()
-        self._gap = self._gap[len(said) :]
-        return Delta(said)
+    def _reread(self, inside: str) -> Delta:
+        """End what is no call at its first mark, although a string seemed to hold it.
+
+        From then on all marks count: reading again and again would take too long.
+        """
+        first, _, behind = inside.partition(END_CALL)
+        if behind:
+            self._heeds_strings = False
+        self._inside, self._held = None, behind + self._held
+        return self._content.text(CALL + first + END_CALL)
 
 
 class LlamaReader:
-    """The whole answer is one call in JSON, or several with `;` between: Llama 3.
+    """A call in JSON, or several with `;` between, to the end of the answer: Llama 3.
 
-    An answer that begins like one is told at its end, since only then it is known to be one.
+    Calls are the whole answer, or stand behind `<|python_tag|>`. They are told at the end, since
+    only then it is known that they are calls.
     """
 
     def __init__(self) -> None:
-        self._held: list[str] = []
+        self._held = ""  # what may begin a call
+        self._calls: list[str] = []  # calls so far, in pieces
+        self._content = _Content()
         self._is_call: bool | None = None  # None: it is not known yet
 
     def push(self, text: str) -> Delta:
-        if self._is_call is False:
-            return Delta(text)
-        self._held.append(text)
+        if self._is_call:
+            self._calls.append(text)
+            return NOTHING
+        self._held += text
         if self._is_call is None:
-            self._is_call = _begins_like_call("".join(self._held))
-        return Delta(self._take()) if self._is_call is False else NOTHING
+            self._is_call = _begins_like_call(self._held)
+        told, has_come = NOTHING, True
+        while self._is_call is False and has_come:
+            # A tag at the beginning has been looked at: no call follows it.
+            skip = len(PYTHON_TAG) if self._held.startswith(PYTHON_TAG) else 0
+            passed, rest, has_come = split_at(self._held[skip:], PYTHON_TAG)
+            told += self._content.text(self._held[:skip] + passed)
+            self._held = PYTHON_TAG + rest if has_come else rest
+            self._is_call = _begins_like_call(self._held) if has_come else False
+        return told
 
-    def finish(self) -> Delta:
-        text = self._take()
-        calls = _calls_in_row(text.lstrip().removeprefix(PYTHON_TAG))
-        return Delta(calls=calls) if calls else Delta(text)
-
-    def _take(self) -> str:
-        taken = "".join(self._held)
-        self._held.clear()
-        return taken
+    def finish(self, *, is_cut_off: bool = False) -> Delta:
+        text = "".join((self._held, *self._calls))
+        calls, rest = _calls_in_row(text.lstrip().removeprefix(PYTHON_TAG))
+        told = self._content.calls(*calls) if calls else self._content.text(text)
+        if calls and not is_cut_off:
+            told += self._content.text(rest)
+        return told + self._content.finish()
 
 
 def _begins_like_call(text: str) -> bool | None:
@@ -200,6 +263,25 @@ def _begins_like_call(text: str) -> bool | None:
         return None
     behind = begun.removeprefix(PYTHON_TAG).lstrip()
     return behind.startswith("{") if behind else None
+
+
+class FirstCallReader:
+    """`parallel_tool_calls: false`: calls after the first are left out, as by vLLM."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._has_called = False
+
+    def push(self, text: str) -> Delta:
+        return self._first(self._reader.push(text))
+
+    def finish(self, *, is_cut_off: bool = False) -> Delta:
+        return self._first(self._reader.finish(is_cut_off=is_cut_off))
+
+    def _first(self, told: Delta) -> Delta:
+        calls = () if self._has_called else told.calls[:1]
+        self._has_called = self._has_called or bool(calls)
+        return told._replace(calls=calls)
 
 
 def split_at(text: str, mark: str) -> tuple[str, str, bool]:
@@ -220,8 +302,8 @@ def call_in(text: str, names_of_arguments: tuple[str, ...]) -> ToolCall | None:
         return None
 
 
-def _calls_in_row(text: str) -> tuple[ToolCall, ...]:
-    """Empty unless all of it is calls."""
+def _calls_in_row(text: str) -> tuple[tuple[ToolCall, ...], str]:
+    """Return the calls and a rest that begins like another one. No calls if it begins otherwise."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
     calls: list[ToolCall] = []
     rest = text.strip()
@@ -230,12 +312,12 @@ def _calls_in_row(text: str) -> tuple[ToolCall, ...]:
             value, end = decoder.raw_decode(rest)
             call = _call_from(value, ("parameters", "arguments"))
         except NO_JSON:
-            return ()
+            call = None
         if call is None:
-            return ()
+            return (tuple(calls), rest) if rest.startswith("{") else ((), "")
         calls.append(call)
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return tuple(calls)
+    return tuple(calls), ""
 
 
 def _call_from(value: Any, names_of_arguments: tuple[str, ...]) -> ToolCall | None:
@@ -244,8 +326,9 @@ def _call_from(value: Any, names_of_arguments: tuple[str, ...]) -> ToolCall | No
     arguments = next((value[name] for name in names_of_arguments if name in value), None)
     if not isinstance(arguments, dict):
         return None
-    call = ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
-    "".join(call).encode()  # half a surrogate pair, which JSON can spell, is no text
+    name: str = value["name"]
+    call = ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    (name + call.arguments).encode()  # half a surrogate pair, which JSON can spell, is no text
     return call
 
 
@@ -254,6 +337,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 TOOL_READERS: dict[str, Callable[[], Reader]] = {"hermes": HermesReader, "llama3_json": LlamaReader}
+TOOL_MARKS = {"hermes": (CALL, END_CALL), "llama3_json": (PYTHON_TAG,)}
 # Whether the template has written `<think>` already.
 REASONING_BEGINS_INSIDE = {"qwen3": False, "deepseek_r1": True}
 
@@ -273,6 +357,11 @@ class Parsing:
     def __post_init__(self) -> None:
         _check("--tool-parser", self.tools, TOOL_READERS)
         _check("--reasoning-parser", self.reasoning, REASONING_BEGINS_INSIDE)
+
+    def marks(self, *, with_tools: bool) -> tuple[str, ...]:
+        """Return what the text must show to be read; some models have special tokens for it."""
+        of_tools = TOOL_MARKS.get(self.tools, ()) if with_tools else ()
+        return (*of_tools, *((THINK, END_THINK) if self.reasoning else ()))
 
     def reader(self, *, with_tools: bool) -> Reader:
         """A new one for each choice."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.openai.forced_calls import RequiredCallsReader
 from router.openai.parsing import (
     NOTHING,
     REASONING_BEGINS_INSIDE,
@@ -19,6 +21,7 @@ from router.openai.parsing import (
 FRAGMENTS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"),
     *('{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "parameters": {}}', '{"name": 1}'),
+    *('{"name": "h", "arguments": {"x": "</tool_call>', '"}}', "\\"),
     *("{", "}", ";", "<", "<t", "</", "\n", " ", "text", "NaN", "🙂", "<tool_call>{}</tool_call>"),
 )
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12)
@@ -27,25 +30,25 @@ parsings = st.builds(
 )
 
 
-def read(reader: Reader, pieces: Sequence[str]) -> Delta:
+def read(reader: Reader, pieces: Sequence[str], *, is_cut_off: bool = False) -> Delta:
     told = NOTHING
     for piece in pieces:
         told += reader.push(piece)
-    return told + reader.finish()
+    return told + reader.finish(is_cut_off=is_cut_off)
 
 
-@given(texts, parsings, st.data())
+@given(texts, parsings, st.booleans(), st.data())
 def test_however_a_text_is_cut_the_same_is_read(
-    fragments: list[str], parsing: Parsing, data: st.DataObject
+    fragments: list[str], parsing: Parsing, is_cut_off: bool, data: st.DataObject
 ) -> None:
     text = "".join(fragments)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
-    whole = read(parsing.reader(with_tools=True), [text])
+    def read_as(pieces: list[str]) -> Delta:
+        return read(parsing.reader(with_tools=True), pieces, is_cut_off=is_cut_off)
 
-    assert read(parsing.reader(with_tools=True), pieces) == whole
-    assert read(parsing.reader(with_tools=True), list(text)) == whole
+    assert read_as(pieces) == read_as(list(text)) == read_as([text])
 
 
 @given(texts, parsings)
@@ -61,6 +64,36 @@ def test_without_calls_nothing_is_lost_but_the_marks_around_reasoning(
         assert text.endswith(told.content)
         assert told.reasoning in text
         assert len(text) - len(told.reasoning) - len(told.content) <= marks
+
+
+names = st.text(max_size=5)
+arguments = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('{}[],:"\\\n <é'), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+)
+spaces = st.sampled_from([("", ""), (" ", ""), ("\n  ", " ")])
+
+
+@given(st.lists(st.tuples(names, arguments, st.booleans()), min_size=1), spaces, st.data())
+def test_however_forced_calls_are_cut_all_of_them_are_read(
+    calls: list[tuple[str, object, bool]], gaps: tuple[str, str], data: st.DataObject
+) -> None:
+    before, after = gaps
+    written = [json.dumps(value, ensure_ascii=escapes) for _, value, escapes in calls]
+    bodies = [
+        f'{{{before}"name"{after}:{before}{json.dumps(name)},{before}"arguments":{before}{value}'
+        for (name, _, _), value in zip(calls, written, strict=True)
+    ]
+    text = f"[{before}" + f"{after}}}{before},{before}".join(bodies) + f"{after}}}{after}]"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+    told = [read(RequiredCallsReader(), cut) for cut in ([text], pieces, list(text))]
+
+    expected = [(name, value) for (name, _, _), value in zip(calls, written, strict=True)]
+    for one in told:
+        assert [(call.name, call.arguments.rstrip()) for call in one.calls] == expected
+        assert (one.content, one.reasoning) == ("", "")
 
 
 @given(texts)

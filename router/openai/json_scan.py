@@ -1,0 +1,53 @@
+"""Position in a JSON text that arrives in pieces. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_SIGNS = re.compile(r'["\\{}\[\],\x00-\x1f]')
+
+
+class JsonScan:
+    """Tracks strings and nesting in the text of one JSON value. It does not validate."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._skip = 0  # the next characters that an escape has used up
+        self.is_in_string = False
+
+    def scan(self, text: str) -> int | None:
+        """Read the next piece. Return the index behind the value's last character, if it is in it.
+
+        A raw control character ends a string, because JSON has none inside strings.
+        """
+        skip = self._skip
+        for found in _SIGNS.finditer(text):
+            place, sign = found.start(), found.group()
+            if place < skip:
+                continue
+            if not self.is_in_string:
+                end = self._outside(sign, place)
+                if end is not None:
+                    return end
+            elif sign == "\\":
+                skip = place + 2
+            elif sign == '"' or sign < " ":
+                self.is_in_string = False
+                if self._depth == 0:
+                    return place + 1
+        self._skip = max(0, skip - len(text))
+        return None
+
+    def _outside(self, sign: str, place: int) -> int | None:
+        """Read a sign outside of strings. Return where the value ends, if it does."""
+        if sign == '"':
+            self.is_in_string = True
+        elif sign in "{[":
+            self._depth += 1
+        elif sign in "}]":
+            self._depth -= 1
+            if self._depth <= 0:
+                return place + 1 + self._depth
+        elif sign == "," and self._depth == 0:
+            return place
+        return None
