@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -73,6 +74,15 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template for tools reads them."""
+        try:
+            parsed = self._environment.parse(self._template_source(has_tools=True))
+        except (InvalidRequest, jinja2.TemplateSyntaxError):
+            return False
+        return "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -137,19 +147,38 @@ class Tokenizer:
         """Whether the token is one byte of a text that no other token covers."""
         return token_id in self._byte_ids
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self, skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """Special tokens named in `shown` are not skipped."""
+        ids = frozenset(self._fast.token_to_id(name) for name in shown)
+        kept = self._special_ids & ids
+        return Detokenizer(self, skip_special_tokens=skip_special_tokens, shown_ids=kept)
+
+    def decode_with(self, token_ids: Sequence[int], shown_ids: frozenset[int]) -> str:
+        """Decode without special tokens except these."""
+        hidden = self._special_ids - shown_ids
+        kept = [token_id for token_id in token_ids if token_id not in hidden]
+        return self.decode(kept, skip_special_tokens=False)
 
     def _template(self, has_tools: bool) -> jinja2.Template:
+        return self._environment.from_string(self._template_source(has_tools=has_tools))
+
+    def _template_source(self, *, has_tools: bool) -> str:
         names = ("tool_use", "default") if has_tools else ("default",)
         source = next((self._chat_templates[n] for n in names if n in self._chat_templates), None)
         if source is None:
             raise InvalidRequest("this model has no chat template: send text or token ids")
-        return self._environment.from_string(source)
+        return source
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:
         return frozenset(self._fast.get_added_tokens_decoder())
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._fast.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
@@ -176,8 +205,15 @@ class Detokenizer:
     A piece is held back while it ends inside a character, so it is never shown broken.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._skip_special_tokens = skip_special_tokens
         # Decoding may treat the start of a text in its own way, so new tokens are decoded
         # behind some that were shown: `_shown` of these, whose own text is `_shown_text`.
@@ -211,6 +247,8 @@ class Detokenizer:
         return piece
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        if self._shown_ids and self._skip_special_tokens:
+            return self._tokenizer.decode_with(token_ids, self._shown_ids)
         if len(token_ids) == 1:
             return self._tokenizer.decode_one(token_ids[0], self._skip_special_tokens)
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

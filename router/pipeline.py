@@ -162,6 +162,11 @@ class Pipeline:
         """Their text."""
         return await self._large_texts.read(len(token_ids), partial(self._text.text, token_ids))
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model's chat template shows tools to it."""
+        return self._text.shows_tools
+
     def token(self, token_id: int) -> TokenText:
         """One token by itself, for those who ask how likely it was."""
         return self._text.token(token_id)
@@ -252,7 +257,9 @@ class Pipeline:
     ) -> AsyncGenerator[Piece | Ending, None]:
         """Try until one comes to its end; the answer goes on where the last try broke off."""
         wants_prompt = call.sampling.prompt_logprobs is not None
-        answer = Answer(self._text.speller(), call.stop, len(prompt) * wants_prompt)
+        answer = Answer(
+            self._text.speller(call.shown_tokens), call.stop, len(prompt) * wants_prompt
+        )
         one = _Request(call, prompt, context, shared, beside, answer)
         for number in itertools.count(1):
             num_given = len(answer.token_ids)

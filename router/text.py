@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from baton.spelling import TokenText
@@ -23,12 +24,17 @@ class TextBoundary(Protocol):
 
     def text(self, token_ids: tuple[int, ...]) -> str: ...
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template reads `tools`."""
+        ...
+
     def token(self, token_id: int) -> TokenText:
         """One token by itself, special ones by their names."""
         ...
 
-    def speller(self) -> Speller:
-        """A new one for each answer."""
+    def speller(self, shown: Collection[str] = ()) -> Speller:
+        """Return a new one for each answer. Special tokens named in `shown` are spelled, too."""
         ...
 
 
@@ -72,11 +78,15 @@ class ModelText:
     def text(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(token_ids)
 
+    @property
+    def shows_tools(self) -> bool:
+        return self._tokenizer.shows_tools
+
     def token(self, token_id: int) -> TokenText:
         return self._tokenizer.token(token_id)
 
-    def speller(self) -> Speller:
-        return self._tokenizer.detokenizer()
+    def speller(self, shown: Collection[str] = ()) -> Speller:
+        return self._tokenizer.detokenizer(shown=shown)
 
 
 class TokenIdsOnly:
@@ -93,10 +103,14 @@ class TokenIdsOnly:
     def text(self, token_ids: tuple[int, ...]) -> str:
         raise _no_tokenizer()
 
+    @property
+    def shows_tools(self) -> bool:
+        return False
+
     def token(self, token_id: int) -> TokenText:
         return by_id(token_id)
 
-    def speller(self) -> Speller:
+    def speller(self, shown: Collection[str] = ()) -> Speller:
         return NoSpeller()
 
 

@@ -72,6 +72,7 @@ class Call:
     priority: int = 0
     cache_salt: str = ""
     bad_words: tuple[str, ...] = ()  # texts that it must not hold
+    shown_tokens: tuple[str, ...] = ()  # special tokens that its text shall show
     # max_tokens was left out: the answer may take what the prompt leaves of the model's length
     # and of the KV caches.
     fills_context: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.openai.asking import Asked
+from router.openai.asking import Asked, Telling
 from router.openai.chat_choices import ChatChoice
 from router.openai.choices import (
     Choice,
@@ -18,8 +18,11 @@ from router.openai.choices import (
     ToldPrompt,
     joined,
 )
+from router.openai.forced_calls import NamedCallReader, RequiredCallsReader
 from router.openai.logprobs import Spell, prompt_logprobs
-from router.openai.parsing import ALL_IS_CONTENT, Parsing
+from router.openai.parsing import ALL_IS_CONTENT, FirstCallReader, Parsing, Reader
+from router.openai.tool_choice import Calling
+from router.openai.warnings import Warnings
 from router.values import Ending, Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -61,13 +64,24 @@ def choices_of(
 ) -> list[Choice]:
     """`prompts` has one for each call."""
     telling = asked.telling
-    reading = ALL_IS_CONTENT if telling.has_form else parsing
     if telling.is_chat:
         return [
-            ChatChoice(index, telling, spell, reading.reader(with_tools=telling.reads_tool_calls))
+            ChatChoice(index, telling, spell, _reader(telling, parsing))
             for index in range(len(asked.calls))
         ]
     return [CompletionChoice(*each, telling, spell) for each in enumerate(prompts)]
+
+
+def _reader(telling: Telling, parsing: Parsing) -> Reader:
+    match telling.calling:
+        case Calling.NAMED:
+            return NamedCallReader(telling.function)
+        case Calling.REQUIRED:
+            return RequiredCallsReader()
+    if telling.has_form:
+        return ALL_IS_CONTENT.reader(with_tools=False)
+    reader = parsing.reader(with_tools=telling.calling is Calling.BY_MODEL)
+    return FirstCallReader(reader) if telling.with_one_call else reader
 
 
 class Usage:
@@ -112,9 +126,15 @@ class WholeAnswer:
     """Takes the parts of all choices as they come."""
 
     def __init__(
-        self, asked: Asked, heading: Heading, choices: Sequence[Choice], spell: Spell
+        self,
+        asked: Asked,
+        heading: Heading,
+        choices: Sequence[Choice],
+        spell: Spell,
+        warnings: Warnings,
     ) -> None:
         self._asked = asked
+        self._warnings = warnings
         self._telling = asked.telling
         self._heading = heading
         self._choices = choices
@@ -138,7 +158,10 @@ class WholeAnswer:
             }
             for place, index in enumerate(self._told_indices())
         ]
-        return self._heading.over(choices, usage=self._usage.told, **self._of_the_prompt())
+        warnings = self._warnings.of(*self._endings.values())
+        return self._heading.over(
+            choices, usage=self._usage.told, **self._of_the_prompt(), **warnings
+        )
 
     def _told_indices(self) -> Iterator[int]:
         """The likeliest answers to each prompt, best first; in order where all are told."""
@@ -172,8 +195,10 @@ class StreamedAnswer:
         heading: Heading,
         choices: Sequence[Choice],
         prompts: Sequence[ToldPrompt],
+        warnings: Warnings,
     ) -> None:
         self._telling = asked.telling
+        self._warnings = warnings
         self._heading = heading
         self._choices = choices
         self._prompts = prompts
@@ -184,19 +209,22 @@ class StreamedAnswer:
         choice = self._choices[index]
         if isinstance(part, Ending):
             self._usage.ended(index, part)
-            return self._event(index, choice.last_chunk(part), part.num_completion_tokens)
-        chunk = choice.chunk(part)
-        if chunk is None:
+            warnings = self._warnings.of(part)
+            chunk = choice.last_chunk(part)
+            return self._event(index, chunk, part.num_completion_tokens, **warnings)
+        told = choice.chunk(part)
+        if told is None:
             return b""
-        return self._event(index, chunk, part.first_index + len(part.token_ids))
+        return self._event(index, told, part.first_index + len(part.token_ids))
 
     def end(self) -> bytes:
         if not self._telling.with_usage:
             return DONE
         return event(self._heading.over([], usage=self._usage.told)) + DONE
 
-    def _event(self, index: int, choice: Json, num_tokens: int) -> bytes:
-        more: Json = {"usage": None} if self._telling.with_usage else {}
+    def _event(self, index: int, choice: Json, num_tokens: int, **more: Any) -> bytes:
+        if self._telling.with_usage:
+            more["usage"] = None
         if self._telling.with_usage_so_far:
             more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
         return event(self._heading.over([choice], **more))

@@ -10,6 +10,7 @@ from baton.stops import StopRule
 from engine.errors import InvalidRequest
 from engine.extra_args import argument_of
 from engine.sampling import SamplingDefaults
+from engine.structured_outputs import StructuredOutputs
 from router.openai.bodies import (
     MOST_SAFE_INT,
     ChatBody,
@@ -18,7 +19,9 @@ from router.openai.bodies import (
     body_from,
 )
 from router.openai.forms import form_from
+from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.openai.prompts import chat_from, prompts_from
+from router.openai.tool_choice import NO_TOOLS, Calling, ToolChoice, tool_choice_from
 from router.translate import MOST_ANSWERS, bad_words_from, seed_of, stop_strings_from
 from router.values import Call, Prompt
 from serving.errors import UnsupportedInput
@@ -43,8 +46,12 @@ class Telling:
     with_answer: bool = True  # False: the prompt alone is wanted
     with_token_ids: bool = False
     tokens_by_id: bool = False
-    reads_tool_calls: bool = False
-    has_form: bool = False  # then all of it is content: no reasoning comes before it
+    calling: Calling = Calling.NONE
+    function: str = ""  # the one that is called, if it is named
+    with_one_call: bool = False  # at most
+    has_form: bool = False  # then no reasoning comes before it
+    max_tokens: int | None = None  # as asked for; None: left out
+    max_model_len: int | None = None  # None: not known
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -67,6 +74,7 @@ class Advice:
 
     defaults: SamplingDefaults
     max_model_len: int | None  # None while no decode node is known
+    parsing: Parsing = ALL_IS_CONTENT
 
 
 def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
@@ -89,6 +97,7 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
         num_logprobs=body.logprobs,
         echoes=body.echo,
         with_answer=with_answer,
+        max_tokens=body.max_tokens,
         **_telling(body),
     )
     return _asked(body, prompts, own, request_id, advice, telling, best_of)
@@ -110,9 +119,8 @@ def _best_of(body: CompletionBody) -> int:
 def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
     """Raises what a bad request deserves."""
     body = body_from(fields, ChatBody)
-    _check_tool_choice(body)
-    tools = [] if body.tool_choice == "none" else body.tools
-    prompt = chat_from(body, tools)
+    choice = tool_choice_from(body)
+    prompt = chat_from(body, choice.shown)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     # Left out, it is what the prompt leaves, which the pipeline knows once it is tokenised.
     rest = MOST_SAFE_INT if advice.max_model_len is None else advice.max_model_len
@@ -121,20 +129,18 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     if num_logprobs is not None:
         own["logprobs"] = num_logprobs
     telling = Telling(
-        is_chat=True, num_logprobs=num_logprobs, reads_tool_calls=bool(tools), **_telling(body)
+        is_chat=True,
+        num_logprobs=num_logprobs,
+        calling=choice.calling,
+        function=choice.name,
+        with_one_call=not body.parallel_tool_calls,
+        max_tokens=most,
+        **_telling(body),
     )
-    asked = _asked(body, [prompt], own, request_id, advice, telling, body.n)
+    asked = _asked(body, [prompt], own, request_id, advice, telling, body.n, choice)
     if most is not None:
         return asked
     return replace(asked, calls=tuple(replace(call, fills_context=True) for call in asked.calls))
-
-
-def _check_tool_choice(body: ChatBody) -> None:
-    if body.tool_choice not in ("auto", "none"):
-        raise UnsupportedInput(
-            "tool_choice may be auto or none here: what the model writes is not forced into a form",
-            "tool_choice",
-        )
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -174,8 +180,9 @@ def _asked(
     advice: Advice,
     telling: Telling,
     num_each: int,
+    choice: ToolChoice = NO_TOOLS,
 ) -> Asked:
-    form = form_from(body)
+    form = _form(body, choice)
     num_choices = num_each * len(prompts)
     if num_choices > MOST_ANSWERS:
         more = "n" if num_each == body.n else "best_of"
@@ -185,6 +192,9 @@ def _asked(
         )
     sampling = {**_sampling(body), **own, "structured_outputs": form}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    shown_tokens: tuple[str, ...] = ()
+    if telling.is_chat and form is None:
+        shown_tokens = advice.parsing.marks(with_tools=choice.calling is Calling.BY_MODEL)
     calls = []
     for index in range(num_choices):
         params = advice.defaults.params(**sampling, seed=seed_of(body.seed, index % num_each))
@@ -198,10 +208,22 @@ def _asked(
             priority=body.priority,
             cache_salt=body.cache_salt,
             bad_words=bad_words_from(body.bad_words),
+            shown_tokens=shown_tokens,
         )
         calls.append(call)
-    telling = replace(telling, has_form=form is not None)
+    telling = replace(telling, has_form=form is not None, max_model_len=advice.max_model_len)
     return Asked(tuple(calls), num_each, body.n, telling)
+
+
+def _form(body: GenerationBody, choice: ToolChoice) -> StructuredOutputs | None:
+    form = form_from(body)
+    if form is not None and choice.form is not None:
+        raise InvalidRequest(
+            "tool_choice forces a call, which has the form of its parameters: leave it out, or "
+            "the other form",
+            "tool_choice",
+        )
+    return form or choice.form
 
 
 def _sampling(body: GenerationBody) -> dict[str, Any]:

@@ -18,7 +18,10 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 # They say nothing of the answer.
 HARMLESS = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        "verbosity",
+    }
 )
 # What these fields may say, since it is what is done anyway.
 AS_DONE_ANYWAY: Mapping[str, tuple[object, ...]] = {
@@ -28,7 +31,6 @@ AS_DONE_ANYWAY: Mapping[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "continue_final_message": (False,),
     "add_special_tokens": (),  # but in a text prompt
 }
@@ -95,6 +97,7 @@ class TemplateFields(Body):
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None  # for the template, as in vLLM
 
 
 class ChatBody(GenerationBody, TemplateFields):
@@ -102,6 +105,7 @@ class ChatBody(GenerationBody, TemplateFields):
     logprobs: bool = False
     top_logprobs: Count | None = None
     tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
 
 
 class TokenizeTextBody(Body):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from engine.request import FinishReason
 from router.openai.asking import Telling
 from router.openai.choices import Json, how_ended, joined
 from router.openai.logprobs import Spell, chat_logprobs
 from router.openai.parsing import Delta, Reader, ToolCall
+from router.openai.tool_choice import Calling
 from router.values import Ending, Piece
 
 ID_BYTES = 12
@@ -34,12 +36,13 @@ class ChatChoice:
         return {"index": self._index, "delta": delta, **told, "finish_reason": None}
 
     def last_chunk(self, ending: Ending) -> Json:
-        delta = self._delta(self._reader.finish())
+        delta = self._delta(self._reader.finish(is_cut_off=_is_cut_off(ending)))
         return {"index": self._index, "delta": delta, "logprobs": None, **self._how_ended(ending)}
 
     def whole(self, pieces: Sequence[Piece], ending: Ending) -> Json:
         piece = joined(pieces)
-        told = self._reader.push(piece.text) + self._reader.finish()
+        told = self._reader.push(piece.text)
+        told += self._reader.finish(is_cut_off=_is_cut_off(ending))
         message: Json = {"role": "assistant", "content": told.content, "refusal": None}
         if told.reasoning:
             message["reasoning_content"] = told.reasoning
@@ -57,12 +60,14 @@ class ChatChoice:
         if told.content:
             delta["content"] = told.content
         if told.calls:
-            first = self._num_calls
-            calls = [self._call(call) for call in told.calls]
-            delta["tool_calls"] = [
-                {"index": place, **call} for place, call in enumerate(calls, first)
-            ]
+            delta["tool_calls"] = [self._part(call) for call in told.calls]
         return delta
+
+    def _part(self, call: ToolCall) -> Json:
+        """A call of a stream, or more of the last one's arguments."""
+        if call.name is None:
+            return {"index": self._num_calls - 1, "function": {"arguments": call.arguments}}
+        return {"index": self._num_calls, **self._call(call)}
 
     def _call(self, call: ToolCall) -> Json:
         self._num_calls += 1
@@ -74,8 +79,12 @@ class ChatChoice:
         }
 
     def _how_ended(self, ending: Ending) -> Json:
+        """OpenAI and vLLM say "stop" where the function was named by the client."""
         how = how_ended(ending)
-        if self._num_calls and how["finish_reason"] == "stop":
+        calling = self._telling.calling
+        is_whole = calling is Calling.BY_MODEL or ending.finish.stop_string is None
+        has_called = self._num_calls > 0 and is_whole and calling is not Calling.NAMED
+        if has_called and how["finish_reason"] == "stop":
             how["finish_reason"] = "tool_calls"
         return how
 
@@ -87,3 +96,7 @@ class ChatChoice:
         if self._telling.with_token_ids:
             return {"logprobs": told, "token_ids": piece.token_ids}
         return {"logprobs": told}
+
+
+def _is_cut_off(ending: Ending) -> bool:
+    return ending.finish.reason is FinishReason.LENGTH

@@ -21,6 +21,8 @@ from router.openai.choices import ToldPrompt
 from router.openai.parsing import Parsing
 from router.openai.receiving import read_body, while_connected
 from router.openai.replies import Reply
+from router.openai.tool_choice import refusals_naming_tools
+from router.openai.warnings import Warnings
 from router.pipeline import Pipeline
 from router.text import by_id
 from router.values import TextPrompt
@@ -74,7 +76,8 @@ class Generation:
             with visit.before_the_call():
                 asked = self._asked(body, request_id)
                 prompts = await self._told_prompts(asked)
-            await self._answer(asked, prompts, visit, request_id, reply)
+            with refusals_naming_tools(asked.telling.calling):
+                await self._answer(asked, prompts, visit, request_id, reply)
         except NAMED as error:
             await reply.fail(error)
 
@@ -83,7 +86,8 @@ class Generation:
         model = fields.get("model")
         model = model if isinstance(model, str) else ""
         defaults = self._table.sampling_defaults(model)
-        return self._read(fields, request_id, Advice(defaults, self._table.max_model_len(model)))
+        max_model_len = self._table.max_model_len(model)
+        return self._read(fields, request_id, Advice(defaults, max_model_len, self._parsing))
 
     async def _told_prompts(self, asked: Asked) -> list[ToldPrompt]:
         """One for each call; empty unless the answer repeats something of it."""
@@ -110,14 +114,15 @@ class Generation:
         heading = heading_of(asked, request_id, int(time.time()), self._model(asked))
         spell = by_id if asked.telling.tokens_by_id else self._pipeline.token
         choices = choices_of(asked, prompts, spell, self._parsing)
+        warnings = Warnings(asked.telling, self._parsing, shows_tools=self._pipeline.shows_tools)
         async with aclosing(self._parts(asked, visit)) as parts:
             if not asked.telling.is_streamed:
-                whole = WholeAnswer(asked, heading, choices, spell)
+                whole = WholeAnswer(asked, heading, choices, spell, warnings)
                 async for index, part in parts:
                     whole.take(index, part)
                 await reply.whole(as_json(whole.told()))
                 return
-            streamed = StreamedAnswer(asked, heading, choices, prompts)
+            streamed = StreamedAnswer(asked, heading, choices, prompts, warnings)
             async for index, part in parts:
                 await reply.tell(streamed.events(index, part))
             await reply.tell(streamed.end(), is_last=True)

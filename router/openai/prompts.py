@@ -46,7 +46,8 @@ def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatP
             field = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{field}: send {name} as a field of its own", field)
     messages = (_message(one, f"messages.{place}") for place, one in enumerate(body.messages))
-    variables = dict(body.chat_template_kwargs)
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    variables = {**effort, **body.chat_template_kwargs}
     if tools:
         variables["tools"] = list(tools)
     return ChatPrompt(tuple(messages), body.add_generation_prompt, variables)

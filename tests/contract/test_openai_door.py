@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from baton.text import Tokenizer
+from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from router.answer import Speller
 from router.legs import Leg
@@ -551,7 +552,7 @@ class Scripted(TokenIdsOnly):
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         return tuple(PROMPT)
 
-    def speller(self) -> Speller:
+    def speller(self, shown: Collection[str] = ()) -> Speller:
         return ScriptedSpeller(self._script)
 
 
@@ -602,6 +603,65 @@ def test_reasoning_and_tool_calls_are_told_apart_whole_and_streamed() -> None:
 
     parsing = Parsing(tools="hermes", reasoning="qwen3")
     through_the_door(scene, text=Scripted(script), parsing=parsing)
+
+
+LOOK: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+NAMED: Any = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("script", "choice", "arguments", "finish_reason"),
+    [
+        (
+            '[{"name": "look", "arguments": {"for": "a }]"}}, {"name": "look", "arguments": {}}]',
+            "required",
+            ['{"for": "a }]"}', "{}"],
+            "tool_calls",
+        ),
+        ('{"for": "a fox"}', NAMED, ['{"for": "a fox"}'], "stop"),
+    ],
+)
+def test_forced_calls_are_told_whole_and_streamed_as_the_client_expects(
+    script: str, choice: Any, arguments: list[str], finish_reason: str
+) -> None:
+    ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "tool_choice": choice}
+    ask["max_tokens"] = -(-len(script) // 3)
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = (await client.chat.completions.create(**ask)).choices[0]
+        assert [one.function.name for one in whole.message.tool_calls] == ["look"] * len(arguments)
+        assert [one.function.arguments for one in whole.message.tool_calls] == arguments
+        assert (whole.message.content, whole.finish_reason) == (None, finish_reason)
+
+        async with client.chat.completions.stream(**ask) as stream:
+            told: Any = (await stream.get_final_completion()).choices[0]
+        assert [one.function.arguments for one in told.message.tool_calls] == arguments
+        assert len({one.id for one in told.message.tool_calls}) == len(arguments)
+        assert (told.message.content or "", told.finish_reason) == ("", finish_reason)
+
+    nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
+    through_the_door(scene, nodes, text=Scripted(script), parsing=Parsing("hermes", "qwen3"))
+
+
+def test_what_a_request_asked_for_and_did_not_get_is_told_in_warnings() -> None:
+    ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "max_tokens": 600}
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = await client.chat.completions.create(**ask, stop="e")
+        [unseen, unread, capped] = whole.warnings
+        assert "template does not show them" in unseen
+        assert "without --tool-parser" in unread
+        assert capped.startswith("max_tokens 600 was lowered to ")
+
+        stream: Any = await client.chat.completions.create(**ask, stop="e", stream=True)
+        warnings = [chunk.model_extra.get("warnings") async for chunk in stream]
+        assert [told for told in warnings if told] == [whole.warnings]
+        assert warnings[-1] == whole.warnings
+
+        plain: Any = await client.chat.completions.create(model="tiny", messages=CHAT, stop="e")
+        assert "warnings" not in plain.model_extra
+
+    through_the_door(scene, text=Scripted("some"))
 
 
 def test_both_doors_share_one_line() -> None:

@@ -6,9 +6,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from baton.text import Tokenizer
 from engine.errors import InvalidRequest
 from engine.grammar import Bits, Matcher
+from engine.grammars.library import CompiledGrammar, num_words
 from engine.structured_outputs import StructuredOutputs
+from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE
 
 PATIENCE_S = 30.0  # only a hanging test ever waits so long
 BAD = StructuredOutputs(regex="bad")
@@ -46,3 +51,21 @@ class HeldLibrary:
         if wanted == BAD:
             raise InvalidRequest("it is bad")
         return AnyAnswer()
+
+
+def is_whole(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the text may be written, and the answer may end behind it."""
+    matcher = grammar.matcher()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed_by(matcher):
+            return False
+        matcher.advance([token])
+    return EOS_TOKEN_ID in allowed_by(matcher)
+
+
+def allowed_by(matcher: Matcher) -> set[int]:
+    """The tokens that may come next."""
+    bits = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
+    matcher.fill(bits)
+    flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(flags).tolist())

@@ -77,6 +77,7 @@ class FakeNodeCalls:
     prompt_faults: list[Exception] = field(default_factory=list)  # between chunks of a prompt
     is_prompt_late: bool = False  # its logprobs come when decode has told all
     is_endless: bool = False  # decode never finishes
+    ends_by: FinishReason = FinishReason.LENGTH
     is_prefill_late: bool = False  # its token comes when decode has told all
     num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not told
     summary: DecodeSummary = DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
@@ -163,7 +164,7 @@ class FakeNodeCalls:
             if count == breaks_after:
                 raise NodeFailed("the decode node went away")
             is_last = index == last - 1 and not self.is_endless
-            reason = FinishReason.LENGTH if is_last else None
+            reason = self.ends_by if is_last else None
             output = _output(handoff_id, index, token_at(sequence, index), reason)
             if count == 0:
                 yield LegSummary(self.summary)

@@ -7,7 +7,6 @@ import queue
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from baton.text import Tokenizer
@@ -17,10 +16,9 @@ from engine.grammars.library import (
     CompiledGrammar,
     GrammarChecks,
     GrammarLibrary,
-    num_words,
 )
 from engine.structured_outputs import MOST_CHOICES, StructuredOutputs
-from tests.support.grammars import PATIENCE_S
+from tests.support.grammars import PATIENCE_S, allowed_by, is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
 OBJECT = {
@@ -105,8 +103,8 @@ def test_what_fits_may_be_written_to_its_end_and_nothing_else(
     tokenizer: Tokenizer,
 ) -> None:
     grammar = library.compile(wanted)
-    assert [text for text in good if not _is_whole(grammar, tokenizer, text)] == []
-    assert [text for text in bad if _is_whole(grammar, tokenizer, text)] == []
+    assert [text for text in good if not is_whole(grammar, tokenizer, text)] == []
+    assert [text for text in bad if is_whole(grammar, tokenizer, text)] == []
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -232,7 +230,7 @@ def test_what_goes_on_without_end_is_looked_at_one_token_at_a_time(
     tokens = tokenizer.encode("yyy", add_special_tokens=False)
     matcher = grammar.matcher()
     matcher.advance(tokens)
-    assert EOS_TOKEN_ID not in _allowed(matcher)
+    assert EOS_TOKEN_ID not in allowed_by(matcher)
 
 
 def test_a_text_that_is_all_that_may_be_written_may_be_written_in_any_tokens(
@@ -240,7 +238,7 @@ def test_a_text_that_is_all_that_may_be_written_may_be_written_in_any_tokens(
 ) -> None:
     matcher = library.compile(StructuredOutputs(choice=("the quick",))).matcher()
 
-    spelled = {tokenizer.token(token).text for token in _allowed(matcher)}
+    spelled = {tokenizer.token(token).text for token in allowed_by(matcher)}
     assert {"t", "the"} <= spelled
 
 
@@ -260,16 +258,16 @@ def test_where_an_answer_stands_follows_from_its_tokens_however_they_came(
     at_once.advance(tokens)
     for token in tokens:
         one_by_one.advance([token])
-        _allowed(one_by_one)
+        allowed_by(one_by_one)
 
-    assert _allowed(at_once) == _allowed(one_by_one) != _allowed(grammar.matcher())
+    assert allowed_by(at_once) == allowed_by(one_by_one) != allowed_by(grammar.matcher())
 
 
 def test_every_end_token_of_the_model_may_end_it(folder: Path) -> None:
     library = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID, 1))
     matcher = library.compile(StructuredOutputs(regex="")).matcher()
 
-    assert _allowed(matcher) == {1, EOS_TOKEN_ID}
+    assert allowed_by(matcher) == {1, EOS_TOKEN_ID}
 
 
 def test_tokens_that_do_not_fit_are_told_of(library: GrammarLibrary, tokenizer: Tokenizer) -> None:
@@ -277,19 +275,3 @@ def test_tokens_that_do_not_fit_are_told_of(library: GrammarLibrary, tokenizer: 
 
     with pytest.raises(InvalidRequest, match="cannot be kept to"):
         matcher.advance(tokenizer.encode("no", add_special_tokens=False))
-
-
-def _is_whole(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
-    matcher = grammar.matcher()
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if token not in _allowed(matcher):
-            return False
-        matcher.advance([token])
-    return EOS_TOKEN_ID in _allowed(matcher)
-
-
-def _allowed(matcher: Any) -> set[int]:
-    bits = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
-    matcher.fill(bits)
-    flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(flags).tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from engine.sampling import SamplingDefaults, SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from router.openai.asking import Advice, Asked, chat_completion_from, completion_from
 from router.openai.bodies import json_object
+from router.openai.parsing import Parsing
 from router.openai.prompts import prompts_from
 from router.translate import MOST_ANSWERS
 from router.values import ChatPrompt, TextPrompt, TokenPrompt
@@ -160,6 +162,26 @@ def test_tools_that_shall_not_be_called_are_not_shown() -> None:
     assert "tools" not in chat_prompt(tools=tools, tool_choice="none").variables
 
 
+def test_the_effort_of_reasoning_reaches_the_template() -> None:
+    kwargs = {"reasoning_effort": "high"}
+
+    assert chat_prompt(reasoning_effort="low").variables == {"reasoning_effort": "low"}
+    assert chat_prompt(reasoning_effort="low", chat_template_kwargs=kwargs).variables == kwargs
+
+
+def test_marks_of_calls_and_reasoning_are_shown_where_they_are_read() -> None:
+    advice = replace(ADVICE, parsing=Parsing("llama3_json", "qwen3"))
+
+    def shown(**fields: Any) -> tuple[str, ...]:
+        asked = chat_completion_from({"messages": [USER], **fields}, "id", advice)
+        return asked.calls[0].shown_tokens
+
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert shown(tools=tools) == ("<|python_tag|>", "<think>", "</think>")
+    assert shown() == shown(tools=tools, tool_choice="none") == ("<think>", "</think>")
+    assert shown(tools=tools, tool_choice="required") == ()
+
+
 def test_chat_logprobs_count_those_beside_the_chosen_one() -> None:
     assert chat().calls[0].sampling.logprobs is None
     assert chat(logprobs=True).calls[0].sampling.logprobs == 0
@@ -245,10 +267,9 @@ def test_a_field_of_a_chat_that_is_wrong_is_named(fields: dict[str, Any], field:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"tools": [{}], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tools": [{"type": "custom"}], "tool_choice": "required"}, "tools.0"),
         ({"response_format": {"type": "grammar"}}, "response_format"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
@@ -335,7 +356,13 @@ def test_a_form_that_makes_no_sense_is_refused_by_the_name_that_was_used(
 
 
 def test_what_says_nothing_of_the_answer_is_taken() -> None:
-    harmless = {"user": "me", "metadata": {"a": "b"}, "response_format": {"type": "text"}}
+    harmless = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "response_format": {"type": "text"},
+        "verbosity": "low",
+        "tool_choice": "auto",
+    }
 
     assert chat(**harmless) == chat()
 

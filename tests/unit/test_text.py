@@ -40,6 +40,26 @@ def with_settings(folder: Path, at: Path, **changes: object) -> Path:
     return at
 
 
+def test_special_tokens_that_are_asked_for_are_not_skipped(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    token_ids = tokenizer.encode("the <s>quick</s> <s>fox", add_special_tokens=False)
+
+    def spelled(shown: tuple[str, ...]) -> str:
+        detokenizer = tokenizer.detokenizer(shown=shown)
+        return "".join(map(detokenizer.push, token_ids)) + detokenizer.finish()
+
+    assert spelled(("<s>", "no such")) == "the <s>quick <s>fox"
+    assert spelled(("no such",)) == spelled(()) == tokenizer.decode(token_ids)
+
+
+def test_tools_are_shown_where_the_template_reads_them(folder: Path, tmp_path: Path) -> None:
+    reading = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    by_name = [{"name": "default", "template": ""}, {"name": "tool_use", "template": reading}]
+    for template, shows_tools in ((reading, True), (by_name, True), ("tools", False)):
+        with_settings(folder, tmp_path, chat_template=template)
+        assert Tokenizer.from_folder(tmp_path).shows_tools is shows_tools
+
+
 def put_begin_token_first(folder: Path) -> None:
     fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
     fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

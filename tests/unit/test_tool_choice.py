@@ -1,0 +1,194 @@
+"""Tools that must be called, as the form of an answer, and the calls read out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.text import Tokenizer
+from engine.errors import InvalidRequest
+from engine.grammars.library import GrammarChecks, GrammarLibrary
+from engine.sampling import SamplingDefaults
+from engine.structured_outputs import StructuredOutputs
+from router.openai.asking import Advice, Asked, chat_completion_from
+from router.openai.forced_calls import NamedCallReader, RequiredCallsReader
+from router.openai.parsing import Delta, FirstCallReader, Parsing, ToolCall
+from router.openai.tool_choice import Calling, refusals_naming_tools
+from router.values import ChatPrompt
+from tests.support.grammars import is_whole
+from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
+
+ADVICE = Advice(SamplingDefaults(), max_model_len=512)
+TREE = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "$id": "http://example.com/tree",
+    "type": "object",
+    "definitions": {
+        "$ref": {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+        "const": {"enum": [{"$ref": "#"}]},
+    },
+    "properties": {
+        "below": {"$ref": "#"},
+        "numbers": {"$ref": "#/definitions/$ref"},
+        "same": {"$ref": "#/definitions/const"},
+    },
+    "additionalProperties": False,
+}
+LOOK = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+
+
+def function(name: str, parameters: Any = None) -> dict[str, Any]:
+    described = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **described}}
+
+
+TOOLS = [function("tree", TREE), function("look", LOOK), function("now")]
+
+
+def asked(**fields: Any) -> Asked:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
+    return chat_completion_from(body, "id", ADVICE)
+
+
+def form(**fields: Any) -> StructuredOutputs:
+    found = asked(**fields).calls[0].sampling.structured_outputs
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    (path / "config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+    return path
+
+
+CALL = '{"name": "look", "arguments": {"at": "it"}}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        (
+            {"tool_choice": "required"},
+            [
+                f"[{CALL}]",
+                f"[{CALL}, {CALL}]",
+                '[{"name":"now","arguments":{"any":[1]}}]',
+                '[{"name":"tree","arguments":{"below":{"numbers":[1],"same":{"$ref":"#"}}}}]',
+            ],
+            [
+                "[]",
+                CALL,
+                '[{"name": "look", "arguments": {}}]',
+                '[{"name": "other", "arguments": {"at": "it"}}]',
+                '[{"name": "now", "arguments": 1}]',
+                '[{"name":"tree","arguments":{"below":{"name":"now"}}}]',
+                '[{"name":"tree","arguments":{"numbers":[1,2]}}]',
+            ],
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            [f"[{CALL}]"],
+            [f"[{CALL}, {CALL}]"],
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+            ['{"at": "it"}'],
+            ["{}", CALL, f"[{CALL}]"],
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+            ["{}", '{"any": 1}'],
+            ["[]"],
+        ),
+    ],
+)
+def test_forced_calls_have_the_form_of_their_parameters(
+    fields: dict[str, Any], good: list[str], bad: list[str], folder: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    grammar = GrammarLibrary(folder, VOCAB_SIZE, (EOS_TOKEN_ID,)).compile(form(**fields))
+
+    assert [text for text in good if not is_whole(grammar, tokenizer, text)] == []
+    assert [text for text in bad if is_whole(grammar, tokenizer, text)] == []
+
+
+def test_the_tools_are_shown_to_the_model_as_they_came() -> None:
+    [call] = asked(tool_choice="required").calls
+    assert isinstance(call.prompt, ChatPrompt)
+    assert call.prompt.variables == {"tools": TOOLS}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": []}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": [function("f", [1])]}, "tools.0.function.parameters"),
+        ({"tools": [function("f"), function("f")]}, "tools"),
+        ({"tools": [function("f", {"title": "x" * (1 << 21)})]}, "tools"),
+    ],
+)
+def test_calls_that_cannot_be_forced_are_refused_by_name(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        asked(**{"tool_choice": "required", **fields})
+
+    assert refusal.value.field == field
+
+
+def test_parameters_that_cannot_be_kept_to_are_the_tools_fault() -> None:
+    wanted = form(tools=[function("f", {"not": {}})], tool_choice="required")
+
+    with (
+        pytest.raises(
+            InvalidRequest, match=r"the tools' parameters cannot be kept to: .*not"
+        ) as no,
+        refusals_naming_tools(Calling.REQUIRED),
+    ):
+        GrammarChecks().compile(wanted)
+
+    assert no.value.field == "tools"
+
+
+def test_calls_are_passed_on_while_they_are_written() -> None:
+    reader = RequiredCallsReader()
+    pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't}"}}, ', '{"name": "now", ']
+
+    told = [reader.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
+
+    assert [delta.calls for delta in told] == [
+        *((), (), (ToolCall("look", '{"at": "i'),), (ToolCall(None, 't}"}'),), ()),
+        *((ToolCall("now", "{}"),), ()),
+    ]
+    assert reader.finish() == Delta()
+
+
+def test_the_arguments_of_a_named_function_are_the_answer() -> None:
+    reader = NamedCallReader("look")
+
+    told = [reader.push(piece) for piece in ("", '{"at":', ' "it"}')]
+
+    assert [delta.calls for delta in told] == [
+        (),
+        (ToolCall("look", '{"at":'),),
+        (ToolCall(None, ' "it"}'),),
+    ]
+
+
+def test_of_calls_that_a_model_writes_the_first_alone_may_be_told() -> None:
+    reader = FirstCallReader(Parsing(tools="hermes").reader(with_tools=True))
+
+    told = [reader.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
+
+    assert [len(delta.calls) for delta in told] == [1, 0]
