@@ -39,6 +39,7 @@ from baton.retries import FEW, BatonError, Retries, Tries
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from engine.errors import InvalidConfig
 from serving.channel import open_blocking_channel, open_channel
+from serving.router_address import router_target
 from serving.tls import PLAIN, TlsConfig
 from serving.token import authorization, check_token
 
@@ -112,6 +113,7 @@ class Client:
         token: str | None = None,
         retries: Retries = FEW,
     ) -> None:
+        address = router_target(address)
         self._access = Access(address, timeout_s, tls, token, retries)
         self._channel = open_blocking_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -216,6 +218,7 @@ class AsyncClient:
         token: str | None = None,
         retries: Retries = FEW,
     ) -> None:
+        address = router_target(address)
         self._access = Access(address, timeout_s, tls, token, retries)
         self._channel = open_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)

@@ -11,6 +11,7 @@ from grpc import StatusCode
 
 from engine.errors import InvalidConfig
 from serving.errors import ServiceError
+from serving.router_address import unreachable
 from serving.status import RemoteError, remote_error
 from serving.tls import TlsConfig
 from serving.tls_trouble import PROBE_TIMEOUT_S, tls_trouble
@@ -109,8 +110,14 @@ class Tries:
         if failure.reason is not None:
             return BatonError(failure.code, failure.reason, failure.message, failure.retry_after_s)
         if failure.code is StatusCode.UNAVAILABLE:
-            advice = f"{self._address} cannot be reached; is a router running there?"
-            return BatonError(failure.code, "UNREACHABLE", f"{advice} {failure.message}")
+            message = unreachable(self._address, failure.message)
+            return BatonError(failure.code, "UNREACHABLE", message)
+        if failure.code is StatusCode.UNIMPLEMENTED:
+            message = (
+                f"{self._address} has no such call ({failure.message}); if it is a node, give the "
+                "router's address"
+            )
+            return BatonError(failure.code, failure.code.name, message)
         if failure.code is StatusCode.DEADLINE_EXCEEDED and self._timeout_s is not None:
             message = f"no whole answer came within {self._timeout_s:g} s"
             return BatonError(failure.code, "DEADLINE_EXCEEDED", message)

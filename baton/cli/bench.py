@@ -59,7 +59,7 @@ bench.command(epilog=examples("baton bench forms --model models/demo --runs 20")
 bench.command()(trace)
 bench.command(
     epilog=examples(
-        "baton bench serve --router 127.0.0.1:50051 --rates 1,2,4,8 --plots plots",
+        "baton bench serve --address 127.0.0.1:50051 --rates 1,2,4,8 --plots plots",
         "baton bench serve --model models/demo --compare colocated --prompt-tokens mix:32x9,768x1",
     )
 )(serve)

@@ -88,7 +88,9 @@ def load_options(
 )
 def serve(
     context: typer.Context,
-    router: Annotated[str, _target("host:port of a router that runs.")] = "",
+    address: Annotated[
+        str, _target("host:port of a router that runs (gRPC).", "--address", "--router")
+    ] = "",
     model: Annotated[str, _target("Else a cluster of this model is started here.")] = "",
     prefill: Annotated[int, _target("Its prefill nodes.", min=0)] = 1,
     decode: Annotated[int, _target("Its decode nodes.", min=1)] = 1,
@@ -130,7 +132,7 @@ def serve(
     from baton.bench.serve_load import read_prompts
 
     for_load, for_tls, for_nodes = split(given, load_options, client_tls, node_options)
-    _check_target(router, model, compare)
+    _check_target(address, model, compare)
     if plots is not None:
         need_matplotlib()
     what = ServeBench(
@@ -142,22 +144,24 @@ def serve(
         lines=read_prompts(prompts) if prompts is not None else (),
     )
     clusters = {}
-    if not router:
+    if not address:
         wanted = [COLOCATED] if colocated else [DISAGGREGATED]
         node_options(model=model, **for_nodes)  # what is wrong is better told before the start
         clusters = _clusters(context, model, prefill, decode)
         clusters = {name: clusters[name] for name in (clusters if compare else wanted)}
-    measured = _run(what, router, clusters, _connect(for_tls, token_file))
+    measured = _run(what, address, clusters, _connect(for_tls, token_file))
     _tell(measured, what, is_comparison=bool(compare), json_file=json_file, plots=plots)
 
 
-def _check_target(router: str, model: str, compare: str) -> None:
-    if bool(router) == bool(model):
-        raise InvalidConfig("give --router host:port, or --model to start a cluster here")
+def _check_target(address: str, model: str, compare: str) -> None:
+    if bool(address) == bool(model):
+        raise InvalidConfig(
+            "give --address host:port of a router that runs, or --model to start a cluster here"
+        )
     if compare not in ("", COLOCATED):
         raise InvalidConfig(f"--compare {compare}: only {COLOCATED} is there to compare with")
-    if compare and router:
-        raise InvalidConfig("--compare starts both clusters itself: give --model, not --router")
+    if compare and address:
+        raise InvalidConfig("--compare starts both clusters itself: give --model, not --address")
 
 
 def _rates(written: str) -> tuple[float, ...]:
@@ -210,13 +214,13 @@ def _connect(for_tls: dict[str, Any], token_file: Path | None) -> Connect:
 
 
 def _run(
-    what: ServeBench, router: str, clusters: dict[str, ClusterOptions], connect: Connect
+    what: ServeBench, address: str, clusters: dict[str, ClusterOptions], connect: Connect
 ) -> list[Measured]:
     from baton.bench.serve import bench_clusters, bench_router
 
     with _progress() as on_progress:
-        if router:
-            return bench_router(what, router, connect, on_progress)
+        if address:
+            return bench_router(what, address, connect, on_progress)
         return bench_clusters(what, clusters, connect, on_progress)
 
 

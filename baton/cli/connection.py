@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from baton.client import AsyncClient
 
 Address = Annotated[
-    str, typer.Option(help="host:port of the router.", rich_help_panel=NETWORK_PANEL)
+    str,
+    typer.Option(
+        help="host:port of the router (gRPC); 50051 if the port is left out.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
 ]
 Timeout = Annotated[
     float | None,

@@ -15,6 +15,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from baton.client import AsyncClient, BatonError
+from baton.health import ask
 from baton.text import Tokenizer
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
@@ -29,7 +31,7 @@ from router.tracing import Tracing
 from router.values import Call, DecodeSummary, Prompt, TokenPrompt
 from router.visits import received_now
 from serving.node import NodeRole
-from serving.tls import TlsConfig
+from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
 from telemetry import names
 from tests.support.certificates import Authority, make_authority
@@ -449,6 +451,17 @@ def test_a_client_that_disconnects_within_its_body_is_no_bug(
     through_the_door(scene, tracing=Tracing(tracer))
 
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_clients_of_grpc_that_meet_the_http_port_are_told_so() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        async with AsyncClient(router.address) as lost:
+            with pytest.raises(BatonError, match="speaks HTTP and not gRPC"):
+                await lost.model()
+        verdict = await asyncio.to_thread(ask, router.address, LONGEST_S, PLAIN)
+        assert "speaks HTTP and not gRPC" in verdict.words
+
+    through_the_door(scene)
 
 
 def test_the_small_questions_have_answers(text: TextBoundary) -> None:

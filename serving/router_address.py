@@ -1,0 +1,77 @@
+"""A router's address: how it may be written, and why calls to it did not arrive. Pure."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import AddressValueError, IPv6Address
+
+from engine.errors import InvalidConfig
+
+DEFAULT_PORT = 50051
+MAX_PORT = 65535
+DNS = re.compile(r"dns:(?://[^/]*/)?")
+OTHER_GRPC_TARGETS = ("ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
+HOST = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:,]+")
+WRITE_IT = f"write host:port, such as 127.0.0.1:{DEFAULT_PORT}"
+# In gRPC's words for a connection that failed.
+REASONS = {
+    "Domain name not found": "there is no such host",
+    "Connection refused": "connection refused",
+    "Connection timed out": "connection timed out",
+    "Network is unreachable": "the network is unreachable",
+    "No route to host": "there is no route to the host",
+}
+MET_HTTP_1 = "http1.x server"
+
+
+def router_target(written: str) -> str:
+    """The gRPC target of an address that a person wrote. Raises InvalidConfig.
+
+    A port that is left out is the router's default one; gRPC's would be 443.
+    """
+    address = written.strip()
+    if address.startswith(OTHER_GRPC_TARGETS):
+        return address
+    prefix = DNS.match(address)
+    if prefix is not None:
+        return prefix[0] + _with_port(address.removeprefix(prefix[0]), written)
+    if "://" in address:
+        raise InvalidConfig(
+            f"address {written!r} is a URL; a router is called over gRPC: {WRITE_IT}, the router's "
+            "--port (its --http-port is for OpenAI's clients)"
+        )
+    return _with_port(address, written)
+
+
+def unreachable(address: str, details: str) -> str:
+    """Why no connection came about, by gRPC's `details`."""
+    if MET_HTTP_1 in details:
+        return (
+            f"{address} speaks HTTP and not gRPC; if it is a router's --http-port, give its --port "
+            "(baton up tells both)"
+        )
+    known = next((told for words, told in REASONS.items() if words in details), details)
+    return f"{address} cannot be reached: {known}; is a router running there? baton up starts one"
+
+
+def _with_port(address: str, written: str) -> str:
+    if not address:
+        raise InvalidConfig(f"address {written!r} is empty; {WRITE_IT}")
+    if _is_ipv6(address):
+        return f"[{address}]:{DEFAULT_PORT}"
+    host, port = address, str(DEFAULT_PORT)
+    if ":" in address.rpartition("]")[2]:
+        host, _, port = address.rpartition(":")
+    if not HOST.fullmatch(host):
+        raise InvalidConfig(f"address {written!r} has no host that can be; {WRITE_IT}")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+        raise InvalidConfig(f"address {written!r}: its port must be from 1 to {MAX_PORT}")
+    return f"{host}:{port}"
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        IPv6Address(address)
+    except AddressValueError:
+        return False
+    return True
