@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -78,7 +80,14 @@ class ClusterOptions:
 class Child:
     """One process of the cluster, and what it said."""
 
-    def __init__(self, name: str, arguments: Sequence[str], options: ClusterOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        options: ClusterOptions,
+        on_settled: Callable[[Child], None] = _ignore,
+    ) -> None:
+        """`on_settled`: it listens, or ended before it did."""
         self.name = name
         self.arguments = tuple(arguments)
         self.address = ""
@@ -87,6 +96,7 @@ class Child:
         self._show_logs = options.show_logs
         self._announced = threading.Event()
         self._on_up, self._on_end, self._on_line = options.on_up, options.on_end, options.on_line
+        self._on_settled = on_settled
         self._is_told = False
         self._drain_timeout_s = options.drain_timeout_s
         command = [*_command(options, arguments[0]), *arguments, "--parent-pid", str(os.getpid())]
@@ -123,12 +133,15 @@ class Child:
     def await_address(self, timeout_s: float) -> str:
         """Where it listens, once it does. Raises ClusterFailed."""
         if not self._announced.wait(timeout_s):
-            raise ClusterFailed(f"{self.name} did not start within {timeout_s:.0f} s\n{self.log}")
+            raise self.too_late(timeout_s)
         if not self.address:
             code = self.process.wait()
             raise ClusterFailed(self._why_not_up(code))
         self._on_up(self)
         return self.address
+
+    def too_late(self, timeout_s: float) -> ClusterFailed:
+        return ClusterFailed(f"{self.name} did not start within {timeout_s:.0f} s\n{self.log}")
 
     def _why_not_up(self, code: int) -> str:
         """Its own last word, if that was one; else all that it said."""
@@ -166,7 +179,8 @@ class Child:
         with stream:
             for line in stream:
                 self._take(line)
-        self._announced.set()
+        if not self._announced.is_set():
+            self._settle()
         self._on_end(self)
 
     def _take(self, line: str) -> None:
@@ -176,7 +190,9 @@ class Child:
             return
         self._lines.append(line)
         self._on_line(self, line)
-        if self._show_logs:
+        # Of why it does not start, its parent tells (ClusterFailed): once, and not for each node.
+        is_told_by_parent = not self.address and line.startswith(ERROR_PREFIX)
+        if self._show_logs and not is_told_by_parent:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
 
     def _note_address(self, what: str, address: str) -> None:
@@ -185,7 +201,11 @@ class Child:
             self.http_address = address
             return
         self.address = address
+        self._settle()
+
+    def _settle(self) -> None:
         self._announced.set()
+        self._on_settled(self)
 
 
 class NodeLists:
@@ -214,6 +234,7 @@ class LocalCluster:
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self._spawned: list[Child] = []
         self._is_killed = False
+        self._settled: queue.SimpleQueue[Child] = queue.SimpleQueue()
         self.router: Child
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
@@ -291,8 +312,7 @@ class LocalCluster:
         self.prefills = [self._node("prefill") for _ in range(num_prefill)]
         self.decodes = [self._node("decode") for _ in range(num_decode)]
         self._lifetime.callback(self._ask_nodes_to_stop)
-        for child in (*self.prefills, *self.decodes):
-            child.await_address(options.start_timeout_s)
+        self._await_all((*self.prefills, *self.decodes))
         if options.can_change:
             self._lists = NodeLists(self._lifetime.enter_context(TemporaryDirectory()))
             for role in self._numbers:
@@ -300,6 +320,19 @@ class LocalCluster:
         self.router = self._router()
         address = self.router.await_address(options.start_timeout_s)
         await_serving(address, options.start_timeout_s, options.tls)
+
+    def _await_all(self, children: Sequence[Child]) -> None:
+        """Returns when all listen. Raises ClusterFailed as soon as one has ended."""
+        timeout_s = self._options.start_timeout_s
+        end_s = time.monotonic() + timeout_s
+        waiting = list(children)
+        while waiting:
+            try:
+                child = self._settled.get(timeout=max(0.0, end_s - time.monotonic()))
+            except queue.Empty:
+                raise waiting[0].too_late(timeout_s) from None
+            child.await_address(timeout_s)
+            waiting.remove(child)
 
     def _nodes(self, role: str) -> list[Child]:
         return self.prefills if role == "prefill" else self.decodes
@@ -348,7 +381,7 @@ class LocalCluster:
     def _begin(self, name: str, arguments: Sequence[str]) -> Child:
         if self._is_killed:
             raise ClusterFailed("told to end before it was up")
-        child = Child(name, arguments, self._options)
+        child = Child(name, arguments, self._options, self._settled.put)
         self._lifetime.callback(child.stop)
         self._spawned.append(child)
         return child

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from baton.client import Answer, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.demo_model import demo_model
 from baton.traces.terminal import show_waterfall
 from baton.units import format_bytes
-from engine.errors import ModelError
 from engine.sampling import SamplingParams
 from kv_transfer.ucx_log import LOG_NAME, chosen_for_writes, environment_for
 from telemetry.names import KV_BYTES, KV_DESCRIPTORS, KV_PUSH
@@ -22,7 +22,6 @@ from telemetry.spans import Attributes
 from telemetry.store import read_spans
 from telemetry.traces import Trace, find_trace, traces_of
 
-MODEL_IN_THE_BOX = Path(__file__).resolve().parent.parent / "models" / "demo"
 PROMPTS = (
     "def read_config(path):\n",
     "class Queue:\n    def __init__(self, maxsize=0):\n",
@@ -57,7 +56,7 @@ def run(model: str, trace_dir: Path) -> None:
 def _options(model: str, trace_dir: Path, folder: str) -> ClusterOptions:
     traces = ("--trace-dir", str(trace_dir))
     return ClusterOptions(
-        model=model or _model_in_the_box(),
+        model=model or demo_model(),
         node_arguments=(*_node_arguments(), *traces),
         router_arguments=traces,
         environment=environment_for(folder),
@@ -157,9 +156,3 @@ def _node_arguments() -> tuple[str, ...]:
     """Three processes share the machine: no node may take all its cores."""
     threads = max(1, (os.cpu_count() or 2) // 2)
     return ("--kv-cache-memory", "64MiB", "--threads", str(threads))
-
-
-def _model_in_the_box() -> str:
-    if not (MODEL_IN_THE_BOX / "config.json").exists():
-        raise ModelError(f"{MODEL_IN_THE_BOX} is missing; name another folder with --model")
-    return str(MODEL_IN_THE_BOX)

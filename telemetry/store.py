@@ -62,8 +62,8 @@ def read_spans(folder: Path) -> Iterator[ToldSpan]:
 def _spans_in(path: Path) -> Iterator[ToldSpan]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return  # deleted since we looked
+    except (FileNotFoundError, PermissionError):
+        return  # deleted since we looked, or another user's
     for line in lines:
         try:
             yield from spans_of(line)

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.command import FILE, SETTINGS
-from baton.cli.options import Host, Model, Port
+from baton.cli.options import Host, ModelOrDemo, Port
 from baton.cli.security import tls_config
 from baton.cli.serve import node_options, router_options
 from baton.cli.signatures import is_chosen, options_of, passed_on, split, takes_options_of
-from baton.cli.telemetry import NOWHERE, TraceDir, trace_folder
+from baton.cli.telemetry import TraceDir, trace_folder
+from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
 from serving.listening import check_port
+from telemetry.options import default_trace_dir
 
 FOR_TLS = tuple(one.name for one in options_of(tls_config))
 # What `baton up` decides itself, for each process.
@@ -29,7 +31,7 @@ CLUSTER_PANEL = "Cluster"
 @takes_options_of(node_options, router_options, tls_config, without=set(GIVEN) - set(FOR_TLS))
 def up(
     context: typer.Context,
-    model: Model,
+    model: ModelOrDemo = "",
     prefill: Annotated[
         int, typer.Option(min=0, help="How many prefill nodes.", rich_help_panel=CLUSTER_PANEL)
     ] = 1,
@@ -74,6 +76,7 @@ def up(
             f"--metrics-port {given['metrics_port']} cannot be had by several processes; 0 gives "
             "each a port of its own, which its log tells"
         )
+    model = model or demo_model()
     for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
     # What is wrong with them is better told before three processes load a model.
     node_options(model=model, **for_nodes)
@@ -130,10 +133,10 @@ def shared_memory(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="Model folder; the one in the box if left out.")] = "",
+    model: ModelOrDemo = "",
     trace_dir: TraceDir = "",
 ) -> None:
     """Start a cluster of three processes, send it prompts, show what happened."""
     from baton.demo import run
 
-    run(model, trace_folder("" if trace_dir == NOWHERE else trace_dir))
+    run(model, trace_folder(trace_dir) or default_trace_dir())

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,7 @@ from rich.text import Text
 from baton.cli.errors import FAILED
 from baton.cli.options import KV_PANEL, MODEL_PANEL, NETWORK_PANEL, OUTPUT_PANEL, Host
 from baton.cli.show import console
+from baton.cli.telemetry import TraceDir, trace_folder
 from baton.units import AUTO, parse_kv_memory
 from engine.errors import InvalidConfig
 
@@ -60,6 +62,7 @@ def doctor(
             help="Ports that should be free, with commas between.", rich_help_panel=NETWORK_PANEL
         ),
     ] = "50051",
+    trace_dir: TraceDir = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON instead of a table.", rich_help_panel=OUTPUT_PANEL)
     ] = False,
@@ -73,6 +76,7 @@ def doctor(
         patience_s,
         host,
         _ports(ports),
+        trace_folder(trace_dir),
     )
     findings: list[Finding] = []
     with console(stderr=True).status("looking at the machine") as status:
@@ -95,13 +99,16 @@ def _looks(
     patience_s: float,
     host: str,
     ports: list[int],
+    trace_dir: Path | None,
 ) -> Iterator[Finding]:
+    from baton.doctor.folders import look_at_folders
     from baton.doctor.machine import look_at_machine
     from baton.doctor.software import look_at_software, port_findings
     from baton.doctor.wire import look_at_wire
 
     yield from look_at_machine()
     yield from look_at_software()
+    yield from look_at_folders(trace_dir)
     yield from port_findings(host, ports)
     yield from look_at_wire(transports, patience_s)
     if model:

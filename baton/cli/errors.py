@@ -43,7 +43,7 @@ def tell_usage(error: typer.TyperException) -> int:
         return WRONG_USAGE
     context = getattr(error, "ctx", None)
     where = origin(context, getattr(error, "param", None))
-    message = " ".join(error.format_message().split())
+    message = " ".join(error.format_message().split()).removesuffix(".")
     hint = f"; see {context.command_path} --help" if context is not None else ""
     tell(f"{where}: {message}{hint}" if where else f"{message}{hint}")
     return error.exit_code

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from baton.writable import file_trouble, folder_trouble
 
 MODEL_PANEL = "Model"
 KV_PANEL = "KV cache"
@@ -26,6 +27,13 @@ Model = Annotated[
     str,
     typer.Option(
         help="Model folder, or a name on the Hugging Face hub.", rich_help_panel=MODEL_PANEL
+    ),
+]
+ModelOrDemo = Annotated[
+    str,
+    typer.Option(
+        help="Model folder, or a name on the Hugging Face hub; the demo model if left out.",
+        rich_help_panel=MODEL_PANEL,
     ),
 ]
 Dtype = Annotated[
@@ -354,22 +362,17 @@ LogLevel = Annotated[
 
 def can_be_written(path: Path | None) -> Path | None:
     """Told before the work whose outcome goes there."""
-    if path is not None and path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file")
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.absolute().parent}; make it first")
+    trouble = None if path is None else file_trouble(path)
+    if trouble is not None:
+        raise typer.BadParameter(trouble)
     return path
 
 
 def can_be_made(folder: Path | None) -> Path | None:
     """The same for a folder, which is made with those above it when there is something to write."""
-    if folder is None:
-        return None
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise typer.BadParameter(f"{there} is no folder; name another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"{there} cannot be written to; name another folder")
+    trouble = None if folder is None else folder_trouble(folder)
+    if trouble is not None:
+        raise typer.BadParameter(trouble)
     return folder
 
 

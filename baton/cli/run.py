@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.errors import FAILED, tell
-from baton.cli.options import KV_PANEL, Device, Dtype, Model, Speculative, Threads
+from baton.cli.options import KV_PANEL, Device, Dtype, ModelOrDemo, Speculative, Threads
 from baton.cli.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import takes_options_of
+from baton.demo_model import demo_model
 from baton.encoding import valid_text
 from baton.units import format_bytes
 
@@ -20,7 +21,7 @@ def run(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="What to continue; without any, standard input.")
     ] = None,
-    model: Model = "models/demo",
+    model: ModelOrDemo = "",
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = None,
@@ -44,7 +45,7 @@ def run(
     with valid_text():
         "".join(asked).encode()
     with LLM(
-        model,
+        model or demo_model(),
         dtype=dtype,
         device=device,
         kv_cache_memory=kv_cache_memory,

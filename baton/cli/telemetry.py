@@ -12,7 +12,7 @@ from telemetry.options import TelemetryOptions, default_trace_dir
 
 TRACING_PANEL = "Telemetry"
 TRACE_DIR_VARIABLE = "BATON_TRACE_DIR"
-NOWHERE = "off"
+NOWHERE = ("off", "none")
 
 TraceRatio = Annotated[
     float,
@@ -35,7 +35,7 @@ TraceDir = Annotated[
     typer.Option(
         envvar=TRACE_DIR_VARIABLE,
         help="Folder that traces are kept in, for `baton trace`; the user's cache if left out, "
-        "off for none.",
+        "none or off keeps none.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
@@ -93,7 +93,7 @@ def telemetry_options(
     """Every process of a cluster takes these."""
     return TelemetryOptions(
         trace_ratio=trace_ratio,
-        trace_dir=None if trace_dir == NOWHERE else trace_folder(trace_dir),
+        trace_dir=trace_folder(trace_dir),
         trace_dir_bytes=parse_bytes(trace_limit),
         otlp_endpoint=otlp_endpoint,
         metrics_port=metrics_port,
@@ -102,5 +102,8 @@ def telemetry_options(
     )
 
 
-def trace_folder(written: str) -> Path:
+def trace_folder(written: str) -> Path | None:
+    """None: no traces are kept. A folder of such a name is written as ./none."""
+    if written.strip().lower() in NOWHERE:
+        return None
     return Path(written).expanduser() if written else default_trace_dir()

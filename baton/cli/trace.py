@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from baton.cli.examples import examples
 from baton.cli.options import can_be_written
 from baton.cli.telemetry import TRACE_DIR_VARIABLE, trace_folder
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidConfig
 from telemetry.store import read_spans
 from telemetry.traces import Trace, find_trace, traces_of
 
@@ -62,6 +63,9 @@ def list_traces(
 
     kept = [one for one in _kept(trace_dir) if one.is_step is steps]
     found = [one for one in kept if not failed or one.outcome != "ok"][-limit:]
+    if not found:
+        print(f"no such trace is kept in {_folder(trace_dir)}", file=sys.stderr)
+        return
     table_of = table_of_steps if steps else table_of_requests
     console = _console()
     console.print(table_of(found, console.width))
@@ -127,14 +131,23 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=UNCUT)
 
 
+def _folder(trace_dir: str) -> Path:
+    folder = trace_folder(trace_dir)
+    if folder is None:
+        raise InvalidConfig(f"--trace-dir {trace_dir} keeps no traces; name the folder of some")
+    if folder.exists() and not folder.is_dir():
+        raise InvalidConfig(f"--trace-dir {folder} is no folder; name the folder of some traces")
+    return folder
+
+
 def _kept(trace_dir: str) -> list[Trace]:
-    return traces_of(read_spans(trace_folder(trace_dir)))
+    return traces_of(read_spans(_folder(trace_dir)))
 
 
 def _wanted(kept: list[Trace], trace_dir: str, wanted: str) -> Trace:
     found = find_trace(kept, wanted)
     if found is None:
-        where = trace_folder(trace_dir)
+        where = _folder(trace_dir)
         what = f"no trace and no request is called {wanted!r}" if kept else "no trace is kept"
         raise NoSuchTrace(f"{what} in {where}; see baton trace list, or name another --trace-dir")
     return found

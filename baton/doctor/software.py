@@ -11,7 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.doctor.findings import Finding, fail, ok, warn
-from engine.runner.kernels.build import best_variant, built, compiler_path, cpu_features
+from baton.writable import folder_trouble
+from engine.runner.kernels.build import (
+    best_variant,
+    build_folder,
+    built,
+    compiler_path,
+    cpu_features,
+)
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -20,13 +27,20 @@ def look_at_software() -> Iterator[Finding]:
     yield ok("Baton", f"{_version('baton')}, Python {platform.python_version()}, {sys.platform}")
     yield from _torch()
     variant = best_variant(cpu_features())
-    yield kernels_finding(variant.name, built(variant), compiler_path())
+    yield kernels_finding(variant.name, built(variant), compiler_path(), build_folder())
     yield from package_findings(_version("nixl"), _version("ucxx-cu12"))
 
 
-def kernels_finding(variant: str, library: Path | None, compiler: str | None) -> Finding:
+def kernels_finding(
+    variant: str, library: Path | None, compiler: str | None, cache: Path | None = None
+) -> Finding:
+    """`cache`: where a compiler would put them."""
     if library is not None:
         return ok("kernels", f"{variant}, in {library.parent}")
+    trouble = None if cache is None else folder_trouble(cache)
+    if compiler is not None and trouble is not None:
+        advice = "set XDG_CACHE_HOME, or bring libraries by BATON_KERNELS; else torch computes"
+        return warn("kernels", f"{variant}, not built: {trouble}", advice)
     if compiler is not None:
         return ok("kernels", f"{variant}, to be built by {compiler} when a model is first loaded")
     advice = "install a C++ compiler, or bring libraries by BATON_KERNELS; else torch computes"

@@ -187,9 +187,10 @@ def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
 
 
 def test_why_a_process_did_not_start_is_the_last_word(tmp_path: Path) -> None:
-    done = run_up("--model", str(tmp_path), "--port", "0", "--prefill", "0")
+    done = run_up("--model", str(tmp_path), "--port", "0")
 
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("baton: error: decode-0 did not start: ")
+    assert re.match(r"baton: error: (prefill|decode)-0 did not start: ", last)
     assert "config.json is missing" in last
+    assert done.stderr.count("config.json is missing") == 1
     assert done.returncode == 1

@@ -13,7 +13,8 @@ from baton.cli import app
 from baton.cli.cluster import GIVEN, up
 from baton.cli.serve import node_options, parse_cpus, router_options
 from baton.cli.signatures import options_of, passed_on, takes_options_of
-from baton.cli.telemetry import TRACE_DIR_VARIABLE
+from baton.cli.telemetry import TRACE_DIR_VARIABLE, telemetry_options
+from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
 from engine.scheduler_config import LoadFailurePolicy
 from engine.scheduler_config import Policy as SchedulingPolicy
@@ -45,7 +46,12 @@ def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
 )
 @pytest.mark.parametrize(
     ("path", "complaint"),
-    [("nowhere/file", "there is no folder"), (".", "is a folder; name a file")],
+    [
+        ("nowhere/file", "there is no folder"),
+        (".", "is a folder; name a file"),
+        ("/proc/file", "cannot be written to"),  # not by root either
+        (f"{'x' * 300}", "cannot be written to"),
+    ],
 )
 def test_where_an_outcome_goes_is_looked_at_before_the_work(
     arguments: list[str], path: str, complaint: str, tmp_path: Path
@@ -54,6 +60,34 @@ def test_where_an_outcome_goes_is_looked_at_before_the_work(
 
     assert ended.exit_code == 2
     assert complaint in ended.output
+
+
+def test_up_and_run_serve_the_demo_model_when_no_other_is_named() -> None:
+    for command in ("up", "run"):
+        ended = CliRunner().invoke(app, [command, "--show-config"], env={"COLUMNS": "200"})
+        assert ended.exit_code == 0, ended.output
+
+    assert (Path(demo_model()) / "config.json").exists()
+
+
+@pytest.mark.parametrize("flag", ["--address", "--router"])
+def test_a_router_to_measure_is_named_as_everywhere_or_as_before(flag: str) -> None:
+    load = ["bench", "serve", flag, "http://127.0.0.1:1", "--requests", "1"]
+    ended = CliRunner().invoke(app, load)
+
+    assert isinstance(ended.exception, InvalidConfig)
+    assert "is a URL" in str(ended.exception)
+
+
+@pytest.mark.parametrize("written", ["none", "off", "None"])
+def test_traces_can_be_left_off_by_either_word(written: str) -> None:
+    assert telemetry_options(trace_dir=written).trace_dir is None
+    assert telemetry_options(trace_dir="./none").trace_dir == Path("none")
+
+    ended = CliRunner().invoke(app, ["trace", "list", "--trace-dir", written])
+
+    assert isinstance(ended.exception, InvalidConfig)
+    assert "keeps no traces" in str(ended.exception)
 
 
 def test_a_folder_for_plots_is_looked_at_before_the_load(tmp_path: Path) -> None:

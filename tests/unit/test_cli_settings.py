@@ -173,7 +173,7 @@ def test_a_commands_own_file_replaces_the_one_named_before_it(tmp_path: Path) ->
     [
         (["up", "--model", "m", "--prot", "1"], {}, "No such option: --prot"),
         (["up", "--model", "m", "--port", "70000"], {}, "'--port'"),
-        (["up"], {}, "Missing option '--model'"),
+        (["serve", "decode"], {}, "Missing option '--model'; see baton serve decode --help"),
         (["upp"], {}, "No such command 'upp'. Did you mean 'up'?"),
         (["up", "--model", "m"], {"BATON_UP_PORT": "x"}, "BATON_UP_PORT: Invalid value"),
         (["serve", "decode", "--model", "m", "--dtype", "int3"], {}, "dtype 'int3'"),

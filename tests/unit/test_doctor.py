@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.doctor.findings import Finding, Status
+from baton.doctor.folders import folder_finding
 from baton.doctor.machine import (
     Limits,
     cores_finding,
@@ -174,6 +175,27 @@ def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:
     assert room_finding(4 * GIB, GIB, 1024, 8 * GIB).status is Status.WARN
     assert room_finding(4 * GIB, GIB, 1024, 4 * GIB).status is Status.FAIL
     assert "1024 bytes a token, 1048576 tokens" in room_finding(1, GIB, 1024, GIB).found
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    fine = folder_finding("traces", tmp_path / "not" / "yet" / "there", "name another")
+    bad = folder_finding("traces", tmp_path / "file" / "below", "name another")
+    readless = folder_finding("traces", Path("/proc/traces"), "name another")  # for root, too
+
+    assert (fine.status, bad.status, readless.status) == (Status.OK, Status.WARN, Status.WARN)
+    assert "is no folder" in bad.found
+    assert "cannot be written to" in readless.found
+    assert not (tmp_path / "not").exists()
+
+
+def test_kernels_need_a_place_to_be_built_in(tmp_path: Path) -> None:
+    nowhere = kernels_finding("avx2", None, "/usr/bin/c++", Path("/proc/kernels"))
+    somewhere = kernels_finding("avx2", None, "/usr/bin/c++", tmp_path / "kernels")
+
+    assert (nowhere.status, somewhere.status) == (Status.WARN, Status.OK)
+    assert "BATON_KERNELS" in nowhere.advice
 
 
 def test_a_kv_cache_that_holds_less_than_the_model_takes_is_a_warning() -> None:

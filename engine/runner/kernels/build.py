@@ -80,13 +80,18 @@ def _may_have_tiles() -> bool:
 
 def library(variant: Variant) -> Path:
     """Where the variant's library is, built if need be. Raises KernelsMissing."""
-    return built(variant) or _build(variant, _folders()[-1] / file_name(variant))
+    return built(variant) or _build(variant, build_folder() / file_name(variant))
 
 
 def built(variant: Variant) -> Path | None:
     """Where it is, if it was built before."""
     places = (folder / file_name(variant) for folder in _folders())
     return next((place for place in places if place.exists()), None)
+
+
+def build_folder() -> Path:
+    """Where a new library goes."""
+    return _folders()[-1]
 
 
 def file_name(variant: Variant) -> str:
