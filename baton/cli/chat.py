@@ -22,9 +22,10 @@ from serving.errors import ServiceError
 if TYPE_CHECKING:
     import asyncio
 
-    from baton.client import AsyncClient, BatonError, Generation
+    from baton.client import AsyncClient, BatonError, Finish, Generation
 
 CHAT_PANEL = "Chat"
+CUT_OFF = "length"  # the finish reason of an answer that reached a limit
 HELP = """\
 /system TEXT  set the system message; without TEXT, show it
 /reset        forget what was said
@@ -73,7 +74,9 @@ def chat(
     with asyncio.Runner() as runner:
         client = runner.run(_opened(for_connection))
         try:
-            talk = Talk(runner, client, generation, Conversation(system), plain, timings)
+            talk = Talk(
+                runner, client, generation, max_tokens, Conversation(system), plain, timings
+            )
             if sys.stdin.isatty():
                 talk.in_terminal()
             else:
@@ -99,6 +102,7 @@ class Talk:
     runner: asyncio.Runner  # turns Ctrl-C into the end of the answer that comes
     client: AsyncClient
     generation: Generation
+    max_tokens: int
     conversation: Conversation
     is_plain: bool
     timings: bool
@@ -184,9 +188,21 @@ class Talk:
         except KeyboardInterrupt:
             print(" (stopped)", end="", file=sys.stderr, flush=True)
         print(flush=True)
-        if self.timings and answer.finish is not None:
-            print(timing_line(answer.finish), file=sys.stderr)
+        if answer.finish is not None:
+            self._tell_end(answer.finish)
         return answer.text
+
+    def _tell_end(self, finish: Finish) -> None:
+        if finish.reason == CUT_OFF:
+            print(f"({self._limit(finish)})", file=sys.stderr)
+        if self.timings:
+            print(timing_line(finish), file=sys.stderr)
+
+    def _limit(self, finish: Finish) -> str:
+        """Which limit cut the answer off, and what to do."""
+        if finish.num_completion_tokens < self.max_tokens:
+            return "cut off: the conversation has the model's whole length; /reset begins anew"
+        return f"cut off after --max-tokens {self.max_tokens}; ask it to go on, or allow more"
 
     def _hint(self, error: BatonError) -> str:
         if error.reason != "INVALID_REQUEST":
