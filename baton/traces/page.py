@@ -131,7 +131,7 @@ def _first_token(trace: Trace, window: Window) -> str:
     if ttft_s is None:
         return ""
     left = window.percent(trace.began_ns + round(ttft_s * 1e9))
-    side = "flip" if left > 75 else ""
+    side = "flip" if left > 50 else ""
     text = f"<b>first token, {_ms(ttft_s)}</b>"
     return f'<div class=over><div class="mark {side}" style="left:{left:.3f}%">{text}</div></div>'
 

@@ -141,6 +141,18 @@ def test_the_page_needs_nothing_else_and_tells_of_every_span() -> None:
     assert "<gone>" not in page
 
 
+def test_the_page_fits_a_phone() -> None:
+    """Labels stay within the page, and a row of the waterfall takes two lines."""
+    page = page_of(a_trace())
+
+    marks = re.findall(r'<div class="mark (flip)?" style="left:([\d.]+)%"', page)
+    [narrow] = re.findall(r"@media \(max-width: 600px\) \{(.*?)</style>", page, re.DOTALL)
+    assert marks
+    assert all((side == "flip") == (float(left) > 50) for side, left in marks)
+    assert '"track track track"' in narrow
+    assert ".ticks span:not(:first-child, :last-child) { display: none }" in narrow
+
+
 def test_a_trace_is_found_by_its_id_or_the_requests() -> None:
     trace = a_trace()
 
