@@ -1,0 +1,156 @@
+"""Time that the masks of a step may take: a costly grammar ends by name, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.grammar import Bits, Matcher
+from engine.plan import Plan, Row
+from engine.request import RequestId
+from engine.runner.batch import RowFacts
+from engine.runner.grammar_masks import GrammarMasks
+from engine.runner.mask_budget import FAIR_S, MAX_STEP_S
+from engine.runner.sampler import SampleRow
+from engine.sampling import SamplingParams
+
+VOCAB_SIZE = 64
+HONEST_S = 0.0001
+
+
+@dataclass(slots=True)
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass(slots=True)
+class CostlyGrammar:
+    """Each token and each mask takes as long as it is told."""
+
+    clock: Clock
+    mask_s: float = HONEST_S
+    token_s: float = 0.0
+    taken: list[int] = field(default_factory=list)
+
+    def matcher(self) -> Matcher:
+        return self
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        self.clock.now_s += self.token_s * len(token_ids)
+        self.taken += token_ids
+
+    def fill(self, allowed: Bits) -> None:
+        self.clock.now_s += self.mask_s
+        allowed.fill(-1)
+
+
+def a_row(name: str, grammar: CostlyGrammar) -> Row:
+    return Row(
+        RequestId(name),
+        token_ids=(0,),
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=(),
+        sampling=SamplingParams(),
+        seed=0,
+        grammar=grammar,
+    )
+
+
+class Batch:
+    """Rows that write one token in each step."""
+
+    def __init__(self, clock: Clock, grammars: dict[str, CostlyGrammar], num_written: int = 0):
+        self._clock = clock
+        self._masks = GrammarMasks(VOCAB_SIZE, clock)
+        self._rows = [
+            RowFacts(RequestId(one), 0, SamplingParams(), 0, 1, False) for one in grammars
+        ]
+        self._num_written = num_written
+        started = tuple(a_row(name, grammar) for name, grammar in grammars.items())
+        self._masks.apply(Plan(started=started))
+
+    def step(self) -> tuple[dict[RequestId, str], float]:
+        """Who was refused, and how long the masks took."""
+        refusals: dict[RequestId, str] = {}
+        known = np.zeros(1 + self._num_written, dtype=np.int64)
+        asked = [SampleRow(row.sampling, 0, known, 1) for row in self._rows]
+        began_s = self._clock.now_s
+        self._masks.applied(self._rows, asked, refusals)
+        self._masks.apply(Plan(dropped=tuple(refusals)))
+        self._rows = [row for row in self._rows if row.request_id not in refusals]
+        self._num_written += 1
+        return refusals, self._clock.now_s - began_s
+
+
+def test_a_grammar_that_costs_more_than_a_step_may_take_ends_by_name() -> None:
+    clock = Clock()
+    ambiguous = CostlyGrammar(clock)
+    batch = Batch(clock, {"ambiguous": ambiguous, "honest": CostlyGrammar(clock)})
+    refused: dict[RequestId, str] = {}
+    longest_s = 0.0
+
+    for _ in range(400):
+        ambiguous.mask_s += 0.0005
+        now_refused, took_s = batch.step()
+        refused |= now_refused
+        longest_s = max(longest_s, took_s)
+
+    assert refused.keys() == {"ambiguous"}
+    assert "too ambiguous" in refused[RequestId("ambiguous")]
+    assert longest_s < 1.2 * MAX_STEP_S
+
+
+def test_many_costly_grammars_stay_within_the_time_of_a_step_together() -> None:
+    clock = Clock()
+    grammars = {f"r{number}": CostlyGrammar(clock) for number in range(64)}
+    batch = Batch(clock, grammars)
+    longest_s = 0.0
+    refused: set[RequestId] = set()
+
+    for _ in range(400):
+        for grammar in grammars.values():
+            grammar.mask_s += 0.00005
+        now_refused, took_s = batch.step()
+        refused |= now_refused.keys()
+        longest_s = max(longest_s, took_s)
+
+    assert refused
+    assert longest_s < 64 * FAIR_S * 1.5
+
+
+def test_one_costly_step_ends_nothing() -> None:
+    clock = Clock()
+    grammar = CostlyGrammar(clock)
+    batch = Batch(clock, {"r": grammar})
+    batch.step()
+    grammar.mask_s = 2 * MAX_STEP_S
+    batch.step()
+    grammar.mask_s = HONEST_S
+
+    assert batch.step()[0] == {}
+
+
+def test_a_long_answer_that_goes_on_here_is_read_whole() -> None:
+    clock = Clock()
+    grammar = CostlyGrammar(clock, token_s=0.00005)
+    batch = Batch(clock, {"r": grammar}, num_written=8000)
+
+    assert batch.step()[0] == {}
+    assert len(grammar.taken) == 8000
+
+
+def test_an_ambiguous_answer_that_goes_on_here_is_not_read_to_its_end() -> None:
+    clock = Clock()
+    grammar = CostlyGrammar(clock, token_s=0.02)
+    batch = Batch(clock, {"r": grammar}, num_written=1000)
+
+    refused, took_s = batch.step()
+
+    assert "too ambiguous" in refused[RequestId("r")]
+    assert took_s < 1.0
