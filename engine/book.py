@@ -13,6 +13,7 @@ from engine.handoffs import HandOffs
 from engine.kv_cache import KvCache
 from engine.kv_seam import KvScheduling
 from engine.lifecycle import Rank, Request, RequestStatus
+from engine.prefixes_in_flight import PrefixesInFlight
 from engine.queues import RankedQueue, WaitingLine
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
 from engine.scheduler_config import CacheConfig, Policy, SchedulerConfig
@@ -26,6 +27,7 @@ class RequestBook:
         self.handoffs: KvScheduling = HandOffs(self.cache.pool)
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingLine()
+        self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
         self.num_waiting_for_remote_kvs = 0
@@ -111,6 +113,11 @@ class RequestBook:
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
         self.note(request, RequestEventKind.FINISHED)
+
+    def stop_following(self, receiver_id: RequestId) -> None:
+        """This request's hand-off has ended, or takes too long."""
+        self.prefixes_in_flight.end(receiver_id)
+        self.waiting.release_followers(receiver_id)
 
     def worst(self) -> Request:
         """Whom to preempt. Only called for one that runs or is ready, so there is one.
@@ -213,6 +220,7 @@ class RequestBook:
                 self.waiting.remove(request)
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.num_waiting_for_remote_kvs -= 1
+                self.stop_following(request.request_id)
             case RequestStatus.WAITING_FOR_FSM:
                 self.num_waiting_for_fsm -= 1
             case RequestStatus.READY:

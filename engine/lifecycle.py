@@ -8,6 +8,7 @@ from engine.errors import OutOfTurn
 from engine.grammar import Grammar
 from engine.hashing import BlockHash
 from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec, Served
+from engine.sampling import SamplingParams
 from kv_transfer.types import BlockId
 
 # (priority, arrival time, serial): lower goes earlier. FCFS leaves the first at zero.
@@ -47,6 +48,7 @@ class Request:
         "block_ids",
         "client_id",
         "due_step",
+        "follows_until_s",
         "gave_way",
         "grammar",
         "is_long",
@@ -93,10 +95,11 @@ class Request:
         sampling = spec.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 
-        is_ruled = sampling.structured_outputs is not None
-        self.status = RequestStatus.WAITING_FOR_FSM if is_ruled else RequestStatus.WAITING
+        self.status = _first_status(sampling)
         self.grammar: Grammar | None = None  # what it may write; None while it is compiled, too
         self.receive: ReceiveKv | None = spec.receive_from  # None once it landed or was lost
+        # When it stops waiting for others' hand-offs; None: it has not waited yet.
+        self.follows_until_s: float | None = None
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.num_context_tokens = len(self.token_ids)  # what it came with
@@ -145,3 +148,8 @@ class Request:
         if status not in _MOVES[self.status]:
             raise OutOfTurn(f"{self.request_id} cannot go from {self.status} to {status}")
         self.status = status
+
+
+def _first_status(sampling: SamplingParams) -> RequestStatus:
+    is_ruled = sampling.structured_outputs is not None
+    return RequestStatus.WAITING_FOR_FSM if is_ruled else RequestStatus.WAITING

@@ -27,6 +27,7 @@ class _Verdict(Enum):
     TAKEN = "taken"
     STEPS_ASIDE = "steps aside"  # a long prompt lets shorter ones pass
     MUST_WAIT = "must wait"  # and so must all behind it
+    FOLLOWS = "follows"  # it waits for blocks that another request is receiving
 
 
 class _Refusal(NamedTuple):
@@ -196,6 +197,8 @@ class Planner:
 
     def _take_from_line(self) -> None:
         waiting = self._book.waiting
+        for receiver_id in self._book.prefixes_in_flight.overdue(self._book.now_s):
+            self._book.stop_following(receiver_id)
         while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
             verdict = self._try_to_take(head)
             if verdict is _Verdict.MUST_WAIT:
@@ -246,6 +249,8 @@ class Planner:
         if num_underway >= self._config.max_num_seqs:
             return _Verdict.MUST_WAIT
         hits = book.cache.find_prefix(request, request.num_tokens)
+        if self._follows(request, len(hits)):
+            return _Verdict.FOLLOWS
         # Whoever holds blocks must be able to grow, or all would wait for each other.
         # When nobody does, the whole cache may be granted.
         num_holders = num_underway + len(book.batch)
@@ -256,8 +261,23 @@ class Planner:
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         book.num_waiting_for_remote_kvs += 1
         book.handoffs.receive(request, receive, len(hits))
+        book.prefixes_in_flight.begin(request, len(hits), book.now_s)
         book.note(request, RequestEventKind.GRANTED)
         return _Verdict.TAKEN
+
+    def _follows(self, request: Request, num_hits: int) -> bool:
+        """Let it wait, without blocks, for a hand-off that brings most of what it lacks."""
+        book = self._book
+        num_blocks = book.cache.num_blocks_for(request.num_tokens)
+        receiver_id = book.prefixes_in_flight.receiver_for(request, num_hits, num_blocks)
+        if receiver_id is None:
+            return False
+        if request.follows_until_s is None:
+            request.follows_until_s = book.now_s + self._config.max_prefix_wait_s
+        if book.now_s >= request.follows_until_s:
+            return False
+        book.waiting.follow(request, receiver_id)
+        return True
 
     def _refuse(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:
         cache = self._book.cache

@@ -59,6 +59,9 @@ class WaitingLine:
     Long prompts that must wait for other long ones step aside, so that finding the next
     request never means to walk past them. One whose prefix is cached meanwhile may be short:
     it comes back when the block appears that it was set aside for.
+
+    Those whose prefix another request is receiving follow that one: they are out of the line
+    until its hand-off has ended.
     """
 
     def __init__(self) -> None:
@@ -66,13 +69,22 @@ class WaitingLine:
         self._aside = RankedQueue()
         self._aside_by_hash: dict[BlockHash, dict[RequestId, tuple[Key, Request]]] = {}
         self._awaited_by_id: dict[RequestId, BlockHash] = {}
+        self._receiver_by_id: dict[RequestId, RequestId] = {}  # of those that wait for a prefix
+        self._followers: dict[RequestId, list[Request]] = {}  # by the request that receives it
 
     def __len__(self) -> int:
-        return len(self._line) + len(self._aside)
+        return len(self._line) + len(self._aside) + len(self._receiver_by_id)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._line
         yield from self._aside
+        for followers in self._followers.values():
+            yield from followers
+
+    @property
+    def num_followers(self) -> int:
+        """Requests that wait for another's hand-off: no step can take them."""
+        return len(self._receiver_by_id)
 
     def push(self, request: Request, *, is_resumed: bool = False) -> None:
         self._line.push(_waiting_key(request, is_resumed), request)
@@ -107,7 +119,23 @@ class WaitingLine:
                 self.remove(request)
                 self._line.push(key, request)
 
+    def follow(self, request: Request, receiver_id: RequestId) -> None:
+        """Keep it out of the line until the hand-off of another request has ended."""
+        self.remove(request)
+        self._receiver_by_id[request.request_id] = receiver_id
+        self._followers.setdefault(receiver_id, []).append(request)
+
+    def release_followers(self, receiver_id: RequestId) -> None:
+        """Put those that wait for this hand-off back in line, each in its old place."""
+        for request in self._followers.pop(receiver_id, ()):
+            del self._receiver_by_id[request.request_id]
+            self.push(request)
+
     def remove(self, request: Request) -> None:
+        receiver_id = self._receiver_by_id.pop(request.request_id, None)
+        if receiver_id is not None:
+            self._followers[receiver_id].remove(request)
+            return
         if request not in self._aside:
             self._line.remove(request)
             return

@@ -129,7 +129,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could do something now; False while all that live wait for KV."""
         book = self._book
-        has_requests = book.batch.running or len(book.ready) or len(book.waiting)
+        num_in_line = len(book.waiting) - book.waiting.num_followers
+        has_requests = book.batch.running or len(book.ready) or num_in_line
         has_news = book.batch.has_changes or book.handoffs.has_orders or book.has_outputs
         return bool(has_requests or has_news)
 

@@ -85,6 +85,9 @@ class SchedulerConfig:
     kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
     # Blocks that a grant to a peer must leave free for each request that holds blocks.
     remote_headroom_blocks: int = 1
+    # How long a request waits for blocks that another one is receiving from the same peer; 0
+    # receives them twice. Far below the time for which a peer holds what is not granted.
+    max_prefix_wait_s: float = 5.0
     # Let peers be sent each layer of a chunk as it ends; else all of them when the chunk has.
     push_layers: bool = False
     # Raises InvalidRequest for what no logits processor takes.
@@ -119,6 +122,8 @@ class SchedulerConfig:
         for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
             limit = getattr(self, name)
             _require(name, limit, limit is None or limit >= 1, "at least 1, or left out")
+        wait_s = self.max_prefix_wait_s
+        _require("max_prefix_wait_s", wait_s, wait_s >= 0, "at least 0")
         target_s = self.target_step_s
         _require(
             "target_step_s", target_s, target_s is None or target_s > 0, "above 0, or left out"

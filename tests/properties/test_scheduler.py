@@ -7,6 +7,7 @@ have got alone. The world that checks this is in tests/support/engine_world.py.
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import TypeVar
 
 import pytest
@@ -125,6 +126,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         except InvalidRequest:
             return
+
+    @rule(
+        shared=st.integers(1, 12),
+        own=st.lists(st.lists(TOKENS, max_size=4), min_size=2, max_size=4),
+        max_tokens=st.sampled_from([1, 2, 12]),
+    )
+    def add_burst(self, shared: int, own: list[list[int]], max_tokens: int) -> None:
+        """Prompts that begin alike, all received at once."""
+        for tail in own:
+            prompt = [place % VOCAB_SIZE for place in range(shared)] + tail
+            with suppress(InvalidRequest):
+                self.world.add(prompt, receives=True, max_tokens=max_tokens)
+
+    @rule(seconds=st.sampled_from([0.1, 5.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.wait(seconds)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:

@@ -23,6 +23,7 @@ from tests.support.fake_wire import FakeWire, context_of
 
 VOCAB_SIZE = 11
 SOURCE = Peer(NodeId("prefill-0"), "127.0.0.1:1")
+OTHER_SOURCE = Peer(NodeId("prefill-1"), "127.0.0.1:2")
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class EngineWorld:
         self.containment = Containment(self.runner, self.scheduler)
         self.wire = FakeWire(self.kv, VOCAB_SIZE)
         self.receipts: dict[RequestId, Receipt] = {}
+        self.now_s = 0.0
         self._is_at_rest = False  # the last step did nothing, and nothing happened since
 
     # --- requests -----------------------------------------------------------------
@@ -92,6 +94,7 @@ class EngineWorld:
         cache_salt: str = "",
         max_tokens: int = 4,
         sampling: SamplingParams | None = None,
+        source: Peer = SOURCE,
     ) -> RequestId:
         """A prompt given as a number is that many tokens that start like all others."""
         name = RequestId(request_id or f"r{len(self.receipts)}")
@@ -106,7 +109,7 @@ class EngineWorld:
             age_s=age_s,
             cache_salt=cache_salt,
             prior_output_token_ids=tuple(prior),
-            receive_from=ReceiveKv(handoff_id, SOURCE) if receives else None,
+            receive_from=ReceiveKv(handoff_id, source) if receives else None,
             send_to=handoff_id if sends else None,
         )
         self._is_at_rest = False
@@ -130,10 +133,15 @@ class EngineWorld:
     def fail_next_token(self, request_id: RequestId) -> None:
         self.runner.failing.add(request_id)
 
+    def wait(self, seconds: float) -> None:
+        """While hand-offs are under way, the engine is woken now and then."""
+        self._is_at_rest = False
+        self.now_s += seconds
+
     # --- the engine ---------------------------------------------------------------
 
     def step(self) -> Plan:
-        plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule(self.now_s)
         self.wire.start(plan.kv_orders)
         self.wire.misbehave()
         run = self.containment.run(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from engine.containment import MAX_CRASHES_IN_A_ROW
@@ -15,7 +16,7 @@ from engine.errors import InvalidRequest
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from engine.scheduler_config import LoadFailurePolicy, Policy, SchedulerConfig
-from tests.support.engine_world import VOCAB_SIZE, EngineWorld
+from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
 
 NUM_ACTIONS = 80
@@ -74,6 +75,8 @@ def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None
         _fail: 0.3,
         _crash: 0.3,
         _reset: 0.3,
+        _wait: 0.5,
+        **({_burst: 1} if "receives" in roles else {}),
     }
     action = chance.choices(list(weight_by_action), list(weight_by_action.values()))[0]
     action(world, chance)
@@ -117,6 +120,23 @@ def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> Non
         return
 
 
+def _burst(world: EngineWorld, chance: random.Random) -> None:
+    """Prompts that begin alike, all received at once, mostly from one peer."""
+    shared = draw_tokens(chance, 12, world.kv.block_size)
+    for _ in range(chance.randint(2, 5)):
+        own = draw_tokens(chance, 4)
+        source = chance.choice([SOURCE, SOURCE, SOURCE, OTHER_SOURCE])
+        sampling = SamplingParams(max_tokens=chance.choice([1, 2, 8]))
+        with suppress(InvalidRequest):
+            world.add(
+                [*shared, *own],
+                receives=True,
+                priority=chance.choice([0, 0, 1]),
+                sampling=sampling,
+                source=source,
+            )
+
+
 def _step(world: EngineWorld, chance: random.Random) -> None:
     world.step()
 
@@ -142,6 +162,10 @@ def _crash(world: EngineWorld, chance: random.Random) -> None:
 
 def _reset(world: EngineWorld, chance: random.Random) -> None:
     world.scheduler.reset_prefix_cache()
+
+
+def _wait(world: EngineWorld, chance: random.Random) -> None:
+    world.wait(chance.choice([0.1, 1.0, 5.0]))
 
 
 def _wire_in(world: EngineWorld, chance: random.Random) -> None:

@@ -1,0 +1,209 @@
+"""Bursts with one prefix on a decode node: its blocks are received once, and what ends a wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import InvalidConfig
+from engine.request import FinishReason, RequestId
+from engine.scheduler_config import Policy, SchedulerConfig
+from kv_transfer.types import HandoffId, Receive
+from tests.support.engine_world import OTHER_SOURCE, EngineWorld
+
+SHARED = [number % 11 for number in range(7 * 4)]  # seven blocks
+
+
+def _world(
+    num_blocks: int = 256, policy: Policy = Policy.FCFS, max_prefix_wait_s: float = 5.0
+) -> EngineWorld:
+    config = SchedulerConfig(
+        max_num_seqs=32, max_model_len=200, policy=policy, max_prefix_wait_s=max_prefix_wait_s
+    )
+    return EngineWorld(config, num_blocks=num_blocks, block_size=4)
+
+
+def _two(world: EngineWorld) -> tuple[RequestId, RequestId]:
+    """A request whose blocks are in flight, and one that waits for them."""
+    first = world.add([*SHARED, 1, 1, 1, 1], receives=True)
+    second = world.add([*SHARED, 2, 2, 2, 2], receives=True)
+    assert _received(world) == {first: (0, 8)}
+    return first, second
+
+
+def _received(world: EngineWorld) -> dict[RequestId, tuple[int, int]]:
+    """First block and number of blocks of each hand-off that the next step begins."""
+    return {
+        RequestId(order.handoff_id.request_id): (order.first_block, len(order.block_ids))
+        for order in world.step().kv_orders.receives
+    }
+
+
+def _end(world: EngineWorld, *names: RequestId) -> None:
+    world.run_to_end()
+    assert {world.finish_reason(name) for name in names} == {FinishReason.LENGTH}
+
+
+def test_a_burst_receives_its_common_prefix_once() -> None:
+    world = _world()
+    prefix = [number % 11 for number in range(30 * 4)]
+    tails = [[number % 11, number // 11, *range(14)] for number in range(16)]  # of four blocks
+    names = [world.add([*prefix, *(t % 11 for t in tail)], receives=True) for tail in tails]
+    received: list[Receive] = []
+
+    while not world.scheduler.is_idle:
+        world.wire.settle()
+        received += world.step().kv_orders.receives
+
+    assert sum(len(order.block_ids) for order in received) == 30 + 16 * 4  # rather than 16 * 34
+    assert [world.runner.num_computed[name] for name in names] == [3] * 16
+    _end(world, *names)
+
+
+def test_the_rest_is_received_when_the_prefix_has_landed() -> None:
+    world = _world()
+    first, second = _two(world)
+    plans = [world.step() for _ in range(3)]
+    has_work = world.scheduler.has_work
+
+    world.wire.land(HandoffId(first, 1))
+    world.step()
+
+    assert all(plan.is_empty for plan in plans)
+    assert not has_work
+    assert _received(world) == {second: (7, 1)}
+    _end(world, first, second)
+
+
+def test_those_behind_it_in_line_do_not_wait_with_it() -> None:
+    world = _world()
+    _two(world)
+
+    other = world.add([9] * 12, receives=True)
+    local = world.add([8] * 12)
+    plan = world.step()
+
+    assert [order.handoff_id.request_id for order in plan.kv_orders.receives] == [other]
+    assert [row.request_id for row in plan.started] == [local]
+    world.run_to_end()
+
+
+def test_when_the_prefix_is_lost_it_is_received_after_all() -> None:
+    world = _world()
+    first, second = _two(world)
+
+    world.wire.lose(HandoffId(first, 1))
+    world.step()
+
+    assert _received(world) == {second: (0, 8)}
+    _end(world, first, second)
+
+
+def test_when_the_first_is_aborted_the_next_one_leads() -> None:
+    world = _world()
+    first, second = _two(world)
+    third = world.add([*SHARED, 3, 3, 3, 3], receives=True)
+    world.step()
+
+    world.abort(first)
+
+    assert _received(world) == {second: (0, 8)}
+    _end(world, second, third)
+
+
+def test_one_that_waits_can_be_aborted() -> None:
+    world = _world()
+    first, second = _two(world)
+
+    world.abort(second)
+    world.step()
+
+    assert world.finish_reason(second) is FinishReason.ABORT
+    _end(world, first)
+
+
+def test_the_wait_ends_by_time_and_for_all_of_a_burst_at_once() -> None:
+    world = _world()
+    first, second = _two(world)
+    third = world.add([*SHARED, 3, 3, 3, 3], receives=True)
+    world.step()
+
+    world.wait(4.9)
+    early = _received(world)
+    world.wait(0.2)
+
+    assert early == {}
+    assert _received(world) == {second: (0, 8), third: (0, 8)}
+    _end(world, first, second, third)
+
+
+def test_a_wait_of_nothing_receives_every_prefix_by_itself() -> None:
+    world = _world(max_prefix_wait_s=0.0)
+
+    names = [world.add([*SHARED, number], receives=True) for number in range(3)]
+
+    assert _received(world) == dict.fromkeys(names, (0, 8))
+    _end(world, *names)
+    with pytest.raises(InvalidConfig, match="max_prefix_wait_s"):
+        _world(max_prefix_wait_s=-1.0)
+
+
+def test_a_burst_on_a_full_cache_ends() -> None:
+    world = _world(num_blocks=9)
+
+    names = [world.add([*SHARED, number, number], receives=True) for number in range(6)]
+
+    _end(world, *names)
+
+
+# --- not worth the wait, or not safe ------------------------------------------------
+
+
+def test_nobody_waits_for_a_long_hand_off_because_of_a_few_blocks() -> None:
+    world = _world()
+    long = world.add([*SHARED, *([5] * 4 * 8)], receives=True)
+    short = world.add([*SHARED, 6], receives=True)
+    other = world.add([*SHARED, *([6] * 4 * 8)], receives=True)
+
+    assert _received(world).keys() == {long, short, other}
+    _end(world, long, short, other)
+
+
+def test_nobody_waits_for_another_peer() -> None:
+    world = _world()
+    first = world.add([*SHARED, 1], receives=True)
+    second = world.add([*SHARED, 2], receives=True, source=OTHER_SOURCE)
+
+    assert _received(world).keys() == {first, second}
+    _end(world, first, second)
+
+
+def test_an_urgent_request_does_not_wait_for_one_that_is_not() -> None:
+    world = _world(policy=Policy.PRIORITY)
+    first = world.add([*SHARED, 1], receives=True, priority=1)
+    world.step()
+
+    urgent = world.add([*SHARED, 2], receives=True, priority=0)
+
+    assert _received(world).keys() == {urgent}
+    _end(world, first, urgent)
+
+
+def test_prompts_of_another_salt_share_nothing() -> None:
+    world = _world()
+    first = world.add([*SHARED, 1], receives=True)
+    second = world.add([*SHARED, 2], receives=True, cache_salt="tenant")
+
+    assert _received(world).keys() == {first, second}
+    _end(world, first, second)
+
+
+def test_after_a_reset_of_the_cache_nobody_waits_for_what_will_not_be_cached() -> None:
+    world = _world()
+    first = world.add([*SHARED, 1], receives=True)
+    world.step()
+    world.scheduler.reset_prefix_cache()
+
+    second = world.add([*SHARED, 2], receives=True)
+
+    assert _received(world).keys() == {second}
+    _end(world, first, second)
