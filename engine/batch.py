@@ -83,7 +83,7 @@ class Batch:
         request.due_step = NOT_DUE
         self._dropped.append(request_id)
 
-    def take_plan(self, kv_orders: KvOrders) -> Plan:
+    def take_plan(self, kv_orders: KvOrders, max_draft_tokens: int = 0) -> Plan:
         num_scheduled_tokens = self._decode_tokens.copy()
         for request, num_tokens in self.chunks:
             num_scheduled_tokens[request.request_id] = num_tokens
@@ -92,6 +92,7 @@ class Batch:
             started=tuple(self._started),
             new_block_ids=self._new_block_ids,
             num_scheduled_tokens=num_scheduled_tokens,
+            max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
         )
         self._dropped.clear()
@@ -114,7 +115,9 @@ class Batch:
             request.due_step = NOT_DUE
             return
         room = capacity - request.num_computed_tokens - self._num_slots_per_decode
-        request.due_step = step + room // self._num_slots_per_decode + 1
+        # Where blocks were too few for drafted tokens, it is due at once.
+        due_step = step + room // self._num_slots_per_decode + 1
+        request.due_step = max(due_step, self._step + 1)
         self._due.setdefault(request.due_step, []).append(request)
 
 

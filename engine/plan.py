@@ -39,6 +39,8 @@ class Plan:
     started: tuple[Row, ...] = ()
     new_block_ids: dict[RequestId, tuple[BlockId, ...]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
+    # With speculation: what is left of the step's budget for drafted tokens of all rows.
+    max_draft_tokens: int = 0
     kv_orders: KvOrders = KvOrders()
     # Part of a pass that failed, run again. The runner forgets all rows that the plan names,
     # known or not, before it starts any; no layer of it may leave before the pass has ended.

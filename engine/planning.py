@@ -19,6 +19,7 @@ from engine.prefill_limits import PrefillLimits
 from engine.request import ReceiveKv
 from engine.step_pace import StepPace
 from engine.urgency import give_way
+from kv_transfer.types import BlockId
 
 
 class _Verdict(Enum):
@@ -47,6 +48,7 @@ class Planner:
     def __init__(self, book: RequestBook) -> None:
         self._book = book
         self._config = book.config
+        self._num_slots_per_decode = book.config.num_slots_per_decode
         self._limits = PrefillLimits(book.config)
         self._pace = StepPace(book.config.target_step_s)
         self._budget = 0
@@ -59,8 +61,8 @@ class Planner:
         preemptions_before = self._book.total_preemptions
         for request in batch.begin_step():
             self._grow(request)
-        self._budget = self._config.max_num_batched_tokens
-        self._budget -= batch.num_decoding * self._config.num_slots_per_decode
+        # Drafted tokens get what is left over: a step that has prompts to compute drafts nothing.
+        self._budget = self._config.max_num_batched_tokens - batch.num_decoding
         # Ready before waiting: a request that holds blocks must never stand behind one
         # that waits for them, or neither moves. And before the next chunk of a long prompt,
         # which it shortens by a token: its first token is with the client already.
@@ -76,13 +78,20 @@ class Planner:
         self._spend_rest(is_line_open)
         if self._config.push_layers:
             self._send_layers()
-        return batch.take_plan(self._book.handoffs.take_orders())
+        return batch.take_plan(self._book.handoffs.take_orders(), self._max_draft_tokens())
 
     def took(self, seconds: float) -> None:
         """How long the step that was planned last took to run."""
         batch = self._book.batch
         num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
         self._pace.took(seconds, batch.num_decoding, num_prompt_tokens)
+
+    def _max_draft_tokens(self) -> int:
+        batch = self._book.batch
+        if not self._config.num_lookahead_tokens or not batch.num_decoding:
+            return 0
+        num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
+        return self._config.max_num_batched_tokens - batch.num_decoding - num_prompt_tokens
 
     def _give_way(self) -> None:
         """To the head that was held up in the step before, if it is more urgent."""
@@ -96,21 +105,26 @@ class Planner:
         """Room for this step's tokens, at the cost of whoever ranks last."""
         cache = self._book.cache
         cache.register(request)
-        num_slots = self._num_slots_to_decode(request)
         while request.status is RequestStatus.RUNNING:
-            added = cache.grow(request, num_slots)
+            added = self._grow_to_decode(request)
             if added is not None:
                 self._book.batch.grow(request, added, cache.capacity(request))
                 return
             self._book.preempt(self._book.worst())
 
-    def _num_slots_to_decode(self, request: Request) -> int:
-        """The KV slots it needs for one more step, drafted tokens included.
+    def _grow_to_decode(self, request: Request) -> tuple[BlockId, ...] | None:
+        """Blocks for one more step; None if there are too few for a single token.
 
-        Clipped to what the request can ever need: its block table ends there.
+        With speculation, slots for drafted tokens as far as blocks are free: nobody is
+        preempted for them. Clipped to what the request can ever need, where its block table ends.
         """
-        num_slots = request.num_computed_tokens + self._config.num_slots_per_decode
-        return min(num_slots, request.max_num_slots)
+        num_slots = request.num_computed_tokens + self._num_slots_per_decode
+        if num_slots > request.max_num_slots:
+            num_slots = request.max_num_slots
+        added = self._book.cache.grow(request, num_slots)
+        if added is None and self._num_slots_per_decode > 1:
+            added = self._book.cache.grow(request, request.num_computed_tokens + 1)
+        return added
 
     # --- ready --------------------------------------------------------------------
 
@@ -130,14 +144,13 @@ class Planner:
             request.move(RequestStatus.RUNNING)
             book.batch.start_decode(request, book.cache.capacity(request))
             book.note(request, RequestEventKind.SCHEDULED)
-            self._budget -= self._config.num_slots_per_decode
+            self._budget -= 1
         return True
 
     def _make_room_for_ready(self, request: Request) -> bool:
         """Those that run will end and make room. If none does, the last of the ready must."""
         book = self._book
-        num_slots = self._num_slots_to_decode(request)
-        while book.cache.grow(request, num_slots) is None:
+        while self._grow_to_decode(request) is None:
             if book.batch.running or len(book.ready) == 1:
                 return False
             book.preempt(book.worst())

@@ -100,7 +100,7 @@ class SchedulerConfig:
 
     @property
     def num_slots_per_decode(self) -> int:
-        """What one decoding request may write in one step."""
+        """The KV slots that one decoding request may write in one step."""
         return 1 + self.num_lookahead_tokens
 
     def _check_sizes(self) -> None:
@@ -109,10 +109,10 @@ class SchedulerConfig:
         for name in ("num_lookahead_tokens", "remote_headroom_blocks"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         # Every running request gets its next token in every step, so all must fit in one.
-        least = self.max_num_seqs * self.num_slots_per_decode
+        # Drafted tokens get what is left.
         budget = self.max_num_batched_tokens
-        why = f"at least max_num_seqs x (1 + num_lookahead_tokens) = {least}"
-        _require("max_num_batched_tokens", budget, budget >= least, why)
+        why = f"at least max_num_seqs = {self.max_num_seqs}"
+        _require("max_num_batched_tokens", budget, budget >= self.max_num_seqs, why)
 
     def _check_prefill_limits(self) -> None:
         threshold = self.long_prefill_token_threshold

@@ -30,9 +30,12 @@ class DraftedRows:
     def forget(self, request_ids: Sequence[RequestId]) -> None:
         self._drafter.forget(request_ids)
 
-    def drafts(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Drafts:
-        """As long as the step has room for more rows without being slower."""
-        num_left = self._speculation.max_rows - sum(num_scheduled_tokens.values())
+    def drafts(
+        self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
+    ) -> Drafts:
+        """As long as the step has budget, and room for more rows without being slower."""
+        num_rows_left = self._speculation.max_rows - sum(num_scheduled_tokens.values())
+        num_left = min(num_rows_left, max_draft_tokens)
         drafts: dict[RequestId, Sequence[int]] = {}
         if num_left <= 0:
             return drafts

@@ -98,7 +98,7 @@ class TorchRunner:
     def _draft(self, plan: Plan) -> Drafts:
         if self._drafted_rows is None:
             return NO_DRAFTS
-        return self._drafted_rows.drafts(plan.num_scheduled_tokens)
+        return self._drafted_rows.drafts(plan.num_scheduled_tokens, plan.max_draft_tokens)
 
     def _forward(self, step: Step, is_retry: bool) -> Tensor:
         device = self._kv.device

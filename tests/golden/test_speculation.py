@@ -257,7 +257,7 @@ def test_a_draft_never_reaches_past_a_requests_own_blocks(engine_of: MakeEngine)
     [alone] = run(engine_of("llama", None), first)
     # Its last chunk is one token, the last of a block, as the other one takes its share.
     chunk = 4 * 16 - 1
-    engine = engine_of("llama", SPECULATION, max_num_batched_tokens=chunk + 1 + NUM_DRAFTED)
+    engine = engine_of("llama", SPECULATION, max_num_batched_tokens=chunk + 1)
     resumed = replace(LOOPING, prior_output_token_ids=(5,) * (chunk + 1 - 9))
     resumed = replace(resumed, sampling=replace(LOOPING.sampling, max_tokens=70))
     engine.scheduler.add(first)
@@ -301,8 +301,7 @@ def test_the_longest_sequence_is_filled_to_its_end(num_drafted: int, engine_of: 
         RequestId("long"), prompt_of(9) * 52, replace(GREEDY, max_tokens=400), seed=1
     )
 
-    engine = engine_of(name, speculation, max_num_batched_tokens=8 * (1 + num_drafted))
-    [plain], [got] = run(engine_of(name, None), spec), run(engine, spec)
+    [plain], [got] = run(engine_of(name, None), spec), run(engine_of(name, speculation), spec)
 
     assert got.token_ids == plain.token_ids
     assert got.end == (FinishReason.LENGTH, None)

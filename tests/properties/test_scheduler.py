@@ -33,9 +33,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     max_num_seqs = draw(st.integers(1, 4))
     # Up to more than a block, so that a block too many would not go unnoticed.
     num_lookahead_tokens = draw(st.sampled_from([0, 2, 5]))
-    least = max_num_seqs * (1 + num_lookahead_tokens)
     return SchedulerConfig(
-        max_num_batched_tokens=least + draw(st.sampled_from([0, 1, 3, 8, 40])),
+        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 3, 8, 40])),
         max_num_seqs=max_num_seqs,
         max_model_len=draw(st.sampled_from([7, 12, 16, 30])),
         eos_token_ids=frozenset(draw(st.sampled_from([(), (1,)]))),

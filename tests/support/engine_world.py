@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.containment import Containment
-from engine.plan import Plan, StepResult
+from engine.plan import Plan, RunResult, StepResult
 from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
@@ -151,7 +151,7 @@ class EngineWorld:
             for output in its_outputs:
                 self.receipts[output.request_id].take(output)
         self.scheduler.check()
-        self._check_limits(plan)
+        self._check_limits(plan, run)
         self._check_rest(plan, reports)
         return plan
 
@@ -233,9 +233,10 @@ class EngineWorld:
             return answer[:1], FinishReason.HANDED_OFF
         return answer, reason
 
-    def _check_limits(self, plan: Plan) -> None:
+    def _check_limits(self, plan: Plan, run: RunResult) -> None:
         assert len(plan.num_scheduled_tokens) <= self.config.max_num_seqs
-        assert sum(plan.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens
+        num_tokens = sum(plan.num_scheduled_tokens.values()) + sum(run.num_proposed.values())
+        assert num_tokens <= self.config.max_num_batched_tokens
 
     def _check_rest(self, plan: Plan, reports: KvReports) -> None:
         """An engine sleeps after a step that did nothing, so it may not have work then."""

@@ -96,6 +96,7 @@ class FakeRunner:
     failing: set[RequestId] = field(default_factory=set)  # their next token is an error
     crashing: dict[RequestId, CrashPlace] = field(default_factory=dict)  # their pass fails
     num_computed: dict[RequestId, int] = field(default_factory=dict)  # tokens run, per request
+    _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
     _forgotten: set[RequestId] = field(default_factory=set)  # after a pass that failed
 
@@ -122,6 +123,7 @@ class FakeRunner:
             self._rows[request_id].block_ids += block_ids
         for request_id in [row.request_id for row in plan.started] + list(plan.new_block_ids):
             self._check_table(self._rows[request_id])
+        self._num_drafts_left = plan.max_draft_tokens
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             self._crash_if_due(request_id, CrashPlace.PASS)
             self._run_row(self._rows[request_id], num_tokens, result)
@@ -170,8 +172,11 @@ class FakeRunner:
         longest = row.row.num_prompt_tokens + row.row.sampling.max_tokens
         if self.max_model_len is not None:
             longest = min(longest, self.max_model_len)
+        most = min(self.num_lookahead_tokens, self._num_drafts_left)
         num_slots = len(row.block_ids) * self.kv.block_size
-        return max(0, min(self.num_lookahead_tokens, longest - known - 1, num_slots - known))
+        num_drafts = max(0, min(most, longest - known - 1, num_slots - known))
+        self._num_drafts_left -= num_drafts
+        return num_drafts
 
     def _check_table(self, row: _Row) -> None:
         if self.max_model_len is None:

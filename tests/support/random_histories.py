@@ -45,9 +45,8 @@ def draw_config(chance: random.Random) -> SchedulerConfig:
     threshold = chance.choice([0, 0, 2, 5])
     max_num_seqs = chance.randint(1, 6)
     num_lookahead_tokens = chance.choice([0, 0, 0, 1, 3, 6])
-    least = max_num_seqs * (1 + num_lookahead_tokens)
     return SchedulerConfig(
-        max_num_batched_tokens=least + chance.choice([0, 1, 3, 8, 40]),
+        max_num_batched_tokens=max_num_seqs + chance.choice([0, 1, 3, 8, 40]),
         max_num_seqs=max_num_seqs,
         max_model_len=chance.choice([7, 12, 16, 30, 30]),
         eos_token_ids=frozenset(chance.choice([(), (), (1,)])),

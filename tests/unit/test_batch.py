@@ -41,6 +41,18 @@ def test_with_speculation_it_is_due_before_its_room_is_short(num_accepted: int) 
     assert due == [request]
 
 
+def test_one_that_found_too_few_blocks_for_drafted_tokens_is_due_in_every_step() -> None:
+    batch = Batch(num_slots_per_decode=4)
+    request = _decoding(batch, num_computed=7, capacity=8)
+
+    due = []
+    for _ in range(3):
+        due.append(batch.begin_step())
+        batch.grow(request, (), capacity=8)
+
+    assert due == [[request]] * 3
+
+
 @pytest.mark.parametrize("num_slots_per_decode", [1, 4, 40])
 def test_one_that_has_all_the_slots_it_can_need_is_never_due(num_slots_per_decode: int) -> None:
     batch = Batch(num_slots_per_decode)

@@ -10,7 +10,9 @@ from engine.errors import RowOverflow
 from engine.plan import Plan, Row
 from engine.request import RequestId
 from engine.runner.batch import PersistentBatch
+from engine.runner.drafted_rows import DraftedRows
 from engine.sampling import SamplingParams
+from engine.speculation import Speculation
 from kv_transfer.types import BlockId
 
 MAX_MODEL_LEN = 8
@@ -62,6 +64,18 @@ def test_a_full_row_is_computed_to_its_end() -> None:
     step = batch.step({R: MAX_MODEL_LEN})
 
     assert step.layout.write_blocks.tolist() == [4] * 4 + [5] * 4
+
+
+@pytest.mark.parametrize("max_draft_tokens", [0, 2])
+def test_drafts_are_no_longer_than_what_the_step_has_left(max_draft_tokens: int) -> None:
+    batch = PersistentBatch(max_num_seqs=1, max_model_len=64, block_size=64)
+    row = Row(R, (5, 6) * 8, 1, 15, _blocks([0]), SamplingParams(max_tokens=60), 0)
+    batch.apply(Plan(started=(row,)))
+    drafted_rows = DraftedRows(batch, Speculation(num_tokens=4))
+
+    drafts = drafted_rows.drafts({R: 1}, max_draft_tokens)
+
+    assert [len(draft) for draft in drafts.values()] == [max_draft_tokens] * bool(max_draft_tokens)
 
 
 def _batch_of(*, num_tokens: int, block_ids: Sequence[int]) -> PersistentBatch:

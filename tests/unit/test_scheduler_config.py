@@ -32,9 +32,11 @@ def test_a_setting_out_of_range_is_named(setting: str, value: int) -> None:
         SchedulerConfig(**{"max_num_seqs": 128, setting: value})  # type: ignore[arg-type]
 
 
-def test_the_budget_must_hold_the_speculative_tokens_of_all() -> None:
-    with pytest.raises(InvalidConfig, match="at least max_num_seqs"):
-        SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, num_lookahead_tokens=2)
+def test_the_budget_must_hold_a_token_of_each_request_and_no_drafted_ones() -> None:
+    SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=8, num_lookahead_tokens=2)
+
+    with pytest.raises(InvalidConfig, match="at least max_num_seqs = 9"):
+        SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=9)
 
 
 def test_a_long_prefill_threshold_needs_chunks() -> None:

@@ -162,6 +162,31 @@ def test_lookahead_slots_end_where_the_request_must_end() -> None:
     assert len(world.tokens(at_own_limit)) == 3
 
 
+def test_a_prompt_gets_all_of_the_budget_but_a_token_for_each_that_decodes() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=512, num_lookahead_tokens=8)
+    world = EngineWorld(config, num_blocks=300)
+    for number in range(20):
+        world.add([number % 7], max_tokens=90)
+    world.step()
+    long = world.add(600, max_tokens=1)
+
+    plan = world.step()
+
+    assert (plan.num_scheduled_tokens[long], plan.max_draft_tokens) == (512 - 20, 0)
+    world.run_to_end()
+
+
+def test_drafts_get_what_is_left_of_the_budget() -> None:
+    world = EngineWorld(_config(max_num_batched_tokens=7, num_lookahead_tokens=3))
+    for _ in range(4):
+        world.add(1, max_tokens=9)
+
+    plans = [world.step(), world.step()]
+
+    assert [plan.max_draft_tokens for plan in plans] == [0, 3]
+    world.run_to_end()
+
+
 def test_tokens_behind_the_one_that_ends_it_are_cut_off() -> None:
     scheduler = Scheduler(_config(num_lookahead_tokens=3), CacheConfig(8))
     sampling = SamplingParams(max_tokens=9, stop_token_ids=(7,))

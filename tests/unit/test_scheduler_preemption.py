@@ -25,6 +25,19 @@ def test_the_last_to_arrive_gives_up_its_blocks() -> None:
     world.run_to_end()
 
 
+def test_nobody_gives_up_blocks_for_drafted_tokens() -> None:
+    """Each has a free slot in its last block, and none is left for three drafted tokens."""
+    world = EngineWorld(_config(num_lookahead_tokens=3), num_blocks=4, block_size=4)
+    first, last = world.add(7, max_tokens=8), world.add([9] * 7, max_tokens=8)
+    world.step()
+
+    plan = world.step()
+
+    assert plan.num_scheduled_tokens == {first: 1, last: 1}
+    assert world.scheduler.stats().total_preemptions == 0
+    world.run_to_end()
+
+
 def test_of_the_running_the_least_urgent_gives_up_its_blocks() -> None:
     world = EngineWorld(_config(policy=Policy.PRIORITY), num_blocks=4, block_size=4)
     lax, urgent = world.add(8, priority=1, max_tokens=8), world.add([9] * 8, max_tokens=8)
