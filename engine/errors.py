@@ -31,6 +31,10 @@ class EngineStopped(EngineError):
     """This engine takes no more requests."""
 
 
+class EngineGone(EngineStopped):
+    """The engine had stopped before the request came."""
+
+
 class PassFailed(EngineError):
     """A forward pass fails whenever this request takes part; the engine goes on without it."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from engine.core import EngineCore
-from engine.errors import EngineStopped, InvalidRequest
+from engine.errors import EngineGone, InvalidRequest
 from engine.grammar import Grammar
 from engine.grammars.compiler import GrammarCompiler
 from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
@@ -191,7 +191,7 @@ class EngineLoop:
     def _raise_if_stopped(self) -> None:
         if self._failure is not None or self._is_stopping:
             why = "it was told to stop" if self._failure is None else repr(self._failure)
-            raise EngineStopped(f"the engine of this node has stopped: {why}")
+            raise EngineGone(f"the engine of this node has stopped: {why}")
 
 
 def _refused(request_id: RequestId, reason: str) -> Output:

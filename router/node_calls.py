@@ -11,7 +11,7 @@ import grpc
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.errors import InvalidRequest
+from engine.errors import EngineGone, EngineStopped, InvalidRequest, PassFailed
 from engine.request import FinishReason, Output, RequestId
 from kv_transfer.types import HandoffId, Peer
 from router.legs import Deliver, Leg, LegOutput, LegSummary
@@ -23,12 +23,13 @@ from serving.channel import open_channel
 from serving.errors import (
     DeadlineExceeded,
     Draining,
+    FailureKind,
     GenerationFailed,
     MessageTooLarge,
     NodeDraining,
     NodeFailed,
 )
-from serving.status import RemoteFailure, reason_of, remote_error
+from serving.status import RemoteError, RemoteFailure, reason_of, remote_error
 from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 from serving.translate import output_from
@@ -39,6 +40,15 @@ from telemetry.names import DECODE, PREFILL
 LONGEST_CALL_S = 3600.0
 CONNECT_TIMEOUT_S = 5.0
 CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+
+# What a broken connection ends its calls with, and how gRPC says that there was none.
+BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL})
+NEVER_THERE = "failed to connect"
+NOTHING_BEGAN = frozenset({reason_of(Draining), reason_of(EngineGone)})
+KINDS = {
+    reason_of(EngineStopped): FailureKind.ENGINE_FAILED,
+    reason_of(PassFailed): FailureKind.PASS_FAILED,
+}
 
 
 class Connection:
@@ -175,8 +185,19 @@ def _failures_named(node: Node) -> Iterator[None]:
             raise DeadlineExceeded(f"the client's deadline passed while {who} worked") from error
         if remote.reason == reason_of(MessageTooLarge):
             raise MessageTooLarge(remote.message) from error
-        kind = NodeDraining if remote.reason == reason_of(Draining) else NodeFailed
-        raise kind(f"{who}: {remote.code.name}: {remote.message}") from error
+        told = f"{who}: {remote.code.name}: {remote.message}"
+        if remote.reason in NOTHING_BEGAN:
+            raise NodeDraining(told) from error
+        raise NodeFailed(told, failure_kind(remote)) from error
+
+
+def failure_kind(remote: RemoteError) -> FailureKind:
+    """Tell a node that reported its failure from one that broke off, or was not there."""
+    if remote.reason is not None:
+        return KINDS.get(remote.reason, FailureKind.OTHER)
+    was_there = NEVER_THERE not in remote.message.lower()
+    is_broken = remote.code in BROKEN and was_there
+    return FailureKind.VANISHED if is_broken else FailureKind.OTHER
 
 
 def _output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:

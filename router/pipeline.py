@@ -27,6 +27,7 @@ from router.legs import NodeCalls
 from router.line import FIRST_ROOM, LineConfig
 from router.nodes import Node, NodeTable
 from router.policy import Ask, Route, Routing, choose
+from router.quarantine import Boarding, Quarantine, Suspicion, Verdict
 from router.retry_budget import RetryBudget
 from router.shared_prompt import SharedPrompt
 from router.sizes import check_prompt_logprobs_fit
@@ -35,10 +36,12 @@ from router.values import Call, Ending, Piece, Prompt
 from serving.errors import (
     Draining,
     EmptyPrompt,
+    FailureKind,
     IncompatibleNodes,
     NodeDraining,
     NodeFailed,
     NoNodes,
+    PoisonedRequest,
     RequestIdInUse,
     TooLate,
     UnknownModel,
@@ -57,6 +60,7 @@ MOST_TRIES = 50
 class PipelineConfig:
     max_attempts: int = 3  # that bring no token, in a row
     node_patience_s: float = 0.0  # how long a request waits for a decode node to be there
+    quarantine_patience_s: float = 10.0  # and for one that others' tests keep it from
     retry_pause_s: float = 0.2  # before a node that has just failed is asked again
     routing: Routing = field(default_factory=Routing)
     breakers: BreakerConfig = field(default_factory=BreakerConfig)
@@ -87,6 +91,7 @@ class Pipeline:
         self._forecast = Forecast()
         self._answers = AnswerForecast()
         self._breakers = Breakers(config.breakers)
+        self._quarantine = Quarantine(self._wake)
         self._retry_budget = RetryBudget(config.line.max_in_flight or FIRST_ROOM)
         self._ids_in_use: set[str] = set()
         self._became_idle = asyncio.Event()
@@ -97,6 +102,10 @@ class Pipeline:
     def nodes_changed(self) -> None:
         """The table has news for those that wait for a node, or for room on one."""
         self._admission.resize(self._table.num_run_at_once)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Those that wait for a node look again."""
         self._nodes_changed.set()
         self._nodes_changed = asyncio.Event()
 
@@ -267,33 +276,52 @@ class Pipeline:
             route = await self._next_route(one, number)
             context.trace.routed(route, self._config.routing.policy, self._table)
             assignment = Assignment(self._table, route)
+            boarding = self._quarantine.board(one.suspicion, route)
             self._breakers.sent(route.addresses, self._clock())
-            attempt = self._attempt(one, number, route, assignment)
+            attempt = self._attempt(one, number, route, assignment, boarding)
             try:
                 with closing(assignment):
                     async with aclosing(attempt.run(self._node_calls)) as pieces:
                         async for piece in pieces:
+                            if isinstance(piece, Piece):
+                                self._quarantine.gave(boarding, len(piece.token_ids))
                             yield piece
                 self._breakers.succeeded(route.addresses)
                 return
             except NodeFailed as failure:
                 context.trace.try_failed()
-                self._note_failure(one, attempt, failure, len(answer.token_ids) - num_given)
+                num_new = len(answer.token_ids) - num_given
+                self._note_failure(one, attempt, boarding, failure, num_new)
                 if number == MOST_TRIES or not self._may_go_on(one.failures):
                     raise
+            finally:
+                self._quarantine.close(boarding)
 
     async def _next_route(self, one: _Request, number: int) -> Route:
         """Raises NoNodes and IncompatibleNodes. All tries keep to the revision of the first."""
         route = self._route_beside(one.beside, one.prompt) if number == 1 else None
-        if route is None:
+        closed = self._quarantine.closed_to(one.suspicion)
+        if route is None or route.decode.address in closed:
             given, revision = one.answer.token_ids, one.shared.revision
             call, count = one.call, next(self._numbers)
             ask = Ask(one.prompt, count, given, call.model, call.cache_salt, revision)
-            route = await self._route(ask, one.failures.addresses)
+            route = await self._open_route(ask, one.failures.addresses, one.suspicion)
         one.shared.revision = route.decode.revision
         return route
 
-    def _attempt(self, one: _Request, number: int, route: Route, assignment: Assignment) -> Attempt:
+    def _attempt(
+        self,
+        one: _Request,
+        number: int,
+        route: Route,
+        assignment: Assignment,
+        boarding: Boarding,
+    ) -> Attempt:
+        def prompt_done() -> None:
+            assignment.prompt_done()
+            if route.prefill is not None:
+                self._quarantine.leave(boarding, route.prefill.address)
+
         return Attempt(
             route=route,
             handoff_id=HandoffId(one.own_id, number),
@@ -304,25 +332,82 @@ class Pipeline:
             answer=one.answer,
             context=one.context,
             clock=self._clock,
-            on_prefilled=assignment.prompt_done,
+            on_prefilled=prompt_done,
             on_decoded=partial(one.shared.is_at, route.decode),
         )
 
     def _note_failure(
-        self, one: _Request, attempt: Attempt, failure: NodeFailed, num_new_tokens: int
+        self,
+        one: _Request,
+        attempt: Attempt,
+        boarding: Boarding,
+        failure: NodeFailed,
+        num_new_tokens: int,
     ) -> None:
-        is_free = isinstance(failure, NodeDraining)
+        """Raises PoisonedRequest."""
+        is_drained = isinstance(failure, NodeDraining)
+        verdict = self._judged(one, attempt, boarding, failure)
+        # Engines that end are bounded by themselves: each ends the request that ended it.
+        is_ended = verdict is not Verdict.ORDINARY and failure.kind is not FailureKind.PASS_FAILED
+        is_free = is_drained or is_ended
         one.failures.note(attempt.failed_addresses, num_new_tokens, is_free=is_free)
-        if not is_free:
+        if not is_drained:
             self._breakers.failed(attempt.failed_addresses, self._clock())
         elif not one.answer.token_ids and one.context.shared is None:
             one.shared.revision = None  # nothing of the answer was begun
+
+    def _judged(
+        self, one: _Request, attempt: Attempt, boarding: Boarding, failure: NodeFailed
+    ) -> Verdict:
+        """Raises PoisonedRequest."""
+        verdict = Verdict.ORDINARY
+        for address in attempt.failed_addresses:
+            verdict = self._quarantine.failed(boarding, address, failure.kind)
+            if verdict is not Verdict.ORDINARY:
+                one.context.trace.judged(verdict.value, address)
+        if verdict is Verdict.POISON:
+            raise PoisonedRequest(
+                f"nodes fail when they run this request; it is not tried again, nor should it be "
+                f"sent again before the cause is found. The last failure was: {failure}"
+            ) from failure
+        return verdict
 
     def _may_go_on(self, failures: Failures) -> bool:
         """What brought the answer on is paid for, and what drains costs nothing."""
         if failures.num >= self._config.max_attempts:
             return False
         return failures.is_paid or self._retry_budget.spend()
+
+    async def _open_route(self, ask: Ask, failed: frozenset[str], suspicion: Suspicion) -> Route:
+        """To nodes that are not closed to it for a test; it waits for them, but not for ever.
+
+        Raises as `_route` does.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._config.quarantine_patience_s
+        while True:
+            route = await self._route(ask, failed)
+            closed = self._quarantine.closed_to(suspicion)
+            if closed.isdisjoint(route.addresses) or loop.time() >= give_up_s:
+                return route
+            other = self._route_around(ask, route, failed, closed)
+            if other is not None:
+                return other
+            changed = self._nodes_changed
+            with self._quarantine.waiting(suspicion, route), suppress(TimeoutError):
+                async with asyncio.timeout_at(give_up_s):
+                    await changed.wait()
+
+    def _route_around(
+        self, ask: Ask, route: Route, failed: frozenset[str], closed: frozenset[str]
+    ) -> Route | None:
+        """Another one as good: the prompt goes to a prefill node if it would without `closed`."""
+        for without in (closed | failed, closed):
+            with suppress(NoNodes, IncompatibleNodes):
+                other = choose(self._table, self._config.routing, ask, without=without)
+                if (other.prefill is None) == (route.prefill is None):
+                    return other
+        return None
 
     async def _route(self, ask: Ask, failed: frozenset[str]) -> Route:
         """Raises NoNodes and IncompatibleNodes when none that fits has come for a while."""
@@ -397,6 +482,7 @@ class _Request:
         seed = call.sampling.seed
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self.failures = Failures()
+        self.suspicion = Suspicion()
         # Clients choose ids, and other routers have other clients: what nodes hand over under one
         # must not meet what they were asked for under the same one.
         self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"

@@ -16,7 +16,14 @@ from serving.node import NodeRole
 from telemetry import names
 from telemetry.logs import log_event
 from telemetry.metrics import RouterMetrics
-from telemetry.request_timeline import Choice, LegTimeline, RequestTimeline, TryTimeline, Usage
+from telemetry.request_timeline import (
+    Choice,
+    Judgement,
+    LegTimeline,
+    RequestTimeline,
+    TryTimeline,
+    Usage,
+)
 from telemetry.spans import End, Metadata, Outcome, TraceContext
 from telemetry.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
 
@@ -58,6 +65,9 @@ class Trace:
     def routed(self, route: Route, policy: Policy, table: NodeTable) -> None: ...
 
     def try_failed(self) -> None: ...
+
+    def judged(self, verdict: str, address: str) -> None:
+        """The engine there ended, or a pass failed, with this request."""
 
     def gave(self, num_tokens: int) -> None:
         """So many more tokens of the answer are passed on."""
@@ -128,6 +138,9 @@ class RecordedTrace(Trace):
 
     def try_failed(self) -> None:
         self._timeline.tries[-1].end = End(time.monotonic(), Outcome.FAILED, "NODE_FAILED")
+
+    def judged(self, verdict: str, address: str) -> None:
+        self._timeline.judgements.append(Judgement(time.monotonic(), verdict, address))
 
     def gave(self, num_tokens: int) -> None:
         timeline = self._timeline

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 
 class ServiceError(Exception):
     """The root of every error that a service raises on purpose, beside the engine's own."""
@@ -75,8 +77,21 @@ class IncompatibleNodes(ServiceError):
     """Prefill nodes are there, and none of them could hand its KV to any decode node."""
 
 
+class FailureKind(Enum):
+    """What a try failed with on its node, as far as that tells whether the request is at fault."""
+
+    OTHER = "other"
+    VANISHED = "vanished"  # the connection broke: killed, crashed or cut off
+    ENGINE_FAILED = "engine failed"  # the node reported it, and will be restarted
+    PASS_FAILED = "pass failed"  # of this request alone: the node goes on
+
+
 class NodeFailed(ServiceError):
     """A node broke off, and no other try is left."""
+
+    def __init__(self, message: str = "", kind: FailureKind = FailureKind.OTHER) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class NodeDraining(NodeFailed):
@@ -85,6 +100,10 @@ class NodeDraining(NodeFailed):
 
 class KvLoadFailed(ServiceError):
     """The KV of a prompt did not arrive, and this node does not compute prompts in its place."""
+
+
+class PoisonedRequest(ServiceError):
+    """Engines end, or passes fail, when they run this request; it is not tried a third time."""
 
 
 class Draining(ServiceError):

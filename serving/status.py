@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
-from engine.errors import EngineError, EngineStopped, InvalidRequest, PassFailed
+from engine.errors import EngineError, EngineGone, EngineStopped, InvalidRequest, PassFailed
 from kv_transfer.errors import InvalidMessage, KvTransferError, PeerUnreachable
 from serving.errors import (
     ClientGone,
@@ -29,6 +29,7 @@ from serving.errors import (
     NodeDraining,
     NodeFailed,
     NoNodes,
+    PoisonedRequest,
     QueueFull,
     RequestIdInUse,
     ServiceError,
@@ -70,8 +71,10 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),
     NodeDraining: (StatusCode.UNAVAILABLE, "NODE_DRAINING"),
     KvLoadFailed: (StatusCode.UNAVAILABLE, "KV_LOAD_FAILED"),
+    PoisonedRequest: (StatusCode.INTERNAL, "POISONED_REQUEST"),
     Draining: (StatusCode.UNAVAILABLE, "DRAINING"),
     EngineStopped: (StatusCode.UNAVAILABLE, "ENGINE_STOPPED"),
+    EngineGone: (StatusCode.UNAVAILABLE, "ENGINE_GONE"),
     PassFailed: (StatusCode.INTERNAL, "PASS_FAILED"),
     GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
 }

@@ -107,6 +107,12 @@ ATTEMPTS = _counter(
     "where the answer broke off.",
     "kind",
 )
+SUSPECTS = _counter(
+    "baton.suspects",
+    "Tries that ended with the engine of their node, or whose pass failed, by what their request "
+    "was found to be: a bystander or a suspect, which are tried again, or the poison.",
+    "verdict",
+)
 REQUEST_KV_BYTES = _counter(
     "baton.request.kv_bytes",
     "KV that was handed over for requests, as their decode nodes told.",
@@ -124,7 +130,7 @@ TRACES_LOST = _counter(
 
 ROUTER_METRICS = (
     *(DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, QUEUE_WAIT, REQUESTS, REFUSALS, TOKENS),
-    *(ATTEMPTS, REQUEST_KV_BYTES, QUEUE_DEPTH, IN_FLIGHT, OPEN_NODES, TRACES_LOST),
+    *(ATTEMPTS, SUSPECTS, REQUEST_KV_BYTES, QUEUE_DEPTH, IN_FLIGHT, OPEN_NODES, TRACES_LOST),
     READINGS_AGE,
 )
 

@@ -22,6 +22,7 @@ from telemetry.request_timeline import RequestTimeline
 from telemetry.spans import Outcome, TraceContext
 
 PROVIDER = "baton"
+VERDICTS = ("bystander", "suspect", "poison")
 
 # Told to each reader: by metric, or by metric and the value of its one label.
 Reading = Mapping[Metric, float | Mapping[str, float]]
@@ -41,6 +42,9 @@ class RouterMetrics:
         self._refusals = _counter(registry, counted.REFUSALS)
         self._tokens = _counter(registry, counted.TOKENS)
         self._attempts = _counter(registry, counted.ATTEMPTS)
+        self._suspects = _counter(registry, counted.SUSPECTS)
+        for verdict in VERDICTS:  # 0 is worth telling, too
+            self._suspects.labels(verdict)
         self._kv_bytes = _counter(registry, counted.REQUEST_KV_BYTES)
 
     def refused(self, reason: str) -> None:
@@ -61,6 +65,8 @@ class RouterMetrics:
         if timeline.admitted_s is not None and timeline.tokenized_s is not None:
             self._queue_wait.observe(timeline.admitted_s - timeline.tokenized_s, exemplar)
         self._take_tries(timeline)
+        for one in timeline.judgements:
+            self._suspects.labels(one.verdict).inc()
         self._take_times(timeline, end.at_s, exemplar)
         if timeline.was_dispatched and end.outcome is not Outcome.REFUSED:
             outcome = end.outcome.name.lower()

@@ -40,6 +40,7 @@ FIRST_TOKEN = "first_token"
 CHUNK = "chunk"
 PREEMPTED = "preempted"
 LEG_FAILED = "leg_failed"
+JUDGED = "judged"  # an engine ended, or a pass failed, with the request: is it at fault?
 
 # --- Attributes, by convention ---------------------------------------------------------------
 
@@ -81,6 +82,7 @@ CHOSEN_PREFILL = "baton.route.chosen.prefill"
 CHOSEN_DECODE = "baton.route.chosen.decode"
 PREDICTED_HIT_TOKENS = "baton.route.predicted_hit_tokens"
 ROUTE_REASON = "baton.route.reason"
+VERDICT = "baton.verdict"  # bystander, suspect or poison
 WAIT_FOR = "baton.wait_for"  # blocks or batch
 TOKENS = "baton.tokens"
 CACHED_TOKENS = "baton.tokens.cached"

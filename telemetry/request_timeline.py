@@ -95,6 +95,15 @@ class Usage:
     kv_transport: str
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Whether a request is at fault for the end of a try on a node."""
+
+    at_s: float
+    verdict: str  # bystander, suspect or poison
+    address: str
+
+
 @dataclass(slots=True)
 class RequestTimeline:
     request_id: str
@@ -107,6 +116,7 @@ class RequestTimeline:
     queue_position: int = 0
     admitted_s: float | None = None
     tries: list[TryTimeline] = field(default_factory=list)
+    judgements: list[Judgement] = field(default_factory=list)
     num_output_tokens: int = 0  # passed on to the client, each once
     first_token_s: float | None = None
     usage: Usage | None = None
@@ -149,7 +159,10 @@ class _Telling:
             names.TIME_TO_FIRST_TOKEN: None if first_s is None else first_s - timeline.received_s,
             names.ATTEMPTS: len(timeline.tries),
         }
-        events = () if first_s is None else (self._make.event(names.FIRST_TOKEN, first_s),)
+        events = [] if first_s is None else [self._make.event(names.FIRST_TOKEN, first_s)]
+        for one in timeline.judgements:
+            told = {names.VERDICT: one.verdict, names.SERVER_ADDRESS: one.address}
+            events.append(self._make.event(names.JUDGED, one.at_s, **told))
         return self._make.span(
             names.GENERATE,
             timeline.parent_id,
@@ -158,7 +171,7 @@ class _Telling:
             {**timeline.asked, **attributes, **_told(usage), **_rpc(GENERATE_METHOD, self._end)},
             span_id=self._root_id,
             kind=SpanKind.SERVER,
-            events=events,
+            events=tuple(events),
         )
 
     def _admit(self) -> Span:

@@ -14,6 +14,7 @@ from serving.errors import (
     Draining,
     EmptyPrompt,
     MessageTooLarge,
+    PoisonedRequest,
     QueueFull,
     Unauthenticated,
     UnknownModel,
@@ -86,6 +87,8 @@ def _headers(error: Exception) -> dict[str, str]:
             return {"retry-after": _seconds(error.retry_after_s)}
         case Draining():
             return {"retry-after": _seconds(DRAINING_RETRY_AFTER_S), "connection": "close"}
+        case PoisonedRequest():
+            return {"x-should-retry": "false"}  # to OpenAI's clients, which try 500 again
         case Unauthenticated():
             return {"www-authenticate": "Bearer"}
     return {}

@@ -19,7 +19,7 @@ from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
 from router.text import TokenIdsOnly
 from router.values import Call, Ending, Piece, TokenPrompt
-from serving.errors import GenerationFailed, NodeFailed
+from serving.errors import GenerationFailed, PoisonedRequest
 from serving.node import NodeRole
 from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor, tokens_alone
@@ -67,6 +67,18 @@ class DyingRunner:
 
 def a_runner() -> FakeRunner:
     return FakeRunner(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE)
+
+
+class Failing(FakeRunner):
+    """No pass of it comes to its end."""
+
+    def __init__(self, kv: KvTensor) -> None:
+        super().__init__(kv, VOCAB_SIZE)
+
+    def run(self, plan: Plan) -> RunResult:
+        if plan.num_scheduled_tokens:
+            raise Bug("index out of range")
+        return super().run(plan)
 
 
 def engines(num_engines: int, fate: Fate) -> list[EngineCore]:
@@ -122,18 +134,33 @@ def test_a_stream_goes_on_elsewhere_when_an_engine_dies(num_passes: int) -> None
     assert ending.served.attempts == 2
 
 
-def test_when_every_engine_dies_the_client_hears_of_the_last_one() -> None:
-    with pytest.raises(NodeFailed, match="the engine stopped: Bug"):
-        ask_nodes(*engines(3, Fate(num_passes=1, num_deaths=3)))
+@pytest.mark.parametrize("num_passes", [0, 1, 5])
+def test_a_request_ends_two_engines_at_most_and_the_client_hears_of_what(num_passes: int) -> None:
+    fate = Fate(num_passes, num_deaths=3)
+
+    with pytest.raises(PoisonedRequest, match="the engine stopped: Bug"):
+        ask_nodes(*engines(3, fate))
+
+    assert fate.num_deaths == 1
+
+
+def test_a_request_whose_passes_fail_is_tried_on_two_nodes_which_live_on() -> None:
+    cores = [an_engine(runner=Failing(KvTensor(NUM_BLOCKS, BLOCK_SIZE))) for _ in range(3)]
+
+    with pytest.raises(PoisonedRequest, match="INTERNAL: Bug: index out of range"):
+        ask_nodes(*cores)
+
+    assert [core.failure for core in cores] == [None] * 3
+    assert sum(core.scheduler.stats().total_prefix_query_tokens > 0 for core in cores) == 2
 
 
 def test_an_error_of_the_request_alone_is_not_tried_again() -> None:
-    class Failing(FakeRunner):
+    class NotFinite(FakeRunner):
         def run(self, plan: Plan) -> RunResult:
             self.failing.update(plan.num_scheduled_tokens)
             return super().run(plan)
 
-    runners = [Failing(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE) for _ in range(2)]
+    runners = [NotFinite(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE) for _ in range(2)]
 
     with pytest.raises(GenerationFailed, match="not finite"):
         ask_nodes(*(an_engine(runner=runner) for runner in runners))

@@ -30,6 +30,7 @@ from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
 from router.values import Call, DecodeSummary, Prompt, TokenPrompt
 from router.visits import received_now
+from serving.errors import FailureKind, NodeFailed
 from serving.node import NodeRole
 from serving.tls import PLAIN, TlsConfig
 from serving.token import AcceptedTokens
@@ -281,6 +282,22 @@ def test_a_full_queue_tells_when_to_come_again() -> None:
         assert int(refusal.value.response.headers["retry-after"]) >= 1
 
     through_the_door(scene, nodes, line=LineConfig(max_in_flight=1, max_queue=0))
+
+
+def test_a_poisoned_request_fails_by_name_and_clients_are_told_not_to_send_it_again() -> None:
+    faults: list[Exception] = [NodeFailed("it broke", FailureKind.PASS_FAILED) for _ in range(9)]
+    nodes = FakeNodeCalls(prefill_faults=faults)
+    table = a_table(*(a_node(NodeRole.PREFILL, f"p{n}") for n in range(3)), a_node(NodeRole.DECODE))
+
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.InternalServerError) as refusal:
+            await client.with_options(max_retries=2).completions.create(model="tiny", prompt=PROMPT)
+        assert refusal.value.code == "POISONED_REQUEST"
+        assert refusal.value.status_code == 500
+
+    through_the_door(scene, nodes, table=table)
+
+    assert len(faults) == 9 - 2
 
 
 def test_nobody_there_is_an_outage_and_not_the_clients_fault() -> None:

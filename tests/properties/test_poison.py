@@ -1,0 +1,158 @@
+"""Whatever requests end engines: each ends two, and everybody else gets their whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.sampling import SamplingParams
+from router.context import RequestContext
+from router.legs import Leg
+from router.line import LineConfig
+from router.pipeline import Pipeline, PipelineConfig
+from router.policy import Policy, Routing
+from router.quarantine import PROVEN_TOKENS
+from router.text import TokenIdsOnly
+from router.values import Call, Piece, TokenPrompt
+from serving.errors import FailureKind, NodeFailed, PoisonedRequest
+from serving.node import NodeRole
+from tests.support.mortal_nodes import MortalNodes, Poison
+from tests.support.node_calls import a_node, a_table
+
+PATIENCE_S = 60
+PROMPT = (3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    num_tokens: int
+    after_ticks: int
+    poison: Poison | None = None
+
+
+poisons = st.builds(Poison, st.sampled_from(Leg), st.integers(0, PROVEN_TOKENS - 2)).map(
+    lambda one: Poison(one.leg, 0 if one.leg is Leg.PREFILL else one.num_tokens)
+)
+bystanders = st.builds(Asked, st.integers(1, 30), st.integers(0, 40))
+culprits = st.builds(Asked, st.just(30), st.integers(0, 40), poisons)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tokens: dict[int, list[int]]
+    errors: dict[int, Exception]
+    num_deaths: dict[int, int]  # that each request caused
+
+
+def serve(asked: list[Asked], *, num_prefill: int, num_decode: int, kind: FailureKind) -> Outcome:
+    prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
+    decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)]
+    table = a_table(*prefills, *decodes)
+    by_number = {number: one.poison for number, one in enumerate(asked) if one.poison is not None}
+    nodes = MortalNodes(table, by_number, kind)
+    ticks = itertools.count()
+    pipeline = nodes.pipeline = Pipeline(
+        table=table,
+        node_calls=nodes,
+        text=TokenIdsOnly(),
+        clock=lambda: float(next(ticks)),
+        config=PipelineConfig(
+            node_patience_s=PATIENCE_S,
+            quarantine_patience_s=PATIENCE_S,
+            retry_pause_s=0.0,
+            routing=Routing(Policy.ROUND_ROBIN),
+            line=LineConfig(1024),
+        ),
+    )
+    tokens: dict[int, list[int]] = {}
+    errors: dict[int, Exception] = {}
+
+    async def ask(number: int, one: Asked) -> None:
+        for _ in range(one.after_ticks):
+            await asyncio.sleep(0)
+        tokens[number] = []
+        call = Call(
+            str(number), TokenPrompt((number, *PROMPT)), SamplingParams(max_tokens=one.num_tokens)
+        )
+        try:
+            async for part in pipeline.generate(call, RequestContext(0.0)):
+                if isinstance(part, Piece):
+                    assert part.first_index == len(tokens[number])
+                    tokens[number] += part.token_ids
+        except (PoisonedRequest, NodeFailed) as error:
+            errors[number] = error
+
+    async def scene() -> None:
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+            for number, one in enumerate(asked):
+                group.create_task(ask(number, one))
+
+    asyncio.run(scene())
+    return Outcome(tokens, errors, dict(nodes.num_deaths))
+
+
+def check(asked: list[Asked], outcome: Outcome, most_deaths: int) -> None:
+    for number, one in enumerate(asked):
+        if one.poison is None:
+            assert number not in outcome.errors, outcome.errors[number]
+            first = number + sum(PROMPT)
+            expected = [(first + 7 * index) % 100 for index in range(one.num_tokens)]
+            assert outcome.tokens[number] == expected
+        else:
+            assert isinstance(outcome.errors[number], PoisonedRequest)
+            assert 1 <= outcome.num_deaths[number] <= most_deaths
+
+
+@given(
+    st.lists(bystanders, max_size=12),
+    st.lists(culprits, max_size=3),
+    st.integers(0, 2),
+    st.integers(1, 3),
+)
+def test_a_poison_ends_at_most_two_engines_and_bystanders_finish(
+    others: list[Asked], poisonous: list[Asked], num_prefill: int, num_decode: int
+) -> None:
+    asked = [*others, *poisonous]
+
+    outcome = serve(
+        asked, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.ENGINE_FAILED
+    )
+
+    check(asked, outcome, most_deaths=2)
+
+
+@given(
+    st.lists(bystanders, max_size=12),
+    st.lists(culprits, max_size=2),
+    st.integers(0, 2),
+    st.integers(1, 3),
+)
+def test_a_poison_that_makes_nodes_vanish_takes_at_most_three_and_bystanders_finish(
+    others: list[Asked], poisonous: list[Asked], num_prefill: int, num_decode: int
+) -> None:
+    asked = [*others, *poisonous]
+
+    outcome = serve(
+        asked, num_prefill=num_prefill, num_decode=num_decode, kind=FailureKind.VANISHED
+    )
+
+    check(asked, outcome, most_deaths=3)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 10, 25])
+@pytest.mark.parametrize("num_others", [0, 1, 12])
+def test_progress_does_not_save_a_poison(num_tokens: int, num_others: int) -> None:
+    """Each of its tries gives tokens before the engine ends."""
+    culprit = Asked(1000, 3, Poison(Leg.DECODE, num_tokens))
+    asked = [culprit, *(Asked(30, 2 * number) for number in range(num_others))]
+
+    outcome = serve(asked, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)
+
+    check(asked, outcome, most_deaths=2 if num_tokens < PROVEN_TOKENS or not num_others else 3)

@@ -1,0 +1,119 @@
+"""Nodes without processes whose engines end when they run certain requests, and start again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.request import FinishReason, Output, RequestId
+from kv_transfer.types import HandoffId
+from router.legs import Deliver, Leg, LegOutput, LegSummary
+from router.nodes import Node, NodeTable
+from router.pipeline import Pipeline
+from router.tracing import UNTRACED, Trace
+from router.values import DecodeSummary
+from serving.errors import FailureKind, NodeFailed
+from serving.translate_sequence import Sequence
+from tests.support.node_calls import token_at
+
+NUM_TICKS_DOWN = 7  # until a node that died is back
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """Ends the engine that runs it, in every try."""
+
+    leg: Leg
+    num_tokens: int = 0  # that a try gives first
+
+
+@dataclass(slots=True)
+class MortalNodes:
+    """Keeps to NodeCalls. A request is known by the first token of its prompt."""
+
+    table: NodeTable
+    poisons: dict[int, Poison]
+    kind: FailureKind = FailureKind.ENGINE_FAILED
+    num_deaths: Counter[int] = field(default_factory=Counter)  # by the request that caused them
+    pipeline: Pipeline | None = None
+    _num_lives: Counter[str] = field(default_factory=Counter)
+
+    async def prefill(
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        deliver: Deliver,
+        *,
+        timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
+    ) -> None:
+        life = self._num_lives[node.address]
+        await self._tick(node, life, sequence, Leg.PREFILL, 0)
+        first = len(sequence.prior_output_token_ids)
+        is_last = first == sequence.sampling.max_tokens - 1
+        reason = FinishReason.LENGTH if is_last else FinishReason.HANDED_OFF
+        deliver(_told(Leg.PREFILL, handoff_id, sequence, first, reason))
+
+    async def decode(
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        prefill: Node | None,
+        deliver: Deliver,
+        *,
+        timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
+    ) -> None:
+        life = self._num_lives[node.address]
+        first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
+        deliver(LegSummary(DecodeSummary()))
+        for index in range(first, last):
+            if prefill is None and index == first:
+                await self._tick(node, life, sequence, Leg.PREFILL, 0)
+            await self._tick(node, life, sequence, Leg.DECODE, index - first)
+            reason = FinishReason.LENGTH if index == last - 1 else None
+            deliver(_told(Leg.DECODE, handoff_id, sequence, index, reason))
+
+    async def _tick(
+        self, node: Node, life: int, sequence: Sequence, leg: Leg, num_tokens: int
+    ) -> None:
+        """One pass of this node's engine, which may be its last. Raises NodeFailed."""
+        await asyncio.sleep(0)
+        name = sequence.prompt_token_ids[0]
+        if self._num_lives[node.address] == life and self.poisons.get(name) == Poison(
+            leg, num_tokens
+        ):
+            self.num_deaths[name] += 1
+            self.end(node)
+        if self._num_lives[node.address] != life:
+            raise NodeFailed(f"{node.address} is gone", self.kind)
+
+    def end(self, node: Node) -> None:
+        """Its engine ends now, and all that it runs."""
+        self._num_lives[node.address] += 1
+        self.table.lose(node.address)
+        self._changed()
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._count_down, node, NUM_TICKS_DOWN)
+
+    def _count_down(self, node: Node, num_ticks: int) -> None:
+        if num_ticks:
+            asyncio.get_running_loop().call_soon(self._count_down, node, num_ticks - 1)
+            return
+        self.table.join(node.address, node.card)
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.nodes_changed()
+
+
+def _told(
+    leg: Leg, handoff_id: HandoffId, sequence: Sequence, index: int, reason: FinishReason | None
+) -> LegOutput:
+    token_id = token_at(sequence, index)
+    output = Output(RequestId(str(handoff_id)), index, (token_id,), finish_reason=reason)
+    return LegOutput(leg, (output,))

@@ -1,0 +1,34 @@
+"""What a failed call tells of its node: it reported a failure, went away, or was never there."""
+
+from __future__ import annotations
+
+import pytest
+from grpc import StatusCode
+
+from router.node_calls import failure_kind
+from serving.errors import FailureKind
+from serving.status import RemoteError
+
+
+@pytest.mark.parametrize(
+    ("remote", "kind"),
+    [
+        (RemoteError(StatusCode.UNAVAILABLE, "x", "ENGINE_STOPPED"), FailureKind.ENGINE_FAILED),
+        (RemoteError(StatusCode.UNAVAILABLE, "x", "ENGINE_GONE"), FailureKind.OTHER),
+        (RemoteError(StatusCode.INTERNAL, "x", "PASS_FAILED"), FailureKind.PASS_FAILED),
+        (RemoteError(StatusCode.RESOURCE_EXHAUSTED, "x", "QUEUE_FULL"), FailureKind.OTHER),
+        (RemoteError(StatusCode.UNAVAILABLE, "Socket closed"), FailureKind.VANISHED),
+        (
+            RemoteError(StatusCode.UNAVAILABLE, "recvmsg:Connection reset by peer (104)"),
+            FailureKind.VANISHED,
+        ),
+        (
+            RemoteError(StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error"),
+            FailureKind.OTHER,
+        ),
+        (RemoteError(StatusCode.UNKNOWN, "ZeroDivisionError: a bug"), FailureKind.OTHER),
+    ],
+    ids=lambda one: getattr(one, "message", None) or str(one),
+)
+def test_kinds(remote: RemoteError, kind: FailureKind) -> None:
+    assert failure_kind(remote) is kind
