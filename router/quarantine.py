@@ -67,7 +67,7 @@ class Boarding:
     def has_passed(self) -> bool:
         """Others may board its nodes. Until one does, it stays on trial."""
         factor = TEST_FACTOR ** max(0, self.suspicion.num_tests - 1)
-        return self.num_tokens >= min(PROVEN_TOKENS * factor, MAX_TEST_TOKENS)
+        return self.num_tokens >= min(int(PROVEN_TOKENS * factor), MAX_TEST_TOKENS)
 
     def is_tested_at(self, address: str) -> bool:
         return self.is_test and address in self.addresses
