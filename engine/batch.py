@@ -115,10 +115,11 @@ class Batch:
             request.due_step = NOT_DUE
             return
         room = capacity - request.num_computed_tokens - self._num_slots_per_decode
-        # Where blocks were too few for drafted tokens, it is due at once.
         due_step = step + room // self._num_slots_per_decode + 1
-        request.due_step = max(due_step, self._step + 1)
-        self._due.setdefault(request.due_step, []).append(request)
+        if due_step <= self._step:  # blocks were too few for drafted tokens
+            due_step = self._step + 1
+        request.due_step = due_step
+        self._due.setdefault(due_step, []).append(request)
 
 
 def row_of(request: Request) -> Row:

@@ -54,6 +54,7 @@ class Request:
         "is_long",
         "is_plain",
         "is_registering",
+        "max_num_slots",
         "max_num_tokens",
         "num_accepted_tokens",
         "num_cached_tokens",
@@ -89,6 +90,8 @@ class Request:
         self.root_hash = root_hash
         self.stop_token_ids = stop_token_ids
         self.max_num_tokens = max_num_tokens  # it ends when it has so many
+        # The most KV slots it can ever need: its last token is never an input.
+        self.max_num_slots = max_num_tokens - 1
         # Kept beside the spec because every step reads them.
         self.request_id: RequestId = spec.request_id
         self.client_id: ClientId = spec.client_id
@@ -117,17 +120,11 @@ class Request:
         self.num_cached_tokens = 0
         self.num_received_tokens = 0
         self.num_prefilled_tokens = 0
-        self.num_preemptions = 0
-        self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def max_num_slots(self) -> int:
-        """The most KV slots it can ever need: its last token is never an input."""
-        return self.max_num_tokens - 1
 
     @property
     def num_output_tokens(self) -> int:
