@@ -3,6 +3,9 @@
 #   docker build -t baton .                                                      for CPUs
 #   docker build -t baton:gpu --build-arg TORCH=torch==2.13.0 --build-arg TORCH_INDEX= .
 #
+# TORCH_INDEX is asked besides PIP_INDEX_URL; leave it empty where that one has the build, or where
+# it is out of reach: pip tries it for more than a minute before it goes on.
+#
 # Where registries are out of reach, name your own images and package index. BUILD_IMAGE may hold
 # more than PYTHON_IMAGE, such as a pip.conf, certificates or wheels: none of it stays. Both must
 # have the same python3, with venv in BUILD_IMAGE.
@@ -13,8 +16,6 @@ FROM ${BUILD_IMAGE} AS build
 # As in tools/install.sh: the CPU build, so that no CUDA libraries are pulled in.
 ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# Extras of pyproject.toml, such as ucxx.
-ARG EXTRAS
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 # For the native kernels; it stays behind with this stage.
@@ -25,6 +26,8 @@ RUN python3 -m venv /pip && python3 -m venv --without-pip /opt/baton
 ENV PIP="/pip/bin/pip --python /opt/baton/bin/python"
 RUN ${PIP} install ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} "${TORCH}"
 
+# Extras of pyproject.toml, such as ucxx. Not above: other extras do not fetch torch again.
+ARG EXTRAS
 # What Baton needs, told by pyproject.toml alone: a change of code does not fetch it again.
 WORKDIR /src
 COPY pyproject.toml ./

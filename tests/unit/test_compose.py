@@ -152,6 +152,31 @@ def test_the_image_has_every_package_of_the_project() -> None:
     assert packages - let_in == set()
 
 
+def test_other_extras_do_not_fetch_torch_again() -> None:
+    """A build argument is part of the cache key of every step below its ARG."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+
+    [torch] = [number for number, line in enumerate(lines) if '"${TORCH}"' in line]
+    [extras] = [number for number, line in enumerate(lines) if line == "ARG EXTRAS"]
+    assert torch < extras
+
+
+def test_the_settings_page_ends_what_profiles_started() -> None:
+    page = (ROOT / "docs/deploy.md").read_text()
+    profiles = {profile for one in services().values() for profile in one.get("profiles", ())}
+
+    assert "docker compose --profile '*' down" in page
+    assert {profile for profile in profiles if f"`{profile}`" not in page} == set()
+
+
+def test_variables_that_may_be_empty_are_told_as_such() -> None:
+    page = (ROOT / "docs/deploy.md").read_text()
+    [row] = [line for line in page.splitlines() if "`BATON_TORCH_INDEX`" in line]
+
+    assert "BATON_TORCH_INDEX-" in COMPOSE.read_text()  # and not :-, which would refill it
+    assert "`BATON_TORCH_INDEX=`" in row
+
+
 def test_image_and_installer_take_the_same_torch() -> None:
     told = re.findall(r"torch==[\w.+]+", (ROOT / "Dockerfile").read_text())
     installed = re.findall(r"torch==[\w.+]+", (ROOT / "tools/install.sh").read_text())
