@@ -27,7 +27,8 @@ class BatonError(ServiceError):
         message: str,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(f"{message} ({code.name}, {reason})" if reason else message)
+        names = code.name if reason == code.name else f"{code.name}, {reason}"
+        super().__init__(f"{message} ({names})" if reason else message)
         self.code = code
         self.reason = reason  # for programs: INVALID_REQUEST, NO_NODES, TLS_FAILED and the like
         self.message = message

@@ -21,6 +21,19 @@ from baton.interrupts import ends_wait
 from baton.reading import read_elsewhere
 
 TIMEOUT_S = 60.0
+# Presses Ctrl-C in the middle of the imports of `baton nodes`.
+WHILE_IT_IMPORTS = """
+import signal, sys
+from importlib.abc import MetaPathFinder
+class Presses(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "baton.cli.bench":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Presses())
+sys.argv = ["baton", "nodes", "--once"]
+from baton.__main__ import main
+main()
+"""
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
@@ -115,3 +128,9 @@ def test_what_keeps_a_call_from_starting_is_raised_where_it_is_read() -> None:
 
     with pytest.raises(ValueError, match="a closed channel"):
         next(read_elsewhere(start))
+
+
+def test_ctrl_c_while_the_command_imports_leaves_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", WHILE_IT_IMPORTS], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
