@@ -11,7 +11,7 @@ from engine.errors import InvalidRequest
 
 FIELD = "structured_outputs"
 # Schemas, expressions and grammars come from strangers: what compiles them takes no more.
-MOST_CHARACTERS = {"json": 1 << 16, "regex": 1 << 12, "choice": 1 << 16, "grammar": 1 << 14}
+MOST_CHARACTERS = {"json": 1 << 18, "regex": 1 << 12, "choice": 1 << 16, "grammar": 1 << 14}
 MOST_CHOICES = 1024
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 

@@ -15,7 +15,8 @@ from engine.grammars.library import Checked
 from engine.structured_outputs import StructuredOutputs
 from serving.errors import QueueFull
 
-MOST_WAITING = 1024  # a form has 64 KiB at the most, and each is looked at in milliseconds
+MOST_WAITING = 1024
+MOST_WAITING_CHARACTERS = 1 << 26
 RETRY_AFTER_S = 1.0
 
 
@@ -37,26 +38,36 @@ class ThreadedFormChecks:
     """What was found to be well is remembered as long as the compiler remembers it."""
 
     def __init__(
-        self, compiler: GrammarCompiler[Checked], *, max_waiting: int = MOST_WAITING
+        self,
+        compiler: GrammarCompiler[Checked],
+        *,
+        max_waiting: int = MOST_WAITING,
+        max_waiting_characters: int = MOST_WAITING_CHARACTERS,
     ) -> None:
         self._compiler = compiler
         self._max_waiting = max_waiting
+        self._max_waiting_characters = max_waiting_characters
         self._num_waiting = 0
+        self._num_waiting_characters = 0
 
     async def check(self, form: StructuredOutputs | None) -> None:
         if form is None:
             return
-        if self._num_waiting >= self._max_waiting:
+        size = len(form.text)
+        num_characters = self._num_waiting_characters + size
+        if self._num_waiting >= self._max_waiting or num_characters > self._max_waiting_characters:
             raise QueueFull(
                 f"the forms of {self._num_waiting} requests wait already to be looked at; send "
                 "this one later",
                 RETRY_AFTER_S,
             )
         self._num_waiting += 1
+        self._num_waiting_characters += size
         try:
             outcome = await self._outcome(form)
         finally:
             self._num_waiting -= 1
+            self._num_waiting_characters -= size
         if isinstance(outcome, InvalidRequest):
             raise InvalidRequest(str(outcome), outcome.field)
 

@@ -12,12 +12,14 @@ from engine.structured_outputs import MOST_CHARACTERS
 
 MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
 MOST_REMAINDERS = 10_000
+# Each optional property may be followed by each later one of its object.
+MOST_OPTIONAL_PAIRS = 8_000_000
 JSON_IN_LARK = "%json"
 
 
 def why_costly(schema: Any) -> str | None:
     """Everything that may turn out to be a part of it is looked at, constants too."""
-    steps = 1
+    steps, num_pairs = 1, 0
     for part in _objects(schema):
         for pattern in _patterns(part):
             if len(pattern) > MOST_PATTERN_CHARACTERS:
@@ -32,6 +34,9 @@ def why_costly(schema: Any) -> str | None:
                 f"its multipleOf, taken together, have more than {MOST_REMAINDERS} remainders to "
                 "be told apart; make the numbers rounder"
             )
+        num_pairs += _num_optional(part) ** 2
+        if num_pairs > MOST_OPTIONAL_PAIRS:
+            return "it has objects with thousands of optional properties; require some, or split it"
     return None
 
 
@@ -57,6 +62,13 @@ def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
     for pattern in (part.get("pattern"), *(of_names if isinstance(of_names, dict) else ())):
         if isinstance(pattern, str):
             yield pattern
+
+
+def _num_optional(part: Mapping[str, Any]) -> int:
+    properties, required = part.get("properties"), part.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    return len(properties) - (len(required) if isinstance(required, list) else 0)
 
 
 def _remainders(multiple_of: Any) -> int:

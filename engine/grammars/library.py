@@ -23,6 +23,7 @@ from engine.errors import InvalidRequest
 from engine.grammar import Bits
 from engine.grammars.costly import schemas_in, why_costly
 from engine.grammars.endless import check_grammar_ends, check_schema_ends
+from engine.grammars.prepared import prepared
 from engine.structured_outputs import FIELD, StructuredOutputs
 
 ANY_OBJECT = '{"type": "object"}'
@@ -218,7 +219,7 @@ def _schema(wanted: StructuredOutputs, text: str) -> str:
         _check_schema_cost(wanted, schema)
         if schema is False:
             raise _refusal(wanted, "nothing fits the schema false")
-        fields = {} if schema is True else schema
+        fields = {} if schema is True else prepared(schema)
         return json.dumps({**fields, "x-guidance": _json_settings(wanted)}, allow_nan=False)
     except RecursionError:
         raise _refusal(wanted, TOO_DEEP) from None

@@ -82,6 +82,24 @@ def test_when_too_many_wait_the_next_is_sent_away() -> None:
         asyncio.run(look(ThreadedFormChecks(compiler, max_waiting=2)))
 
 
+def test_when_too_much_waits_a_small_one_may_still_come() -> None:
+    library = HeldLibrary()
+    large = StructuredOutputs(regex="large one")
+
+    async def look(checks: ThreadedFormChecks) -> None:
+        waiting = asyncio.ensure_future(checks.check(SLOW))
+        await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
+        with pytest.raises(QueueFull):
+            await checks.check(large)
+        await checks.check(GOOD)
+        library.may_end.set()
+        await waiting
+        await checks.check(large)
+
+    with compiler_of(library) as compiler:
+        asyncio.run(look(ThreadedFormChecks(compiler, max_waiting_characters=10)))
+
+
 def test_what_is_told_after_the_loop_has_closed_troubles_no_thread() -> None:
     library = HeldLibrary()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.compiler import LARGE_CHARACTERS, GrammarCompiler
 from engine.structured_outputs import StructuredOutputs
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, AnyAnswer, HeldLibrary
 
@@ -106,6 +106,34 @@ def test_only_so_many_are_remembered_and_the_one_used_longest_ago_goes() -> None
             listener.next()
 
     assert library.compiled == [one, two, three, two]
+
+
+def test_forms_of_large_texts_hold_up_no_small_ones() -> None:
+    library, listener = HeldLibrary(), Listener()
+    large = [StructuredOutputs(json=f'"{number}{" " * LARGE_CHARACTERS}"') for number in range(4)]
+    library.slow = frozenset(large)
+    with GrammarCompiler(library) as compiler:
+        for wanted in large:
+            compiler.start(wanted, listener.hears("large"))
+        library.has_begun.wait(PATIENCE_S)
+        compiler.start(GOOD, listener.hears("good"))
+
+        first, _ = listener.next()
+        library.may_end.set()
+        others = [listener.next()[0] for _ in large]
+
+    assert (first, others) == ("good", ["large"] * 4)
+
+
+def test_large_texts_leave_room_for_fewer_to_be_remembered() -> None:
+    library, listener = HeldLibrary(), Listener()
+    forms = [StructuredOutputs(regex=text) for text in ("one", "two", "three", "more than all")]
+    with GrammarCompiler(library, num_threads=1, most_remembered_characters=8) as compiler:
+        for wanted in (*forms, forms[-1], forms[2]):
+            compiler.start(wanted, listener.hears("it"))
+            listener.next()
+
+    assert library.compiled == [*forms, forms[-1], forms[2]]
 
 
 def test_at_the_end_no_thread_is_left_behind() -> None:

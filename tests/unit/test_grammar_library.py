@@ -141,6 +141,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rounder",
     ),
     "deep json in lark": ({"grammar": "start: %json " + '{"a":' * 2500}, "deeply"),
+    "thousands of optional properties": (
+        {"json": json.dumps({"properties": {str(number): {} for number in range(3000)}})},
+        "optional properties",
+    ),
     "half a character": ({"json": '{"const": "\\ud800"}'}, "hex escape|surrogate"),
     "open bracket": ({"regex": "(a"}, "unclosed group"),
     "back reference": ({"regex": r"(a)\1"}, "backreferences"),

@@ -1,0 +1,240 @@
+"""Proof that no value can match two schemas. Pure, and conservative: no proof means nothing.
+
+A value is told apart by its type, by `const` and `enum`, and in objects by a required property that
+the other schema excludes or describes otherwise. Lengths, ranges and patterns are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any
+from urllib.parse import unquote
+
+KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+KINDS_OF_TYPE = {kind: frozenset({kind}) for kind in KINDS - {"fraction"}}
+KINDS_OF_TYPE["number"] = frozenset({"integer", "fraction"})
+MAX_ALTERNATIVES = 32  # of one schema
+MAX_DEPTH = 12  # of references and properties
+MAX_STEPS = 100_000  # for all proofs of one schema; about 0.1 s
+WITHOUT_CONST = ("/draft-03/", "/draft-04/")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Conditions that each value of a schema meets."""
+
+    kinds: frozenset[str] = KINDS
+    values: Mapping[Hashable, str] | None = None  # with their kinds; None: any
+    required: frozenset[str] = frozenset()
+    properties: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # schemas of each
+    closed: tuple[frozenset[str], ...] = ()  # each has all names that are allowed
+
+    def and_(self, other: _Facts) -> _Facts:
+        values = self.values if other.values is None else other.values
+        if self.values is not None and other.values is not None:
+            values = {each: self.values[each] for each in self.values.keys() & other.values.keys()}
+        properties = dict(self.properties)
+        for name, schemas in other.properties.items():
+            properties[name] = properties.get(name, ()) + schemas
+        return _Facts(
+            self.kinds & other.kinds,
+            values,
+            self.required | other.required,
+            properties,
+            self.closed + other.closed,
+        )
+
+    @property
+    def possible_kinds(self) -> frozenset[str]:
+        return self.kinds if self.values is None else self.kinds & frozenset(self.values.values())
+
+    @property
+    def size(self) -> int:
+        return len(self.properties) + len(self.values or ()) + len(self.required)
+
+    def allows(self, name: str) -> bool:
+        return all(name in names for names in self.closed)
+
+
+ANY = (_Facts(),)
+
+
+class _TooMuch(Exception):
+    """The proof would take too long."""
+
+
+class Disjointness:
+    """Proofs about parts of one schema."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._steps_left = MAX_STEPS
+        self._follows_refs = not any(_changes_base(part) for part in _parts_inside(root))
+        draft = root.get("$schema") if isinstance(root, dict) else None
+        is_old = isinstance(draft, str) and any(old in draft for old in WITHOUT_CONST)
+        self._has_const = not is_old
+
+    def at_most_one_matches(self, schemas: Sequence[Any], also: Any = True) -> bool:
+        """Whether no value that `also` accepts matches two of the schemas."""
+        try:
+            facts = [self._alternatives((also, each), MAX_DEPTH) for each in schemas]
+            return all(
+                self._exclude(one, other, MAX_DEPTH) for one, other in combinations(facts, 2)
+            )
+        except (_TooMuch, RecursionError):
+            return False
+
+    def _exclude(self, some: Sequence[_Facts], others: Sequence[_Facts], depth: int) -> bool:
+        both = (self._joined(one, other) for one, other in product(some, others))
+        return all(self._is_empty(facts, depth) for facts in both)
+
+    def _is_empty(self, facts: _Facts, depth: int) -> bool:
+        """Whether no value meets them all."""
+        self._spend(1)
+        kinds = facts.possible_kinds
+        if not kinds:
+            return True
+        return kinds == {"object"} and any(
+            not facts.allows(name) or (depth > 0 and self._is_impossible(facts, name, depth))
+            for name in facts.required
+        )
+
+    def _is_impossible(self, facts: _Facts, name: str, depth: int) -> bool:
+        """Whether no value fits all that is said of a required property."""
+        schemas = facts.properties.get(name, ())
+        alternatives = self._alternatives(schemas, depth - 1)
+        return all(self._is_empty(each, depth - 1) for each in alternatives)
+
+    def _alternatives(self, schemas: Sequence[Any], depth: int) -> Sequence[_Facts]:
+        """Each value that matches all of the schemas meets one of these."""
+        found: Sequence[_Facts] = ANY
+        for schema in schemas:
+            more = self._of_one(schema, depth)
+            found = [self._joined(one, other) for one, other in product(found, more)]
+            if len(found) > MAX_ALTERNATIVES:
+                raise _TooMuch
+        return found
+
+    def _of_one(self, schema: Any, depth: int) -> Sequence[_Facts]:
+        self._spend(1)
+        if schema is False:
+            return ()
+        if not isinstance(schema, dict) or depth <= 0:
+            return ANY
+        ref = schema.get("$ref")
+        if ref is not None:  # older drafts ignore what stands next to it
+            return self._of_one(self._at(ref), depth - 1)
+        found: Sequence[_Facts] = self._alternatives(_listed(schema, "allOf"), depth - 1)
+        for name in ("anyOf", "oneOf"):
+            branches = _listed(schema, name)
+            if branches:
+                some = [each for one in branches for each in self._of_one(one, depth - 1)]
+                found = [self._joined(one, other) for one, other in product(found, some)]
+                if len(found) > MAX_ALTERNATIVES:
+                    raise _TooMuch
+        own = self._own(schema)
+        return [self._joined(each, own) for each in found]
+
+    def _own(self, schema: Mapping[str, Any]) -> _Facts:
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        is_closed = schema.get("additionalProperties") is False
+        is_closed = is_closed and not schema.get("patternProperties")
+        return _Facts(
+            _kinds(schema.get("type")),
+            self._values(schema),
+            frozenset(name for name in _listed(schema, "required") if isinstance(name, str)),
+            {name: (value,) for name, value in properties.items()},
+            (frozenset(properties),) if is_closed else (),
+        )
+
+    def _values(self, schema: Mapping[str, Any]) -> Mapping[Hashable, str] | None:
+        values: dict[Hashable, str] | None = None
+        if "enum" in schema:
+            listed = _listed(schema, "enum")
+            self._spend(len(listed))
+            values = {_key(value): _kind(value) for value in listed}
+        if "const" in schema and self._has_const:
+            key = _key(schema["const"])
+            if values is None or key in values:
+                return {key: _kind(schema["const"])}
+            return {}
+        return values
+
+    def _at(self, ref: object) -> Any:
+        """Return the schema that a reference within this one leads to, or True."""
+        if not self._follows_refs or not isinstance(ref, str) or not ref.startswith("#"):
+            return True
+        place = self._root
+        for part in unquote(ref).removeprefix("#").split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+                place = place[int(name)]
+            elif isinstance(place, dict) and name in place:
+                place = place[name]
+            else:
+                return True
+        return place if ref.startswith("#/") or ref == "#" else True
+
+    def _joined(self, one: _Facts, other: _Facts) -> _Facts:
+        self._spend(1 + one.size + other.size)
+        return one.and_(other)
+
+    def _spend(self, steps: int) -> None:
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise _TooMuch
+
+
+def _kinds(given: Any) -> frozenset[str]:
+    names = given if isinstance(given, list) else [given]
+    if not all(isinstance(name, str) and name in KINDS_OF_TYPE for name in names):
+        return KINDS
+    return frozenset().union(*(KINDS_OF_TYPE[name] for name in names))
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "integer" if value == int(value) else "fraction"
+        case str():
+            return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for values that are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    match value:
+        case dict():
+            return "object", frozenset((name, _key(each)) for name, each in value.items())
+        case list():
+            return "array", tuple(map(_key, value))
+    return _kind(value), value
+
+
+def _listed(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else ()
+
+
+def _parts_inside(root: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects in it, but not itself."""
+    todo = list(root.values()) if isinstance(root, dict) else []
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            yield value
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+
+
+def _changes_base(part: Mapping[str, Any]) -> bool:
+    """References inside of it may lead elsewhere."""
+    return any(isinstance(part.get(name), str) for name in ("$id", "id"))

@@ -1,0 +1,156 @@
+"""JSON schemas rewritten before they are compiled: what they mean stays the same."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import llguidance
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.grammars.library import GrammarChecks
+from engine.grammars.prepared import KNOWN_FORMATS, prepared
+from engine.structured_outputs import MOST_CHARACTERS, StructuredOutputs
+
+
+def kind(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": {"const": name}, **more}, "required": ["kind"]}
+
+
+def only(*names: str) -> dict[str, Any]:
+    properties = {name: {"type": "string"} for name in names}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(names),
+        "additionalProperties": False,
+    }
+
+
+NULL = {"type": "null"}
+LINK = {"$ref": "#/$defs/link"}
+DEFS = {"$defs": {"link": kind("link", next={"anyOf": [{"$ref": "#/$defs/link"}, NULL]})}}
+EXCLUSIVE: dict[str, dict[str, Any]] = {
+    "types": {"oneOf": [{"type": "string"}, {"type": ["integer", "null"]}]},
+    "values": {"oneOf": [{"const": 1}, {"const": True}, {"enum": ["1", 1.5]}, {"enum": [[1]]}]},
+    "a value and a type": {"oneOf": [{"const": "a"}, {"type": "number"}]},
+    "a fraction": {"oneOf": [{"type": "integer"}, {"enum": [1.5]}]},
+    "a discriminator": {"oneOf": [kind("a"), kind("b"), NULL]},
+    "a discriminator next to it": {
+        "type": "object",
+        "required": ["kind"],
+        "oneOf": [{"properties": {"kind": {"enum": [one]}}} for one in ("a", "b")],
+    },
+    "a reference": {**DEFS, "oneOf": [LINK, kind("other"), NULL]},
+    "a reference to several": {
+        "$defs": {"some": {"oneOf": [kind("a"), kind("b")]}},
+        "oneOf": [{"$ref": "#/$defs/some"}, kind("c")],
+    },
+    "properties that the other excludes": {"oneOf": [only("a"), only("b"), only("b", "c")]},
+    "all of several": {"oneOf": [{"allOf": [LINK, {}]}, {"type": "array"}], **DEFS},
+    "inside a property": {
+        "oneOf": [
+            {"type": "object", "properties": {"in": kind(one)}, "required": ["in"]} for one in "ab"
+        ]
+    },
+    "next to anyOf": {"anyOf": [{"type": "string"}, NULL], "oneOf": [{"const": "a"}, NULL]},
+    "one": {"oneOf": [{"type": "string"}]},
+}
+OVERLAPPING: dict[str, dict[str, Any]] = {
+    "types": {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+    "values": {"oneOf": [{"enum": [1, 2]}, {"const": 1.0}]},
+    "what is no object": {"oneOf": [{"required": ["a"], "properties": {"a": NULL}}, only("b"), {}]},
+    "a discriminator that is not required": {
+        "type": "object",
+        "oneOf": [{"properties": {"kind": {"const": one}}} for one in "ab"],
+    },
+    "either property": {"type": "object", "oneOf": [{"required": [one]} for one in "ab"]},
+    "patterns": {"type": "string", "oneOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
+    "a pattern of names": {"oneOf": [only("a"), {**only(), "patternProperties": {"a": {}}}]},
+    "const that draft 4 does not know": {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "oneOf": [{"type": "integer", "const": 1}, {"type": "integer", "const": 2}],
+    },
+    "a reference elsewhere": {
+        "$defs": {"a": {"$id": "http://example.com/a", "$ref": "#/$defs/b", "$defs": {"b": {}}}},
+        "oneOf": [{"$ref": "#/$defs/a"}, NULL],
+    },
+    "a reference to itself": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "oneOf": [LINK, NULL]},
+}
+
+
+@pytest.mark.parametrize("schema", EXCLUSIVE.values(), ids=EXCLUSIVE.keys())
+def test_one_of_branches_that_exclude_each_other_is_any_of(schema: dict[str, Any]) -> None:
+    assert "oneOf" not in prepared(schema)
+
+    GrammarChecks().compile(StructuredOutputs(json=json.dumps(schema)))
+
+
+@pytest.mark.parametrize("schema", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+def test_one_of_branches_that_may_both_match_stays(schema: dict[str, Any]) -> None:
+    assert prepared(schema) == schema
+
+
+@pytest.mark.parametrize("schema", [OVERLAPPING["either property"], OVERLAPPING["patterns"]])
+def test_one_of_that_stays_is_refused_by_name(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="oneOf"):
+        GrammarChecks().compile(StructuredOutputs(json=json.dumps(schema)))
+
+
+def test_a_format_that_is_not_known_is_an_annotation() -> None:
+    schema = {
+        "$defs": {"format": {"type": "string", "format": "uri-reference", "maxLength": 3}},
+        "type": "object",
+        "properties": {"format": {"type": "string", "format": "date"}},
+        "default": {"format": "other"},
+        "components": {"a": {"items": [{"format": "path"}]}},
+    }
+
+    assert prepared(schema) == {
+        **schema,
+        "$defs": {"format": {"type": "string", "maxLength": 3}},
+        "components": {"a": {"items": [{}]}},
+    }
+    GrammarChecks().compile(StructuredOutputs(json=json.dumps(schema)))
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_FORMATS))
+def test_formats_that_are_kept_to_are_those_that_the_library_knows(name: str) -> None:
+    schema = {"type": "string", "format": name, "x-guidance": {"lenient": False}}
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    assert llguidance.LLMatcher.validate_grammar(grammar, None) == ""
+
+
+@pytest.mark.parametrize(
+    "given", [{"maxItems": 1}, {"type": ["string", "null"]}, {"uniqueItems": False}]
+)
+def test_unique_items_that_hold_anyway_are_left_out(given: dict[str, Any]) -> None:
+    assert "uniqueItems" not in prepared({"uniqueItems": True, **given})
+
+
+def test_other_unique_items_are_refused_by_name() -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        GrammarChecks().compile(StructuredOutputs(json=json.dumps(schema)))
+
+
+def test_a_schema_of_200_kib_is_taken() -> None:
+    names = [f"property_{number:05d}_{'x' * 70}" for number in range(2000)]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+    text = json.dumps(schema)
+    assert 200_000 < len(text) < MOST_CHARACTERS["json"]
+
+    GrammarChecks().compile(StructuredOutputs(json=text))
+
+
+def test_proofs_end_for_schemas_made_to_take_long() -> None:
+    names = [f"d{number}" for number in range(200)]
+    ways = {
+        name: {"oneOf": [{"$ref": f"#/$defs/{after}"}, {"$ref": f"#/$defs/{after}"}, NULL]}
+        for name, after in pairwise(names)
+    }
+    schema = {"$defs": {**ways, names[-1]: {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+    assert prepared(schema)["$defs"]["d0"] == ways["d0"]
