@@ -10,15 +10,18 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from baton.bench.chaos_asks import Known, asks, known
+from baton.bench.chaos_bystander import Bystanders, Struck, bystanders, memory
 from baton.bench.chaos_faults import OF_WIRES, Fault, Kind, Role, Script, faults
+from baton.bench.chaos_hostile import Hostility
 from baton.bench.chaos_leaks import grown, held
 from baton.bench.chaos_load import Load, Told
-from baton.bench.chaos_report import Attempts, Report, Struck, report
+from baton.bench.chaos_report import Attempts, Report, report
 from baton.bench.chaos_stage import Setting, Stage
+from baton.bench.hostile_bodies import Attack
 from baton.client import AsyncClient, BatonError, Retries
 from baton.cluster import Child, await_serving
 from serving.channel import KEEPALIVE
@@ -40,6 +43,7 @@ class ChaosBench:
     script: Script
     num_clients: int = 6
     num_asks: int = 30
+    attacks: tuple[Attack, ...] = tuple(Attack)  # of a hostile client, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,14 @@ async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) ->
         to_ask = await asks(client, script.seed, what.num_asks)
         answers = await _unless(stop, known(client, to_ask))
         await stage.begin()
-        chaos = Chaos(stage, client, answers, what.num_clients, script.seed)
-        return await chaos.run(drawn, script.duration_s, stop, on_progress)
+        async with AsyncExitStack() as lifetime:
+            hostility: Hostility | None = None
+            target = stage.hostile_target
+            if target is not None:
+                hostility = Hostility(target, script.seed, what.attacks)
+                await lifetime.enter_async_context(hostility)
+            chaos = Chaos(stage, client, answers, what.num_clients, script.seed, hostility)
+            return await chaos.run(drawn, script.duration_s, stop, on_progress)
 
 
 async def _unless(stop: asyncio.Event, asking: Coroutine[None, None, list[Known]]) -> list[Known]:
@@ -92,8 +102,10 @@ class Chaos:
         answers: Sequence[Known],
         num_clients: int,
         seed: int = 0,
+        hostility: Hostility | None = None,
     ) -> None:
         self._stage = stage
+        self._hostility = hostility
         self._client = client
         self._num_clients = num_clients
         self._load = Load(client, answers, seed)
@@ -112,14 +124,25 @@ class Chaos:
         """Once. Lasts longer than asked for if that is what it takes until all are well."""
         asking = asyncio.Event()
         self._began_s = time.monotonic()
+        at_start, in_the_middle = self._stage.rss(), self._stage.rss()
+
+        async def look_in_the_middle() -> None:
+            nonlocal in_the_middle
+            await asyncio.sleep(duration_s / 2)
+            in_the_middle = self._stage.rss()
+
         async with asyncio.TaskGroup() as group:
             load = group.create_task(self._load.run(self._num_clients, asking))
             telling = group.create_task(self._tell(on_progress))
+            looking = group.create_task(look_in_the_middle())
             await self._play(faults, duration_s, stop)
             asking.set()
             await load
             telling.cancel()
+            looking.cancel()
         ended_s = time.monotonic()
+        if self._hostility is not None:
+            await self._hostility.end()
         leaks = await self._leaks()
         return report(
             self._load.told,
@@ -128,7 +151,14 @@ class Chaos:
             elapsed_s=ended_s - self._began_s,
             leaks=leaks,
             died=self._stage.died(),
+            memory=memory(at_start, in_the_middle, self._stage.rss()),
+            bystanders=self._bystanders(),
         )
+
+    def _bystanders(self) -> Bystanders | None:
+        if self._hostility is None:
+            return None
+        return bystanders(self._hostility.waits, self._hostility.counts, self._struck)
 
     # --- Faults -----------------------------------------------------------------------------
 
@@ -186,6 +216,8 @@ class Chaos:
                     await self._crowd(fault.lasts_s)
                 case Kind.JUMP:
                     await self._jump(victim, fault)
+                case Kind.HOSTILE:
+                    await self._attack(struck)
                 case kind if kind in OF_WIRES:
                     await self._wire(victim, fault)
         finally:
@@ -258,6 +290,11 @@ class Chaos:
         self._stage.put_clock_off(victim, JUMP_S if fault.number % 2 else -JUMP_S)
         await asyncio.sleep(fault.lasts_s)
         self._stage.put_clock_off(victim, 0.0)
+
+    async def _attack(self, struck: Struck) -> None:
+        if self._hostility is not None:
+            attack, struck.outcomes = await self._hostility.attack()
+            struck.attack = attack.value
 
     async def _crowd(self, lasts_s: float) -> None:
         enough = asyncio.Event()

@@ -24,6 +24,7 @@ class Kind(Enum):
     SWAP = "swap"  # half of it comes after what was said later
     CORRUPT = "corrupt"  # a prefill node's writes carry other bytes than they should
     JUMP = "jump"  # the wall clock of a process goes forward or back, and back again
+    HOSTILE = "hostile"  # a client sends the worst that the limits allow
 
 
 class Phase(Enum):
@@ -54,9 +55,11 @@ ROLES_HIT_BY = {
     Kind.SWAP: (Role.PREFILL, Role.DECODE),
     Kind.CORRUPT: (Role.PREFILL,),
     Kind.JUMP: (Role.ROUTER, Role.PREFILL, Role.DECODE),
+    Kind.HOSTILE: (Role.ROUTER,),
 }
 # What a wire does that is unruly.
 OF_WIRES = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP, Kind.CORRUPT})
+OF_CLIENTS = frozenset({Kind.CROWD, Kind.HOSTILE})
 SHORTEST_S, LONGEST_S = 0.3, 6.0
 
 
@@ -72,7 +75,7 @@ class Fault:
 
     def __str__(self) -> str:
         who = f"{self.role.value}-{self.place}" if self.role is not Role.ROUTER else "router"
-        return f"{self.kind.value} {who}" if self.kind is not Kind.CROWD else "crowd"
+        return self.kind.value if self.kind in OF_CLIENTS else f"{self.kind.value} {who}"
 
 
 @dataclass(frozen=True, slots=True)

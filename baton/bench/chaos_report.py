@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from baton.bench.chaos_bystander import Bystanders, Memory, Struck
 from baton.bench.chaos_faults import Fault, Kind, Role
 from baton.bench.chaos_leaks import Scrape
 from baton.bench.chaos_load import Outcome, Told
@@ -19,17 +20,6 @@ from telemetry import names
 FAIR_REASONS, FAIR_TO_THE_HURRIED = ("QUEUE_FULL",), ("TOO_LATE",)
 # Beyond its deadline nobody is left without a word; so late may a busy client hear of it.
 OVERDUE_S = 1.0
-
-
-@dataclass(slots=True)
-class Struck:
-    """A fault that came to be."""
-
-    fault: Fault
-    victim: str
-    at_s: float
-    listens_s: float = 0.0  # the new process of one that was killed
-    healed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +61,18 @@ class Report:
     overdue: Sequence[str]  # told after their deadlines
     leaks: Sequence[str]
     died: Sequence[str]
+    memory: Sequence[Memory] = ()
+    bystanders: Bystanders | None = None  # None: no hostile client was there
 
     @property
     def is_good(self) -> bool:
         unanswered = self.hung or self.lost or self.overdue
-        return not (self.wrong or unanswered or self.leaks or self.died)
+        return not (self.wrong or unanswered or self.leaks or self.died or self.missed)
+
+    @property
+    def missed(self) -> Sequence[str]:
+        """Bounds that a hostile client's bystanders are owed."""
+        return () if self.bystanders is None else self.bystanders.missed
 
 
 def report(
@@ -86,6 +83,8 @@ def report(
     elapsed_s: float,
     leaks: Sequence[str],
     died: Sequence[str],
+    memory: Sequence[Memory] = (),
+    bystanders: Bystanders | None = None,
 ) -> Report:
     by_outcome = Counter(one.outcome for one in told)
     lost = [one for one in told if _is_lost(one, struck)]
@@ -103,6 +102,8 @@ def report(
         "leaked": len(leaks),
         "died": len(died),
     }
+    if bystanders is not None:
+        counts["missed bounds"] = len(bystanders.missed)
     return Report(
         elapsed_s=elapsed_s,
         num_faults=len(struck),
@@ -116,6 +117,8 @@ def report(
         overdue=[_line(one, struck) for one in overdue],
         leaks=leaks,
         died=died,
+        memory=memory,
+        bystanders=bystanders,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 
+from baton.bench.chaos_bystander import Rss
 from baton.bench.chaos_clock import Clocks, build
 from baton.bench.chaos_door import Door
 from baton.bench.chaos_faults import Role
 from baton.bench.chaos_leaks import Footprint, Scrape, footprint, scrape
 from baton.bench.chaos_wire import Weather
+from baton.bench.hostile_client import Target
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from telemetry import metric_names as names
 
@@ -41,6 +44,7 @@ class Setting:
     router_arguments: tuple[str, ...] = ()
     log_dir: Path | None = None
     clocks_jump: bool = False  # whether they can, for which they are built
+    has_http: bool = False  # whether the router speaks OpenAI's API, too
 
     @property
     def num_by_role(self) -> dict[Role, int]:
@@ -156,11 +160,29 @@ class Stage:
         """Raises OSError when it does not answer."""
         return await asyncio.to_thread(scrape, self._metrics_by_pid[child.process.pid])
 
+    @property
+    def hostile_target(self) -> Target | None:
+        """None without HTTP."""
+        if not self._cluster.router.http_address:
+            return None
+        decodes = tuple(child.address for child in self._cluster.decodes)
+        return Target(self._cluster.router.http_address, self.address, decodes)
+
+    def rss(self) -> Rss:
+        """Of the processes that live."""
+        return {
+            child.name: (child.process.pid, self.footprint(child).rss_bytes)
+            for child in self.children
+            if child.process.poll() is None
+        }
+
     def footprint(self, child: Child) -> Footprint:
         return footprint(child.process.pid)
 
     def _options(self) -> ClusterOptions:
         setting = self._setting
+        # A router that is killed comes back on its port.
+        http = ("--http-port", str(_free_port())) if setting.has_http else ()
         times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
         return ClusterOptions(
             model=setting.model,
@@ -169,7 +191,7 @@ class Stage:
             node_program=(sys.executable, "-m", NODE_MODULE, str(self._folder)),
             environment={} if self._clocks is None else self._clocks.environment,
             node_arguments=(*times, *ANY_PORT, *UNTRACED, *setting.node_arguments),
-            router_arguments=(*ANY_PORT, *UNTRACED, *setting.router_arguments),
+            router_arguments=(*ANY_PORT, *UNTRACED, *http, *setting.router_arguments),
             on_line=self._take_line,
             found_at=self._found_at,
         )
@@ -195,3 +217,8 @@ class Stage:
     async def _open(self, door: Door) -> None:
         await door.open()
         self._lifetime.push_async_callback(door.close)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from baton.bench.chaos import ChaosBench, OnProgress, Progress
-    from baton.bench.chaos_faults import Kind, Role
+    from baton.bench.chaos_bystander import Bystanders, Memory
     from baton.bench.chaos_report import Report
 
 EVERYTHING = "all"
@@ -34,11 +35,19 @@ def chaos(
         str,
         typer.Option(
             help="kill, stop, freeze, slow, cut, hush, crowd, drop, late, double, swap, corrupt, "
-            "jump; commas between."
+            "jump, hostile; commas between. hostile is a client that does the worst that the "
+            "limits allow, while bystanders' waits are measured."
         ),
     ] = EVERYTHING,
     roles: Annotated[
         str, typer.Option(help="Who is struck: router, prefill, decode; commas between.")
+    ] = EVERYTHING,
+    attacks: Annotated[
+        str,
+        typer.Option(
+            help="Of the hostile client: large-answers, token-lists, large-settings, "
+            "idle-connections, long-ids, ambiguous-grammars, dead-peers, mutations."
+        ),
     ] = EVERYTHING,
     clients: Annotated[int, typer.Option(min=1, help="Each asks on and on.")] = 6,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 2,
@@ -57,12 +66,19 @@ def chaos(
 ) -> None:
     """Kill, stop and cut off a cluster's processes under load, and judge every answer.
 
-    Ends with 1 when an answer was wrong, a request hung or was lost, or something leaked.
+    With hostile among the kinds, a client of its own sends bodies that ask for much, long lists and
+    ids, ambiguous grammars, hundreds of idle connections, links to dead peers and mutated
+    requests. Bystanders' streams must have no gap above 1 s, nor /health a latency above 1 s,
+    except beside the other faults. `--kinds hostile` has no other faults.
+
+    Ends with 1 when an answer was wrong, a request hung or was lost, something leaked, or a
+    bystander's bound was missed.
     """
     from baton.bench.chaos import ChaosBench
     from baton.bench.chaos_clock import can_jump
     from baton.bench.chaos_faults import Kind, Role, Script
     from baton.bench.chaos_stage import Setting
+    from baton.bench.hostile_bodies import Attack
 
     chosen = _named(Kind, kinds, "--kinds")
     if kinds == EVERYTHING and not can_jump():
@@ -81,6 +97,7 @@ def chaos(
             ),
             log_dir=logs,
             clocks_jump=Kind.JUMP in chosen,
+            has_http=Kind.HOSTILE in chosen,
         ),
         script=Script(
             seed=seed,
@@ -90,6 +107,7 @@ def chaos(
             roles=_named(Role, roles, "--roles"),
         ),
         num_clients=clients,
+        attacks=_named(Attack, attacks, "--attacks"),
     )
     found = _run(what)
     _tell(found, what)
@@ -102,7 +120,7 @@ def chaos(
         raise typer.Exit(1)
 
 
-def _named(enum: type[Kind] | type[Role], written: str, option: str) -> tuple[Any, ...]:
+def _named(enum: type[Enum], written: str, option: str) -> tuple[Any, ...]:
     if written == EVERYTHING:
         return tuple(enum)
     try:
@@ -154,8 +172,37 @@ def _tell(found: Report, what: ChaosBench) -> None:
         show_table("how soon it went on", [asdict(one) for one in found.recoveries])
     if found.reasons:
         show_table("what failed", [{"why": n, "times": c} for n, c in found.reasons.items()])
-    for name in ("wrong", "hung", "lost", "overdue", "leaks", "died"):
+    if found.bystanders is not None:
+        _tell_of_bystanders(found.bystanders)
+    if found.memory:
+        show_table("memory in MiB", [_memory_row(one) for one in found.memory])
+    for name in ("wrong", "hung", "lost", "overdue", "leaks", "died", "missed"):
         _list(name, getattr(found, name))
+
+
+def _tell_of_bystanders(found: Bystanders) -> None:
+    named = {
+        "worst gap": found.worst_gap_s,
+        "worst /health": found.worst_health_s,
+        "worst gap without an attack": found.worst_quiet_gap_s,
+        "worst /health without an attack": found.worst_quiet_health_s,
+        "worst lag of the measuring process": found.worst_lag_s,
+    }
+    counts = f"{found.num_gaps} gaps, {found.num_health} of /health"
+    show_table(f"bystanders: {counts}", [{"what": n, "s": s} for n, s in named.items()])
+    if found.by_attack:
+        show_table("beside attacks", [asdict(one) for one in found.by_attack])
+
+
+def _memory_row(one: Memory) -> dict[str, Any]:
+    grown = f"{one.growth:+.0%}{'' if one.is_within else ' (over)'}"
+    return {
+        "process": one.process,
+        "start": "restarted" if one.start_mib is None else round(one.start_mib),
+        "before the second half": round(one.middle_mib),
+        "end": round(one.end_mib),
+        "growth": grown,
+    }
 
 
 def _list(name: str, lines: Sequence[str]) -> None:

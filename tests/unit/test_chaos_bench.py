@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
+from baton.bench.bystander import Wait, Waited
 from baton.bench.chaos_asks import Ask, Known, difference_of
+from baton.bench.chaos_bystander import Struck, bystanders, memory
 from baton.bench.chaos_faults import ROLES_HIT_BY, Fault, Kind, Phase, Role, Script, faults
 from baton.bench.chaos_leaks import SPARE, Footprint, grown, held, parse
 from baton.bench.chaos_load import Outcome, Told
-from baton.bench.chaos_report import Attempts, Report, Struck, report
+from baton.bench.chaos_report import Attempts, Report, report
+from baton.bench.hostile_bodies import Attack, attacks, posts
 from baton.generation import Answer, Finish, Generation, Served
 from engine.errors import InvalidConfig
 from kv_transfer.types import TokenLogprobs
+from router.openai.receiving import MOST_BODY_BYTES
 
 NUM_BY_ROLE = {Role.ROUTER: 1, Role.PREFILL: 2, Role.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
@@ -201,3 +207,80 @@ def test_a_router_that_was_killed_again_before_it_served_has_not_recovered() -> 
     [recovery] = reported(told(arrivals_s=[16.5, 18.0]), faults=(first, second)).recoveries
 
     assert (recovery.num, recovery.most_s) == (1, 0.5)
+
+
+def test_attacks_come_in_turn_and_are_drawn_from_the_seed() -> None:
+    first, again, other = (list(islice(attacks(seed), 24)) for seed in (1, 1, 2))
+
+    assert first == again != other
+    assert set(Counter(first).values()) == {24 // len(Attack)}
+
+
+@pytest.mark.parametrize("attack", Attack)
+def test_bodies_of_an_attack_fit_into_the_largest_body_and_follow_from_the_seed(
+    attack: Attack,
+) -> None:
+    first, again = (posts(attack, "demo", random.Random(3)) for _ in range(2))
+
+    assert first == again
+    assert all(len(post.body) <= MOST_BODY_BYTES for post in first)
+
+
+def test_mutations_of_other_seeds_are_others() -> None:
+    one, other = (posts(Attack.MUTATIONS, "demo", random.Random(seed)) for seed in (3, 4))
+
+    assert one != other
+
+
+def waited(kind: Wait, began_s: float, ended_s: float, reason: str = "") -> Waited:
+    return Waited(kind.value, began_s, ended_s, reason)
+
+
+def attacked(attack: Attack, at_s: float, healed_s: float) -> Struck:
+    one = struck(Kind.HOSTILE, Role.ROUTER, at_s, healed_s)
+    one.attack = attack.value
+    one.outcomes = {"400": 2}
+    return one
+
+
+def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a_run_bad() -> None:
+    waits = [waited(Wait.GAP, 11.0, 12.5), waited(Wait.HEALTH, 12.0, 12.9)]
+    attack = attacked(Attack.LONG_IDS, 10.0, 12.0)
+
+    found = bystanders(waits, {"gap": 100, "health": 9}, [attack])
+    whole = replace(reported(told()), bystanders=found)
+
+    assert (found.num_gaps, found.worst_gap_s, found.worst_quiet_gap_s) == (100, 1.5, 0.0)
+    assert found.worst_health_s == pytest.approx(0.9)
+    assert [(one.beside, one.gap_s) for one in found.by_attack] == [("long-ids", 1.5)]
+    [missed] = found.missed
+    assert "gap of 1.50 s" in missed
+    assert "long-ids" in missed
+    assert not whole.is_good
+
+
+def test_waits_beside_a_fault_that_is_no_attack_miss_no_bound() -> None:
+    waits = [waited(Wait.GAP, 11.0, 15.0), waited(Wait.FAILURE, 11.0, 11.1, "UNREACHABLE")]
+
+    found = bystanders(waits, {}, [struck(Kind.KILL, Role.ROUTER, 10.0, 12.0)])
+
+    assert found.missed == []
+
+
+def test_a_failed_bystander_misses_a_bound() -> None:
+    found = bystanders([waited(Wait.FAILURE, 11.0, 11.1, "/health: 503")], {}, [])
+
+    [missed] = found.missed
+    assert "/health: 503" in missed
+    assert "nothing" in missed
+
+
+def test_memory_is_compared_for_processes_that_lived_through_the_second_half() -> None:
+    start = {"router": (1, 100 << 20), "decode-0": (2, 100 << 20)}
+    middle = {"router": (1, 110 << 20), "decode-0": (3, 100 << 20)}
+    end = {"router": (1, 121 << 20), "decode-0": (3, 130 << 20), "decode-1": (9, 1)}
+
+    router, decode = memory(start, middle, end)
+
+    assert (router.start_mib, router.is_within) == (100, True)
+    assert (decode.start_mib, decode.is_within) == (None, False)

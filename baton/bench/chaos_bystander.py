@@ -1,0 +1,151 @@
+"""What bystanders of a hostile client waited for, against the bounds that they are owed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.bench.bystander import Wait, Waited
+from baton.bench.chaos_faults import Fault, Kind
+
+MAX_GAP_S = MAX_HEALTH_S = 1.0
+BOUND_S = {Wait.GAP: MAX_GAP_S, Wait.HEALTH: MAX_HEALTH_S}
+# What a fault or an attack has set going may end a little after it.
+AFTERMATH_S = 3.0
+
+
+@dataclass(slots=True)
+class Struck:
+    """A fault that came to be."""
+
+    fault: Fault
+    victim: str
+    at_s: float
+    listens_s: float = 0.0  # the new process of one that was killed
+    healed_s: float = 0.0
+    attack: str = ""  # of a hostile client
+    outcomes: Mapping[str, int] | None = None  # of its requests
+
+
+@dataclass(frozen=True, slots=True)
+class WorstWaits:
+    """While one attack was under way, and no fault."""
+
+    beside: str
+    gap_s: float
+    first_token_s: float
+    health_s: float
+    outcomes: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bystanders:
+    num_gaps: int
+    num_health: int
+    worst_gap_s: float  # apart from the time of faults that are no attacks
+    worst_health_s: float
+    worst_quiet_gap_s: float  # while there was neither a fault nor an attack
+    worst_quiet_health_s: float
+    worst_lag_s: float  # of the measuring process itself
+    by_attack: Sequence[WorstWaits]
+    missed: Sequence[str]  # bounds
+
+
+def bystanders(
+    waits: Sequence[Waited], counts: Mapping[str, int], struck: Sequence[Struck]
+) -> Bystanders:
+    attacks = [one for one in struck if one.fault.kind is Kind.HOSTILE]
+    faults = [one for one in struck if one.fault.kind is not Kind.HOSTILE]
+    counted = [one for one in waits if not any(_overlap(one, fault) for fault in faults)]
+    quiet = [one for one in counted if not any(_overlap(one, attack) for attack in attacks)]
+    return Bystanders(
+        num_gaps=counts.get(Wait.GAP.value, 0),
+        num_health=counts.get(Wait.HEALTH.value, 0),
+        worst_gap_s=_worst(counted, Wait.GAP),
+        worst_health_s=_worst(counted, Wait.HEALTH),
+        worst_quiet_gap_s=_worst(quiet, Wait.GAP),
+        worst_quiet_health_s=_worst(quiet, Wait.HEALTH),
+        worst_lag_s=_worst(waits, Wait.LAG),
+        by_attack=list(_by_attack(counted, attacks)),
+        missed=list(_missed(counted, attacks)),
+    )
+
+
+def _by_attack(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[WorstWaits]:
+    for name in sorted({one.attack for one in attacks}):
+        its = [one for one in attacks if one.attack == name]
+        beside = [wait for wait in waits if any(_overlap(wait, one) for one in its)]
+        outcomes: dict[str, int] = {}
+        for one in its:
+            for outcome, count in (one.outcomes or {}).items():
+                outcomes[outcome] = outcomes.get(outcome, 0) + count
+        yield WorstWaits(
+            name,
+            gap_s=_worst(beside, Wait.GAP),
+            first_token_s=_worst(beside, Wait.FIRST_TOKEN),
+            health_s=_worst(beside, Wait.HEALTH),
+            outcomes=", ".join(f"{count} {what}" for what, count in sorted(outcomes.items())),
+        )
+
+
+def _missed(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[str]:
+    for wait in waits:
+        kind, wait_s = Wait(wait.kind), wait.ended_s - wait.began_s
+        bound_s = BOUND_S.get(kind)
+        names = sorted({one.attack for one in attacks if _overlap(wait, one)})
+        beside = f"beside it: {', '.join(names) or 'nothing'}"
+        if kind is Wait.FAILURE:
+            yield f"{wait.reason} after {wait_s:.2f} s; {beside}"
+        elif bound_s is not None and wait_s > bound_s:
+            yield f"{kind.value} of {wait_s:.2f} s, {bound_s:g} s allowed; {beside}"
+
+
+def _overlap(wait: Waited, struck: Struck) -> bool:
+    return wait.began_s <= struck.healed_s + AFTERMATH_S and struck.at_s <= wait.ended_s
+
+
+def _worst(waits: Sequence[Waited], kind: Wait) -> float:
+    return max((one.ended_s - one.began_s for one in waits if one.kind == kind.value), default=0.0)
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+MAX_GROWTH = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident memory of a process that lived from the middle of the run to its end."""
+
+    process: str
+    start_mib: float | None  # None: it was started again since
+    middle_mib: float
+    end_mib: float
+
+    @property
+    def growth(self) -> float:
+        return self.end_mib / self.middle_mib - 1
+
+    @property
+    def is_within(self) -> bool:
+        return self.growth <= MAX_GROWTH
+
+
+Rss = Mapping[str, tuple[int, int]]  # by name of the process: its pid and bytes
+
+
+def memory(start: Rss, middle: Rss, end: Rss) -> list[Memory]:
+    """Of the processes that were there in the middle and at the end."""
+    return [
+        Memory(
+            name,
+            start[name][1] / MIB if name in start and start[name][0] == pid else None,
+            middle[name][1] / MIB,
+            num_bytes / MIB,
+        )
+        for name, (pid, num_bytes) in end.items()
+        if name in middle and middle[name][0] == pid
+    ]
+
+
+MIB = 1 << 20

@@ -1,0 +1,112 @@
+"""The hostile client and the bystander of a run with faults: two processes, and what they tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from baton.bench.bystander import Waited
+from baton.bench.hostile_bodies import Attack, attacks
+from baton.bench.hostile_client import Target
+
+ATTACK_LIMIT_S = 12.0
+# Lines of outcomes are short; a process that tells nothing for so long has gone astray.
+ANSWER_PATIENCE_S = 60.0
+END_PATIENCE_S = 5.0
+
+
+class Hostility:
+    """From `async with` to the end of the block, one attack at a time."""
+
+    def __init__(self, target: Target, seed: int, chosen: Sequence[Attack] = tuple(Attack)) -> None:
+        self._target = target
+        self._attacks = attacks(seed, chosen)
+        self._num_attacks = 0
+        self._seed = seed
+        self._watching: asyncio.Task[None] | None = None
+        self.waits: list[Waited] = []
+        self.counts: dict[str, int] = {}  # of waits, short ones included
+
+    async def __aenter__(self) -> Hostility:
+        parent = ("--parent-pid", str(os.getpid()))
+        self._client = await _start("baton.bench.hostile_client", *parent)
+        addresses = ("--router", self._target.grpc, "--http", self._target.http)
+        self._bystander = await _start("baton.bench.bystander", *addresses, *parent)
+        self._watching = asyncio.ensure_future(self._watch())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.end()
+
+    async def end(self) -> None:
+        """What the bystander has counted is known then."""
+        for process in (self._client, self._bystander):
+            await _end(process)
+        if self._watching is not None:
+            await self._watching
+
+    async def attack(self) -> tuple[Attack, Counter[str]]:
+        """The next one. Returns when it is over, with the number of requests by outcome."""
+        attack = next(self._attacks)
+        self._num_attacks += 1
+        order = {
+            "attack": attack.value,
+            "seed": self._seed + self._num_attacks,
+            "limit_s": ATTACK_LIMIT_S,
+            "http": self._target.http,
+            "grpc": self._target.grpc,
+            "decodes": self._target.decodes,
+        }
+        to_client, from_client = self._client.stdin, self._client.stdout
+        if to_client is None or from_client is None:
+            raise RuntimeError("the hostile client has no pipes")
+        to_client.write(json.dumps(order).encode() + b"\n")
+        async with asyncio.timeout(ANSWER_PATIENCE_S):
+            outcomes = json.loads(await from_client.readline())
+        return attack, Counter(outcomes)
+
+    async def _watch(self) -> None:
+        async for told in _lines(self._bystander):
+            if "counts" in told:
+                self.counts = told["counts"]
+            else:
+                self.waits.append(Waited(**told))
+
+
+async def _start(module: str, *arguments: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+    )
+
+
+async def _lines(process: Process) -> AsyncIterator[dict[str, Any]]:
+    if process.stdout is not None:
+        async for line in process.stdout:
+            yield json.loads(line)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(END_PATIENCE_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,183 @@
+"""Requests of a hostile client: large, ambiguous and malformed ones, drawn from a seed. Pure."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+AMBIGUOUS = 'start: s\ns: s s | s s s | "a"'
+TOKEN = 5  # of any model
+MIB = 1 << 20
+LIST_BYTES = 16 * MIB - 1000  # what fits into the largest body
+
+
+class Attack(Enum):
+    LARGE_ANSWERS = "large-answers"  # few bytes that ask for many choices with many logprobs
+    TOKEN_LISTS = "token-lists"  # bodies of 16 MiB of token ids
+    LARGE_SETTINGS = "large-settings"  # allowed tokens, biases and stop strings by the million
+    IDLE_CONNECTIONS = "idle-connections"  # on both doors, silent or in the middle of a request
+    LONG_IDS = "long-ids"  # 60 MB of request id and cache salt over gRPC
+    AMBIGUOUS_GRAMMARS = "ambiguous-grammars"
+    DEAD_PEERS = "dead-peers"  # decode nodes are to link up with addresses where nobody listens
+    MUTATIONS = "mutations"  # of valid bodies, over both doors
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    path: str
+    body: bytes
+
+
+def attacks(seed: int, chosen: Sequence[Attack] = tuple(Attack)) -> Iterator[Attack]:
+    """Each in turn, in an order that is drawn anew each time; without end."""
+    draw = random.Random(seed)
+    while True:
+        yield from draw.sample(chosen, k=len(chosen))
+
+
+def posts(attack: Attack, model: str, draw: random.Random) -> list[Post]:
+    """Over HTTP; none for an attack that is not made of bodies."""
+    match attack:
+        case Attack.LARGE_ANSWERS:
+            return [
+                _completion(model, prompt_logprobs=64, logprobs=5, max_tokens=2, n=128),
+                _completion(model, prompt_logprobs=64, max_tokens=1, n=128, echo=True),
+                _completion(model, [3], logprobs=64, max_tokens=500, n=64),
+            ]
+        case Attack.TOKEN_LISTS:
+            ids = f'{{"model":"{model}","max_tokens":2,"prompt":['.encode()
+            return [Post(COMPLETIONS, ids + _listed(LIST_BYTES) + b"]}")] * 6
+        case Attack.LARGE_SETTINGS:
+            return list(_large_settings(model))
+        case Attack.AMBIGUOUS_GRAMMARS:
+            form = {"grammar": AMBIGUOUS}
+            return [
+                _completion(model, [3], structured_outputs=form, max_tokens=400, seed=number)
+                for number in range(8)
+            ]
+        case Attack.MUTATIONS:
+            return [mutated(draw, model) for _ in range(60)]
+    return []
+
+
+def mutated(draw: random.Random, model: str) -> Post:
+    """A valid body with a few things wrong with it."""
+    path, valid = draw.choice(_valid(model))
+    body = deepcopy(valid)
+    for _ in range(draw.randint(1, 3)):
+        _mutate(body, draw)
+    try:
+        written = json.dumps(body).encode()
+    except (ValueError, RecursionError):
+        written = b"{"
+    if draw.random() < SPOILT_SHARE:
+        written = spoilt(written, draw)
+    return Post(path, written)
+
+
+SPOILT_SHARE = 0.3
+
+
+def spoilt(whole: bytes, draw: random.Random) -> bytes:
+    """Some bytes changed, or cut off."""
+    if not whole or draw.random() < 0.3:
+        return whole[: len(whole) // 2]
+    changed = bytearray(whole)
+    for _ in range(draw.randint(1, 8)):
+        changed[draw.randrange(len(changed))] = draw.randrange(256)
+    return bytes(changed)
+
+
+def _completion(model: str, prompt: list[int] | None = None, **fields: Any) -> Post:
+    prompt = [TOKEN] * 1000 if prompt is None else prompt
+    return Post(COMPLETIONS, json.dumps({"model": model, "prompt": prompt, **fields}).encode())
+
+
+def _listed(num_bytes: int) -> bytes:
+    one = b"%d," % TOKEN
+    return one * (num_bytes // len(one) - 1) + one[:-1]
+
+
+def _large_settings(model: str) -> Iterator[Post]:
+    head = f'{{"model":"{model}","prompt":[3],"max_tokens":2,'.encode()
+    half = LIST_BYTES // 2
+    yield Post(COMPLETIONS, head + b'"allowed_token_ids":[' + _listed(LIST_BYTES) + b"]}")
+    yield Post(COMPLETIONS, head + b'"stop_token_ids":[' + _listed(half) + b"]}")
+    biases = b",".join(b'"%d":1' % number for number in range(half // 12))
+    yield Post(COMPLETIONS, head + b'"logit_bias":{' + biases + b"}}")
+    stops = b",".join(b'"s%d"' % number for number in range(half // 12))
+    yield Post(COMPLETIONS, head + b'"stop":[' + stops + b"]}")
+    yield Post(COMPLETIONS, head + b'"bad_words":[' + stops + b"]}")
+    yield Post(COMPLETIONS, head + b'"user":"' + b"u" * half + b'"}')
+
+
+def _valid(model: str) -> list[tuple[str, dict[str, Any]]]:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    message = {"role": "user", "content": "the quick brown fox"}
+    return [
+        (COMPLETIONS, {"model": model, "prompt": "the quick", "max_tokens": 8, "n": 2}),
+        (COMPLETIONS, {"model": model, "prompt": [3, 4, 5], "logprobs": 2, "stop": ["a", "b"]}),
+        (
+            COMPLETIONS,
+            {
+                "model": model,
+                "prompt": ["a", "b"],
+                "logit_bias": {"5": 1.5},
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "max_tokens": 8,
+            },
+        ),
+        (CHAT, {"model": model, "messages": [message], "max_tokens": 8, "temperature": 0.5}),
+        (
+            CHAT,
+            {
+                "model": model,
+                "messages": [message],
+                "max_tokens": 8,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": schema},
+                },
+            },
+        ),
+        (TOKENIZE, {"model": model, "prompt": "the quick brown fox"}),
+    ]
+
+
+def _mutate(body: dict[str, Any], draw: random.Random) -> None:
+    holder: Any = body
+    while True:
+        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        if not keys:
+            return
+        key = draw.choice(keys)
+        inner = holder[key]
+        if isinstance(inner, dict | list) and inner and draw.random() < 0.6:
+            holder = inner
+            continue
+        break
+    if draw.random() < 0.15:
+        del holder[key]
+    else:
+        holder[key] = _nasty(draw)
+
+
+def _nasty(draw: random.Random) -> Any:
+    deep: Any = []
+    for _ in range(draw.choice((10, 500))):
+        deep = [deep]
+    return draw.choice(
+        (
+            *(None, True, -1, 0, 1 << 40, -(1 << 70), 1e308, float("nan"), float("inf"), ""),
+            *("\0", "\ud800", "é" * draw.choice((10, 200_000)), "x" * 300, "../../etc/passwd"),
+            *([], {}, [None] * 100, list(range(draw.choice((10, 50_000)))), deep, {"a": deep}),
+            *({"type": "object"}, [[3, 4], [5]], "start: start start", "(a|b)*" * 200),
+        )
+    )
