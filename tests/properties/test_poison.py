@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -26,6 +27,7 @@ from tests.support.node_calls import a_node, a_table
 
 PATIENCE_S = 60
 PROMPT = (3, 4, 5)
+TICKS_BETWEEN_KILLS = 40  # a node is down for a few of them
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,15 @@ class Outcome:
     num_deaths: dict[int, int]  # that each request caused
 
 
-def serve(asked: list[Asked], *, num_prefill: int, num_decode: int, kind: FailureKind) -> Outcome:
+def serve(
+    asked: list[Asked],
+    *,
+    num_prefill: int,
+    num_decode: int,
+    kind: FailureKind,
+    kills: Sequence[int] = (),
+) -> Outcome:
+    """`kills`: numbers of nodes, one every so many ticks."""
     prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
     decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)]
     table = a_table(*prefills, *decodes)
@@ -93,6 +103,10 @@ def serve(asked: list[Asked], *, num_prefill: int, num_decode: int, kind: Failur
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
             for number, one in enumerate(asked):
                 group.create_task(ask(number, one))
+            for number in kills:
+                for _ in range(TICKS_BETWEEN_KILLS):
+                    await asyncio.sleep(0)
+                nodes.end([*prefills, *decodes][number % (num_prefill + num_decode)])
 
     asyncio.run(scene())
     return Outcome(tokens, errors, dict(nodes.num_deaths))
@@ -156,3 +170,23 @@ def test_progress_does_not_save_a_poison(num_tokens: int, num_others: int) -> No
     outcome = serve(asked, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)
 
     check(asked, outcome, most_deaths=2 if num_tokens < PROVEN_TOKENS or not num_others else 3)
+
+
+@given(
+    st.lists(bystanders, min_size=1, max_size=12),
+    st.lists(st.integers(0, 9), max_size=6),
+    st.integers(0, 2),
+    st.integers(1, 3),
+)
+def test_nodes_that_are_killed_poison_nobody(
+    asked: list[Asked], kills: list[int], num_prefill: int, num_decode: int
+) -> None:
+    outcome = serve(
+        asked,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        kind=FailureKind.VANISHED,
+        kills=kills,
+    )
+
+    check(asked, outcome, most_deaths=0)
