@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.containment import Containment
+from engine.errors import PassHookFailed
 from engine.plan import Plan, RunResult, StepResult
 from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler_config import CacheConfig, SchedulerConfig
 from kv_transfer.types import HandoffId, KvReports, NodeId, Peer
-from tests.support.fake_runner import CrashPlace, FakeRunner, KvTensor, tokens_alone
+from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, tokens_alone
 from tests.support.fake_wire import FakeWire, context_of
 
 VOCAB_SIZE = 11
@@ -42,6 +43,21 @@ class Receipt:
         self.token_ids += output.token_ids
         self.outputs.append(output)
         self.finish_reason = output.finish_reason
+
+
+class _Strict:
+    """Lets nothing be contained but crashes that were asked for: all else is a bug to be seen."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+
+    def run(self, plan: Plan) -> RunResult:
+        try:
+            return self._runner.run(plan)
+        except Crash:
+            raise
+        except Exception as bug:
+            raise PassHookFailed(bug) from bug
 
 
 class EngineWorld:
@@ -72,7 +88,7 @@ class EngineWorld:
             self.config.max_model_len,
             chance or random.Random(0),
         )
-        self.containment = Containment(self.runner, self.scheduler)
+        self.containment = Containment(_Strict(self.runner), self.scheduler)
         self.wire = FakeWire(self.kv, VOCAB_SIZE)
         self.receipts: dict[RequestId, Receipt] = {}
         self.now_s = 0.0
