@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from telemetry import names
-from telemetry.request_timeline import RequestTimeline, TryTimeline
+from telemetry.metrics import RouterMetrics
+from telemetry.request_timeline import Judgement, RequestTimeline, TryTimeline
 from telemetry.spans import End, Outcome, Span
 from tests.support.traces import a_request, to_unix_ns
 
@@ -89,3 +90,22 @@ def assert_no_gap(parent: Span, children: list[Span]) -> None:
         assert child.began_ns <= reached, f"nothing tells of the time before {child.name}"
         reached = max(reached, child.ended_ns)
     assert reached >= parent.ended_ns
+
+
+def test_what_a_request_is_suspected_of_is_an_event_of_its_span_and_is_counted() -> None:
+    timeline, metrics = a_request(has_failed_try=True), RouterMetrics()
+    timeline.judgements = [Judgement(10.4, "suspect", "h:2"), Judgement(10.9, "poison", "h:3")]
+
+    [generate] = [one for one in timeline.spans(to_unix_ns) if one.name == names.GENERATE]
+    metrics.take(timeline)
+
+    told = [event.attributes for event in generate.events if event.name == names.JUDGED]
+    assert told == [
+        {names.VERDICT: "suspect", names.SERVER_ADDRESS: "h:2"},
+        {names.VERDICT: "poison", names.SERVER_ADDRESS: "h:3"},
+    ]
+    counts = {
+        verdict: metrics.registry.get_sample_value("baton_suspects_total", {"verdict": verdict})
+        for verdict in ("bystander", "suspect", "poison")
+    }
+    assert counts == {"bystander": 0, "suspect": 1, "poison": 1}
