@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
@@ -11,19 +11,29 @@ from kv_transfer.messages import Region
 from kv_transfer.spans import Span, spans
 from kv_transfer.types import BlockId, HandoffId
 
+# The bytes of some blocks, in order. Of a device, a copy made behind all work that was launched:
+# the sender digests what the block holds in the end, so a write that left before its fence was
+# passed does not have the digest that is announced.
+ReadBlocks = Callable[[Sequence[BlockId]], Iterable[memoryview]]
+
 
 class BlockDigest:
     """Grows as blocks are sent; both sides get the same value from the same bytes."""
 
-    def __init__(self, region: Region) -> None:
-        if region.device != "cpu":
+    def __init__(self, region: Region, read_blocks: ReadBlocks | None = None) -> None:
+        """Without `read_blocks`, the region is in memory that this process can read."""
+        if region.device != "cpu" and read_blocks is None:
             raise ValueError(f"blocks on {region.device} cannot be read for a digest")
         self._region = region
+        self._read_blocks = read_blocks or self._read_here
         self._state = xxhash.xxh3_64()
 
     def add(self, block_ids: Sequence[BlockId]) -> None:
-        for span in spans(self._region, block_ids):
-            self._state.update(_view(span))
+        for part in self._read_blocks(block_ids):
+            self._state.update(part)
+
+    def _read_here(self, block_ids: Sequence[BlockId]) -> Iterable[memoryview]:
+        return map(_view, spans(self._region, block_ids))
 
     def value(self) -> int:
         return self._state.intdigest()
@@ -36,9 +46,12 @@ def _view(span: Span) -> memoryview:
 class Digests:
     """Of the hand-offs under way: of what is sent, and of what has landed so far."""
 
-    def __init__(self, region: Region, *, is_on: bool) -> None:
+    def __init__(
+        self, region: Region, *, is_on: bool, read_blocks: ReadBlocks | None = None
+    ) -> None:
         self._region = region
         self._is_on = is_on
+        self._read_blocks = read_blocks
         self._sent: dict[HandoffId, BlockDigest] = {}
         self._landed: dict[HandoffId, BlockDigest] = {}
         self.num_mismatches = 0
@@ -58,7 +71,7 @@ class Digests:
         """Whether what landed before and these last blocks are what P says it sent."""
         if not self._is_on:
             return True
-        digest = self._landed.pop(handoff_id, None) or BlockDigest(self._region)
+        digest = self._landed.pop(handoff_id, None) or self._new()
         digest.add(rest)
         is_good = digest.value() == expected
         self.num_mismatches += not is_good
@@ -77,5 +90,8 @@ class Digests:
         if not self._is_on:
             return
         if handoff_id not in digests:
-            digests[handoff_id] = BlockDigest(self._region)
+            digests[handoff_id] = self._new()
         digests[handoff_id].add(block_ids)
+
+    def _new(self) -> BlockDigest:
+        return BlockDigest(self._region, self._read_blocks)

@@ -81,6 +81,11 @@ class Sender:
                 outgoing.num_layers_ended = num_ended
                 self._push(outgoing, now)
 
+    @property
+    def awaits_layers(self) -> bool:
+        """Whether the pass under way completes blocks that are to be sent."""
+        return any(outgoing.coming for outgoing in self._outgoing.values())
+
     def complete(self, order: Complete, now: float) -> None:
         outgoing = self._ordered(order.handoff_id)
         outgoing.complete = order

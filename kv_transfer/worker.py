@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kv_transfer.config import KvWorkerConfig
-from kv_transfer.digest import Digests
+from kv_transfer.digest import Digests, ReadBlocks
 from kv_transfer.done_note import done_of
 from kv_transfer.errors import PeerUnreachable
+from kv_transfer.fence import PASSED, Fence, FencedLayers
 from kv_transfer.inbox import Inbox
 from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
@@ -64,6 +65,7 @@ class KvTransferWorker:
         link: Link,
         config: KvWorkerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,  # of the records, and of other threads
+        read_blocks: ReadBlocks | None = None,  # of memory that this process cannot read
     ) -> None:
         self._config = config = config or KvWorkerConfig()
         self._region = region
@@ -75,7 +77,7 @@ class KvTransferWorker:
         self._has_whole_layers = region.block_bytes % num_layers == 0
         self._meetings = Meetings(self._pairs, self._receiver, self._sender, config.redial_s)
         self._ledger = Ledger(transport.name, region.block_bytes, clock)
-        self._digests = Digests(region, is_on=config.verify)
+        self._digests = Digests(region, is_on=config.verify, read_blocks=read_blocks)
         self._inbox = Inbox(link, config, clock)
         self._pace = Pace(config, self._receiver, self._sender)
         self._performer = Performer(
@@ -89,6 +91,7 @@ class KvTransferWorker:
             self._pace,
             is_one_sided=transport.is_one_sided,
         )
+        self._layers = FencedLayers()
         self._failed_at_once: list[Lost] = []
         self._num_dropped = 0
 
@@ -119,6 +122,8 @@ class KvTransferWorker:
     # --- KvWorker: the engine's thread -----------------------------------------------------
 
     def start(self, orders: KvOrders, now: float) -> None:
+        # Blocks that the pass before computed are sent now, and blocks that it wrote are granted.
+        self._wait_for_layers(now)
         self._read_inbox(now)
         for receive in orders.receives:
             self._receive(receive, now)
@@ -141,14 +146,21 @@ class KvTransferWorker:
         self._act(now)
         self._inbox.speak(self._receiver.renewals())
 
-    def layer_done(self, layer: int, now: float) -> None:
-        """A pass has ended this layer; what was ordered of it may leave while the next one runs."""
-        self._sender.layer_done(layer + 1, now)
-        self._act(now)
+    def layer_done(self, layer: int, now: float, fence: Fence = PASSED) -> None:
+        """A pass has launched this layer; what was ordered of it may leave behind the fence."""
+        self._layers.add(layer + 1, fence)
         self.progress(now)
+
+    def pass_done(self, now: float) -> None:
+        """All layers are launched. Where any of them is to leave, each does as its fence is passed;
+        else the fences are left to the runner, which waits for the device in any case.
+        """
+        if self._sender.awaits_layers:
+            self._wait_for_layers(now)
 
     def progress(self, now: float) -> None:
         """Move bytes. Call it from inside a long step, too; what ends is reported by `poll`."""
+        self._release_layers(now)
         self._read_inbox(now)
         for pair in self._pairs:
             for event in pair.channel.poll():
@@ -214,6 +226,18 @@ class KvTransferWorker:
 
     def connected_peers(self) -> tuple[NodeId, ...]:
         return tuple(pair.peer.node_id for pair in self._pairs if pair.peer is not None)
+
+    # --- Layers of the pass under way ---------------------------------------------------------
+
+    def _release_layers(self, now: float) -> None:
+        for num_ended in self._layers.take_passed():
+            self._sender.layer_done(num_ended, now)
+            self._act(now)
+
+    def _wait_for_layers(self, now: float) -> None:
+        while self._layers:
+            self._layers.wait_for_next()
+            self.progress(now)
 
     # --- Orders that need the link -----------------------------------------------------------
 

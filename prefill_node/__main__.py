@@ -72,7 +72,7 @@ async def serve(
     )
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
     engine = EngineLoop(core, name=identity.node_id, compiler=compiler)
-    runner.hook = BetweenLayers(worker.layer_done, engine.beat)
+    runner.hook = BetweenLayers(worker, engine.beat)
     links.attach(worker, engine.post)
     sends = Sends(
         lambda handoff_id: engine.post(

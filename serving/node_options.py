@@ -30,7 +30,7 @@ class NodeOptions:
     kv_transport: str = "nixl"
     kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`
-    kv_verify: bool = True  # digest what is sent and what has landed; in CPU memory only
+    kv_verify: bool = True  # digest what is sent and what has landed
     push: str = "layer"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
     # The engine's heart beats with each step and each layer: a step may take longer than this.

@@ -16,6 +16,7 @@ from engine.assembly import EngineOptions
 from engine.errors import InvalidConfig
 from engine.runner.runner import TorchRunner
 from engine.scheduler import Scheduler
+from kv_transfer.fence import Fence
 from kv_transfer.link import Link
 from kv_transfer.messages import Fingerprint, Region
 from kv_transfer.nixl_transport import NixlConfig, NixlTransport
@@ -149,25 +150,28 @@ def make_kv_worker(
 ) -> KvTransferWorker:
     """Raises TransportMissing if the transport's library is not installed."""
     region = region_of(runner)
-    verify = options.kv_verify and region.device == "cpu"
-    config = replace(options.kv_worker, verify=verify, busy_s=options.stuck_after_s)
+    config = replace(options.kv_worker, verify=options.kv_verify, busy_s=options.stuck_after_s)
     transport = around.transport(_open_transport(options, region), region)
-    return KvTransferWorker(identity, region, transport, around.link(link), config)
+    read = None if region.device == "cpu" else runner.read_blocks
+    return KvTransferWorker(
+        identity, region, transport, around.link(link), config, read_blocks=read
+    )
 
 
 class BetweenLayers:
     """A pass hook that lets bytes move, and the heart beat, in steps that take long."""
 
-    def __init__(self, layer_done: Callable[[int, float], None], beat: Callable[[], None]) -> None:
-        self._layer_done = layer_done
+    def __init__(self, worker: KvTransferWorker, beat: Callable[[], None]) -> None:
+        self._worker = worker
         self._beat = beat
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, fence: Fence) -> None:
         self._beat()
-        self._layer_done(layer, time.monotonic())
+        self._worker.layer_done(layer, time.monotonic(), fence)
 
     def pass_done(self) -> None:
-        """The step polls when the pass is done."""
+        self._beat()
+        self._worker.pass_done(time.monotonic())
 
 
 def _open_transport(options: NodeOptions, region: Region) -> Transport:

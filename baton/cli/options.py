@@ -129,7 +129,10 @@ KvNetDevice = Annotated[
 ]
 KvVerify = Annotated[
     bool,
-    typer.Option(help="Digest KV that is sent and check what landed.", rich_help_panel=KV_PANEL),
+    typer.Option(
+        help="Digest KV that is sent and check what landed; on a GPU, both copy it to the host.",
+        rich_help_panel=KV_PANEL,
+    ),
 ]
 KvLease = Annotated[
     float,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.model_folder import GenerationDefaults
+from kv_transfer.fence import Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,15 @@ NO_LAYER = -1
 
 
 class PassHook(Protocol):
-    """Told as a forward pass goes on; what it is told of is in the KV tensor by then."""
+    """Called as a forward pass goes on, on the engine's thread."""
 
-    def layer_done(self, layer: int) -> None:
-        """NO_LAYER: the pass goes on, and none of its layers may leave yet."""
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        """The layer's KV is in the KV tensor once the fence is passed, and may not leave before.
+
+        NO_LAYER: the pass goes on, and none of its layers may leave yet.
+        """
         ...
 
-    def pass_done(self) -> None: ...
+    def pass_done(self) -> None:
+        """All layers were announced. It may wait for their fences: `run` does so before it ends."""
+        ...

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.runner.attention import AttentionPass
 from engine.runner.config import ModelConfig
-from engine.runner.facts import PassHook
 from engine.runner.layers import Layers
 from engine.runner.ops import Angles, Linear, Ops, Peaks
+
+
+class LayerCalls(Protocol):
+    """Called between the layers of a pass."""
+
+    def layer_done(self, layer: int) -> None: ...
+
+    def pass_done(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class Decoder:
         token_ids: Tensor,
         angles: Angles,
         attention: AttentionPass,
-        hook: PassHook | None,
+        hook: LayerCalls | None,
         ends: Ends | None = None,
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normed and ready for `logits`.

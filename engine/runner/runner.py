@@ -10,7 +10,7 @@ as near as rounding: next to never in float32, now and then in half precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -23,6 +23,7 @@ from engine.runner.attention import PagedAttention
 from engine.runner.batch import NO_DRAFTS, PersistentBatch, RowFacts, Step
 from engine.runner.drafted_rows import DraftedRows, Drafts, standing
 from engine.runner.facts import NO_LAYER, KvMemory, ModelInfo, PassHook
+from engine.runner.fences import Fences, fences_of
 from engine.runner.grammar_masks import GrammarMasks
 from engine.runner.kv_cache import describe
 from engine.runner.logprobs import token_logprobs
@@ -32,6 +33,9 @@ from engine.runner.prompt_logprobs import PromptLogprobs
 from engine.runner.rope import Rope
 from engine.runner.sampler import Choice, Sampler, SampleRow
 from engine.speculation import Speculation
+from kv_transfer.types import BlockId
+
+BLOCKS_READ_AT_ONCE = 32
 
 
 class TorchRunner:
@@ -53,6 +57,7 @@ class TorchRunner:
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None
+        self.fences = fences_of(kv.device)
         self.decoder = decoder
         self._rope = rope
         self._kv = kv
@@ -76,7 +81,26 @@ class TorchRunner:
         del self.decoder, self._kv, self._attention, self._batch, self._prompts
 
     def run(self, plan: Plan) -> RunResult:
-        """One flat forward pass over everything the plan schedules."""
+        """One flat forward pass over everything the plan schedules.
+
+        When it returns, the device is done with this pass and those before: their blocks may be
+        read by the wire, or granted to a peer.
+        """
+        result = self._run(plan)
+        self.fences.drain()
+        return result
+
+    def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
+        """The bytes of these blocks in order, copied from the device behind all that was launched.
+
+        For digests of memory that the CPU cannot read.
+        """
+        for start in range(0, len(block_ids), BLOCKS_READ_AT_ONCE):
+            ids = torch.tensor(block_ids[start : start + BLOCKS_READ_AT_ONCE])
+            copied = self._kv[ids.to(self._kv.device)].flatten().view(torch.uint8).cpu()
+            yield copied.numpy().data
+
+    def _run(self, plan: Plan) -> RunResult:
         if not plan.is_retry:  # what a failed pass makes the runner drop comes back
             self._prompts.forget(plan.dropped)
         self._batch.apply(plan)
@@ -108,7 +132,7 @@ class TorchRunner:
             torch.from_numpy(step.token_ids).to(device),
             self._rope.angles(positions, seen),
             self._attention.begin(step.layout),
-            None if self.hook is None else _NamedHook(self.hook, is_retry),
+            None if self.hook is None else _FencedHook(self.hook, self.fences, is_retry),
             self._ends(step),
         )
 
@@ -161,17 +185,22 @@ class TorchRunner:
         return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
 
 
-class _NamedHook:
-    """Keeps failures of the hook apart from those of the pass, and layers of a retry at home."""
+class _FencedHook:
+    """Puts a fence behind each layer.
 
-    def __init__(self, hook: PassHook, is_retry: bool) -> None:
+    It keeps failures of the hook apart from those of the pass, and layers of a retry at home.
+    """
+
+    def __init__(self, hook: PassHook, fences: Fences, is_retry: bool) -> None:
         self._hook = hook
+        self._fences = fences
         self._is_retry = is_retry
 
     def layer_done(self, layer: int) -> None:
         try:
             # Other rows of the plan, whose blocks wait for the same layer, may not be run yet.
-            self._hook.layer_done(NO_LAYER if self._is_retry else layer)
+            fence = self._fences.record()
+            self._hook.layer_done(NO_LAYER if self._is_retry else layer, fence)
         except Exception as root:
             raise PassHookFailed(root) from root
 

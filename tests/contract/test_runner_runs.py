@@ -27,6 +27,7 @@ from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler_config import CacheConfig, SchedulerConfig
 from engine.speculation import Speculation
+from kv_transfer.fence import Fence
 from kv_transfer.types import BlockId, TokenLogprobs
 from tests.support.driving import GREEDY, Drive, Driver
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
@@ -100,7 +101,8 @@ class SeenLayers:
         self._block = block
         self.told: list[tuple[str, list[bool]]] = []
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        assert fence.is_passed  # the CPU computes as it is told
         self._note(f"layer {layer}")
 
     def pass_done(self) -> None:
@@ -309,7 +311,7 @@ def test_a_retry_keeps_its_layers_until_the_pass_has_ended(folder: Path) -> None
 
 def test_a_hook_that_fails_is_told_apart_from_a_pass_that_fails(folder: Path) -> None:
     class Broken:
-        def layer_done(self, layer: int) -> None:
+        def layer_done(self, layer: int, fence: Fence) -> None:
             raise ConnectionError("the wire broke")
 
         def pass_done(self) -> None:

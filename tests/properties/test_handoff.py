@@ -15,10 +15,11 @@ import pytest
 
 from kv_transfer.memory_transport import Wire
 from kv_transfer.types import HandoffId
-from tests.support.handoff_world import FINGERPRINT, Node, World
+from tests.support.handoff_world import FINGERPRINT, LaggingMemory, Node, World
 
 NUM_HISTORIES = 1500  # for each kind of wire
 NUM_QUIET_HISTORIES = 300
+NUM_LAGGING_HISTORIES = 120
 QUIET_END_S = 25.0  # a hold, for what decode gave up before it could say so
 NUM_STEPS = 120
 NUM_LAYERS = FINGERPRINT.num_layers
@@ -54,6 +55,8 @@ class History:
             self.cancels_are_done: 3,
             self.everyone_takes_a_turn: 10,
         }
+        if self.world.lags:
+            daily[self.a_device_goes_on] = 6
         choices: Steps = {self.decode_gives_up: 2, self.prefill_withdraws: 1}
         troubles: Steps = {
             self.prefill_computes_for_nobody: 1,
@@ -137,6 +140,11 @@ class History:
 
     def a_pass_ends(self) -> None:
         self.world.end_pass(self.world.ps[self.draw.choice(sorted(self.world.ps))])
+
+    def a_device_goes_on(self) -> None:
+        memory = self.world.ps[self.draw.choice(sorted(self.world.ps))].memory
+        if isinstance(memory, LaggingMemory):
+            memory.catch_up(self.draw.randint(1, 4))
 
     def prefill_completes(self) -> None:
         if self.world.sending:
@@ -260,6 +268,21 @@ def test_no_write_lands_in_a_block_with_a_new_owner_and_all_ends_free(wire: str)
     for seed in range(NUM_HISTORIES):
         with told_apart(seed, wire):
             history = History(World(wire=WIRES[wire]()), random.Random(seed))
+            history.play(in_trouble=True)
+            history.end_prefill()
+            history.world.settle()
+            history.world.check_all_free()
+
+
+@pytest.mark.parametrize("wire", ["one-sided", "two-sided"])
+@pytest.mark.parametrize("waits_at_pass_end", [True, False])
+def test_what_a_device_computes_behind_the_back_of_its_host_lands_as_computed(
+    wire: str, waits_at_pass_end: bool
+) -> None:
+    for seed in range(NUM_LAGGING_HISTORIES):
+        with told_apart(seed, wire):
+            world = World(wire=WIRES[wire](), lags=True, waits_at_pass_end=waits_at_pass_end)
+            history = History(world, random.Random(seed))
             history.play(in_trouble=True)
             history.end_prefill()
             history.world.settle()

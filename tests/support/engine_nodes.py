@@ -34,6 +34,7 @@ from engine.runner.load import load_runner
 from engine.runner.processors import Processors
 from engine.runner.runner import TorchRunner
 from engine.speculation import Speculation
+from kv_transfer.fence import PASSED
 from kv_transfer.nixl_transport import NixlChannel
 from kv_transfer.transport import Write
 from kv_transfer.types import HandoffId, KvOrders, KvReports
@@ -88,7 +89,7 @@ class Gate:
         self._orders.send("held")
         while not self._orders.poll(None if hook is None else PROGRESS_S):
             if hook is not None:
-                hook.layer_done(NO_LAYER)
+                hook.layer_done(NO_LAYER, PASSED)
         self._orders.recv()
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from kv_transfer.fence import PASSED, Fence
 from kv_transfer.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
 from kv_transfer.messages import Fingerprint, Grant, LinkMessage, Region
 from kv_transfer.pairs import Identity
@@ -59,9 +62,68 @@ class Memory:
         size = self.region.block_bytes
         return ctypes.string_at(self.region.base + block_id * size, size)
 
+    def computed(self, block_id: BlockId) -> bytes:
+        """What it holds once everything that was launched is done."""
+        return self.get(block_id)
+
+    def fence(self) -> Fence:
+        return PASSED
+
+    def drain(self) -> None:
+        """Every write lands at once."""
+
     def put(self, block_id: BlockId, content: bytes) -> None:
         size = self.region.block_bytes
         ctypes.memmove(self.region.base + block_id * size, content, size)
+
+
+class LaggingMemory(Memory):
+    """Blocks on a device that computes asynchronously: writes land in order, and only when it is
+    waited for or catches up.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__(num_blocks, block_bytes)
+        self._launched: deque[tuple[BlockId, bytes]] = deque()
+        self.num_landed = 0
+
+    def put(self, block_id: BlockId, content: bytes) -> None:
+        self._launched.append((block_id, content))
+
+    def computed(self, block_id: BlockId) -> bytes:
+        launched = dict(self._launched)
+        return launched[block_id] if block_id in launched else self.get(block_id)
+
+    def fence(self) -> Fence:
+        return LaggingFence(self, self.num_landed + len(self._launched))
+
+    def catch_up(self, num_writes: int | None = None) -> None:
+        """So many writes land; left out, all of them."""
+        most = len(self._launched)
+        for _ in range(most if num_writes is None else min(num_writes, most)):
+            super().put(*self._launched.popleft())
+            self.num_landed += 1
+
+    def drain(self) -> None:
+        self.catch_up()
+
+    def read(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
+        """As a copy behind everything that was launched."""
+        self.drain()
+        return (memoryview(self.get(block)) for block in block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class LaggingFence:
+    memory: LaggingMemory
+    num_writes: int  # that must have landed
+
+    @property
+    def is_passed(self) -> bool:
+        return self.memory.num_landed >= self.num_writes
+
+    def wait(self) -> None:
+        self.memory.catch_up(max(0, self.num_writes - self.memory.num_landed))
 
 
 class Node:
@@ -69,17 +131,19 @@ class Node:
 
     def __init__(self, world: World, name: str, num_blocks: int, config: KvWorkerConfig) -> None:
         self.name = name
-        self.memory = Memory(num_blocks)
+        lags = world.lags and name != "d"
+        self.memory = LaggingMemory(num_blocks) if lags else Memory(num_blocks)
         self.link: HubLink = world.hub.link(name)
         self.link.is_held = True
         incarnation = Incarnation(f"{name}/{next(world.numbers)}")
-        self.worker = KvTransferWorker(
+        self.worker = world.worker(
             Identity(NodeId(name), incarnation, FINGERPRINT),
             self.memory.region,
             MemoryTransport(self.memory.region, world.wire),
             self.link,
             config,
             clock=lambda: world.now,
+            read_blocks=self.memory.read if isinstance(self.memory, LaggingMemory) else None,
         )
         self.link.events = self.worker
         self.free = [BlockId(block) for block in range(num_blocks)]
@@ -117,6 +181,9 @@ class World:
     wire: Wire = field(default_factory=Wire)
     num_blocks: int = 8
     config: KvWorkerConfig = CONFIG
+    lags: bool = False  # whether the prefill nodes' devices compute asynchronously
+    waits_at_pass_end: bool = True  # else the fences are left to the next orders
+    worker: type[KvTransferWorker] = KvTransferWorker
     hub: LinkHub = field(init=False)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     now: float = 100.0
@@ -165,6 +232,7 @@ class World:
         blocks = [node.free.pop() for _ in range(num_blocks)]
         for place, block in enumerate(blocks):
             node.memory.put(block, content_of(handoff_id, place))
+        node.memory.drain()  # the passes that computed them are over
         self.sending[handoff_id] = Sending(node, blocks)
         return True
 
@@ -191,16 +259,18 @@ class World:
         part = slice(layer * layer_bytes, (layer + 1) * layer_bytes)
         for handoff_id, sending in self._in_pass(node).items():
             for place in range(sending.num_sent, sending.num_sent + sending.num_coming):
-                held = bytearray(node.memory.get(sending.block_ids[place]))
+                held = bytearray(node.memory.computed(sending.block_ids[place]))
                 held[part] = content_of(handoff_id, place)[part]
                 node.memory.put(sending.block_ids[place], bytes(held))
         node.num_layers_ended += 1
-        node.worker.layer_done(layer, self.now)
+        node.worker.layer_done(layer, self.now, node.memory.fence())
 
     def end_pass(self, node: Node) -> None:
         """What was computed is sent, and with it what else there is."""
         while node.num_layers_ended is not None and node.num_layers_ended < FINGERPRINT.num_layers:
             self.end_layer(node)
+        if node.num_layers_ended is not None and self.waits_at_pass_end:
+            node.worker.pass_done(self.now)
         node.num_layers_ended = None
         for handoff_id, sending in self._in_pass(node).items():
             num_blocks, sending.num_coming = sending.num_coming, 0

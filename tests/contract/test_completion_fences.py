@@ -1,0 +1,295 @@
+"""KV never leaves a device before it is written: the contract of the hook's completion fences.
+
+The device of these tests computes asynchronously. What is launched lands in order, and only when
+a fence is waited for or the test lets the device catch up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from engine.plan import Plan, Row
+from engine.request import RequestId
+from engine.runner.facts import KvMemory
+from engine.runner.fences import CudaFence, CudaFences, fences_of
+from engine.runner.load import load_runner
+from engine.runner.runner import TorchRunner
+from engine.runner.settings import RunnerConfig
+from engine.sampling import SamplingParams
+from kv_transfer.digest import BlockDigest
+from kv_transfer.fence import PASSED, Fence, FencedLayers
+from kv_transfer.messages import Region
+from kv_transfer.types import BlockId, HandoffId, KvOrders
+from kv_transfer.worker import KvTransferWorker
+from tests.support.handoff_world import (
+    BLOCK_BYTES,
+    CONFIG,
+    FINGERPRINT,
+    BrokenPromise,
+    LaggingMemory,
+    Node,
+    World,
+)
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+
+ID = HandoffId("r", 0)
+ROOM = replace(CONFIG, sender=replace(CONFIG.sender, max_in_flight_bytes=64 * BLOCK_BYTES))
+
+
+class FencelessWorker(KvTransferWorker):
+    """A worker half that takes "launched" for "written"."""
+
+    def layer_done(self, layer: int, now: float, fence: Fence = PASSED) -> None:
+        super().layer_done(layer, now)
+
+
+def in_a_pass(
+    num_blocks: int = 2,
+    *,
+    waits_at_pass_end: bool = True,
+    worker: type[KvTransferWorker] = KvTransferWorker,
+    verify: bool = False,
+) -> tuple[World, Node, LaggingMemory]:
+    """A prompt whose blocks are granted and computed by the pass that begins now."""
+    world = World(
+        config=replace(ROOM, verify=verify),
+        lags=True,
+        waits_at_pass_end=waits_at_pass_end,
+        worker=worker,
+    )
+    world.receive(ID, "p0", 0, num_blocks)
+    world.begin(ID, "p0", num_blocks)
+    world.exchange()
+    node = world.ps["p0"]
+    world.begin_pass(node, {ID: num_blocks})
+    node.memory.drain()
+    assert isinstance(node.memory, LaggingMemory)
+    return world, node, node.memory
+
+
+# --- the worker half ----------------------------------------------------------------------------
+
+
+def test_a_layer_leaves_behind_its_fence_and_not_when_it_is_launched() -> None:
+    world, node, memory = in_a_pass()
+
+    world.end_layer(node)
+    posted_at_launch = len(world.wire.flights)
+    world.turn(node)
+    posted_while_it_computes = len(world.wire.flights)
+    memory.catch_up()
+    world.turn(node)
+
+    assert (posted_at_launch, posted_while_it_computes) == (0, 0)
+    assert len(world.wire.flights) == 1
+
+
+@pytest.mark.parametrize("waits_at_pass_end", [True, False])
+def test_what_lands_is_what_was_computed(waits_at_pass_end: bool) -> None:
+    world, node, _ = in_a_pass(waits_at_pass_end=waits_at_pass_end)
+
+    world.end_pass(node)
+    world.complete(ID)
+    world.settle()
+
+    assert world.landed == {ID}  # the world compares every byte
+    world.check_all_free()
+
+
+def test_the_end_of_a_pass_moves_each_layer_as_its_fence_is_passed() -> None:
+    world, node, memory = in_a_pass()
+    for _ in range(FINGERPRINT.num_layers):
+        world.end_layer(node)
+    assert not world.wire.flights
+
+    node.worker.pass_done(world.now)
+
+    assert len(world.wire.flights) == FINGERPRINT.num_layers
+    assert memory.fence().is_passed
+
+
+def test_where_no_layer_is_to_leave_the_end_of_a_pass_waits_for_nothing() -> None:
+    world = World(lags=True)
+    node = world.ps["p0"]
+    assert isinstance(node.memory, LaggingMemory)
+    node.memory.put(BlockId(0), b"kernels!")
+
+    node.worker.layer_done(0, world.now, node.memory.fence())
+    node.worker.pass_done(world.now)
+
+    assert not node.memory.fence().is_passed
+
+
+def test_no_block_is_granted_while_a_pass_may_still_write_it() -> None:
+    """An aborted request's blocks are free before the device is done with them."""
+    world = World(lags=True)
+    node = world.ps["p0"]
+    assert isinstance(node.memory, LaggingMemory)
+    node.memory.put(BlockId(0), b"too late")
+    node.worker.layer_done(0, world.now, node.memory.fence())
+
+    node.worker.start(KvOrders(), world.now)
+
+    assert node.memory.fence().is_passed
+
+
+def test_a_worker_that_ignores_fences_is_found_out() -> None:
+    world, node, _ = in_a_pass(worker=FencelessWorker)
+
+    world.end_layer(node)
+    world.wire.deliver_all()  # it is quick: the device has not caught up
+    world.end_pass(node)
+    world.complete(ID)
+    with pytest.raises(BrokenPromise, match="landed with"):
+        world.settle()
+
+
+def test_digests_find_bytes_that_left_too_early() -> None:
+    world, node, _ = in_a_pass(worker=FencelessWorker, verify=True)
+
+    world.end_layer(node)
+    world.wire.deliver_all()
+    world.end_pass(node)
+    world.complete(ID)
+    world.settle()
+
+    assert world.landed == set()
+    assert world.d.worker.counters().num_digest_mismatches == 1
+
+
+def test_fences_are_passed_in_order_and_each_counts_once() -> None:
+    memory = LaggingMemory(4)
+    layers = FencedLayers()
+    for block in range(3):
+        memory.put(BlockId(block), b"12345678")
+        layers.add(block + 1, memory.fence())
+
+    assert list(layers.take_passed()) == []
+    layers.wait_for_next()
+    assert list(layers.take_passed()) == [1]
+    memory.catch_up()
+    assert list(layers.take_passed()) == [2, 3]
+    assert not layers
+
+
+# --- the runner -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SnapshotFence:
+    """Knows which layers of a block were launched before it."""
+
+    written: list[bool]
+    is_passed: bool = False
+
+    def wait(self) -> None:
+        self.is_passed = True
+
+
+class SnapshotFences:
+    def __init__(self, runner: TorchRunner, block: int) -> None:
+        self._runner = runner
+        self._block = BlockId(block)
+        self.events: list[str] = []
+
+    def record(self) -> Fence:
+        self.events.append("fence")
+        return SnapshotFence(layers_written(self._runner, self._block))
+
+    def drain(self) -> None:
+        self.events.append("drain")
+
+
+def layers_written(runner: TorchRunner, block: BlockId) -> list[bool]:
+    held = b"".join(runner.read_blocks([block]))
+    size = runner.kv_memory.layer_bytes
+    return [any(held[start : start + size]) for start in range(0, len(held), size)]
+
+
+class TakesFences:
+    def __init__(self) -> None:
+        self.fences: list[tuple[int, list[bool]]] = []
+
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        assert isinstance(fence, SnapshotFence)
+        self.fences.append((layer, fence.written))
+
+    def pass_done(self) -> None:
+        """Nothing is waited for."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"), VARIANTS["llama"])
+
+
+def a_plan(prompt: Sequence[int], block: int, num_tokens: int) -> Plan:
+    name = RequestId("r")
+    started = Row(name, tuple(prompt), len(prompt), 0, (BlockId(block),), SamplingParams(), 0)
+    return Plan(started=(started,), num_scheduled_tokens={name: num_tokens})
+
+
+@pytest.mark.parametrize("num_tokens", [8, 16])
+def test_each_layer_has_a_fence_behind_its_kv_and_a_pass_ends_with_the_device(
+    folder: Path, num_tokens: int
+) -> None:
+    """Of a chunk in the middle of a prompt, too, which no sampled token waits for."""
+    with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20)) as runner:
+        runner.hook = hook = TakesFences()
+        runner.fences = fences = SnapshotFences(runner, block=3)
+
+        runner.run(a_plan(prompt_of(16), 3, num_tokens))
+        runner.run(Plan(dropped=(RequestId("r"),)))
+
+        assert hook.fences == [(0, [True, False]), (1, [True, True])]
+        assert fences.events == ["fence", "fence", "drain", "drain"]
+
+
+def test_a_copy_of_the_blocks_has_the_digest_of_the_blocks(folder: Path) -> None:
+    config = RunnerConfig(str(folder), kv_cache_bytes=2 << 20, dtype="bfloat16")
+    block_ids = [BlockId(block) for block in (40, 3, 4, 5, *range(10, 39))]
+    with load_runner(config) as runner:
+        runner.run(a_plan(prompt_of(16), 3, 16))
+        here, copied = (
+            BlockDigest(region_of(runner.kv_memory), read) for read in (None, runner.read_blocks)
+        )
+
+        here.add(block_ids)
+        copied.add(block_ids)
+
+        assert here.value() == copied.value()
+
+
+def region_of(memory: KvMemory) -> Region:
+    return Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
+
+
+class CudaEvent:
+    """What the runner uses of torch.cuda.Event."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+def test_a_fence_of_cuda_asks_and_awaits_its_event() -> None:
+    event = CudaEvent()
+    fence = CudaFence(cast("torch.cuda.Event", event))
+
+    before = fence.is_passed
+    fence.wait()
+
+    assert (before, fence.is_passed) == (False, True)
+    assert fences_of(torch.device("cpu")).record() is PASSED
+    assert isinstance(fences_of(torch.device("cuda")), CudaFences)
