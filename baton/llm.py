@@ -16,7 +16,7 @@ from baton.interrupts import interrupts_wait
 from baton.progress import generation_bar, loading_bar
 from baton.stops import StopRule
 from baton.text import Tokenizer
-from baton.units import parse_bytes
+from baton.units import AUTO, parse_kv_memory
 from engine.assembly import EngineOptions, build_engine, build_grammars
 from engine.errors import InvalidRequest
 from engine.grammar import Grammar
@@ -63,7 +63,7 @@ class LLM:
             dtype=dtype,
             device=device,
             block_size=block_size,
-            kv_cache_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+            kv_cache_bytes=parse_kv_memory(AUTO if kv_cache_memory is None else kv_cache_memory),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_threads=num_threads,

@@ -23,9 +23,10 @@ def parse_bytes(written: str | int) -> int:
     return int(float(match[1]) * _FACTORS[match[2].upper()])
 
 
-def parse_kv_memory(written: str) -> int | None:
+def parse_kv_memory(written: str | int) -> int | None:
     """A size as `parse_bytes` reads it; None for auto."""
-    return None if written.strip().lower() == AUTO else parse_bytes(written)
+    is_auto = isinstance(written, str) and written.strip().lower() == AUTO
+    return None if is_auto else parse_bytes(written)
 
 
 def format_bytes(num_bytes: float) -> str:
