@@ -301,7 +301,7 @@ class Pipeline:
         """Raises NoNodes and IncompatibleNodes. All tries keep to the revision of the first."""
         route = self._route_beside(one.beside, one.prompt) if number == 1 else None
         closed = self._quarantine.closed_to(one.suspicion)
-        if route is None or route.decode.address in closed:
+        if route is None or route.decode.address in closed or one.suspicion.is_suspect:
             given, revision = one.answer.token_ids, one.shared.revision
             call, count = one.call, next(self._numbers)
             ask = Ask(one.prompt, count, given, call.model, call.cache_salt, revision)
@@ -387,10 +387,13 @@ class Pipeline:
         give_up_s = loop.time() + self._config.quarantine_patience_s
         while True:
             route = await self._route(ask, failed)
+            if suspicion.kin.is_poisoned:
+                raise PoisonedRequest("nodes fail when they run another answer to the same prompt")
+            is_held = self._quarantine.is_kin_tested(suspicion)
             closed = self._quarantine.closed_to(suspicion)
-            if closed.isdisjoint(route.addresses) or loop.time() >= give_up_s:
+            if loop.time() >= give_up_s or not (is_held or closed & set(route.addresses)):
                 return route
-            other = self._route_around(ask, route, failed, closed)
+            other = None if is_held else self._route_around(ask, route, failed, closed)
             if other is not None:
                 return other
             changed = self._nodes_changed
@@ -482,7 +485,7 @@ class _Request:
         seed = call.sampling.seed
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self.failures = Failures()
-        self.suspicion = Suspicion()
+        self.suspicion = Suspicion((context.shared or shared).kin)
         # Clients choose ids, and other routers have other clients: what nodes hand over under one
         # must not meet what they were asked for under the same one.
         self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"

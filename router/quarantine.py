@@ -34,10 +34,19 @@ class Verdict(Enum):
     POISON = "poison"
 
 
+@dataclass(slots=True, eq=False)
+class Kin:
+    """What the answers to one prompt have in common: if one is the poison, all of them are."""
+
+    is_suspect: bool = False
+    is_poisoned: bool = False
+
+
 class Suspicion:
     """What is held against one request, over all its tries."""
 
-    def __init__(self) -> None:
+    def __init__(self, kin: Kin | None = None) -> None:
+        self.kin = kin or Kin()
         self.is_suspect = False  # its next try, or the one under way, is a test
         self.num_tests = 0
         self.num_engines = 0  # that reported their own failure
@@ -45,7 +54,7 @@ class Suspicion:
         self.num_failed_passes = 0
 
     def suspect(self) -> Verdict:
-        self.is_suspect = True
+        self.is_suspect = self.kin.is_suspect = True
         return Verdict.SUSPECT
 
 
@@ -90,10 +99,20 @@ class Quarantine:
 
     def closed_to(self, suspicion: Suspicion) -> frozenset[str]:
         """The addresses that this request must not be sent to now."""
+        if suspicion.kin.is_suspect and not suspicion.num_tests:
+            suspicion.is_suspect = True
         if suspicion.is_suspect:
             return frozenset(a for a in self._aboard if self._keeps_out_suspect(a))
         held = (a for a in self._aboard if self._is_held_by_test(a))
         return frozenset(held).union(*self._reserved.values())
+
+    def is_kin_tested(self, suspicion: Suspicion) -> bool:
+        """Another answer to its prompt is on trial; this one must wait for what becomes of it."""
+        aboard = (one for boardings in self._aboard.values() for one in boardings)
+        return suspicion.is_suspect and any(
+            one.is_test and not one.has_passed and one.suspicion.kin is suspicion.kin
+            for one in aboard
+        )
 
     @contextmanager
     def waiting(self, suspicion: Suspicion, route: Route) -> Iterator[None]:
@@ -145,6 +164,11 @@ class Quarantine:
 
     def failed(self, boarding: Boarding, address: str, kind: FailureKind) -> Verdict:
         """Judge a request whose try failed at this node. Call it before `close`."""
+        verdict = self._verdict(boarding, address, kind)
+        boarding.suspicion.kin.is_poisoned |= verdict is Verdict.POISON
+        return verdict
+
+    def _verdict(self, boarding: Boarding, address: str, kind: FailureKind) -> Verdict:
         match kind:
             case FailureKind.PASS_FAILED:
                 return _failed_pass(boarding.suspicion)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from router.nodes import Node, Revision
+from router.quarantine import Kin
 
 
 class SharedPrompt:
@@ -20,6 +21,7 @@ class SharedPrompt:
         self._is_told = asyncio.Event()
         self._decode: Node | None = None
         self.token_ids: tuple[int, ...] | None = None  # once one has them
+        self.kin = Kin()
         self.revision: Revision | None = None  # of all answers, from the first try of any on
 
     @contextmanager

@@ -19,8 +19,9 @@ from router.policy import Policy, Routing
 from router.text import TokenIdsOnly
 from router.values import Call, Ending, PrefillPlace, TokenPrompt
 from router.visits import Visits, received_now
-from serving.errors import NodeFailed
+from serving.errors import NodeFailed, PoisonedRequest
 from serving.node import NodeLoad, NodeRole
+from tests.support.mortal_nodes import MortalNodes, Poison
 from tests.support.node_calls import FINGERPRINT, FakeNodeCalls, a_node, a_table, token_at
 
 PROMPT = tuple(range(1, 36))  # two blocks of 16, and three tokens
@@ -252,3 +253,31 @@ def test_all_answers_come_from_one_revision_of_the_model() -> None:
     answered(nodes, calls_of(4), a_table(full, a_node(NodeRole.DECODE, "d2", fingerprint=other)))
 
     assert [asked.node for asked in nodes.asked] == ["d1"] * 4
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) -> None:
+    prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
+    decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(4)]
+    table = a_table(*prefills, *decodes)
+    nodes = MortalNodes(table, {PROMPT[0]: Poison(Leg.DECODE, 4)})
+    ticks = itertools.count()
+    nodes.pipeline = Pipeline(
+        table=table,
+        node_calls=nodes,
+        text=TokenIdsOnly(),
+        clock=lambda: float(next(ticks)),
+        config=PipelineConfig(node_patience_s=30, retry_pause_s=0.0),
+    )
+
+    async def scene(pipeline: Pipeline) -> None:
+        visits = Visits(pipeline)
+        visit = visits.begin("a", None, received_now(None))
+        async with aclosing(merged(visits.answering(visit, calls_of(6), 6))) as parts:
+            async for _ in parts:
+                pass
+
+    with pytest.raises(PoisonedRequest):
+        asyncio.run(asyncio.wait_for(scene(nodes.pipeline), 30))
+
+    assert nodes.num_deaths == {PROMPT[0]: 2}
