@@ -111,7 +111,7 @@ def _large_settings(model: str) -> Iterator[Post]:
     yield Post(COMPLETIONS, head + b'"stop_token_ids":[' + _listed(half) + b"]}")
     biases = b",".join(b'"%d":1' % number for number in range(half // 12))
     yield Post(COMPLETIONS, head + b'"logit_bias":{' + biases + b"}}")
-    stops = b",".join(b'"s%d"' % number for number in range(half // 12))
+    stops = b'"stop",' * (half // 8) + b'"stop"'
     yield Post(COMPLETIONS, head + b'"stop":[' + stops + b"]}")
     yield Post(COMPLETIONS, head + b'"bad_words":[' + stops + b"]}")
     yield Post(COMPLETIONS, head + b'"user":"' + b"u" * half + b'"}')

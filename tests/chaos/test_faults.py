@@ -12,8 +12,10 @@ from baton.bench.chaos import ONCE, Chaos
 from baton.bench.chaos_asks import Known, asks, known
 from baton.bench.chaos_clock import can_jump
 from baton.bench.chaos_faults import OF_WIRES, ROLES_HIT_BY, Fault, Kind, Phase, Role
+from baton.bench.chaos_hostile import Hostility
 from baton.bench.chaos_report import Report
 from baton.bench.chaos_stage import Setting, Stage
+from baton.bench.hostile_bodies import Attack
 from baton.client import AsyncClient
 from telemetry.metric_names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
 from telemetry.names import MIGRATE
@@ -22,7 +24,7 @@ from tests.support.models import VARIANTS, make_model_folder
 NUM_ASKS = 15
 NUM_CLIENTS = 4
 LASTS_S = 1.0
-OWN_TESTS = {Kind.FREEZE, Kind.CORRUPT, Kind.CROWD}
+OWN_TESTS = {Kind.FREEZE, Kind.CORRUPT, Kind.CROWD, Kind.HOSTILE}
 FAULTS = [(kind, role) for kind in Kind if kind not in OWN_TESTS for role in ROLES_HIT_BY[kind]]
 
 pytestmark = pytest.mark.slow
@@ -38,6 +40,22 @@ class Running:
         async def scene() -> Report:
             async with AsyncClient(self.stage.address, retries=ONCE) as client:
                 chaos = Chaos(self.stage, client, self.answers, NUM_CLIENTS)
+                return await chaos.run([fault], fault.at_s, asyncio.Event())
+
+        return self.runner.run(scene())
+
+    def under(self, attack: Attack) -> Report:
+        """A hostile client beside the load and two bystanders."""
+
+        async def scene() -> Report:
+            target = self.stage.hostile_target
+            assert target is not None
+            async with (
+                AsyncClient(self.stage.address, retries=ONCE) as client,
+                Hostility(target, 0, (attack,)) as hostility,
+            ):
+                chaos = Chaos(self.stage, client, self.answers, NUM_CLIENTS, hostility=hostility)
+                fault = Fault(0, 0.3, Kind.HOSTILE, Role.ROUTER, 0, Phase.ASKED, LASTS_S)
                 return await chaos.run([fault], fault.at_s, asyncio.Event())
 
         return self.runner.run(scene())
@@ -58,7 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One cluster for all: each test leaves it well."""
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
     small = ("--kv-cache-memory", "256KiB", "--threads", "1")
-    setting = Setting(str(folder), node_arguments=small, clocks_jump=can_jump())
+    setting = Setting(str(folder), node_arguments=small, clocks_jump=can_jump(), has_http=True)
     with asyncio.Runner() as runner:
         stage = runner.run(entered(setting))
         try:
@@ -129,3 +147,15 @@ def test_the_streams_of_a_frozen_decode_node_go_on_elsewhere_and_it_is_taken_bac
 
     assert report.is_good, report
     assert running.total(Role.ROUTER, ATTEMPTS, MIGRATE) > before
+
+
+def test_a_hostile_client_spoils_no_answer_and_leaves_nothing_behind(running: Running) -> None:
+    report = running.under(Attack.DEAD_PEERS)
+
+    assert not [*report.wrong, *report.hung, *report.lost, *report.leaks, *report.died]
+    assert report.counts["right"] > 0
+    assert report.bystanders is not None
+    assert report.bystanders.num_gaps > 0
+    [beside] = report.bystanders.by_attack
+    assert beside.beside == Attack.DEAD_PEERS.value
+    assert beside.outcomes
