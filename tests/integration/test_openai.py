@@ -21,6 +21,7 @@ from baton.cluster import LocalCluster
 from baton.text import Tokenizer
 from engine.sampling import SamplingParams
 from tests.support.models import prompt_of
+from tests.support.schemas import is_valid
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 ASK: dict[str, Any] = {"model": "", "max_tokens": 12, "temperature": 0}
@@ -82,6 +83,49 @@ def test_a_chat_is_the_same_by_both_doors(door: OpenAI, client: Client) -> None:
     spelled = b"".join(bytes(one.bytes or ()) for one in choice.logprobs.content)
     assert spelled.decode(errors="replace").startswith(native.text.rstrip("\ufffd"))
     assert all(one.top_logprobs[0].token == one.token for one in choice.logprobs.content)
+
+
+FOX: Any = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "grey"]}, "age": {"$ref": "#/$defs/age"}},
+    "required": ["colour", "age"],
+    "$defs": {"age": {"type": "integer", "minimum": 0, "maximum": 20}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": FOX}} for name in ("see", "feed")
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish_reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "feed"}}, "stop")],
+)
+def test_a_model_that_knows_no_tools_calls_those_it_must(
+    choice: Any, finish_reason: str, door: OpenAI
+) -> None:
+    ask: dict[str, Any] = {
+        "model": "",
+        "messages": [{"role": "user", "content": "fox"}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 1,
+        "seed": 3,
+        "max_tokens": 400,
+    }
+
+    whole = door.chat.completions.create(**ask).choices[0]
+    with door.chat.completions.stream(**ask) as stream:
+        streamed = stream.get_final_completion().choices[0]
+
+    [call] = whole.message.tool_calls or []
+    [again] = streamed.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name in ("see", "feed")
+    assert is_valid(call.function.arguments, FOX)
+    told = (again.function.name, again.function.arguments)
+    assert told == (call.function.name, call.function.arguments)
+    assert whole.finish_reason == streamed.finish_reason == finish_reason
 
 
 def test_a_chat_ends_where_the_models_length_does(door: OpenAI) -> None:
