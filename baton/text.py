@@ -153,13 +153,10 @@ class Tokenizer:
         """Special tokens named in `shown` are not skipped."""
         ids = frozenset(self._fast.token_to_id(name) for name in shown)
         kept = self._special_ids & ids
-        return Detokenizer(self, skip_special_tokens=skip_special_tokens, shown_ids=kept)
-
-    def decode_with(self, token_ids: Sequence[int], shown_ids: frozenset[int]) -> str:
-        """Decode without special tokens except these."""
-        hidden = self._special_ids - shown_ids
-        kept = [token_id for token_id in token_ids if token_id not in hidden]
-        return self.decode(kept, skip_special_tokens=False)
+        if not (kept and skip_special_tokens):
+            return Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        hidden = self._special_ids - kept
+        return Detokenizer(self, skip_special_tokens=False, hidden_ids=hidden)
 
     def _template(self, has_tools: bool) -> jinja2.Template:
         return self._environment.from_string(self._template_source(has_tools=has_tools))
@@ -210,10 +207,10 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
-        shown_ids: frozenset[int] = frozenset(),
+        hidden_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._shown_ids = shown_ids
+        self._hidden_ids = hidden_ids
         self._skip_special_tokens = skip_special_tokens
         # Decoding may treat the start of a text in its own way, so new tokens are decoded
         # behind some that were shown: `_shown` of these, whose own text is `_shown_text`.
@@ -247,8 +244,8 @@ class Detokenizer:
         return piece
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        if self._shown_ids and self._skip_special_tokens:
-            return self._tokenizer.decode_with(token_ids, self._shown_ids)
+        if self._hidden_ids:
+            token_ids = [each for each in token_ids if each not in self._hidden_ids]
         if len(token_ids) == 1:
             return self._tokenizer.decode_one(token_ids[0], self._skip_special_tokens)
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
