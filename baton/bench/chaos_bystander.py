@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,15 +90,19 @@ def _by_attack(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[W
 
 
 def _missed(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[str]:
+    """Each wait that was too long, and failures by their reason."""
+    failures: Counter[str] = Counter()
     for wait in waits:
         kind, wait_s = Wait(wait.kind), wait.ended_s - wait.began_s
         bound_s = BOUND_S.get(kind)
         names = sorted({one.attack for one in attacks if _overlap(wait, one)})
         beside = f"beside it: {', '.join(names) or 'nothing'}"
         if kind is Wait.FAILURE:
-            yield f"{wait.reason} after {wait_s:.2f} s; {beside}"
+            failures[f"{wait.reason}; {beside}"] += 1
         elif bound_s is not None and wait_s > bound_s:
             yield f"{kind.value} of {wait_s:.2f} s, {bound_s:g} s allowed; {beside}"
+    for failure, count in failures.items():
+        yield f"failed {count} times: {failure}"
 
 
 def _overlap(wait: Waited, struck: Struck) -> bool:

@@ -188,7 +188,7 @@ def _tell_of_bystanders(found: Bystanders) -> None:
         "worst /health without an attack": found.worst_quiet_health_s,
         "worst lag of the measuring process": found.worst_lag_s,
     }
-    counts = f"{found.num_gaps} gaps, {found.num_health} of /health"
+    counts = f"{found.num_gaps} gaps, {found.num_health} of /health; 0 is below 0.1 s"
     show_table(f"bystanders: {counts}", [{"what": n, "s": s} for n, s in named.items()])
     if found.by_attack:
         show_table("beside attacks", [asdict(one) for one in found.by_attack])
