@@ -17,7 +17,7 @@ from engine.lifecycle import Request, RequestStatus
 from engine.plan import Plan
 from engine.prefill_limits import PrefillLimits
 from engine.request import ReceiveKv
-from engine.step_pace import StepPace
+from engine.step_pace import LEAST_TOKENS, StepPace
 from engine.urgency import give_way
 from kv_transfer.types import BlockId
 
@@ -52,6 +52,7 @@ class Planner:
         self._limits = PrefillLimits(book.config)
         self._pace = StepPace(book.config.target_step_s)
         self._budget = 0
+        self._paced_budget = 0  # of it, for prompts that must not hold up decoding
         self._refused: _Refusal | None = None
         self._held_up: Request | None = None  # the head that the last step left in the line
 
@@ -68,6 +69,7 @@ class Planner:
         # which it shortens by a token: its first token is with the client already.
         none_held_up = self._start_ready()
         self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
+        self._paced_budget = self._pace.paced_tokens(batch.num_decoding, self._budget)
         self._continue_prefills()
         self._book.waiting.bring_back(self._book.cache.pool.take_registered())
         # Blocks that a victim just gave up are for those who run; a newcomer would
@@ -163,11 +165,22 @@ class Planner:
         prefilling = self._book.batch.prefilling.values()
         for request in sorted(prefilling, key=lambda request: request.rank):
             missing = request.num_tokens - request.num_computed_tokens
-            chunk = self._limits.next_chunk(missing, self._budget)
+            chunk = self._limits.next_chunk(missing, self._budget_for(request))
             if chunk:
                 self._book.batch.continue_prefill(request, chunk)
-                self._budget -= chunk
+                self._spend(request, chunk)
             self._limits.count(request, missing - chunk)
+
+    def _budget_for(self, request: Request) -> int:
+        if not (request.spec.is_paced and self._config.enable_chunked_prefill):
+            return self._budget
+        # A few in any case: it must not keep those behind it in line from their turn.
+        return min(self._budget, max(LEAST_TOKENS, self._paced_budget))
+
+    def _spend(self, request: Request, chunk: int) -> None:
+        self._budget -= chunk
+        if request.spec.is_paced:
+            self._paced_budget -= chunk
 
     def _spend_rest(self, is_line_open: bool) -> None:
         """Give the budget that is left to the prompts that the threshold cut short.
@@ -185,6 +198,8 @@ class Planner:
         is_any_lengthened = False
         chunks = self._book.batch.chunks
         for place, (request, chunk) in enumerate(chunks):
+            if request.spec.is_paced:
+                continue
             left = request.num_tokens - request.num_computed_tokens - chunk
             more = min(left, self._budget)
             if not more:
@@ -239,7 +254,7 @@ class Planner:
         request.is_long = self._limits.is_long(missing)
         if request.is_long and not self._limits.allows_long:
             return _Verdict.STEPS_ASIDE
-        chunk = self._limits.first_chunk(missing, self._budget)
+        chunk = self._limits.first_chunk(missing, self._budget_for(request))
         if not chunk:
             return _Verdict.MUST_WAIT
         if not book.cache.admit(request, hits):
@@ -249,7 +264,7 @@ class Planner:
         book.batch.start_prefill(request, chunk)
         book.note(request, RequestEventKind.SCHEDULED)
         book.handoffs.send(request, len(hits))
-        self._budget -= chunk
+        self._spend(request, chunk)
         self._limits.count(request, missing - chunk)
         if not request.is_long:
             self._limits.took_short()

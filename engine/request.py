@@ -31,6 +31,7 @@ class RequestSpec:
     prior_output_token_ids: tuple[int, ...] = ()
     receive_from: ReceiveKv | None = None
     send_to: HandoffId | None = None
+    is_paced: bool = False  # its prompt may about double the time of a step in which others decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 # What is computed of prompts in any case, so that they come to their end, too.
 LEAST_TOKENS = 16
 FIRST_TOKENS = 64  # while it is not known what a token costs
+FIRST_PACED_TOKENS = 32
 WEIGHT_OF_NEWS = 0.25
 
 
@@ -24,6 +25,14 @@ class StepPace:
             return min(most, FIRST_TOKENS)
         room_s = self._target_s - (self._decoding_s or 0.0)
         return min(most, max(LEAST_TOKENS, int(room_s / self._token_s)))
+
+    def paced_tokens(self, num_decoding: int, most: int) -> int:
+        """Of paced prompts in the next step: they take about as long as decoding itself."""
+        if not num_decoding:
+            return most
+        if self._token_s is None or self._decoding_s is None:
+            return min(most, FIRST_PACED_TOKENS)
+        return min(most, max(LEAST_TOKENS, int(self._decoding_s / self._token_s)))
 
     def took(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
         """A step ended."""

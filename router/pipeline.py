@@ -328,6 +328,7 @@ class Pipeline:
             sequence=replace(
                 _sequence(one.call, one.prompt, one.seed, one.answer.token_ids),
                 age_s=max(0.0, self._clock() - one.context.received_s),
+                is_paced=route.is_paced,
             ),
             answer=one.answer,
             context=one.context,

@@ -20,6 +20,8 @@ TOKENS_PER_DECODE = 64
 MIN_MATCH = 0.05
 # Tokens that an evicted token weighs: the chance that it would have been hit again.
 EVICTION_WEIGHT = 0.25
+# Decode computes what it lacks itself where prefill would compute at least so many times as much.
+MIN_SAVING = 2
 UINT64 = 2**64 - 1
 
 
@@ -35,7 +37,8 @@ class Policy(Enum):
 @dataclass(frozen=True, slots=True)
 class Routing:
     policy: Policy = Policy.PREFIX_AWARE
-    # Decode computes a prompt itself of which it lacks fewer tokens than this; 0 is off.
+    # Decode computes a prompt itself of which it lacks fewer tokens than this, those of other such
+    # prompts included, and prefill lacks many more; 0 is off.
     local_prefill_below: int = 0
     seed: int = 0  # of the random draws
 
@@ -77,6 +80,7 @@ class Route:
     local_reason: str = ""  # why there is no prefill node
     num_missing_tokens: int = 0  # that whoever computes the prompt is thought to lack
     block_names: tuple[BlockHash, ...] = ()  # what both nodes will have; empty if not needed
+    is_paced: bool = False  # decode computes the prompt though prefill could: in small parts
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -102,14 +106,25 @@ def choose(
     if not paired:
         reason = _why_not_paired(table, groups, ask.revision)
         return Route(decode, None, reason, view.missing(decode), names)
-    num_missing = view.surely_missing(decode)
-    if num_missing < routing.local_prefill_below:
-        few = f"{num_missing} tokens are missing on decode, and below"
-        reason = f"{few} {routing.local_prefill_below} it computes them itself"
-        return Route(decode, None, reason, num_missing, names)
     prefills = next(group.prefills for group in paired if decode in group.decodes)
     prefill = pick(routing, view, prefills)
+    reason = _why_local(routing, view, decode, prefill)
+    if reason:
+        return Route(decode, None, reason, view.surely_missing(decode), names, is_paced=True)
     return Route(decode, prefill, "", view.missing(prefill), names)
+
+
+def _why_local(routing: Routing, view: View, decode: Node, prefill: Node) -> str:
+    """Why decode computes what it lacks though prefill could; empty if it does not.
+
+    After each turn of a conversation its decode node has the answer's KV, and no other node does.
+    """
+    few, many = view.surely_missing(decode), view.missing(prefill)
+    num_underway = view.table.burden(decode).num_sent_tokens
+    if few + num_underway >= routing.local_prefill_below or many < MIN_SAVING * few:
+        return ""
+    limit = routing.local_prefill_below
+    return f"{few} tokens are missing on decode and {many} on prefill; the limit is {limit}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class Sequence:
     prior_output_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    is_paced: bool = False  # its prompt is computed in small parts beside those that decode
     age_s: float = 0.0  # since the router received the request
 
 
@@ -82,6 +83,7 @@ def _spec(
         priority=message.priority,
         cache_salt=message.cache_salt,
         prior_output_token_ids=tuple(message.prior_output_token_ids),
+        is_paced=message.is_paced,
         receive_from=receive_from,
         send_to=send_to,
     )
@@ -95,6 +97,7 @@ def _sequence_to(sequence: Sequence) -> node_pb2.Sequence:
         seed=sequence.seed,
         priority=sequence.priority,
         cache_salt=sequence.cache_salt,
+        is_paced=sequence.is_paced,
         age_s=sequence.age_s,
     )
 

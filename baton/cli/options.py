@@ -327,7 +327,8 @@ Policy = Annotated[
 LocalPrefill = Annotated[
     int,
     typer.Option(
-        help="Decode computes a prompt that lacks fewer tokens there; 0 is off.",
+        help="Decode computes what it lacks of a prompt, in small parts between its answers, if "
+        "that is fewer tokens than this and prefill would compute twice as many; 0 is off.",
         rich_help_panel=ROUTING_PANEL,
     ),
 ]

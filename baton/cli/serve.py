@@ -241,7 +241,7 @@ def router_options(
     tool_parser: ToolParser = "",
     reasoning_parser: ReasoningParser = "",
     policy: Policy = "prefix_aware",
-    local_prefill_below: LocalPrefill = 0,
+    local_prefill_below: LocalPrefill = 256,
     max_in_flight: MaxInFlight = None,
     max_queue: MaxQueue = 1024,
     token_file: RouterTokenFile = None,

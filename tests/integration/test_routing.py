@@ -13,7 +13,7 @@ from baton.client import Answer, AsyncClient, BatonError, Client, Generation, Se
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from tests.support.models import prompt_of
-from tests.support.nodes import card_at, prefixes_at
+from tests.support.nodes import await_told, card_at, prefixes_at
 
 BLOCK_SIZE = 16
 THRESHOLD = 24
@@ -75,22 +75,28 @@ def test_sessions_spread_over_the_nodes(client: Client) -> None:
     assert len({one.decode_node for one in served}) == 2
 
 
-def test_a_prompt_of_which_little_is_missing_is_computed_on_decode_and_the_reason_told(
-    client: Client,
+def test_what_decode_lacks_of_the_next_turn_is_computed_there_and_the_reason_told(
+    client: Client, wide_cluster: LocalCluster
 ) -> None:
-    short, long = prompt_of(THRESHOLD - 1, seed=40), prompt_of(THRESHOLD, seed=41)
+    said = prompt_of(3 * BLOCK_SIZE, seed=40)
+    first = client.generate(said, greedy(3 * BLOCK_SIZE + 1))  # its last token has no KV
+    said = (*said, *first.token_ids[:-1])
+    short, long = prompt_of(THRESHOLD - 1, seed=41), prompt_of(THRESHOLD, seed=42)
+    [decode] = [one for one in wide_cluster.decodes if one.name == served_of(first).decode_node]
+    await_told(wide_cluster.address, decode.address)
 
-    at_decode, handed_over = client.generate(short, greedy(3)), client.generate(long, greedy(3))
+    local = served_of(client.generate((*said, *short), greedy(3)))
+    handed_over = served_of(client.generate((*said, *long), greedy(3)))
 
-    local = served_of(at_decode)
-    assert (local.is_prefill_remote, local.kv_bytes) == (False, 0)
+    assert local.kv_bytes == 0
+    assert served_of(first).is_prefill_remote
+    assert served_of(first).prefill_reason == ""
     assert local.prompt_tokens_computed_on_decode == THRESHOLD - 1
     assert f"{THRESHOLD - 1} tokens are missing" in local.prefill_reason
-    assert served_of(handed_over).is_prefill_remote
-    assert served_of(handed_over).prefill_reason == ""
+    assert handed_over.is_prefill_remote
 
 
-def test_a_node_tells_which_prefixes_it_has_so_that_a_repeated_prompt_is_computed_there(
+def test_a_node_tells_which_prefixes_it_has_so_that_a_repeated_prompt_goes_there(
     client: Client, wide_cluster: LocalCluster
 ) -> None:
     prompt = prompt_of(70, seed=50)
@@ -98,16 +104,17 @@ def test_a_node_tells_which_prefixes_it_has_so_that_a_repeated_prompt_is_compute
     [decode] = [one for one in wide_cluster.decodes if one.name == first.decode_node]
 
     repeated = until(
-        lambda served: not served.is_prefill_remote,
+        lambda served: served.prompt_tokens_cached_on_decode == 4 * BLOCK_SIZE,
         lambda: served_of(client.generate(prompt, greedy(3))),
     )
 
     naming = card_at(decode.address).prefix_naming
     assert naming is not None
     assert set(naming.names(prompt, len(prompt))) <= prefixes_at(decode.address)
-    assert first.is_prefill_remote
     assert repeated.decode_node == first.decode_node
-    assert repeated.prompt_tokens_computed_on_decode == 70 - 4 * BLOCK_SIZE
+    # Prefill has it, too, and computes as little.
+    assert repeated.is_prefill_remote
+    assert repeated.kv_blocks == 1
 
 
 def until(is_wanted: Callable[[Served], bool], ask: Callable[[], Served]) -> Served:

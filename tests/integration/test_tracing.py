@@ -15,7 +15,7 @@ from telemetry.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
 from tests.support.life import standing_still
 from tests.support.models import prompt_of
-from tests.support.nodes import kill_the_writer
+from tests.support.nodes import await_told, kill_the_writer
 
 TRACED = "00-{trace_id}-{parent_id}-01"
 REMOTE = {
@@ -200,7 +200,7 @@ def test_mixed_requests_have_one_root_each_and_no_orphan(
             if number == num // 2:
                 fail_over(cluster, client, trace_id)
             else:
-                [remote, local, cancelled, refused][number % 4](client, trace_id, number)
+                [remote, local, cancelled, refused][number % 4](cluster, client, trace_id, number)
         cluster.decodes = [child for child in cluster.decodes if child.process.poll() is None]
 
     traces = {one: collector.trace(one, has_all(names.GENERATE)) for one in trace_ids}
@@ -220,25 +220,32 @@ def test_mixed_requests_have_one_root_each_and_no_orphan(
     assert one(moved, names.GENERATE).attributes[names.SERVED] == "migrated"
 
 
-def remote(client: Client, trace_id: str, number: int) -> None:
+def remote(cluster: LocalCluster, client: Client, trace_id: str, number: int) -> None:
     answer = client.generate(prompt_of(30, seed=100 + number), traced_by(trace_id))
     assert answer.finish is not None
     assert answer.finish.served.is_prefill_remote
 
 
-def local(client: Client, trace_id: str, number: int) -> None:
-    answer = client.generate(prompt_of(LOCAL_BELOW - 1, seed=100 + number), traced_by(trace_id))
+def local(cluster: LocalCluster, client: Client, trace_id: str, number: int) -> None:
+    """The next turn of a conversation: its decode node alone has the answer's KV."""
+    said = prompt_of(16, seed=100 + number)
+    first = client.generate(said, Generation(greedy(17)))  # two blocks; the last token has no KV
+    assert first.finish is not None
+    [decode] = [one for one in cluster.decodes if one.name == first.finish.served.decode_node]
+    await_told(cluster.address, decode.address)
+    said = (*said, *first.token_ids[:-1], *prompt_of(LOCAL_BELOW - 1, seed=number))
+    answer = client.generate(said, traced_by(trace_id))
     assert answer.finish is not None
     assert not answer.finish.served.is_prefill_remote
 
 
-def cancelled(client: Client, trace_id: str, number: int) -> None:
+def cancelled(cluster: LocalCluster, client: Client, trace_id: str, number: int) -> None:
     stream = client.stream(prompt_of(30, seed=number), traced_by(trace_id, max_tokens=400))
     next(stream)
     stream.close()
 
 
-def refused(client: Client, trace_id: str, number: int) -> None:
+def refused(cluster: LocalCluster, client: Client, trace_id: str, number: int) -> None:
     with pytest.raises(BatonError):
         client.generate((5,) * 600, traced_by(trace_id))
 

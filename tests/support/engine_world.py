@@ -111,6 +111,7 @@ class EngineWorld:
         max_tokens: int = 4,
         sampling: SamplingParams | None = None,
         source: Peer = SOURCE,
+        is_paced: bool = False,
     ) -> RequestId:
         """A prompt given as a number is that many tokens that start like all others."""
         name = RequestId(request_id or f"r{len(self.receipts)}")
@@ -127,6 +128,7 @@ class EngineWorld:
             prior_output_token_ids=tuple(prior),
             receive_from=ReceiveKv(handoff_id, source) if receives else None,
             send_to=handoff_id if sends else None,
+            is_paced=is_paced,
         )
         self._is_at_rest = False
         self.scheduler.add(spec)

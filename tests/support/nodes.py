@@ -40,6 +40,19 @@ def prefixes_at(address: str) -> frozenset[BlockHash]:
     return changes.stored
 
 
+def await_told(router_address: str, node_address: str) -> None:
+    """Returns when the router knows the load and the prefixes that this node has now."""
+    wanted = load_at(node_address).totals.num_sampled_tokens
+    with grpc.insecure_channel(router_address) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        watch = stub.WatchNodes(cluster_pb2.WatchNodesRequest(interval_s=0.1), timeout=30)
+        for message in watch:
+            [node] = [one for one in message.nodes if one.address == node_address]
+            if node.totals.num_sampled_tokens >= wanted:
+                watch.cancel()
+                return
+
+
 def is_busy(load: NodeLoad) -> bool:
     return load.num_running + load.num_waiting > 0
 

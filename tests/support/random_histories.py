@@ -114,6 +114,7 @@ def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> Non
             priority=chance.randint(0, 2),
             cache_salt=chance.choice(["", "", "tenant"]),
             sampling=sampling,
+            is_paced=role == "local" and chance.random() < 0.2,
         )
     except InvalidRequest:
         return

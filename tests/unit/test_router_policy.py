@@ -249,8 +249,39 @@ def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_told() -> N
     many = choose(table, routing, Ask((*PROMPT, *range(12))))
 
     assert few.prefill is None
+    assert few.is_paced
     assert "4 tokens are missing" in few.local_reason
     assert many.prefill is not None
+
+
+def test_decode_computes_nothing_that_prefill_lacks_about_as_much_of() -> None:
+    table = a_cluster(1, 1)
+    routing = Routing(local_prefill_below=200)
+    fresh = choose(table, routing, ASK)
+    tell_prefix(table, "p0", PROMPT[:48])
+    tell_prefix(table, "d0", PROMPT[:64])
+
+    follow_up = choose(table, routing, ASK)
+
+    assert fresh.prefill is not None  # both lack all of it
+    assert follow_up.prefill is not None  # 36 tokens or 52
+    assert not follow_up.is_paced
+
+
+def test_decode_computes_fewer_tokens_at_once_than_the_limit() -> None:
+    table = a_cluster(1, 1)
+    tell_prefix(table, "d0", PROMPT)
+    routing = Routing(local_prefill_below=10)  # it lacks four
+    underway = []
+
+    for number in range(4):
+        route = choose(table, routing, Ask(PROMPT, number))
+        underway.append((route.prefill is None, Assignment(table, route)))
+    for _, assignment in underway:
+        assignment.close()
+
+    assert [is_local for is_local, _ in underway] == [True, True, False, False]
+    assert choose(table, routing, ASK).prefill is None
 
 
 def test_only_what_a_node_has_for_sure_lets_it_compute_a_prompt_itself() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from engine.core import EngineCore, NoKvWorker
 from engine.errors import InvalidConfig
 from engine.plan import Plan, RunResult
+from engine.request import ClientId
 from engine.scheduler import Scheduler
 from engine.scheduler_config import CacheConfig, SchedulerConfig
 from engine.step_pace import LEAST_TOKENS, StepPace
@@ -114,3 +115,42 @@ def test_whoever_decodes_beside_a_long_prompt_waits_no_longer_than_the_target() 
 
     assert max(runner.took[20:]) <= 0.11
     assert sum(runner.took[10:]) >= 3.0  # it was under way all the time
+
+
+@pytest.mark.parametrize("machine", [Machine(0.04, 0.0022), Machine(0.01, 0.00005)])
+def test_paced_prompts_about_double_the_time_of_a_step(machine: Machine) -> None:
+    pace = StepPace(None)
+    given = []
+
+    for _ in range(20):
+        pace.took(machine.step_s(8, 0), 8, 0)
+        given.append(pace.paced_tokens(8, MOST))
+        pace.took(machine.step_s(8, given[-1]), 8, given[-1])
+
+    alone = machine.step_s(8, 0)
+    assert given[-1] > 16
+    assert all(machine.step_s(8, chunk) <= 2.5 * alone for chunk in given[5:])
+    assert pace.paced_tokens(0, MOST) == MOST
+
+
+@pytest.mark.parametrize("is_paced", [True, False])
+@pytest.mark.parametrize("num_decoding", [0, 1])
+def test_a_paced_prompt_is_computed_in_small_parts_beside_those_that_decode(
+    is_paced: bool, num_decoding: int
+) -> None:
+    runner = TimedRunner(Machine(0.02, 0.001))
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=512))
+    engine = EngineCore(scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
+    for number in range(num_decoding):
+        scheduler.add(make_spec(request_id=f"decodes {number}", max_tokens=500))
+    for _ in range(10):
+        engine.step()
+    spec = make_spec(range(200), request_id="paced", max_tokens=1)
+    scheduler.add(replace(spec, is_paced=is_paced))
+
+    for _ in range(20):
+        engine.step()
+
+    is_cut = is_paced and num_decoding
+    assert max(runner.took) <= 0.05 if is_cut else max(runner.took) >= 0.2
+    assert len(scheduler.request_ids_by_client().get(ClientId(""), [])) == num_decoding
