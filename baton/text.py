@@ -47,6 +47,8 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         # What each token spells alone: answers ask for it over and over.
         self.decode_one = lru_cache(MOST_REMEMBERED)(self._decode_one)
+        # One token by itself, special ones by their names.
+        self.token = lru_cache(MOST_REMEMBERED)(self._token)
 
     @classmethod
     def from_folder(cls, folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
@@ -93,8 +95,7 @@ class Tokenizer:
     def _decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
         return self.decode((token_id,), skip_special_tokens=skip_special_tokens)
 
-    def token(self, token_id: int) -> TokenText:
-        """One token by itself, special ones by their names."""
+    def _token(self, token_id: int) -> TokenText:
         text = self.decode_one(token_id, False)
         name = self._fast.id_to_token(token_id)
         if name is None or token_id in self._added_ids:

@@ -9,6 +9,8 @@ from engine.errors import InvalidRequest
 from engine.sampling import Argument, Scalar
 
 FIELD = "extra_args"
+MAX_ARGUMENT_ENTRIES = 1 << 12  # of a list; routers bound all lists of a request together
+MAX_ARGUMENT_CHARACTERS = 1 << 16  # of a text
 MOST_EXACT = 2**53  # up to here JSON's numbers are exact
 
 Arguments = Mapping[str, Argument]
@@ -18,6 +20,10 @@ Check = Callable[[Arguments], None]
 def argument_of(value: object) -> Argument:
     """What JSON holds, as far as it may be given. Raises InvalidRequest."""
     if isinstance(value, (list, tuple)):
+        if len(value) > MAX_ARGUMENT_ENTRIES:
+            raise InvalidRequest(
+                f"a list has {len(value)} entries; at most {MAX_ARGUMENT_ENTRIES} may be", FIELD
+            )
         return tuple(_scalar_of(one) for one in value)
     return _scalar_of(value)
 
@@ -25,6 +31,10 @@ def argument_of(value: object) -> Argument:
 def _scalar_of(value: object) -> Scalar:
     if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT:
         return int(value)  # JSON knows one kind of number
+    if isinstance(value, str) and len(value) > MAX_ARGUMENT_CHARACTERS:
+        raise InvalidRequest(
+            f"a text has {len(value)} characters; at most {MAX_ARGUMENT_CHARACTERS} may be", FIELD
+        )
     is_number = isinstance(value, float) and math.isfinite(value)
     if isinstance(value, (str, int)) or is_number:
         return value  # type: ignore[return-value]  # it is one of these

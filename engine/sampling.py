@@ -13,6 +13,10 @@ from engine.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 64
 MOST_BANNED_SEQUENCES = 1024
+MAX_BANNED_SEQUENCE_TOKENS = 1 << 16  # of all of them together
+MAX_STOP_TOKEN_IDS = 1 << 10
+MAX_LOGIT_BIASES = 1 << 14
+MAX_LISTED_TOKEN_IDS = 1 << 18  # allowed or banned; as many as the largest vocabularies have
 
 # What logits processors are given: what JSON holds, a list of such at most.
 Scalar: TypeAlias = str | int | float | bool
@@ -78,8 +82,10 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
             _check(name, penalty, -2 <= penalty <= 2, "from -2 to 2")
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
         for token_id, bias in self.logit_bias.items():
-            _check(f"logit_bias[{token_id}]", bias, -100 <= bias <= 100, "from -100 to 100")
+            if not -100 <= bias <= 100:
+                _check(f"logit_bias[{token_id}]", bias, is_good=False, expected="from -100 to 100")
 
     def _check_token_ids(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -87,10 +93,13 @@ class SamplingParams:
                 "allowed_token_ids is empty: leave it out to allow every token", "allowed_token_ids"
             )
         self._check_banned_sequences()
-        banned = (*self.banned_token_ids, *chain.from_iterable(self.banned_sequences))
-        named = (*self.stop_token_ids, *banned, *(self.allowed_token_ids or ()))
-        for token_id in (*named, *self.logit_bias):
-            _check("token id", token_id, token_id >= 0, "at least 0")
+        allowed = self.allowed_token_ids or ()
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _check_count("banned_token_ids", len(self.banned_token_ids), MAX_LISTED_TOKEN_IDS)
+        _check_count("allowed_token_ids", len(allowed), MAX_LISTED_TOKEN_IDS)
+        banned = chain(self.banned_token_ids, chain.from_iterable(self.banned_sequences))
+        lowest = min(chain(self.stop_token_ids, banned, allowed, self.logit_bias), default=0)
+        _check("token id", lowest, lowest >= 0, "at least 0")
 
     def _check_banned_sequences(self) -> None:
         """Each of them is looked at before each token."""
@@ -101,6 +110,17 @@ class SamplingParams:
             raise InvalidRequest(
                 f"{name} has {count}; at most {MOST_BANNED_SEQUENCES} may be", name
             )
+        _check_count(name, sum(map(len, self.banned_sequences)), MAX_BANNED_SEQUENCE_TOKENS)
+
+    @property
+    def size(self) -> int:
+        """Cost of a copy of its lists and maps, about, where a token id in a list costs 1."""
+        lists = (self.stop_token_ids, self.banned_token_ids, self.allowed_token_ids or ())
+        num_ids = sum(map(len, (*lists, *self.banned_sequences)))
+        num_arguments = sum(
+            len(value) if isinstance(value, tuple) else 1 for value in self.extra_args.values()
+        )
+        return num_ids + 4 * len(self.logit_bias) + 8 * (len(self.banned_sequences) + num_arguments)
 
     def _check_form(self) -> None:
         if self.structured_outputs is not None and self.ignore_eos:
@@ -132,6 +152,11 @@ class SamplingDefaults:
 
 
 NO_ADVICE = SamplingDefaults()
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{name} has {count} token ids; at most {most} may be", name)
 
 
 def _check(name: str, value: object, is_good: bool, expected: str) -> None:

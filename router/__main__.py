@@ -145,6 +145,7 @@ async def serve(
             services,
             tls=options.tls,
             interceptors=_gates(options, metrics),
+            for_clients=True,
         ) as server,
         node_calls,
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.shared_prompt import SharedPrompt
+from router.sizes import LogprobBudget
 from router.tracing import UNTRACED, Trace
 from serving.errors import DeadlineExceeded
 
@@ -15,6 +16,7 @@ class RequestContext:
     deadline_s: float | None = None  # on the same clock; None: the client waits for ever
     trace: Trace = UNTRACED
     shared: SharedPrompt | None = None  # with the other answers to its prompt
+    logprob_budget: LogprobBudget | None = None  # of the whole request; None: one of its own
 
     def remaining_s(self, now: float) -> float | None:
         """The time that is left for nodes. Raises DeadlineExceeded when there is none."""

@@ -45,8 +45,7 @@ class LargeTexts:
     async def _turn(self) -> None:
         if self._num_waiting >= self._config.max_waiting:
             raise QueueFull(
-                f"{self._num_waiting} large texts wait already to be tokenised; send this one "
-                "later, or send token ids",
+                f"{self._num_waiting} large texts wait already to be read; send this one later",
                 RETRY_AFTER_S,
             )
         self._num_waiting += 1

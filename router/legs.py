@@ -92,7 +92,8 @@ class NodeCalls(Protocol):
 class Events:
     """What came of all legs, in the order it came.
 
-    Outputs that wait are taken as one: whoever falls behind catches up with fewer messages.
+    Outputs without logprobs that wait are taken as one: whoever falls behind catches up with fewer
+    messages.
     A client that does not read at all costs its own request, and nobody else anything.
     """
 
@@ -114,6 +115,10 @@ class Events:
             await self._came
         event = self._waiting.popleft()
         if isinstance(event, LegOutput) and self._waiting:
+            if event.outputs[0].logprobs:
+                # Each has as much to write as many plain ones: the event loop goes on in between.
+                await asyncio.sleep(0)
+                return event
             return LegOutput(event.leg, event.outputs + tuple(self._more_of(event.leg)))
         return event
 
@@ -121,6 +126,8 @@ class Events:
         while self._waiting:
             event = self._waiting[0]
             if not isinstance(event, LegOutput) or event.leg is not leg:
+                return
+            if event.outputs[0].logprobs:
                 return
             self._waiting.popleft()
             yield from event.outputs

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from baton.spelling import TokenText
 from kv_transfer.types import HandoffId
@@ -30,7 +30,7 @@ from router.policy import Ask, Route, Routing, choose
 from router.quarantine import Boarding, Quarantine, Suspicion, Verdict
 from router.retry_budget import RetryBudget
 from router.shared_prompt import SharedPrompt
-from router.sizes import check_prompt_logprobs_fit
+from router.sizes import LogprobBudget, check_prompt_logprobs_fit
 from router.text import TextBoundary
 from router.values import Call, Ending, Piece, Prompt
 from serving.errors import (
@@ -54,6 +54,7 @@ NONCE_BYTES = 8
 MARGIN = 1.25  # urgent requests pass those in line, and no forecast is exact
 # When all nodes are replaced at once, many refuse before the router hears that they drain.
 MOST_TRIES = 50
+MAX_REMEMBERED_BAD_WORDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Pipeline:
         self._table = table
         self._node_calls = node_calls
         self._text = text
+        # All answers of a request have the same words, and look them up at the same moment.
+        self._spellings = lru_cache(MAX_REMEMBERED_BAD_WORDS)(self._all_spellings)
         self._forms = forms
         self._large_texts = LargeTexts(config.large_texts)
         self._clock = clock
@@ -130,22 +133,17 @@ class Pipeline:
         if self.is_draining:
             raise Draining("this router is on its way out; send the request to another")
         self.check_model(call.model)
-        with self._id_held(call.request_id), _shared(call, context) as (shared, leads):
+        with self._id_held(call.request_id), _shared(context) as (shared, leads):
             beside = None if leads else await shared.decode_node()
             call = self._without_bad_words(call)
-            prompt = shared.token_ids or await self.token_ids(call.prompt, call.model)
-            shared.token_ids = prompt
-            context.trace.tokenized(len(prompt), self._admission.num_waiting)
-            if not prompt:
-                raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+            prompt = await self._prompt(call, context, shared)
             call = self._within_context(call, len(prompt))
-            check_prompt_logprobs_fit(len(prompt), call.sampling.prompt_logprobs)
+            if leads:
+                _check_prompt_logprobs(call, len(prompt), context, shared)
             await self._forms.check(call.sampling.structured_outputs)
+            tries = self._tries_sharing(call, prompt, context, shared, beside)
             with self._awaiting(call, context) as began:
-                async with (
-                    self._admission.turn(call.priority),
-                    aclosing(self._tries(call, prompt, context, shared, beside)) as pieces,
-                ):
+                async with self._admission.turn(call.priority), aclosing(tries) as pieces:
                     # It may have waited for longer than was foreseen: nodes shall not work in vain.
                     self._refuse_if_too_late(call, context, 0.0, self.num_in_flight - 1)
                     context.trace.admitted()
@@ -180,6 +178,17 @@ class Pipeline:
         """One token by itself, for those who ask how likely it was."""
         return self._text.token(token_id)
 
+    async def _prompt(
+        self, call: Call, context: RequestContext, shared: SharedPrompt
+    ) -> tuple[int, ...]:
+        """Token ids of the prompt, tokenised once for all answers to it. Raises EmptyPrompt."""
+        prompt = shared.token_ids or await self.token_ids(call.prompt, call.model)
+        shared.token_ids = prompt
+        context.trace.tokenized(len(prompt), self._admission.num_waiting)
+        if not prompt:
+            raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+        return prompt
+
     def _within_context(self, call: Call, num_prompt_tokens: int) -> Call:
         """With a default max_tokens that the KV cache of every decode node can hold."""
         longest = self._table.max_sequence_len(call.model)
@@ -195,9 +204,12 @@ class Pipeline:
         """Nodes know no text: they are told the tokens."""
         if not call.bad_words:
             return call
-        spelled = {tokens for word in call.bad_words for tokens in self._text.spellings(word)}
-        banned = (*call.sampling.banned_sequences, *sorted(spelled))
+        banned = (*call.sampling.banned_sequences, *self._spellings(call.bad_words))
         return replace(call, sampling=replace(call.sampling, banned_sequences=banned))
+
+    def _all_spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        spelled = {tokens for word in words for tokens in self._text.spellings(word)}
+        return tuple(sorted(spelled))
 
     @contextmanager
     def _awaiting(self, call: Call, context: RequestContext) -> Iterator[Callable[[], None]]:
@@ -255,6 +267,22 @@ class Pipeline:
                 f"with {MARGIN - 1:.0%} in reserve, but the client waits for {remaining_s:.1f} s",
                 MARGIN * (wait_s + lasts_s) - remaining_s,
             )
+
+    def _tries_sharing(
+        self,
+        call: Call,
+        prompt: tuple[int, ...],
+        context: RequestContext,
+        shared: SharedPrompt,
+        beside: Node | None,
+    ) -> AsyncGenerator[Piece | Ending, None]:
+        """The tries of one answer, with prompt logprobs that another answer has already."""
+        if call.sampling.prompt_logprobs is None:
+            return self._tries(call, prompt, context, shared, beside)
+        if shared.prompt_logprobs:
+            call = replace(call, sampling=replace(call.sampling, prompt_logprobs=None))
+        tries = self._tries(call, prompt, context, shared, beside)
+        return shared.with_prompt_logprobs(tries)
 
     async def _tries(
         self,
@@ -465,6 +493,16 @@ class Pipeline:
                 self._became_idle.set()
 
 
+def _check_prompt_logprobs(
+    call: Call, num_tokens: int, context: RequestContext, shared: SharedPrompt
+) -> None:
+    """For all answers to a prompt. Raises InvalidRequest."""
+    count = call.sampling.prompt_logprobs
+    budget = context.logprob_budget or LogprobBudget()
+    budget.spend(num_tokens, count, shared.num_answers)
+    check_prompt_logprobs_fit(num_tokens, count)
+
+
 class _Request:
     """What stays of a request from one try to the next."""
 
@@ -493,11 +531,9 @@ class _Request:
 
 
 @contextmanager
-def _shared(call: Call, context: RequestContext) -> Iterator[tuple[SharedPrompt, bool]]:
+def _shared(context: RequestContext) -> Iterator[tuple[SharedPrompt, bool]]:
     """What it has in common with other answers, and whether it is the first of them."""
-    # Only computing a prompt tells its logprobs.
-    is_alone = context.shared is None or call.sampling.prompt_logprobs is not None
-    shared = SharedPrompt() if is_alone or context.shared is None else context.shared
+    shared = context.shared or SharedPrompt()
     with shared.led() as leads:
         yield shared, leads
 

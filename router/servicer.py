@@ -11,10 +11,12 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.limits import MAX_TOKENS_TO_DETOKENIZE, check_count, check_name, is_name
 from router.merging import merged
 from router.nodes import NodeTable
 from router.pipeline import Pipeline
 from router.translate import Responses, calls_from, tokenize_input_from
+from router.values import Piece
 from router.visits import Visits, received_now
 from serving.ends import is_late
 from serving.errors import NoNodes
@@ -36,19 +38,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        request_id = request.request_id or secrets.token_hex(ID_BYTES)
+        given_id = request.request_id
+        request_id = given_id if is_name(given_id) else secrets.token_hex(ID_BYTES)
         received = received_now(context.time_remaining())
         visit = self._visits.begin(request_id, context.invocation_metadata(), received)
         is_past = partial(is_late, context, received.received_s)
         async with named_errors(context, request_id=request_id, trace_id=visit.trace_id):
             with visit.before_the_call(is_past):
+                check_name("request_id", given_id)
                 defaults = self._table.sampling_defaults(request.model)
-                calls = calls_from(request, request_id, defaults)
+                max_model_len = self._table.max_model_len(request.model)
+                calls = calls_from(request, request_id, defaults, max_model_len)
             responses = [Responses(request_id, index) for index in range(len(calls))]
             answers = self._visits.answering(visit, calls, len(calls), is_past)
             async with aclosing(merged(answers)) as parts:
                 async for index, part in parts:
-                    yield responses[index].next(part)
+                    if isinstance(part, Piece) and part.prompt_logprobs:
+                        yield await responses[index].next_in_slices(part)
+                    else:
+                        yield responses[index].next(part)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
@@ -61,6 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
         async with named_errors(context):
+            check_count("token_ids", len(request.token_ids), MAX_TOKENS_TO_DETOKENIZE)
             text = await self._pipeline.spelled(tuple(request.token_ids))
         return inference_pb2.DetokenizeResponse(text=text)
 

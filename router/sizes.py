@@ -1,4 +1,4 @@
-"""Whether what a request asks for can be told in one message. Pure."""
+"""Size limits on what one request may ask to be returned. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,36 @@ from serving.sizes import MAX_MESSAGE_BYTES
 # The most that protobuf takes for one entry of TokenLogprobs.top, and for what is around them.
 TOP_BYTES = 17
 TOKEN_BYTES = 40
+# Logprobs of its tokens that a request may have in one HTTP body, and of its prompts as many
+# again: each kind is about 35 MB of JSON.
+MAX_LOGPROBS_PER_REQUEST = 1 << 19
+
+
+class LogprobBudget:
+    """Prompt logprobs that the answers of one request may still repeat, all of them together."""
+
+    def __init__(self, num_left: int = MAX_LOGPROBS_PER_REQUEST) -> None:
+        self._num_left = num_left
+
+    def spend(self, num_prompt_tokens: int, prompt_logprobs: int | None, num_answers: int) -> None:
+        """Raises InvalidRequest. Each answer to a prompt repeats the logprobs of that prompt."""
+        if prompt_logprobs is None:
+            return
+        num_logprobs = num_prompt_tokens * (prompt_logprobs + 1) * num_answers
+        if num_logprobs > self._num_left:
+            raise InvalidRequest(
+                f"prompt_logprobs is {prompt_logprobs}: {num_answers} answers to "
+                f"{num_prompt_tokens} prompt tokens repeat {num_logprobs} logprobs; all answers of "
+                f"a request may repeat {MAX_LOGPROBS_PER_REQUEST}, and {self._num_left} are left: "
+                "lower prompt_logprobs or n, or shorten the prompt",
+                "prompt_logprobs",
+            )
+        self._num_left -= num_logprobs
+
+
+def max_tokens_with_logprobs(logprobs: int, num_answers: int) -> int:
+    """The longest that each answer may be for the logprobs of all to fit into one HTTP body."""
+    return max(1, MAX_LOGPROBS_PER_REQUEST // ((logprobs + 1) * num_answers))
 
 
 def check_prompt_logprobs_fit(num_prompt_tokens: int, prompt_logprobs: int | None) -> None:

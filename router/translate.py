@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.stops import StopRule
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
-from engine.sampling import NO_ADVICE, SamplingDefaults
+from engine.extra_args import MAX_ARGUMENT_ENTRIES
+from engine.sampling import (
+    MAX_BANNED_SEQUENCE_TOKENS,
+    MAX_LISTED_TOKEN_IDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    MOST_BANNED_SEQUENCES,
+    NO_ADVICE,
+    SamplingDefaults,
+)
+from engine.structured_outputs import MOST_CHOICES
+from router.limits import (
+    MAX_CHAT_MESSAGES,
+    MAX_EXTRA_ARGS,
+    check_copies_fit,
+    check_count,
+    check_name,
+    check_prompt_length,
+)
 from router.values import (
     Call,
     ChatMessage,
@@ -29,8 +48,17 @@ MOST_ANSWERS = 128  # to one request; each is a sequence of its own
 NUM_SEEDS = 1 << 64
 MOST_STOP_STRINGS = 64
 MOST_STOP_CHARACTERS = 1024
+MAX_STOP_ENTRIES = 1024  # empty ones included, which mean nothing
 MOST_BAD_WORDS = 64
 MOST_BAD_CHARACTERS = 256
+MAX_POSITIONS_AT_ONCE = 256  # with logprobs, that are put into a message without a break
+MAX_COUNTS = {
+    "logit_bias": MAX_LOGIT_BIASES,
+    "banned_token_ids": MAX_LISTED_TOKEN_IDS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "banned_sequences": MOST_BANNED_SEQUENCES,
+    "extra_args": MAX_EXTRA_ARGS,
+}
 PLACE_TO_MESSAGE = {
     PrefillPlace.REMOTE: inference_pb2.PREFILL_PLACE_REMOTE,
     PrefillPlace.LOCAL: inference_pb2.PREFILL_PLACE_LOCAL,
@@ -41,12 +69,14 @@ def calls_from(
     message: inference_pb2.GenerateRequest,
     request_id: str,
     defaults: SamplingDefaults = NO_ADVICE,
+    max_model_len: int | None = None,
 ) -> list[Call]:
     """One for each answer. Raises what a bad request deserves."""
     num_answers = message.n if message.HasField("n") else 1
     if not 1 <= num_answers <= MOST_ANSWERS:
         raise InvalidRequest(f"n is {num_answers}; it must be from 1 to {MOST_ANSWERS}", "n")
-    call = call_from(message, request_id, defaults)
+    call = call_from(message, request_id, defaults, max_model_len)
+    check_copies_fit(call.sampling, call.bad_words, num_answers)
     if num_answers == 1:
         return [call]
     return [
@@ -68,8 +98,12 @@ def call_from(
     message: inference_pb2.GenerateRequest,
     request_id: str,
     defaults: SamplingDefaults = NO_ADVICE,
+    max_model_len: int | None = None,
 ) -> Call:
     """Raises what a bad request deserves."""
+    check_name("model", message.model)
+    check_name("cache_salt", message.cache_salt)
+    _check_counts(message.sampling)
     sampling = sampling_from(message.sampling, defaults)
     stop = StopRule(
         strings=stop_strings_from(message.sampling.stop),
@@ -78,7 +112,7 @@ def call_from(
     )
     return Call(
         request_id=request_id,
-        prompt=prompt_from(message),
+        prompt=prompt_from(message, max_model_len),
         sampling=sampling,
         stop=stop,
         model=message.model,
@@ -88,13 +122,26 @@ def call_from(
     )
 
 
+def _check_counts(message: sampling_pb2.SamplingParams) -> None:
+    """Before any of it is copied; SamplingParams has the same limits. Raises InvalidRequest."""
+    for field, most in MAX_COUNTS.items():
+        check_count(field, len(getattr(message, field)), most)
+    check_count("allowed_token_ids", len(message.allowed_token_ids.ids), MAX_LISTED_TOKEN_IDS)
+    num_banned = sum(len(one.ids) for one in message.banned_sequences)
+    check_count("banned_sequences", num_banned, MAX_BANNED_SEQUENCE_TOKENS)
+    check_count("structured_outputs", len(message.structured_outputs.choice.texts), MOST_CHOICES)
+    for name, value in message.extra_args.items():
+        check_name("extra_args", name)
+        check_count("extra_args", len(value.list_value.values), MAX_ARGUMENT_ENTRIES)
+
+
 def bad_words_from(given: Sequence[str]) -> tuple[str, ...]:
     """Each of their spellings is looked for before each token."""
-    words = tuple(given)
-    if len(words) > MOST_BAD_WORDS:
+    if len(given) > MOST_BAD_WORDS:
         raise InvalidRequest(
-            f"bad_words has {len(words)} texts; at most {MOST_BAD_WORDS} may be", "bad_words"
+            f"bad_words has {len(given)} texts; at most {MOST_BAD_WORDS} may be", "bad_words"
         )
+    words = tuple(given)
     for word in words:
         if not 0 < len(word) <= MOST_BAD_CHARACTERS:
             raise InvalidRequest(
@@ -107,6 +154,7 @@ def bad_words_from(given: Sequence[str]) -> tuple[str, ...]:
 
 def stop_strings_from(given: Sequence[str]) -> tuple[str, ...]:
     """All of them are looked for behind each token: neither many nor long ones are taken."""
+    check_count("stop", len(given), MAX_STOP_ENTRIES)
     strings = tuple(string for string in given if string)
     if len(strings) > MOST_STOP_STRINGS:
         raise InvalidRequest(
@@ -121,11 +169,12 @@ def stop_strings_from(given: Sequence[str]) -> tuple[str, ...]:
     return strings
 
 
-def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
+def prompt_from(message: inference_pb2.GenerateRequest, max_model_len: int | None = None) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
             return TextPrompt(message.text)
         case "token_ids":
+            check_prompt_length(len(message.token_ids.ids), max_model_len)
             return TokenPrompt(tuple(message.token_ids.ids))
         case "chat":
             return chat_from(message.chat)
@@ -142,6 +191,7 @@ def tokenize_input_from(message: inference_pb2.TokenizeRequest) -> Prompt:
 
 
 def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
+    check_count("messages", len(message.messages), MAX_CHAT_MESSAGES)
     return ChatPrompt(tuple(ChatMessage(one.role, one.content) for one in message.messages))
 
 
@@ -182,6 +232,15 @@ class Responses:
         self._plain.token_ids[:] = part.token_ids
         self._plain.text = part.text
         return self._plain
+
+    async def next_in_slices(self, part: Piece) -> inference_pb2.GenerateResponse:
+        """The same for a piece with many logprobs: the event loop serves others in between."""
+        response = response_to(self._request_id, part._replace(prompt_logprobs=()), self._index)
+        for first in range(0, len(part.prompt_logprobs), MAX_POSITIONS_AT_ONCE):
+            entries = part.prompt_logprobs[first : first + MAX_POSITIONS_AT_ONCE]
+            response.prompt_logprobs.extend(prompt_logprobs_to(entries))
+            await asyncio.sleep(0)
+        return response
 
 
 def _finish_to(ending: Ending) -> inference_pb2.Finish:

@@ -11,6 +11,7 @@ from router.context import RequestContext
 from router.pipeline import Pipeline
 from router.salts import own_salt, owner_of
 from router.shared_prompt import SharedPrompt
+from router.sizes import LogprobBudget
 from router.tracing import TRACES_NOTHING, Tracing
 from router.values import Call, Ending, Piece
 from telemetry import names
@@ -62,12 +63,13 @@ class Visit:
         call: Call,
         is_late: Callable[[], bool] = _never,
         shared: SharedPrompt | None = None,
+        budget: LogprobBudget | None = None,
     ) -> AsyncIterator[Parts]:
         """The answer; the request ends with the block."""
         with self._trace.ending(is_late):
             self._trace.asked(call)
             call = replace(call, cache_salt=own_salt(call.cache_salt, self.owner))
-            context = replace(self._context, shared=shared)
+            context = replace(self._context, shared=shared, logprob_budget=budget)
             async with aclosing(self._pipeline.generate(call, context)) as parts:
                 yield parts
 
@@ -99,9 +101,10 @@ class Visits:
         """
         visits = [visit, *(self._beside(visit, call.request_id) for call in calls[1:])]
         num_prompts = len(calls) // num_each
-        shared = [SharedPrompt() if num_each > 1 else None for _ in range(num_prompts)]
+        shared = [SharedPrompt(num_each) if num_each > 1 else None for _ in range(num_prompts)]
+        budget = LogprobBudget()
         return [
-            one.answering(call, is_late, shared[place // num_each])
+            one.answering(call, is_late, shared[place // num_each], budget)
             for place, (one, call) in enumerate(zip(visits, calls, strict=True))
         ]
 

@@ -78,10 +78,13 @@ RECONNECTION: Options = (
 
 
 def server_options(
-    keepalive: Keepalive = KEEPALIVE, connections: ServerConnections = CONNECTIONS
+    keepalive: Keepalive = KEEPALIVE,
+    connections: ServerConnections = CONNECTIONS,
+    max_request_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Options:
     return (
-        *SIZES,
+        SIZES[0],
+        ("grpc.max_receive_message_length", max_request_bytes),
         *keepalive.server_options,
         # Two servers on one port would share its connections without anyone noticing.
         ("grpc.so_reuseport", 0),

@@ -41,6 +41,10 @@ class MessageTooLarge(ServiceError):
     """A message is larger than one may be; another try would be as large."""
 
 
+class BodyTimeout(ServiceError):
+    """The request's body did not come within the time that it may take."""
+
+
 class DeadlineExceeded(ServiceError):
     """The time that the client gave was over before the answer was whole."""
 

@@ -24,6 +24,7 @@ from serving.health import HEALTH, Health
 from serving.health_servicer import HealthServicer
 from serving.listening import check_port
 from serving.reflection import enable_reflection
+from serving.sizes import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from serving.tls import PLAIN, TlsConfig
 from serving.unreadable import NamesUnreadable
 
@@ -56,13 +57,19 @@ async def serving(
     keepalive: Keepalive = KEEPALIVE,
     connections: ServerConnections = CONNECTIONS,
     interceptors: Sequence[aio.ServerInterceptor] = (),
+    for_clients: bool = False,
 ) -> AsyncIterator[Running]:
-    """Serves from here to the end of the block, not ready until told so."""
+    """Serves from here to the end of the block, not ready until told so.
+
+    With `for_clients`, messages are limited as what anyone may send; else as between processes
+    of one cluster.
+    """
     names = tuple(service.name for service in services)
     health = Health(names)
+    max_request_bytes = MAX_REQUEST_BYTES if for_clients else MAX_MESSAGE_BYTES
     server = aio.server(
-        interceptors=(*interceptors, NamesUnreadable()),
-        options=server_options(keepalive, connections),
+        interceptors=(*interceptors, NamesUnreadable(is_gauged=for_clients)),
+        options=server_options(keepalive, connections, max_request_bytes),
     )
     for service in services:
         service.add_to(server)

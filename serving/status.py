@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from engine.errors import EngineError, EngineGone, EngineStopped, InvalidRequest, PassFailed
 from kv_transfer.errors import InvalidMessage, KvTransferError, PeerUnreachable
 from serving.errors import (
+    BodyTimeout,
     ClientGone,
     ClientTooSlow,
     DeadlineExceeded,
@@ -59,6 +60,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     RequestIdInUse: (StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE"),
     Unauthenticated: (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
     MessageTooLarge: (StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
+    BodyTimeout: (StatusCode.DEADLINE_EXCEEDED, "BODY_TIMEOUT"),
     DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     QueueFull: (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     TooLate: (StatusCode.RESOURCE_EXHAUSTED, "TOO_LATE"),
@@ -123,8 +125,13 @@ def status_of(error: Exception, metadata: dict[str, str] | None = None) -> statu
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(_packed(retry))
     number: int = code.value[0]
-    message = _cut(str(error), MOST_MESSAGE_CHARACTERS)
+    message = message_of(error)
     return status_pb2.Status(code=number, message=message, details=details)
+
+
+def message_of(error: Exception) -> str:
+    """For people. It may quote a client, so it is cut to a length that fits everywhere."""
+    return _cut(str(error), MOST_MESSAGE_CHARACTERS)
 
 
 def _cut(text: str, most: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.v1 import node_pb2
+from engine.errors import InvalidRequest
 from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer
@@ -12,6 +13,10 @@ from serving.errors import UnsupportedInput
 from serving.translate import handoff_from, handoff_to, peer_from, sampling_from, sampling_to
 
 MAX_AGE_S = 1e9
+
+
+# Clients have 256; routers add their own: a number, the answer's index, the client's token hash.
+MAX_NAME_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,12 @@ def _spec(
     receive_from: ReceiveKv | None = None,
     send_to: HandoffId | None = None,
 ) -> RequestSpec:
+    for name in (handoff_id.request_id, message.cache_salt):
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"a request id or cache salt has {len(name)} characters; at most "
+                f"{MAX_NAME_CHARACTERS} may be"
+            )
     if message.sampling.stop:
         raise UnsupportedInput("a node knows no text: stop strings are the router's to watch for")
     return RequestSpec(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from router.openai.choices import (
     ToldPrompt,
     joined,
 )
+from router.openai.encoding import MAX_POSITIONS_AT_ONCE, LongList, as_json, encoded
 from router.openai.forced_calls import NamedCallReader, RequiredCallsReader
 from router.openai.logprobs import Spell, prompt_logprobs
 from router.openai.parsing import ALL_IS_CONTENT, FirstCallReader, Parsing, Reader
@@ -37,7 +37,7 @@ class Heading:
     created: int
     model: str
 
-    def over(self, choices: Sequence[Json], **more: Any) -> Json:
+    def over(self, choices: Sequence[Json] | LongList, **more: Any) -> Json:
         return {
             "id": self.id,
             "object": self.object,
@@ -151,16 +151,19 @@ class WholeAnswer:
             self._pieces[index].append(part)
 
     def told(self) -> Json:
-        choices = [
+        """To be encoded in slices."""
+        choices = (
             {
                 **self._choices[index].whole(self._pieces[index], self._endings[index]),
                 "index": place,
             }
             for place, index in enumerate(self._told_indices())
-        ]
-        warnings = self._warnings.of(*self._endings.values())
+        )
         return self._heading.over(
-            choices, usage=self._usage.told, **self._of_the_prompt(), **warnings
+            LongList(choices, has_long_items=True),
+            usage=self._usage.told,
+            **self._of_the_prompt(),
+            **self._warnings.of(*self._endings.values()),
         )
 
     def _told_indices(self) -> Iterator[int]:
@@ -204,35 +207,35 @@ class StreamedAnswer:
         self._prompts = prompts
         self._usage = Usage(asked)
 
-    def events(self, index: int, part: Piece | Ending) -> bytes:
+    async def events(self, index: int, part: Piece | Ending) -> bytes:
         """Empty when there is nothing to tell yet."""
         choice = self._choices[index]
         if isinstance(part, Ending):
             self._usage.ended(index, part)
             warnings = self._warnings.of(part)
             chunk = choice.last_chunk(part)
-            return self._event(index, chunk, part.num_completion_tokens, **warnings)
-        told = choice.chunk(part)
-        if told is None:
+            return event(self._told(index, chunk, part.num_completion_tokens, **warnings))
+        told_choice = choice.chunk(part)
+        if told_choice is None:
             return b""
-        return self._event(index, told, part.first_index + len(part.token_ids))
+        told = self._told(index, told_choice, part.first_index + len(part.token_ids))
+        if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_AT_ONCE:
+            return event(told)
+        choices = LongList(told["choices"], has_long_items=True)
+        return b"".join((b"data: ", *await encoded({**told, "choices": choices}), b"\n\n"))
 
     def end(self) -> bytes:
         if not self._telling.with_usage:
             return DONE
         return event(self._heading.over([], usage=self._usage.told)) + DONE
 
-    def _event(self, index: int, choice: Json, num_tokens: int, **more: Any) -> bytes:
+    def _told(self, index: int, choice: Json, num_tokens: int, **more: Any) -> Json:
         if self._telling.with_usage:
             more["usage"] = None
         if self._telling.with_usage_so_far:
             more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
-        return event(self._heading.over([choice], **more))
+        return self._heading.over([choice], **more)
 
 
 def event(told: Json) -> bytes:
     return b"data: " + as_json(told) + b"\n\n"
-
-
-def as_json(told: object) -> bytes:
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()

@@ -16,6 +16,7 @@ from router.openai.endpoints import PrefixCaches, Probes, Scrape, Tokens, models
 from router.openai.errors import error_response, tell_bug, tell_named
 from router.openai.generation import Generation, Kitchen
 from router.openai.parsing import ALL_IS_CONTENT, Parsing
+from router.openai.reading import Bodies
 from router.openai.unserved import answer_unserved
 from router.pipeline import Pipeline
 from router.prefix_resets import PrefixResets
@@ -42,8 +43,9 @@ def http_app(
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = nobody_counts,
 ) -> ASGIApp:
-    kitchen = Kitchen(pipeline, table, visits, parsing)
-    models, texts = models_of(table), Tokens(pipeline, table)
+    bodies = Bodies(table)
+    kitchen = Kitchen(pipeline, table, visits, parsing, bodies)
+    models, texts = models_of(table), Tokens(pipeline, table, bodies)
     probes = Probes(health, pipeline, scrape)
     app = Starlette(
         routes=[

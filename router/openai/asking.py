@@ -11,6 +11,7 @@ from engine.errors import InvalidRequest
 from engine.extra_args import argument_of
 from engine.sampling import SamplingDefaults
 from engine.structured_outputs import StructuredOutputs
+from router.limits import MAX_EXTRA_ARGS, check_copies_fit, check_count, check_name
 from router.openai.bodies import (
     MOST_SAFE_INT,
     ChatBody,
@@ -22,6 +23,7 @@ from router.openai.forms import form_from
 from router.openai.parsing import ALL_IS_CONTENT, Parsing
 from router.openai.prompts import chat_from, prompts_from
 from router.openai.tool_choice import NO_TOOLS, Calling, ToolChoice, tool_choice_from
+from router.sizes import max_tokens_with_logprobs
 from router.translate import MOST_ANSWERS, bad_words_from, seed_of, stop_strings_from
 from router.values import Call, Prompt
 from serving.errors import UnsupportedInput
@@ -80,7 +82,11 @@ class Advice:
 def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
     """Raises what a bad request deserves."""
     body = body_from(fields, CompletionBody)
-    prompts = prompts_from(body.prompt, add_special_tokens=body.add_special_tokens)
+    prompts = prompts_from(
+        body.prompt,
+        add_special_tokens=body.add_special_tokens,
+        max_model_len=advice.max_model_len,
+    )
     best_of = _best_of(body)
     with_answer = not (body.echo and body.max_tokens == 0)
     own: dict[str, Any] = {}
@@ -128,6 +134,8 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     num_logprobs = _num_logprobs(body)
     if num_logprobs is not None:
         own["logprobs"] = num_logprobs
+        if most is None and not body.stream:
+            own["max_tokens"] = min(rest, max_tokens_with_logprobs(num_logprobs, body.n))
     telling = Telling(
         is_chat=True,
         num_logprobs=num_logprobs,
@@ -182,6 +190,8 @@ def _asked(
     num_each: int,
     choice: ToolChoice = NO_TOOLS,
 ) -> Asked:
+    check_name("model", body.model)
+    check_name("cache_salt", body.cache_salt)
     form = _form(body, choice)
     num_choices = num_each * len(prompts)
     if num_choices > MOST_ANSWERS:
@@ -191,14 +201,15 @@ def _asked(
             f"{num_choices} answers are asked for; at most {MOST_ANSWERS} may be at once", field
         )
     sampling = {**_sampling(body), **own, "structured_outputs": form}
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    strings = stop_strings_from([body.stop] if isinstance(body.stop, str) else body.stop)
+    bad_words = bad_words_from(body.bad_words)
+    check_copies_fit(advice.defaults.params(**sampling), bad_words, num_choices)
     shown_tokens: tuple[str, ...] = ()
     if telling.is_chat and form is None:
         shown_tokens = advice.parsing.marks(with_tools=choice.calling is Calling.BY_MODEL)
     calls = []
     for index in range(num_choices):
         params = advice.defaults.params(**sampling, seed=seed_of(body.seed, index % num_each))
-        strings = stop_strings_from(stop)
         call = Call(
             request_id=request_id if num_choices == 1 else f"{request_id}-{index}",
             prompt=prompts[index // num_each],
@@ -207,12 +218,30 @@ def _asked(
             model=body.model,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            bad_words=bad_words_from(body.bad_words),
+            bad_words=bad_words,
             shown_tokens=shown_tokens,
         )
         calls.append(call)
+    if not body.stream:
+        _check_logprobs_fit(calls, advice)
     telling = replace(telling, has_form=form is not None, max_model_len=advice.max_model_len)
     return Asked(tuple(calls), num_each, body.n, telling)
+
+
+def _check_logprobs_fit(calls: Sequence[Call], advice: Advice) -> None:
+    """A stream passes logprobs on as they come; a whole answer has all of them in one body."""
+    sampling, num_answers = calls[0].sampling, len(calls)
+    if sampling.logprobs is None:
+        return
+    longest = min(sampling.max_tokens, advice.max_model_len or sampling.max_tokens)
+    most = max_tokens_with_logprobs(sampling.logprobs, num_answers)
+    if longest > most:
+        raise InvalidRequest(
+            f"max_tokens is {sampling.max_tokens}: with {sampling.logprobs} logprobs, each of "
+            f"{num_answers} answers may have {most} tokens in one body; lower max_tokens, n or "
+            "logprobs, or stream the answer",
+            "max_tokens",
+        )
 
 
 def _form(body: GenerationBody, choice: ToolChoice) -> StructuredOutputs | None:
@@ -228,6 +257,9 @@ def _form(body: GenerationBody, choice: ToolChoice) -> StructuredOutputs | None:
 
 def _sampling(body: GenerationBody) -> dict[str, Any]:
     """What is left out is left to the model's makers."""
+    check_count("vllm_xargs", len(body.vllm_xargs), MAX_EXTRA_ARGS)
+    for name in body.vllm_xargs:
+        check_name("vllm_xargs", name)
     chosen = {name: getattr(body, name) for name in (*ADVISED, *PLAIN)}
     if body.top_k is not None:
         chosen["top_k"] = 0 if body.top_k == -1 else body.top_k  # vLLM's word for all

@@ -9,12 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from engine.errors import InvalidRequest
+from engine.sampling import MAX_LISTED_TOKEN_IDS, MAX_STOP_TOKEN_IDS
+from router.limits import (
+    MAX_CHAT_MESSAGES,
+    MAX_TOKENS_TO_DETOKENIZE,
+    MAX_TOOLS,
+    check_count,
+)
 from serving.errors import Unreadable, UnsupportedInput
 
 MOST_SAFE_INT = (1 << 31) - 1  # what nodes are told is of 32 bits
 Count = Annotated[int, Field(ge=0, le=MOST_SAFE_INT)]
 AnyInt = Annotated[int, Field(ge=-MOST_SAFE_INT, le=MOST_SAFE_INT)]
+Texts = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
+StopIds = Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+AllowedIds = Annotated[list[Count], Field(max_length=MAX_LISTED_TOKEN_IDS, fail_fast=True)]
+Messages = Annotated[list[dict[str, Any]], Field(max_length=MAX_CHAT_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+
+MAX_FIELDS = 1 << 14  # of an object at the top of a body, or one below
 
 # They say nothing of the answer.
 HARMLESS = frozenset(
@@ -64,11 +78,11 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = Field(default_factory=dict)
     seed: Seed | None = None
-    stop: str | list[str] = Field(default_factory=list)
+    stop: str | Texts = Field(default_factory=list)
     include_stop_str_in_output: bool = False
-    stop_token_ids: list[Count] = Field(default_factory=list)
-    allowed_token_ids: list[Count] | None = None
-    bad_words: list[str] = Field(default_factory=list)
+    stop_token_ids: StopIds = Field(default_factory=list)
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: Texts = Field(default_factory=list)
     vllm_xargs: dict[str, Any] = Field(default_factory=dict)
     ignore_eos: bool = False
     prompt_logprobs: Count | None = None
@@ -76,7 +90,7 @@ class GenerationBody(Body):
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     priority: AnyInt = 0
     cache_salt: str = ""
@@ -93,9 +107,9 @@ class CompletionBody(GenerationBody):
 
 
 class TemplateFields(Body):
-    messages: list[dict[str, Any]]
+    messages: Messages
     add_generation_prompt: bool = True
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None  # for the template, as in vLLM
 
@@ -122,7 +136,7 @@ class TokenizeChatBody(TemplateFields):
 
 class DetokenizeBody(Body):
     model: str = ""
-    tokens: list[Count]
+    tokens: Annotated[list[Count], Field(max_length=MAX_TOKENS_TO_DETOKENIZE, fail_fast=True)]
 
 
 B = TypeVar("B", bound=Body)
@@ -141,6 +155,10 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 def body_from(fields: Mapping[str, Any], kind: type[B]) -> B:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    check_count("body", len(fields), MAX_FIELDS)
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_count(name, len(value), MAX_FIELDS)
     try:
         return kind.model_validate(_heeded(fields, kind))
     except ValidationError as error:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,11 +19,11 @@ from router.openai.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
     body_from,
-    json_object,
 )
 from router.openai.choices import Json
+from router.openai.encoding import as_json
 from router.openai.prompts import chat_from
-from router.openai.receiving import read_body
+from router.openai.reading import Bodies
 from router.pipeline import Pipeline
 from router.prefix_resets import PrefixResets
 from router.values import Prompt, TextPrompt
@@ -69,15 +70,20 @@ class Models:
 class Tokens:
     pipeline: Pipeline
     table: NodeTable
+    bodies: Bodies
 
     async def of_text(self, request: Request) -> Response:
         """Or of a chat."""
-        fields = json_object(await read_body(request))
+        with self.bodies.lease() as lease:
+            return await self._of_text(await self.bodies.read(request, lease))
+
+    async def _of_text(self, raw: bytes) -> Response:
+        fields = await self.bodies.fields(raw)
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
-            body = body_from(fields, TokenizeChatBody)
-            prompt = chat_from(body, body.tools)
+            body = await self.bodies.work_on(raw, partial(body_from, fields, TokenizeChatBody))
+            prompt = await self.bodies.work_on(raw, partial(chat_from, body, body.tools))
         else:
             body = body_from(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
@@ -89,14 +95,29 @@ class Tokens:
             "tokens": token_ids,
             "token_strs": None,
         }
-        if body.return_token_strs:
-            told["token_strs"] = [self.pipeline.token(token_id).text for token_id in token_ids]
-        return JSONResponse(told)
+        if not body.return_token_strs:
+            return await self._response(raw, told)
+
+        def spelled() -> list[str]:
+            return [self.pipeline.token(token_id).text for token_id in token_ids]
+
+        return await self._response(
+            raw, {**told, "token_strs": await self.bodies.work_on(raw, spelled)}
+        )
 
     async def to_text(self, request: Request) -> Response:
-        body = body_from(json_object(await read_body(request)), DetokenizeBody)
-        self.pipeline.check_model(body.model)
-        return JSONResponse({"prompt": await self.pipeline.spelled(tuple(body.tokens))})
+        with self.bodies.lease() as lease:
+            raw = await self.bodies.read(request, lease)
+            fields = await self.bodies.fields(raw)
+            body = await self.bodies.work_on(raw, partial(body_from, fields, DetokenizeBody))
+            self.pipeline.check_model(body.model)
+            text = await self.pipeline.spelled(tuple(body.tokens))
+            return await self._response(raw, {"prompt": text})
+
+    async def _response(self, raw: bytes, told: Json) -> Response:
+        """An answer that is about as large as its question."""
+        content = await self.bodies.work_on(raw, partial(as_json, told))
+        return Response(content, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from engine.errors import InvalidRequest
 from router.openai.choices import Json
 from serving.errors import (
+    BodyTimeout,
     Draining,
     EmptyPrompt,
     MessageTooLarge,
@@ -20,7 +21,7 @@ from serving.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from serving.status import code_and_reason
+from serving.status import MOST_FIELD_CHARACTERS, code_and_reason, message_of
 
 # Of the one table from errors to gRPC statuses.
 HTTP_STATUS = {
@@ -36,6 +37,7 @@ HTTP_STATUS = {
     StatusCode.DEADLINE_EXCEEDED: 504,
 }
 TOO_LARGE = 413
+TIMED_OUT = 408
 # A process that drains is replaced by another in a moment.
 DRAINING_RETRY_AFTER_S = 1.0
 
@@ -43,12 +45,19 @@ DRAINING_RETRY_AFTER_S = 1.0
 def status_of(error: Exception) -> int:
     if isinstance(error, MessageTooLarge):
         return TOO_LARGE
+    if isinstance(error, BodyTimeout):
+        return TIMED_OUT
     return HTTP_STATUS[code_and_reason(error)[0]]
 
 
 def body_of(error: Exception) -> Json:
     _, reason = code_and_reason(error)
-    return shaped(str(error), status_of(error), reason, _field(error))
+    return shaped(
+        message_of(error),
+        status_of(error),
+        reason,
+        (_field(error) or "")[:MOST_FIELD_CHARACTERS] or None,
+    )
 
 
 def shaped(message: str, status: int, code: str, param: str | None = None) -> Json:

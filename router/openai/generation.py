@@ -7,19 +7,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from router.limits import check_name, is_name
 from router.merging import IndexedParts, merged
 from router.nodes import NodeTable
-from router.openai.answers import StreamedAnswer, WholeAnswer, as_json, choices_of, heading_of
+from router.openai.answers import StreamedAnswer, WholeAnswer, choices_of, heading_of
 from router.openai.asking import Advice, Asked
-from router.openai.bodies import json_object
 from router.openai.choices import ToldPrompt
+from router.openai.encoding import encoded
 from router.openai.parsing import Parsing
-from router.openai.receiving import read_body, while_connected
+from router.openai.reading import Bodies
+from router.openai.receiving import while_connected
 from router.openai.replies import Reply
 from router.openai.tool_choice import refusals_naming_tools
 from router.openai.warnings import Warnings
@@ -43,6 +46,7 @@ class Kitchen:
     table: NodeTable
     visits: Visits
     parsing: Parsing
+    bodies: Bodies
 
 
 class Generation:
@@ -53,41 +57,45 @@ class Generation:
         self._table = kitchen.table
         self._visits = kitchen.visits
         self._parsing = kitchen.parsing
+        self._bodies = kitchen.bodies
         self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        request_id = request.headers.get(REQUEST_ID) or secrets.token_hex(ID_BYTES)
+        given_id = request.headers.get(REQUEST_ID, "")
+        request_id = given_id if is_name(given_id) else secrets.token_hex(ID_BYTES)
         visit = self._visits.begin(request_id, request.headers.items(), received_now())
         reply = Reply(scope, receive, send)
         reply.headers[REQUEST_ID] = request_id
         if visit.trace_id:
             reply.headers[TRACE_ID] = visit.trace_id
-        try:
-            with visit.before_the_call():
-                body = await read_body(request)
-        except NAMED as error:
-            await reply.fail(error)
-            return
-        await while_connected(receive, self._serve(visit, request_id, body, reply))
+        with self._bodies.lease() as lease:
+            try:
+                with visit.before_the_call():
+                    check_name(REQUEST_ID, given_id)
+                    body = await self._bodies.read(request, lease)
+            except NAMED as error:
+                await reply.fail(error)
+                return
+            await while_connected(receive, self._serve(visit, request_id, body, reply))
 
     async def _serve(self, visit: Visit, request_id: str, body: bytes, reply: Reply) -> None:
         try:
             with visit.before_the_call():
-                asked = self._asked(body, request_id)
+                asked = await self._asked(body, request_id)
                 prompts = await self._told_prompts(asked)
             with refusals_naming_tools(asked.telling.calling):
                 await self._answer(asked, prompts, visit, request_id, reply)
         except NAMED as error:
             await reply.fail(error)
 
-    def _asked(self, body: bytes, request_id: str) -> Asked:
-        fields = json_object(body)
+    async def _asked(self, body: bytes, request_id: str) -> Asked:
+        fields = await self._bodies.fields(body)
         model = fields.get("model")
         model = model if isinstance(model, str) else ""
         defaults = self._table.sampling_defaults(model)
-        max_model_len = self._table.max_model_len(model)
-        return self._read(fields, request_id, Advice(defaults, max_model_len, self._parsing))
+        advice = Advice(defaults, self._table.max_model_len(model), self._parsing)
+        return await self._bodies.work_on(body, partial(self._read, fields, request_id, advice))
 
     async def _told_prompts(self, asked: Asked) -> list[ToldPrompt]:
         """One for each call; empty unless the answer repeats something of it."""
@@ -120,11 +128,11 @@ class Generation:
                 whole = WholeAnswer(asked, heading, choices, spell, warnings)
                 async for index, part in parts:
                     whole.take(index, part)
-                await reply.whole(as_json(whole.told()))
+                await reply.whole(await encoded(whole.told()))
                 return
             streamed = StreamedAnswer(asked, heading, choices, prompts, warnings)
             async for index, part in parts:
-                await reply.tell(streamed.events(index, part))
+                await reply.tell(await streamed.events(index, part))
             await reply.tell(streamed.end(), is_last=True)
 
     def _parts(self, asked: Asked, visit: Visit) -> IndexedParts:

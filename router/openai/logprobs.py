@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from baton.spelling import TokenText
 from kv_transfer.types import TokenLogprobs
+from router.openai.encoding import MAX_POSITIONS_AT_ONCE, LongList
 
 LOWEST = -9999.0  # JSON has no infinity; vLLM writes this, too
 
 Spell = Callable[[int], TokenText]
+Position = TypeVar("Position")
 
 
 def completion_logprobs(
@@ -29,7 +32,7 @@ def completion_logprobs(
         "text_offset": offsets,
         "token_logprobs": [None if one is None else _finite(one.logprob) for one in entries],
         "tokens": [spell(token_id).text for token_id in token_ids],
-        "top_logprobs": [_by_text(one, num_top, spell) for one in entries],
+        "top_logprobs": _each(partial(_by_text, num_top=num_top, spell=spell), entries),
     }
 
 
@@ -44,15 +47,14 @@ def _by_text(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[st
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], num_top: int, spell: Spell) -> dict[str, Any]:
+    position = partial(_of_chat, num_top=num_top, spell=spell)
+    return {"content": _each(position, entries), "refusal": None}
+
+
+def _of_chat(entry: TokenLogprobs, num_top: int, spell: Spell) -> dict[str, Any]:
     return {
-        "content": [
-            {
-                **_token(one.token_id, one.logprob, spell),
-                "top_logprobs": [_token(*top, spell) for top in one.top[:num_top]],
-            }
-            for one in entries
-        ],
-        "refusal": None,
+        **_token(entry.token_id, entry.logprob, spell),
+        "top_logprobs": [_token(*top, spell) for top in entry.top[:num_top]],
     }
 
 
@@ -63,12 +65,14 @@ def _token(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:
 
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs | None], num_top: int, spell: Spell
-) -> list[dict[str, Any] | None]:
+) -> list[Any] | LongList:
     """By token id, as vLLM tells them."""
-    return [None if one is None else _by_id(one, num_top, spell) for one in entries]
+    return _each(partial(_by_id, num_top=num_top, spell=spell), entries)
 
 
-def _by_id(entry: TokenLogprobs, num_top: int, spell: Spell) -> dict[str, Any]:
+def _by_id(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[str, Any] | None:
+    if entry is None:
+        return None
     ranked = enumerate(entry.top[:num_top], 1)
     told = [(token_id, logprob, rank) for rank, (token_id, logprob) in ranked]
     chosen = (entry.token_id, entry.logprob, entry.rank)
@@ -80,6 +84,12 @@ def _by_id(entry: TokenLogprobs, num_top: int, spell: Spell) -> dict[str, Any]:
         }
         for token_id, logprob, rank in (*told, chosen)
     }
+
+
+def _each(told: Callable[[Position], object], entries: Sequence[Position]) -> list[Any] | LongList:
+    """A list, or a LongList where making it at once would hold up the event loop."""
+    positions: Iterable[object] = map(told, entries)
+    return list(positions) if len(entries) <= MAX_POSITIONS_AT_ONCE else LongList(positions)
 
 
 def _finite(logprob: float) -> float:

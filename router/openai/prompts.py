@@ -8,7 +8,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.errors import InvalidRequest
+from router.limits import check_count, check_prompt_length
 from router.openai.bodies import MOST_SAFE_INT, TemplateFields
+from router.translate import MOST_ANSWERS
 from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from serving.errors import EmptyPrompt, UnsupportedInput
 
@@ -17,24 +19,36 @@ EXPECTED = "a text, a list of texts, a list of token ids, or a list of such list
 RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
-def prompts_from(value: object, *, add_special_tokens: bool = True) -> list[Prompt]:
+def prompts_from(
+    value: object, *, add_special_tokens: bool = True, max_model_len: int | None = None
+) -> list[Prompt]:
     """One or several. Raises InvalidRequest and EmptyPrompt."""
     if isinstance(value, str):
         return [TextPrompt(value, add_special_tokens)]
     if isinstance(value, list):
         if not value:
             raise EmptyPrompt("prompt is an empty list; there is nothing to continue")
+        if type(value[0]) is int:
+            return [_token_prompt(value, max_model_len)]
+        check_count("prompt", len(value), MOST_ANSWERS)
         if all(isinstance(one, str) for one in value):
             return [TextPrompt(text, add_special_tokens) for text in value]
-        if _are_token_ids(value):
-            return [TokenPrompt(tuple(value))]
-        if all(isinstance(one, list) and _are_token_ids(one) for one in value):
-            return [TokenPrompt(tuple(ids)) for ids in value]
+        if all(isinstance(one, list) for one in value):
+            return [_token_prompt(ids, max_model_len) for ids in value]
     raise InvalidRequest(f"prompt must be {EXPECTED}", "prompt")
 
 
-def _are_token_ids(values: Sequence[object]) -> bool:
-    return all(type(one) is int and 0 <= one <= MOST_SAFE_INT for one in values)
+def _token_prompt(token_ids: list[Any], max_model_len: int | None) -> TokenPrompt:
+    check_prompt_length(len(token_ids), max_model_len)
+    if not _are_token_ids(token_ids):
+        raise InvalidRequest(f"prompt must be {EXPECTED}", "prompt")
+    return TokenPrompt(tuple(token_ids))
+
+
+def _are_token_ids(values: Sequence[Any]) -> bool:
+    if set(map(type, values)) - {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) <= MOST_SAFE_INT)
 
 
 def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:

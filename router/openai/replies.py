@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.types import Receive, Scope, Send
 
 from router.openai.answers import event
@@ -26,9 +28,12 @@ class Reply:
         self._has_begun = False
         self.headers: dict[str, str] = {}
 
-    async def whole(self, body: bytes) -> None:
-        await self._begin({**OF_JSON, "content-length": str(len(body))})
-        await self._write(body, is_last=True)
+    async def whole(self, body: Sequence[bytes]) -> None:
+        """A body in slices."""
+        num_bytes = sum(map(len, body))
+        await self._begin({**OF_JSON, "content-length": str(num_bytes)})
+        for place, piece in enumerate(body, 1):
+            await self._write(piece, is_last=place == len(body))
 
     async def tell(self, events: bytes, *, is_last: bool = False) -> None:
         if not self._has_begun:

@@ -21,10 +21,11 @@ from router.legs import Leg
 from serving.channel import open_channel
 from serving.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
 from serving.node import NodeRole
-from serving.sizes import MAX_MESSAGE_BYTES
+from serving.sizes import MAX_REQUEST_BYTES
 from serving.tls import PLAIN
 from serving.token import AcceptedTokens
 from serving.token_gate import TokenGate
+from serving.wire_gauge import MAX_FIELDS
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.routers import a_router
 
@@ -238,11 +239,36 @@ def test_a_prompt_that_is_larger_than_a_message_may_be_is_refused_by_name(ask: A
     async def scene() -> None:
         async with a_router() as (router, address), AsyncClient(address) as client:
             with pytest.raises(BatonError, match="ask for less") as refusal:
-                await client.generate("x" * (MAX_MESSAGE_BYTES + 1), SIX)
+                await client.generate("x" * (MAX_REQUEST_BYTES + 1), SIX)
 
             assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (refusal.value.reason, router.num_asked) == ("MESSAGE_TOO_LARGE", 0)
             assert len((await ask(address, SOON)).token_ids) == 6
+
+    run(scene())
+
+
+def test_a_message_of_too_many_entries_is_refused_before_it_is_parsed() -> None:
+    async def scene() -> None:
+        async with a_router() as (router, address), AsyncClient(address) as client:
+            with pytest.raises(BatonError, match="more than 65536 fields") as refusal:
+                await client.generate([{"role": "", "content": ""}] * (MAX_FIELDS + 1), SIX)
+
+            assert (refusal.value.reason, router.num_asked) == ("MESSAGE_TOO_LARGE", 0)
+            assert len((await client.generate(PROMPT, SIX)).token_ids) == 6
+
+    run(scene())
+
+
+@pytest.mark.parametrize("request_id", ["x" * 257, "a\nb", "\u2028", "\x1b[2J"])
+def test_a_request_id_that_would_spoil_a_log_is_refused(request_id: str) -> None:
+    async def scene() -> None:
+        async with a_router() as (_, address), AsyncClient(address) as client:
+            with pytest.raises(BatonError, match="request_id has") as refusal:
+                await client.generate(PROMPT, replace(SIX, request_id=request_id))
+
+            assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
+            await client.generate(PROMPT, replace(SIX, request_id="é" * 256))
 
     run(scene())
 

@@ -25,7 +25,7 @@ from router.legs import Leg
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.openai.parsing import Parsing
-from router.openai.receiving import MOST_BODY_BYTES
+from router.openai.receiving import MOST_BODY_BYTES, max_values
 from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
 from router.values import Call, DecodeSummary, Prompt, TokenPrompt
@@ -254,6 +254,11 @@ def test_an_unknown_count_of_cached_tokens_is_left_out() -> None:
         ({"prompt": "text"}, openai.BadRequestError, None),
         ({"extra_body": {"no_such": {}}}, openai.BadRequestError, "no_such"),
         ({"extra_body": {"guided_json": 5}}, openai.BadRequestError, "guided_json"),
+        (
+            {"prompt": [5] * 500, "n": 128, "extra_body": {"prompt_logprobs": 64}},
+            openai.BadRequestError,
+            "prompt_logprobs",
+        ),
     ],
 )
 def test_what_is_refused_is_a_typed_error_that_names_the_field(
@@ -419,6 +424,16 @@ def test_a_body_beyond_the_limit_is_refused_as_such() -> None:
     through_the_door(scene)
 
 
+def test_a_list_beyond_any_prompt_is_refused_before_its_end() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        too_many = b'{"prompt":[' + b"5," * (max_values(512) + 1)  # and no end
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            refusal = await client._client.post(router.url + path, content=too_many)
+
+            assert refusal.status_code == 413
+            assert "JSON values" in refusal.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "word"),
     [
@@ -445,6 +460,16 @@ def test_paths_and_methods_that_are_not_served_are_answered_in_words(
         assert ("POST" in answer.headers.get("allow", "")) == (status != 404)
 
     through_the_door(scene)
+
+
+def test_a_request_id_that_would_spoil_a_log_is_refused() -> None:
+    async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
+        with pytest.raises(openai.BadRequestError, match="257 characters") as refusal:
+            await client.completions.create(**ask, extra_headers={"x-request-id": "x" * 257})
+
+        assert refusal.value.param == "x-request-id"
+        assert 0 < len(refusal.value.response.headers["x-request-id"]) <= 256
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

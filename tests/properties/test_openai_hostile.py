@@ -63,7 +63,7 @@ tidy = st.fixed_dictionaries(
         "top_k": st.integers(-1, largest),
         "seed": st.integers(-(2**63), 2**64 - 1),
         "priority": st.integers(-largest, largest),
-        "cache_salt": st.text(),
+        "cache_salt": st.text(st.characters(exclude_categories=["C", "Z"])),
         "logit_bias": st.dictionaries(st.integers(0, largest).map(str), st.floats(-100, 100)),
         "stop_token_ids": st.lists(st.integers(0, largest)),
         "allowed_token_ids": st.lists(st.integers(0, largest), min_size=1),

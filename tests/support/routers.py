@@ -104,6 +104,8 @@ async def a_router(
         "baton.v1.InferenceService",
         lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),
     )
-    async with serving("127.0.0.1", port, [service], tls=tls, interceptors=interceptors) as server:
+    async with serving(
+        "127.0.0.1", port, [service], tls=tls, interceptors=interceptors, for_clients=True
+    ) as server:
         await server.health.set_ready(True)
         yield router, server.address

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.sampling import SamplingDefaults, SamplingParams
+from engine.sampling import NO_ADVICE, SamplingDefaults, SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from router.openai.asking import Advice, Asked, chat_completion_from, completion_from
 from router.openai.bodies import json_object
 from router.openai.parsing import Parsing
 from router.openai.prompts import prompts_from
+from router.sizes import MAX_LOGPROBS_PER_REQUEST
 from router.translate import MOST_ANSWERS
 from router.values import ChatPrompt, TextPrompt, TokenPrompt
 from serving.errors import EmptyPrompt, Unreadable, UnsupportedInput
@@ -423,3 +424,27 @@ def test_a_best_of_as_many_as_are_told_may_be_streamed() -> None:
 
     assert (asked.num_each, asked.num_told) == (2, 2)
     assert asked.calls[0].sampling.logprobs is None
+
+
+def test_logprobs_of_a_whole_answer_are_bounded_over_all_choices() -> None:
+    most = MAX_LOGPROBS_PER_REQUEST // (6 * 128)
+    fields = {"prompt": [1], "n": 128, "logprobs": 5}
+    advice = Advice(NO_ADVICE, 100_000)
+
+    asked = completion_from({**fields, "max_tokens": most}, "id", advice)
+    assert len(asked.calls) == 128
+    with pytest.raises(InvalidRequest, match=f"may have {most} tokens") as refused:
+        completion_from({**fields, "max_tokens": most + 1}, "id", advice)
+    assert refused.value.field == "max_tokens"
+    completion_from({**fields, "max_tokens": most + 1, "stream": True}, "id", advice)
+
+
+def test_the_default_max_tokens_of_a_chat_leaves_room_for_its_logprobs() -> None:
+    fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    advice = Advice(NO_ADVICE, 100_000)
+
+    [call] = chat_completion_from(fields, "id", advice).calls
+    [streamed] = chat_completion_from({**fields, "stream": True}, "id", advice).calls
+
+    assert call.sampling.max_tokens == MAX_LOGPROBS_PER_REQUEST // 21
+    assert streamed.sampling.max_tokens == 100_000

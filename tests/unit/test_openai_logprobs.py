@@ -51,6 +51,7 @@ def test_a_chat_tells_bytes_and_only_as_many_as_were_asked_for() -> None:
 def test_a_prompts_logprobs_are_by_id_with_ranks() -> None:
     told = prompt_logprobs((None, CHOSEN_LAST), 1, spell)
 
+    assert isinstance(told, list)
     assert told[0] is None
     assert told[1] == {
         "1": {"logprob": -0.5, "rank": 1, "decoded_token": "<1>"},

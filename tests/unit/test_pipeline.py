@@ -13,9 +13,11 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import InvalidRequest
+from engine.request import Output, RequestId
 from engine.sampling import SamplingParams
+from kv_transfer.types import TokenLogprobs
 from router.context import RequestContext
-from router.legs import MOST_WAITING, Leg
+from router.legs import MOST_WAITING, Events, Leg, LegOutput
 from router.line import LineConfig
 from router.nodes import NodeTable
 from router.pipeline import Pipeline, PipelineConfig
@@ -730,3 +732,22 @@ def test_a_request_whose_text_is_being_read_is_there_for_drain_and_for_its_id() 
 
     assert not was_drained
     assert len(token_ids) == 6
+
+
+def test_the_event_loop_goes_on_while_outputs_with_logprobs_are_caught_up_with() -> None:
+    entry = TokenLogprobs(1, -0.5, 1)
+    outputs = [Output(RequestId("a"), index, (1,), (entry,)) for index in range(3)]
+
+    async def catch_up() -> list[str]:
+        events = Events()
+        for output in outputs:
+            events.put(LegOutput(Leg.DECODE, (output,)))
+        order: list[str] = []
+        asyncio.get_running_loop().call_soon(order.append, "another")
+        for _ in outputs:
+            event = await events.next()
+            assert isinstance(event, LegOutput)
+            order.append(f"{len(event.outputs)} output")
+        return order
+
+    assert asyncio.run(catch_up()) == ["another", "1 output", "1 output", "1 output"]

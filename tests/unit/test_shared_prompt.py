@@ -10,19 +10,26 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.sampling import SamplingParams
+from engine.sampling import MAX_LOGPROBS, SamplingParams
 from router.legs import Leg
 from router.merging import merged
 from router.nodes import Node, NodeTable
 from router.pipeline import Pipeline, PipelineConfig
 from router.policy import Policy, Routing
 from router.text import TokenIdsOnly
-from router.values import Call, Ending, PrefillPlace, TokenPrompt
+from router.values import Call, Ending, Piece, PrefillPlace, TokenPrompt
 from router.visits import Visits, received_now
 from serving.errors import NodeFailed, PoisonedRequest
 from serving.node import NodeLoad, NodeRole
 from tests.support.mortal_nodes import MortalNodes, Poison
-from tests.support.node_calls import FINGERPRINT, FakeNodeCalls, a_node, a_table, token_at
+from tests.support.node_calls import (
+    FINGERPRINT,
+    FakeNodeCalls,
+    a_node,
+    a_table,
+    prompt_logprobs_of,
+    token_at,
+)
 
 PROMPT = tuple(range(1, 36))  # two blocks of 16, and three tokens
 
@@ -49,6 +56,26 @@ def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
     )
 
 
+def parts_of(
+    nodes: FakeNodeCalls,
+    calls: list[Call],
+    table: NodeTable | None = None,
+    *,
+    num_each: int | None = None,
+    remaining_s: float | None = None,
+) -> list[tuple[int, Piece | Ending]]:
+    """All parts of all answers, in the order they came."""
+
+    async def run() -> list[tuple[int, Piece | Ending]]:
+        visits = Visits(a_pipeline(nodes, table or a_table()))
+        visit = visits.begin("a", None, received_now(remaining_s))
+        answers = visits.answering(visit, calls, num_each or len(calls))
+        async with aclosing(merged(answers)) as parts:
+            return [indexed async for indexed in parts]
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def answered(
     nodes: FakeNodeCalls,
     calls: list[Call],
@@ -57,23 +84,15 @@ def answered(
     num_each: int | None = None,
     remaining_s: float | None = None,
 ) -> dict[int, tuple[list[int], Ending]]:
-    """What each answer holds, and how it ended."""
-
-    async def run() -> dict[int, tuple[list[int], Ending]]:
-        visits = Visits(a_pipeline(nodes, table or a_table()))
-        visit = visits.begin("a", None, received_now(remaining_s))
-        token_ids: dict[int, list[int]] = {index: [] for index in range(len(calls))}
-        endings: dict[int, Ending] = {}
-        answers = visits.answering(visit, calls, num_each or len(calls))
-        async with aclosing(merged(answers)) as parts:
-            async for index, part in parts:
-                if isinstance(part, Ending):
-                    endings[index] = part
-                else:
-                    token_ids[index] += part.token_ids
-        return {index: (token_ids[index], ending) for index, ending in endings.items()}
-
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    """The tokens of each answer, and how it ended."""
+    token_ids: dict[int, list[int]] = {index: [] for index in range(len(calls))}
+    endings: dict[int, Ending] = {}
+    for index, part in parts_of(nodes, calls, table, num_each=num_each, remaining_s=remaining_s):
+        if isinstance(part, Ending):
+            endings[index] = part
+        else:
+            token_ids[index] += part.token_ids
+    return {index: (token_ids[index], ending) for index, ending in endings.items()}
 
 
 def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
@@ -187,15 +206,35 @@ def test_prompts_are_shared_by_their_own_answers_alone() -> None:
     assert answers[0][0] == answers[1][0] != answers[2][0] == answers[3][0]
 
 
-def test_logprobs_of_the_prompt_are_computed_for_each() -> None:
+def with_prompt_logprobs(calls: list[Call], count: int = 1) -> list[Call]:
+    return [replace(call, sampling=replace(call.sampling, prompt_logprobs=count)) for call in calls]
+
+
+def test_logprobs_of_the_prompt_are_computed_once_and_told_with_each_answer() -> None:
     nodes = FakeNodeCalls()
-    calls = [
-        replace(call, sampling=replace(call.sampling, prompt_logprobs=1)) for call in calls_of(2)
-    ]
 
-    answered(nodes, calls)
+    parts = [part for _, part in parts_of(nodes, with_prompt_logprobs(calls_of(3)))]
 
-    assert legs(nodes) == (2, 2)
+    assert legs(nodes) == (1, 3)
+    asked = [one.sequence.sampling.prompt_logprobs for one in nodes.asked]
+    assert asked == [1, 1, None, None]
+    told = [part.prompt_logprobs for part in parts if isinstance(part, Piece)]
+    assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].sequence))) == 3
+    assert len(told) - told.count(()) == 3
+
+
+def test_all_answers_of_a_request_share_one_limit_on_prompt_logprobs() -> None:
+    long = (1,) * 500
+    one = with_prompt_logprobs(calls_of(17, prompt=long), MAX_LOGPROBS)
+    two = one[:9] + with_prompt_logprobs(calls_of(9, prompt=long, name="b"), MAX_LOGPROBS)
+    nodes = FakeNodeCalls()
+
+    with pytest.raises(InvalidRequest, match="17 answers to 500 prompt tokens repeat 552500"):
+        parts_of(nodes, one)
+    with pytest.raises(InvalidRequest, match="and 231788 are left"):
+        parts_of(FakeNodeCalls(), two, num_each=9)
+    assert nodes.asked == []
+    assert len(answered(nodes, one[:16])) == 16
 
 
 def test_all_answers_have_the_clients_deadline() -> None:

@@ -1,0 +1,49 @@
+"""Request bodies read and parsed for the HTTP endpoints; large ones on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from router.large_texts import LargeTextConfig, LargeTexts
+from router.nodes import NodeTable
+from router.openai.bodies import json_object
+from router.openai.receiving import (
+    SMALL_BODY_BYTES,
+    BodyBudget,
+    JsonGauge,
+    Lease,
+    max_values,
+    read_body,
+)
+
+Result = TypeVar("Result")
+# One at a time: threads take turns with the event loop, and each one more makes it wait longer.
+ONE_AT_A_TIME = LargeTextConfig(small_size=SMALL_BODY_BYTES, num_threads=1)
+
+
+class Bodies:
+    def __init__(self, table: NodeTable, budget: BodyBudget | None = None) -> None:
+        self._table = table
+        self._budget = budget or BodyBudget()
+        self._thread = LargeTexts(ONE_AT_A_TIME)
+
+    def lease(self) -> AbstractContextManager[Lease]:
+        """To be held for as long as anything of the body is."""
+        return self._budget.lease()
+
+    async def read(self, request: Request, lease: Lease) -> bytes:
+        """Raises MessageTooLarge, QueueFull, BodyTimeout, and ClientDisconnect."""
+        return await read_body(request, lease, JsonGauge(max_values(self._table.max_model_len(""))))
+
+    async def fields(self, body: bytes) -> dict[str, Any]:
+        """Raises Unreadable, and QueueFull when too many wait to be parsed."""
+        return await self.work_on(body, partial(json_object, body))
+
+    async def work_on(self, body: bytes, work: Callable[[], Result]) -> Result:
+        """What takes time in proportion to the body. Raises what `work` raises, and QueueFull."""
+        return await self._thread.read(len(body), work)
