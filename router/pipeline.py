@@ -418,8 +418,8 @@ class Pipeline:
             route = await self._route(ask, failed)
             if suspicion.kin.is_poisoned:
                 raise PoisonedRequest("nodes fail when they run another answer to the same prompt")
-            is_held = self._quarantine.is_kin_tested(suspicion)
             closed = self._quarantine.closed_to(suspicion)
+            is_held = self._quarantine.is_kin_tested(suspicion) or self._is_kin_lost(suspicion)
             if loop.time() >= give_up_s or not (is_held or closed & set(route.addresses)):
                 return route
             other = None if is_held else self._route_around(ask, route, failed, closed)
@@ -429,6 +429,11 @@ class Pipeline:
             with self._quarantine.waiting(suspicion, route), suppress(TimeoutError):
                 async with asyncio.timeout_at(give_up_s):
                     await changed.wait()
+
+    def _is_kin_lost(self, suspicion: Suspicion) -> bool:
+        """Whether another answer to its prompt is on a node that is gone, and not judged yet."""
+        addresses = self._quarantine.kin_addresses(suspicion)
+        return bool(addresses) and not addresses <= {node.address for node in self._table.nodes}
 
     def _route_around(
         self, ask: Ask, route: Route, failed: frozenset[str], closed: frozenset[str]

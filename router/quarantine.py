@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from router.policy import Route
@@ -40,6 +40,7 @@ class Kin:
 
     is_suspect: bool = False
     is_poisoned: bool = False
+    boardings: set[Boarding] = field(default_factory=set)  # tries under way
 
 
 class Suspicion:
@@ -114,6 +115,11 @@ class Quarantine:
             for one in aboard
         )
 
+    def kin_addresses(self, suspicion: Suspicion) -> frozenset[str]:
+        """Return the nodes on which other answers to its prompt are."""
+        others = (one for one in suspicion.kin.boardings if one.suspicion is not suspicion)
+        return frozenset(address for one in others for address in one.addresses)
+
     @contextmanager
     def waiting(self, suspicion: Suspicion, route: Route) -> Iterator[None]:
         """It waits for these nodes. Meanwhile a suspect keeps newcomers from where it is tested."""
@@ -135,6 +141,7 @@ class Quarantine:
                     other.is_test = other.suspicion.is_suspect = False
         suspicion.num_tests += suspicion.is_suspect
         boarding = Boarding(suspicion, route)
+        suspicion.kin.boardings.add(boarding)
         for address in route.addresses:
             self._aboard.setdefault(address, set()).add(boarding)
         return boarding
@@ -159,6 +166,7 @@ class Quarantine:
 
     def close(self, boarding: Boarding) -> None:
         """The try has ended."""
+        boarding.suspicion.kin.boardings.discard(boarding)
         for address in tuple(boarding.addresses):
             self.leave(boarding, address)
 

@@ -49,7 +49,7 @@ class MortalNodes:
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
     ) -> None:
-        life = self._num_lives[node.address]
+        life = self._begin(node)
         await self._tick(node, life, sequence, Leg.PREFILL, 0)
         first = len(sequence.prior_output_token_ids)
         is_last = first == sequence.sampling.max_tokens - 1
@@ -67,7 +67,7 @@ class MortalNodes:
         timeout_s: float | None = None,
         trace: Trace = UNTRACED,
     ) -> None:
-        life = self._num_lives[node.address]
+        life = self._begin(node)
         first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
         deliver(LegSummary(DecodeSummary()))
         for index in range(first, last):
@@ -76,6 +76,12 @@ class MortalNodes:
             await self._tick(node, life, sequence, Leg.DECODE, index - first)
             reason = FinishReason.LENGTH if index == last - 1 else None
             deliver(_told(Leg.DECODE, handoff_id, sequence, index, reason))
+
+    def _begin(self, node: Node) -> int:
+        """Number of the node's present life. Raises NodeFailed while it is down."""
+        if node not in self.table.nodes:
+            raise NodeFailed(f"{node.address} cannot be reached")
+        return self._num_lives[node.address]
 
     async def _tick(
         self, node: Node, life: int, sequence: Sequence, leg: Leg, num_tokens: int
