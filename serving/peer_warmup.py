@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from grpc import RpcError
 
 from baton.v1 import node_pb2, node_pb2_grpc
+from engine.errors import InvalidRequest
 from engine.loop import EngineLoop
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.worker import KvTransferWorker
@@ -25,7 +26,7 @@ from serving.tls import TlsConfig
 MAX_IN_FLIGHT = 32  # twice as many as one router introduces to a node
 TIMEOUT_S = 4.0
 
-RoleOf = Callable[[str], Awaitable[NodeRole]]  # raises PeerUnreachable
+RoleOf = Callable[[str], Awaitable[NodeRole]]  # raises PeerUnreachable and InvalidRequest
 LinkUp = Callable[[str], Awaitable[None]]
 
 
@@ -76,6 +77,11 @@ class PeerWarmup:
 
 def role_over_grpc(tls: TlsConfig) -> RoleOf:
     async def role_of(address: str) -> NodeRole:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidRequest(
+                f"{address!r} is not an address; name a prefill node as host:port", "address"
+            )
         async with open_channel(address, tls) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
             try:

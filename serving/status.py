@@ -67,7 +67,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     ClientGone: (StatusCode.CANCELLED, "CLIENT_GONE"),
     ClientTooSlow: (StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW"),
     TooManyConnects: (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CONNECTS"),
-    PeerUnreachable: (StatusCode.UNAVAILABLE, "PEER_UNREACHABLE"),
+    PeerUnreachable: (StatusCode.FAILED_PRECONDITION, "PEER_UNREACHABLE"),
     NoNodes: (StatusCode.UNAVAILABLE, "NO_NODES"),
     IncompatibleNodes: (StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_NODES"),
     NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),

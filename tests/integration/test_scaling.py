@@ -30,8 +30,12 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
         num_prefill=2,
         num_decode=2,
         can_change=True,
-        # Every node gets its share, wherever prefixes are.
-        router_arguments=("--find-every-s", "0.1", "--policy", "round_robin"),
+        # Every node gets its share of the requests, wherever their prefixes are cached.
+        router_arguments=(
+            *("--find-every-s", "0.1"),
+            *("--policy", "round_robin"),
+            *("--local-prefill-below", "0"),
+        ),
     )
     with LocalCluster(options) as running:
         yield running

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from engine.errors import InvalidRequest
 from kv_transfer.errors import PeerUnreachable
 from serving.errors import TooManyConnects
 from serving.node import NodeRole
@@ -108,5 +109,14 @@ def test_a_server_that_is_no_node_is_found_out_over_grpc() -> None:
         async with serving("127.0.0.1", 0, ()) as server:
             with pytest.raises(PeerUnreachable, match="no prefill node answers"):
                 await role_over_grpc(PLAIN)(server.address)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("address", ["", "prefill-0", ":50051", "prefill-0:port"])
+def test_an_address_without_host_or_port_is_refused_before_it_is_dialled(address: str) -> None:
+    async def scene(_nodes: Nodes) -> None:
+        with pytest.raises(InvalidRequest, match="host:port"):
+            await role_over_grpc(PLAIN)(address)
 
     run(scene)
