@@ -1,4 +1,4 @@
-"""The engine's step: schedule, run, update. Knows no thread and no gRPC."""
+"""One engine step: schedule, run, update. Independent of threads and gRPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_REPORTS = KvReports()
 
 
 class EngineCore:
-    """Owns scheduler, runner and KV worker, and turns them over once per step."""
+    """Owns the scheduler, the runner and the KV worker, and drives them one step at a time."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class EngineCore:
         self._kv_worker = kv_worker
         self._clock = clock
         self._made_progress = False
-        self.failure: BaseException | None = None  # what ended the engine: no step can follow
+        self.failure: BaseException | None = None  # the exception that ended the engine
 
     def step(self) -> StepOutputs:
-        """One turn: one forward pass, never a wait on the wire.
+        """Run one step: one forward pass, without ever waiting for the network.
 
-        A pass that fails is run again in parts. Raises what the engine ends with, and
-        EngineStopped, which names it, from then on.
+        A pass that fails is run again in parts. An exception that escapes ends the engine; every
+        later call raises EngineStopped, which names that exception.
         """
         self.raise_if_stopped()
         try:
@@ -47,7 +47,7 @@ class EngineCore:
             raise
 
     def raise_if_stopped(self) -> None:
-        """Raises EngineStopped, which names what ended the engine."""
+        """Raise EngineStopped, which names the cause, if the engine has ended."""
         if self.failure is not None:
             raise EngineStopped(f"the engine stopped: {self.failure!r}") from self.failure
 
@@ -61,19 +61,20 @@ class EngineCore:
         return self.scheduler.update(plan, StepResult(run, reports), now)
 
     def may_sleep_s(self) -> float | None:
-        """How long no step is needed unless somebody asks for something; None: for ever.
+        """Return the time for which no step is needed unless an action is posted; None: no limit.
 
-        A step that moved nothing will move nothing again until mail comes or the wire does.
+        After a step without progress, the next one makes none either until an action is posted or
+        the KV worker has something to report.
         """
         return 0.0 if self._made_progress else self._kv_worker.next_poll_s(self._clock())
 
 
 class NoKvWorker:
-    """The KV worker of an engine that hands nothing over."""
+    """KV worker of an engine without KV transfer."""
 
     def start(self, orders: KvOrders, now: float) -> None:
         if orders != KvOrders():
-            raise RuntimeError(f"this engine has no KV transport, and was ordered {orders}")
+            raise RuntimeError(f"this engine has no KV transport, but received {orders}")
 
     def poll(self, now: float) -> KvReports:
         return NO_REPORTS

@@ -1,4 +1,4 @@
-"""The engine's one thread. Everyone else leaves mail; only this thread touches the engine."""
+"""The engine thread. Other threads post actions; only this thread touches the engine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpe
 from engine.structured_outputs import FIELD
 
 Compiler = GrammarCompiler[Grammar]
-# Called on the engine's thread with what one client got from one step; must not block.
+# Called on the engine thread with one client's outputs of one step; must not block.
 Deliver = Callable[[list[Output]], None]
 
-# An idle engine turns over this often, so that time-outs run and the heart is heard.
+# Interval of steps while idle, so that time-outs are checked and the heartbeat stays fresh.
 HEARTBEAT_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """A letter that brings a request: should nobody read it any more, its sender can be told."""
+class _AddRequest:
+    """Action that adds a request. If the engine ends before it runs, the client gets an error."""
 
     spec: RequestSpec
     add: Callable[[RequestSpec], None]
@@ -39,7 +39,7 @@ class _Arrival:
 
 
 class EngineLoop:
-    """Runs an EngineCore on a thread of its own, from `with` to the end of the block."""
+    """Runs an EngineCore on its own thread for the duration of a `with` block."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class EngineLoop:
         *,
         name: str = "engine",
         clock: Callable[[], float] = time.monotonic,
-        compiler: Compiler | None = None,  # None: no answer can be kept to a form
+        compiler: Compiler | None = None,  # None: structured outputs are rejected
     ) -> None:
         self._core = core
         self._compiler = compiler
         self._clock = clock
-        self._mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliver_by_client: dict[ClientId, Deliver] = {}
         self._thread = threading.Thread(target=self._run, name=name)
         self._is_stopping = False
         self._failure: BaseException | None = None
-        # Held to post a request and to die: a request is either refused or in the mail.
-        self._door = threading.Lock()
+        # Guards submitting against the engine's end: a request is either rejected or in the inbox.
+        self._submit_lock = threading.Lock()
         self._last_beat_s = clock()
 
     def __enter__(self) -> EngineLoop:
@@ -75,90 +75,90 @@ class EngineLoop:
         self._thread.join()
 
     def attach(self, client_id: ClientId, deliver: Deliver) -> None:
-        """From now on `deliver` gets the outputs of this client's requests."""
+        """Deliver the outputs of this client's requests through `deliver` from now on."""
         self.post(lambda: self._deliver_by_client.__setitem__(client_id, deliver))
 
     def detach(self, client_id: ClientId) -> None:
         self.post(lambda: self._drop_client(client_id))
 
     def submit(self, spec: RequestSpec) -> None:
-        """Raises InvalidRequest at once if it can never be served; else its outputs follow."""
+        """Queue a request. Raises InvalidRequest if it can never be served."""
         self._core.scheduler.validate(spec)
         form = spec.sampling.structured_outputs
         if form is not None and self._compiler is None:
-            raise InvalidRequest(f"{FIELD} cannot be kept to here: nothing compiles them", FIELD)
-        with self._door:
+            raise InvalidRequest(f"{FIELD} is not supported by this engine: leave it out", FIELD)
+        with self._submit_lock:
             self._raise_if_stopped()
-            self.post(_Arrival(spec, self._add))
+            self.post(_AddRequest(spec, self._add_request))
         if form is not None and self._compiler is not None:
-            self._compiler.start(form, lambda outcome: self._compiled(spec, outcome))
+            self._compiler.start(form, lambda outcome: self._on_compiled(spec, outcome))
 
     def abort(self, request_id: RequestId) -> None:
-        """Ask for the end of a request; unknown and finished ones are left alone."""
+        """Request the end of a request; unknown and finished ones are ignored."""
         self.post(lambda: self._core.scheduler.abort(request_id))
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run something between two steps, on the engine's thread, and wake it for that."""
-        self._mail.put(action)
+        """Run `action` on the engine thread between two steps. Wakes the thread."""
+        self._inbox.put(action)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the engine has ended: by a bug, or at the end of the `with` block."""
+        """Wait until the engine has ended, by a failure or at the end of the `with` block."""
         self._thread.join(timeout_s)
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine, if something did."""
+        """The exception that ended the engine, if any."""
         return self._failure
 
     def beat(self) -> None:
-        """A long step calls this when it moves on; on the engine's thread."""
+        """Record progress. Long steps call it, too; on the engine thread."""
         self._last_beat_s = self._clock()
 
     def since_last_beat_s(self) -> float:
-        """How long ago the engine last moved on: what readiness is judged by."""
+        """Return the time since the engine last made progress. Readiness depends on it."""
         return self._clock() - self._last_beat_s
 
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._turn()
+                self._run_once()
         except BaseException as failure:
-            log.exception("the engine stopped on a bug")
-            with self._door:
+            log.exception("the engine stopped on an unexpected exception")
+            with self._submit_lock:
                 self._failure = failure
             self._fail_all(f"the engine stopped: {failure!r}")
 
-    def _turn(self) -> None:
-        self._read_mail()
+    def _run_once(self) -> None:
+        self._run_posted_actions()
         self.beat()
         outputs = self._core.step()
         for client_id, its_outputs in outputs.by_client.items():
-            self._hand_out(client_id, its_outputs)
+            self._deliver(client_id, its_outputs)
 
-    def _read_mail(self) -> None:
-        """Wait for the first letter as long as the engine may sleep, then take all there are."""
+    def _run_posted_actions(self) -> None:
+        """Run all posted actions. Waits for the first one for as long as the engine may sleep."""
         may_sleep_s = self._core.may_sleep_s()
         wait_s = HEARTBEAT_S if may_sleep_s is None else min(may_sleep_s, HEARTBEAT_S)
         try:
-            self._mail.get(timeout=wait_s)() if wait_s > 0 else self._mail.get_nowait()()
+            self._inbox.get(timeout=wait_s)() if wait_s > 0 else self._inbox.get_nowait()()
             while True:
-                self._mail.get_nowait()()
+                self._inbox.get_nowait()()
         except queue.Empty:
             return
 
-    def _hand_out(self, client_id: ClientId, outputs: list[Output]) -> None:
+    def _deliver(self, client_id: ClientId, outputs: list[Output]) -> None:
         deliver = self._deliver_by_client.get(client_id)
         if deliver is not None:
             deliver(outputs)
 
-    def _add(self, spec: RequestSpec) -> None:
+    def _add_request(self, spec: RequestSpec) -> None:
         try:
             self._core.scheduler.add(spec)
         except InvalidRequest as refusal:
-            self._hand_out(spec.client_id, [_refused(spec.request_id, str(refusal))])
+            self._deliver(spec.client_id, [_error_output(spec.request_id, str(refusal))])
 
-    def _compiled(self, spec: RequestSpec, outcome: Grammar | InvalidRequest) -> None:
-        """Called on any thread. Its request has arrived before: mail keeps its order."""
+    def _on_compiled(self, spec: RequestSpec, outcome: Grammar | InvalidRequest) -> None:
+        """Called on any thread. The inbox is first in, first out: the request was added before."""
         scheduler = self._core.scheduler
         if isinstance(outcome, InvalidRequest):
             reason = str(outcome)
@@ -175,24 +175,24 @@ class EngineLoop:
 
     def _fail_all(self, reason: str) -> None:
         for client_id, request_ids in self._core.scheduler.request_ids_by_client().items():
-            self._hand_out(client_id, [_refused(request_id, reason) for request_id in request_ids])
-        for spec in self._unread_requests():
-            self._hand_out(spec.client_id, [_refused(spec.request_id, reason)])
+            self._deliver(client_id, [_error_output(each, reason) for each in request_ids])
+        for spec in self._pending_requests():
+            self._deliver(spec.client_id, [_error_output(spec.request_id, reason)])
 
-    def _unread_requests(self) -> Iterator[RequestSpec]:
+    def _pending_requests(self) -> Iterator[RequestSpec]:
         while True:
             try:
-                letter = self._mail.get_nowait()
+                action = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(letter, _Arrival):
-                yield letter.spec
+            if isinstance(action, _AddRequest):
+                yield action.spec
 
     def _raise_if_stopped(self) -> None:
         if self._failure is not None or self._is_stopping:
-            why = "it was told to stop" if self._failure is None else repr(self._failure)
-            raise EngineGone(f"the engine of this node has stopped: {why}")
+            reason = "the node shuts down" if self._failure is None else repr(self._failure)
+            raise EngineGone(f"the engine of this node has stopped: {reason}")
 
 
-def _refused(request_id: RequestId, reason: str) -> Output:
+def _error_output(request_id: RequestId, reason: str) -> Output:
     return Output(request_id, 0, finish_reason=FinishReason.ERROR, error=reason)

@@ -1,4 +1,4 @@
-"""A step as values: what the scheduler asks for, and what the runner and the wire answer."""
+"""Values of a step: the plan, and the results of the runner and the KV worker."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request that enters the runner's batch, new or resumed: all that is known of it."""
+    """Full state of a request that enters the runner's batch, new or resumed."""
 
     request_id: RequestId
-    token_ids: tuple[int, ...]  # prompt and outputs so far
-    num_prompt_tokens: int  # the rest are outputs, for penalties
-    num_computed_tokens: int  # their KV is in block_ids already
+    token_ids: tuple[int, ...]  # prompt and output so far
+    num_prompt_tokens: int  # the others are output tokens, which matters for penalties
+    num_computed_tokens: int  # leading tokens whose KV is in block_ids
     block_ids: tuple[BlockId, ...]
     sampling: SamplingParams
     seed: int
-    grammar: Grammar | None = None  # which tokens it may write
+    grammar: Grammar | None = None  # restricts the tokens that can be sampled
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step of the batch as changes against the last one.
+    """One step of the batch, as changes relative to the previous step.
 
-    The runner keeps each row's tokens, blocks and `num_computed_tokens` by itself: it
-    advances by `num_scheduled_tokens`, and takes a sampled token into the row. A row whose
-    scheduled tokens reach its last known token is sampled; one in the middle of a chunked
-    prefill is not.
+    The runner keeps the tokens, blocks and `num_computed_tokens` of each row. It advances the
+    count by `num_scheduled_tokens` and appends sampled tokens to the row. It samples a row whose
+    scheduled tokens reach the last known token, but not one in the middle of a chunked prefill.
     """
 
-    dropped: tuple[RequestId, ...] = ()  # rows to forget: finished, aborted or preempted
+    dropped: tuple[RequestId, ...] = ()  # rows to remove: finished, aborted or preempted
     started: tuple[Row, ...] = ()
     new_block_ids: dict[RequestId, tuple[BlockId, ...]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
-    # With speculation: what is left of the step's budget for drafted tokens of all rows.
+    # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
     kv_orders: KvOrders = KvOrders()
-    # Part of a pass that failed, run again. The runner forgets all rows that the plan names,
-    # known or not, before it starts any; no layer of it may leave before the pass has ended.
+    # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
+    # known or not. No layer of KV is sent to a peer before the pass has ended.
     is_retry: bool = False
 
     @property
@@ -52,22 +51,22 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing can be done now; nor can it in the next step, unless something happens."""
+        """True if nothing can be done now, nor in the next step unless new input arrives."""
         return not self.concerns_runner and self.kv_orders == KvOrders()
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What the forward pass gave, by request."""
+    """Results of a forward pass, by request."""
 
     token_ids: dict[RequestId, list[int]] = field(default_factory=dict)
     logprobs: dict[RequestId, list[TokenLogprobs]] = field(default_factory=dict)
-    # Logprobs of prompt tokens scheduled in this step, the first of a prompt being None.
+    # Logprobs of the prompt tokens scheduled in this step; None for the first of a prompt.
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
     errors: dict[RequestId, str] = field(default_factory=dict)  # instead of a token
-    refusals: dict[RequestId, str] = field(default_factory=dict)  # the same, by its own fault
-    crashes: dict[RequestId, str] = field(default_factory=dict)  # each failed its whole pass
-    # With speculation: how many tokens were proposed; `token_ids` has those that came true.
+    refusals: dict[RequestId, str] = field(default_factory=dict)  # errors caused by the request
+    crashes: dict[RequestId, str] = field(default_factory=dict)  # rows that failed a whole pass
+    # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
 
 
@@ -78,6 +77,6 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Runs the model over a plan. The one room behind this border that knows torch."""
+    """Runs the model over a plan. All code that depends on torch is behind this protocol."""
 
     def run(self, plan: Plan) -> RunResult: ...

@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers, as values. No torch, clock or thread."""
+"""Requests and outputs of the engine, as values. Independent of torch, clocks and threads."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ ClientId = NewType("ClientId", str)
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One sequence to continue, as it enters the engine."""
+    """A request as submitted to the engine: one sequence to continue."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    seed: int  # randomness is keyed by (seed, position), so no request may lack one
+    seed: int  # sampling is keyed by (seed, position), so every request needs one
     arrival_s: float = 0.0
-    age_s: float = 0.0  # since its client sent it: a later try keeps its place by arrival
+    age_s: float = 0.0  # since the client sent it, so that a retry keeps its place in the queue
     client_id: ClientId = ClientId("")
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""
-    # Tokens that this request was already given elsewhere (a migrated stream): they are
-    # context like the prompt, but count as output for penalties, limits and positions.
+    # Output tokens generated on other nodes (a migrated stream). They are context like the
+    # prompt, but count as output for penalties, limits and positions.
     prior_output_token_ids: tuple[int, ...] = ()
     receive_from: ReceiveKv | None = None
     send_to: HandoffId | None = None
-    is_paced: bool = False  # its prompt may about double the time of a step in which others decode
+    # Limits its prefill chunks to about the time that decoding takes in the same step.
+    is_paced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveKv:
-    """The prompt's KV will be written by a peer under this hand-off."""
+    """Hand-off under which a peer writes the KV of the prompt."""
 
     handoff_id: HandoffId
     source: Peer
@@ -47,42 +48,42 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    # A sender's part ends with its first token; the peer that gets the KV goes on.
+    # The sender is done after the first token; the peer that receives the KV continues.
     HANDED_OFF = "handed_off"
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What it took this engine to serve one request."""
+    """Statistics of one request on this engine."""
 
-    num_cached_tokens: int  # of its first tokens, found in the prefix cache
-    num_received_tokens: int  # of its first tokens, written by a peer
-    num_prefilled_tokens: int  # computed here in prefill chunks, again after preemption too
+    num_cached_tokens: int  # leading tokens found in the prefix cache
+    num_received_tokens: int  # leading tokens whose KV a peer wrote
+    num_prefilled_tokens: int  # computed in prefill chunks, including recomputation
     num_preemptions: int
     num_proposed_tokens: int = 0  # by speculation
-    num_accepted_tokens: int = 0  # of these: they came true
+    num_accepted_tokens: int = 0  # of the proposed ones
 
 
 class Output(NamedTuple):
-    """What one request got from one step. A tuple, because a thousand are made per step."""
+    """Output of one request in one step. A named tuple, since a step may create a thousand."""
 
     request_id: RequestId
-    first_index: int  # place of token_ids[0] among the request's output tokens
+    first_index: int  # index of token_ids[0] in the request's output tokens
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the token that ended it, if one did
+    stop_token_id: int | None = None  # the stop token that ended the request, if any
     error: str | None = None
-    is_refused: bool = False  # with an error that is the request's own fault
-    served: Served | None = None  # with the finish reason
-    has_crashed: bool = False  # with an error: a pass fails whenever the request is in it
-    first_prompt_index: int = 0  # place of prompt_logprobs[0] among the prompt's tokens
-    is_kv_lost: bool = False  # with an error: the KV of its prompt did not arrive
+    is_refused: bool = False  # the error is a fault of the request itself
+    served: Served | None = None  # set together with finish_reason
+    has_crashed: bool = False  # the error: every pass that contains the request fails
+    first_prompt_index: int = 0  # index of prompt_logprobs[0] in the prompt's tokens
+    is_kv_lost: bool = False  # the error: the KV of the prompt did not arrive
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """The outputs of one step, by the client that waits for them."""
+    """Outputs of one step, by client."""
 
     by_client: dict[ClientId, list[Output]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""The scheduler: requests go in, plans come out, results go in, outputs come out.
+"""The scheduler: turns requests into plans, and results of plans into outputs.
 
-Pure: it owns the requests and the block table of the KV cache, and knows no torch, clock,
-wire or thread. Every plan must be updated with its result before the next is made.
+Pure: it owns the requests and their block tables, and depends on no torch, clock, network or
+thread. Each plan must be updated with its result before the next one is made.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ class Scheduler:
         self._book = RequestBook(config, cache_config)
         self._planner = Planner(self._book)
         self._settler = Settler(self._book)
-        self._plan: Plan | None = None  # made and not yet updated
+        self._plan: Plan | None = None  # the plan that awaits its result
 
     # --- requests -----------------------------------------------------------------
 
     def validate(self, spec: RequestSpec) -> None:
-        """Raise InvalidRequest if it can never be served. Reads settings alone: any thread."""
+        """Raise InvalidRequest if it can never be served. Reads only settings: thread-safe."""
         check_request(spec, self.config, self.cache_config)
 
     def add(self, spec: RequestSpec) -> None:
-        """Raise InvalidRequest, and stay as it was, if it can never be served."""
+        """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""
         self.validate(spec)
         self._book.add(spec)
 
     def grammar_came(self, spec: RequestSpec, grammar: Grammar) -> None:
-        """What it asked for is compiled: it stands in line. If it is gone, nothing happens."""
-        request = self._awaiting_grammar(spec)
+        """Queue the request, whose grammar is compiled. Does nothing if the request has ended."""
+        request = self._find_alive(spec)
         if request is not None:
             self._book.stand_in_line(request, grammar)
 
     def grammar_refused(self, spec: RequestSpec, reason: str) -> None:
-        """What it asked for cannot be had: it ends. If it is gone, nothing happens."""
-        request = self._awaiting_grammar(spec)
+        """End the request, whose grammar was rejected. Does nothing if it has already ended."""
+        request = self._find_alive(spec)
         if request is not None:
             self._settler.refuse(request, reason)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request wherever it stands; its client is told with the next outputs.
+        """End a request in any state. The final output is part of the next step's outputs.
 
-        Blocks that a peer may still write or read stay held. Unknown ids are left alone:
-        the request may have ended by itself a moment ago.
+        Blocks that a peer can still write or read stay allocated. Unknown ids are ignored, since
+        the request may just have ended by itself.
         """
         request = self._book.requests.get(request_id)
         if request is None:
@@ -72,15 +72,15 @@ class Scheduler:
         self._book.finish(request, FinishReason.ABORT)
 
     def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
-        """Take back a hand-off whose request has ended with its first token.
+        """Withdraw a hand-off whose request has ended with its first token.
 
-        Its blocks come free when the wire is done with them. Hand-offs that are over, and
-        those of requests that still live (abort those), are left alone.
+        Its blocks are released when the KV worker reports that it no longer uses them. Does
+        nothing if the hand-off is over or its request is alive (abort that one instead).
         """
         self._book.handoffs.give_up_sending(handoff_id, reason)
 
     def abort_client(self, client_id: ClientId) -> None:
-        """End all requests of a client that is gone."""
+        """End all requests of a client that has disconnected."""
         for request_id in self.request_ids_by_client().get(client_id, []):
             self.abort(request_id)
 
@@ -90,15 +90,15 @@ class Scheduler:
             by_client.setdefault(request.client_id, []).append(request.request_id)
         return by_client
 
-    def _awaiting_grammar(self, spec: RequestSpec) -> Request | None:
-        """None if it has ended; another one may have its id by now."""
+    def _find_alive(self, spec: RequestSpec) -> Request | None:
+        """Return the request of `spec`, or None if it has ended, even if its id is in use again."""
         request = self._book.requests.get(spec.request_id)
         return request if request is not None and request.spec is spec else None
 
     # --- the step -----------------------------------------------------------------
 
     def schedule(self, now: float) -> Plan:
-        """The next step. It may be empty, when all that live wait for KV or for blocks."""
+        """Plan the next step. The plan is empty if all requests wait for KV or for blocks."""
         if self._plan is not None:
             raise OutOfTurn("the last plan was not updated with its result")
         self._book.now_s = now
@@ -106,28 +106,28 @@ class Scheduler:
         return self._plan
 
     def update(self, plan: Plan, result: StepResult, now: float | None = None) -> StepOutputs:
-        """Take in what came of a plan. Without `now`, events bear the time of the plan."""
+        """Apply the result of a plan. Without `now`, events get the time of the plan."""
         if plan is not self._plan:
-            raise OutOfTurn("this plan is not the one that waits for its result")
+            raise OutOfTurn("this plan is not the one that awaits its result")
         self._plan = None
         if now is not None:
             self._planner.took(now - self._book.now_s)
             self._book.now_s = now
-        # The wire first: no order may be written for a hand-off that it reports as over.
+        # KV reports first: no order may follow for a hand-off that is reported as over.
         self._settler.settle_kv(result.kv)
         self._settler.settle_run(result.run)
         return StepOutputs(self._book.take_outputs())
 
     def running_rows(self) -> dict[RequestId, Row]:
-        """The running requests, as the runner must know them before the plan that waits is run."""
+        """Return the running requests as rows, in the state before the pending plan is run."""
         running = self._book.batch.running
         return {request_id: row_of(request) for request_id, request in running.items()}
 
-    # --- what others ask ----------------------------------------------------------
+    # --- queries ------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now; False while all that live wait for KV."""
+        """Whether a step could do something now; False while all requests wait for KV."""
         book = self._book
         num_in_line = len(book.waiting) - book.waiting.num_followers
         has_requests = book.batch.running or len(book.ready) or num_in_line
@@ -136,29 +136,29 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing lives here and nothing is owed to anyone: every block is free."""
+        """True if there are no requests, hand-offs or pending outputs: every block is free."""
         return not (self.has_work or self.awaits_kv or self._book.requests)
 
     @property
     def awaits_kv(self) -> bool:
-        """Whether the wire will report something: the KV worker must be polled."""
+        """Whether hand-offs are in progress, so that the KV worker must be polled."""
         return bool(self._book.handoffs.num_receiving or self._book.handoffs.num_sending)
 
     def stats(self) -> SchedulerStats:
         return self._book.stats()
 
     def take_events(self) -> tuple[RequestEvent, ...]:
-        """Empty unless `collect_events` is set in the scheduler's settings."""
+        """Return and clear the collected events; none unless `config.collect_events` is set."""
         return self._book.take_events()
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
-        """Empty unless `collect_events` is set in the cache's settings."""
+        """Return and clear the KV cache events; none unless `CacheConfig.collect_events` is set."""
         return self._book.cache.take_events()
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, and return how many blocks those were.
+        """Drop all cached prefixes and return the number of blocks they had.
 
-        Nothing computed so far is hit again; requests under way are not disturbed.
+        KV computed so far is never hit again. Running requests continue undisturbed.
         """
         return self._book.cache.reset(self._book.requests.values())
 
