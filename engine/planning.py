@@ -1,8 +1,9 @@
-"""The first half of a step: who gets how many tokens and which blocks.
+"""Scheduling, the first half of a step: assign tokens and KV blocks to requests.
 
-There is no prefill phase and no decode phase. Each request wants its
-`num_computed_tokens` to catch up with its `num_tokens`; a step hands out a token budget:
-to the running ones first, then to those whose KV landed, then to those that wait.
+There is no separate prefill or decode phase. A request needs steps until its
+`num_computed_tokens` has caught up with its `num_tokens`. A step distributes a token budget:
+first to decoding requests, then to requests whose KV landed, to prefills in progress and to
+waiting requests.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ from kv_transfer.types import BlockId
 
 
 class _Verdict(Enum):
-    """What became of the request at the head of the line."""
+    """Outcome of an attempt to schedule the head of the waiting queue."""
 
-    TAKEN = "taken"
-    STEPS_ASIDE = "steps aside"  # a long prompt lets shorter ones pass
-    MUST_WAIT = "must wait"  # and so must all behind it
+    SCHEDULED = "scheduled"
+    SET_ASIDE = "set aside"  # a long prompt lets shorter ones pass
+    BLOCKED = "blocked"  # it waits, and so do all requests behind it
     FOLLOWS = "follows"  # it waits for blocks that another request is receiving
 
 
-class _Refusal(NamedTuple):
-    """The head that found no blocks, and the state of things then.
+class _AllocationFailure(NamedTuple):
+    """The head of the waiting queue for which there were too few blocks, and the state then.
 
-    While nothing was given back and its prefix is as long as it was, there is no need to look
-    the prefix up again.
+    The prefix lookup is skipped until blocks are released or the cached prefix gets longer.
     """
 
     request: Request
     num_releases: int
     num_changes: int
-    missing_hash: BlockHash | None  # once this block is cached, it needs fewer
+    missing_hash: BlockHash | None  # once it is cached, fewer blocks are needed
 
 
 class Planner:
+    """Plans steps: changes the scheduler's state and returns a Plan for the runner."""
+
     def __init__(self, book: RequestBook) -> None:
         self._book = book
         self._config = book.config
@@ -52,38 +54,38 @@ class Planner:
         self._limits = PrefillLimits(book.config)
         self._pace = StepPace(book.config.target_step_s)
         self._budget = 0
-        self._paced_budget = 0  # of it, for prompts that must not hold up decoding
-        self._refused: _Refusal | None = None
-        self._held_up: Request | None = None  # the head that the last step left in the line
+        self._paced_budget = 0  # the part of it for paced prompts, which must not delay decoding
+        self._last_failure: _AllocationFailure | None = None
+        self._blocked_head: Request | None = None  # the head that the last step left waiting
 
     def plan(self) -> Plan:
         batch = self._book.batch
-        self._give_way()
+        self._preempt_for_head()
         preemptions_before = self._book.total_preemptions
         for request in batch.begin_step():
-            self._grow(request)
-        # Drafted tokens get what is left over: a step that has prompts to compute drafts nothing.
+            self._grow_or_preempt(request)
+        # Draft tokens get the leftover budget: steps filled with prefill tokens have no drafts.
         self._budget = self._config.max_num_batched_tokens - batch.num_decoding
-        # Ready before waiting: a request that holds blocks must never stand behind one
-        # that waits for them, or neither moves. And before the next chunk of a long prompt,
-        # which it shortens by a token: its first token is with the client already.
-        none_held_up = self._start_ready()
+        # Ready before waiting: a request that holds blocks must not queue behind one that needs
+        # blocks, or neither could proceed. Ready before the next chunk of a prefill, too, which
+        # gets one token less: the client already has the first token of the ready request.
+        is_ready_served = self._schedule_ready()
         self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
         self._paced_budget = self._pace.paced_tokens(batch.num_decoding, self._budget)
-        self._continue_prefills()
+        self._schedule_prefills()
         self._book.waiting.bring_back(self._book.cache.pool.take_registered())
-        # Blocks that a victim just gave up are for those who run; a newcomer would
-        # take them and be the next victim.
-        is_line_open = none_held_up and self._book.total_preemptions == preemptions_before
-        if is_line_open:
-            self._take_from_line()
-        self._spend_rest(is_line_open)
+        # Blocks of a preempted request are for the running ones. A new request would take them
+        # and be preempted next.
+        can_admit = is_ready_served and self._book.total_preemptions == preemptions_before
+        if can_admit:
+            self._schedule_waiting()
+        self._spend_leftover(can_admit)
         if self._config.push_layers:
             self._send_layers()
         return batch.take_plan(self._book.handoffs.take_orders(), self._max_draft_tokens())
 
     def took(self, seconds: float) -> None:
-        """How long the step that was planned last took to run."""
+        """Record the duration of the last planned step."""
         batch = self._book.batch
         num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
         self._pace.took(seconds, batch.num_decoding, num_prompt_tokens)
@@ -95,16 +97,16 @@ class Planner:
         num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
         return self._config.max_num_batched_tokens - batch.num_decoding - num_prompt_tokens
 
-    def _give_way(self) -> None:
-        """To the head that was held up in the step before, if it is more urgent."""
-        head, self._held_up = self._held_up, None
+    def _preempt_for_head(self) -> None:
+        """Preempt running requests for a more urgent head that the last step left waiting."""
+        head, self._blocked_head = self._blocked_head, None
         if head is not None and head is self._book.waiting.head():
-            give_way(self._book, head, _num_tokens_to_hit(head))
+            give_way(self._book, head, _max_num_hit_tokens(head))
 
     # --- running ------------------------------------------------------------------
 
-    def _grow(self, request: Request) -> None:
-        """Room for this step's tokens, at the cost of whoever ranks last."""
+    def _grow_or_preempt(self, request: Request) -> None:
+        """Allocate blocks for this step's tokens; preempts the lowest-ranked requests if needed."""
         cache = self._book.cache
         cache.register(request)
         while request.status is RequestStatus.RUNNING:
@@ -115,10 +117,10 @@ class Planner:
             self._book.preempt(self._book.worst())
 
     def _grow_to_decode(self, request: Request) -> tuple[BlockId, ...] | None:
-        """Blocks for one more step; None if there are too few for a single token.
+        """Allocate blocks for one more step. Returns None if there are too few for one token.
 
-        With speculation, slots for drafted tokens as far as blocks are free: nobody is
-        preempted for them. Clipped to what the request can ever need, where its block table ends.
+        With speculation, slots for draft tokens are allocated only from free blocks, without
+        preemption. The number of slots is clipped to the length of the request's block table.
         """
         num_slots = request.num_computed_tokens + self._num_slots_per_decode
         if num_slots > request.max_num_slots:
@@ -130,17 +132,18 @@ class Planner:
 
     # --- ready --------------------------------------------------------------------
 
-    def _start_ready(self) -> bool:
-        """False if one was left for want of blocks, not just of a place in the batch.
+    def _schedule_ready(self) -> bool:
+        """Move ready requests into the batch. Returns False if blocks ran out.
 
-        Tokens are never short: the budget holds as many decodes as the batch has places.
+        A full batch is no reason for False. The token budget always suffices, since it is at
+        least `max_num_seqs`.
         """
         book = self._book
         while (head := book.ready.peek()) is not None:
             if len(book.batch) >= self._config.max_num_seqs:
                 return True
             request = head[1]
-            if not self._make_room_for_ready(request):
+            if not self._allocate_for_ready(request):
                 return False
             book.ready.remove(request)
             request.move(RequestStatus.RUNNING)
@@ -149,8 +152,12 @@ class Planner:
             self._budget -= 1
         return True
 
-    def _make_room_for_ready(self, request: Request) -> bool:
-        """Those that run will end and make room. If none does, the last of the ready must."""
+    def _allocate_for_ready(self, request: Request) -> bool:
+        """Allocate blocks for the next token of a ready request.
+
+        If there are too few, it waits for running requests to end. When none is running, the
+        lowest-ranked ready request is preempted.
+        """
         book = self._book
         while self._grow_to_decode(request) is None:
             if book.batch.running or len(book.ready) == 1:
@@ -158,9 +165,9 @@ class Planner:
             book.preempt(book.worst())
         return True
 
-    # --- prompts under way -------------------------------------------------------
+    # --- prefills in progress ----------------------------------------------------
 
-    def _continue_prefills(self) -> None:
+    def _schedule_prefills(self) -> None:
         self._limits.begin_step()
         prefilling = self._book.batch.prefilling.values()
         for request in sorted(prefilling, key=lambda request: request.rank):
@@ -174,7 +181,7 @@ class Planner:
     def _budget_for(self, request: Request) -> int:
         if not (request.spec.is_paced and self._config.enable_chunked_prefill):
             return self._budget
-        # A few in any case: it must not keep those behind it in line from their turn.
+        # At least a few tokens, so that it does not block the requests behind it.
         return min(self._budget, max(LEAST_TOKENS, self._paced_budget))
 
     def _spend(self, request: Request, chunk: int) -> None:
@@ -182,19 +189,19 @@ class Planner:
         if request.spec.is_paced:
             self._paced_budget -= chunk
 
-    def _spend_rest(self, is_line_open: bool) -> None:
-        """Give the budget that is left to the prompts that the threshold cut short.
+    def _spend_leftover(self, is_line_open: bool) -> None:
+        """Give the leftover budget to the prefills that the long-prefill threshold limited.
 
-        When one is computed to its end by that, the next long prompt may be taken.
+        If that completes one of them, the next long prompt can be scheduled.
         """
         if not self._budget or not self._limits.allow_rest():
             return
-        while self._budget and self._lengthen_chunks():
+        while self._budget and self._extend_chunks():
             if is_line_open:
-                self._take_from_line()
+                self._schedule_waiting()
 
-    def _lengthen_chunks(self) -> bool:
-        """False if no prompt in this step has tokens left to compute."""
+    def _extend_chunks(self) -> bool:
+        """Extend chunks up to the budget. Returns False if none has prompt tokens left."""
         is_any_lengthened = False
         chunks = self._book.batch.chunks
         for place, (request, chunk) in enumerate(chunks):
@@ -212,7 +219,7 @@ class Planner:
         return is_any_lengthened
 
     def _send_layers(self) -> None:
-        """The blocks that the chunks of this plan complete."""
+        """Order the layer-wise transfer of the blocks that this plan's chunks complete."""
         book = self._book
         for request, num_tokens in book.batch.chunks:
             num_computed = request.num_computed_tokens + num_tokens
@@ -223,42 +230,42 @@ class Planner:
 
     # --- waiting ------------------------------------------------------------------
 
-    def _take_from_line(self) -> None:
+    def _schedule_waiting(self) -> None:
         waiting = self._book.waiting
         for receiver_id in self._book.prefixes_in_flight.overdue(self._book.now_s):
             self._book.stop_following(receiver_id)
         while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
-            verdict = self._try_to_take(head)
-            if verdict is _Verdict.MUST_WAIT:
-                self._held_up = head
+            verdict = self._try_schedule(head)
+            if verdict is _Verdict.BLOCKED:
+                self._blocked_head = head
                 return
-            if verdict is _Verdict.STEPS_ASIDE:
-                waiting.step_aside(head, until=self._hash_that_makes_short(head))
+            if verdict is _Verdict.SET_ASIDE:
+                waiting.step_aside(head, until=self._hash_for_short(head))
 
-    def _try_to_take(self, request: Request) -> _Verdict:
-        if self._is_still_refused(request):
-            return _Verdict.MUST_WAIT
+    def _try_schedule(self, request: Request) -> _Verdict:
+        if self._would_fail_again(request):
+            return _Verdict.BLOCKED
         if request.receive is not None:
-            return self._grant(request, request.receive)
+            return self._grant_to_peer(request, request.receive)
         return self._admit(request)
 
     def _admit(self, request: Request) -> _Verdict:
-        """Into the batch, with blocks for all its tokens and a first chunk of them."""
+        """Move a request into the batch, with all its blocks and a first chunk of tokens."""
         book = self._book
         if len(book.batch) >= self._config.max_num_seqs or self._budget < 1:
-            return _Verdict.MUST_WAIT
-        # At least one token is computed here: its logits are the next token.
-        max_num_hits = _num_tokens_to_hit(request)
+            return _Verdict.BLOCKED
+        # At least one token is computed here: the next one is sampled from its logits.
+        max_num_hits = _max_num_hit_tokens(request)
         hits = book.cache.find_prefix(request, max_num_hits)
         missing = request.num_tokens - len(hits) * book.cache.block_size
         request.is_long = self._limits.is_long(missing)
         if request.is_long and not self._limits.allows_long:
-            return _Verdict.STEPS_ASIDE
+            return _Verdict.SET_ASIDE
         chunk = self._limits.first_chunk(missing, self._budget_for(request))
         if not chunk:
-            return _Verdict.MUST_WAIT
+            return _Verdict.BLOCKED
         if not book.cache.admit(request, hits):
-            return self._refuse(request, len(hits), max_num_hits)
+            return self._record_failure(request, len(hits), max_num_hits)
         book.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         book.batch.start_prefill(request, chunk)
@@ -268,33 +275,36 @@ class Planner:
         self._limits.count(request, missing - chunk)
         if not request.is_long:
             self._limits.took_short()
-        return _Verdict.TAKEN
+        return _Verdict.SCHEDULED
 
-    def _grant(self, request: Request, receive: ReceiveKv) -> _Verdict:
-        """Lend the blocks it lacks to the peer. That costs no budget and no place."""
+    def _grant_to_peer(self, request: Request, receive: ReceiveKv) -> _Verdict:
+        """Grant the missing blocks to the peer. Needs neither budget nor a place in the batch."""
         book = self._book
         num_underway = book.num_waiting_for_remote_kvs + len(book.ready)
         if num_underway >= self._config.max_num_seqs:
-            return _Verdict.MUST_WAIT
+            return _Verdict.BLOCKED
         hits = book.cache.find_prefix(request, request.num_tokens)
-        if self._follows(request, len(hits)):
+        if self._try_follow(request, len(hits)):
             return _Verdict.FOLLOWS
-        # Whoever holds blocks must be able to grow, or all would wait for each other.
-        # When nobody does, the whole cache may be granted.
+        # Requests that hold blocks must be able to grow, or they would deadlock. Without any, the
+        # whole cache can be granted.
         num_holders = num_underway + len(book.batch)
         spare = num_holders * self._config.remote_headroom_blocks
         if not book.cache.admit(request, hits, spare=spare):
-            return self._refuse(request, len(hits), request.num_tokens)
+            return self._record_failure(request, len(hits), request.num_tokens)
         book.waiting.remove(request)
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         book.num_waiting_for_remote_kvs += 1
         book.handoffs.receive(request, receive, len(hits))
         book.prefixes_in_flight.begin(request, len(hits), book.now_s)
         book.note(request, RequestEventKind.GRANTED)
-        return _Verdict.TAKEN
+        return _Verdict.SCHEDULED
 
-    def _follows(self, request: Request, num_hits: int) -> bool:
-        """Let it wait, without blocks, for a hand-off that brings most of what it lacks."""
+    def _try_follow(self, request: Request, num_hits: int) -> bool:
+        """Let a request wait, without blocks, for a hand-off that transfers most of its prefix.
+
+        Returns False if there is none, or if it has waited for `max_prefix_wait_s`.
+        """
         book = self._book
         num_blocks = book.cache.num_blocks_for(request.num_tokens)
         receiver_id = book.prefixes_in_flight.receiver_for(request, num_hits, num_blocks)
@@ -307,16 +317,16 @@ class Planner:
         book.waiting.follow(request, receiver_id)
         return True
 
-    def _refuse(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:
+    def _record_failure(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:
         cache = self._book.cache
         missing_hash = cache.missing_hash(request, num_hits, max_num_tokens)
-        self._refused = _Refusal(
+        self._last_failure = _AllocationFailure(
             request, cache.pool.num_releases, self._book.num_changes, missing_hash
         )
-        return _Verdict.MUST_WAIT
+        return _Verdict.BLOCKED
 
-    def _is_still_refused(self, request: Request) -> bool:
-        refused, pool = self._refused, self._book.cache.pool
+    def _would_fail_again(self, request: Request) -> bool:
+        refused, pool = self._last_failure, self._book.cache.pool
         if refused is None or refused.request is not request:
             return False
         if (refused.num_releases, refused.num_changes) != (
@@ -326,12 +336,12 @@ class Planner:
             return False
         return refused.missing_hash is None or not pool.is_cached(refused.missing_hash)
 
-    def _hash_that_makes_short(self, request: Request) -> BlockHash | None:
-        """The block that must be cached for this long prompt to be a short one; None: no block.
+    def _hash_for_short(self, request: Request) -> BlockHash | None:
+        """Return the block that must be cached for this long prompt to count as short, or None.
 
-        Where that one is cached and one before it is not, it is the one before.
+        If that block is cached but an earlier one is missing, the missing one is returned.
         """
-        cache, max_num_tokens = self._book.cache, _num_tokens_to_hit(request)
+        cache, max_num_tokens = self._book.cache, _max_num_hit_tokens(request)
         num_blocks = cache.num_blocks_for(
             self._limits.num_tokens_that_make_short(request.num_tokens)
         )
@@ -344,9 +354,9 @@ class Planner:
         return cache.missing_hash(request, num_hits, max_num_tokens)
 
 
-def _num_tokens_to_hit(request: Request) -> int:
-    """How many of its tokens may come from the cache."""
+def _max_num_hit_tokens(request: Request) -> int:
+    """Return the number of leading tokens that can be taken from the prefix cache."""
     wants_prompt_logprobs = request.spec.sampling.prompt_logprobs is not None
     if wants_prompt_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens:
-        return 0  # only computing a token tells its logprob
+        return 0  # logprobs exist only for computed tokens
     return request.num_tokens - 1

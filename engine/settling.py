@@ -1,4 +1,4 @@
-"""The second half of a step: what came of it. Tokens are taken, KV reports acted on."""
+"""Output processing, the second half of a step: apply sampled tokens and KV reports."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from kv_transfer.types import FirstToken, KvReports, Landed, Lost, TokenLogprobs
 
 
 class Settler:
+    """Applies the results of a step to the requests and collects their outputs."""
+
     def __init__(self, book: RequestBook) -> None:
         self._book = book
 
@@ -20,8 +22,8 @@ class Settler:
         batch = self._book.batch
         num_failed = len(run.errors) + len(run.refusals) + len(run.crashes)
         if len(run.token_ids) + num_failed < batch.num_decoding:
-            raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer answers")
-        through = [
+            raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer results")
+        completed_prefills = [
             request
             for request, num_tokens in batch.chunks
             if request.status is RequestStatus.RUNNING and request.request_id not in run.errors
@@ -42,46 +44,46 @@ class Settler:
             if refused is not None:
                 self.refuse(refused, reason)
         if run.num_proposed:
-            self._count_proposed(run)
-        self._take_tokens(run)
-        for request in through:
-            self._turn_to_decode(request)
+            self._count_draft_tokens(run)
+        self._append_tokens(run)
+        for request in completed_prefills:
+            self._start_decoding(request)
 
     def settle_kv(self, reports: KvReports) -> None:
         for landed in reports.finished_recving:
-            self._land(landed)
+            self._process_landed(landed)
         for lost in reports.failed_recving:
-            self._lose(lost)
+            self._process_lost(lost)
         for handoff_id in reports.released:
             self._book.handoffs.end_receiving(handoff_id)
         for handoff_id in reports.finished_sending:
             self._book.handoffs.end_sending(handoff_id)
 
     def refuse(self, request: Request, reason: str) -> None:
-        """End it by its own fault, wherever it stands."""
+        """End a request, in any state, with an error that is its own fault."""
         self._end_with_error(request, reason, is_refused=True)
 
     # --- the run ------------------------------------------------------------------
 
     def _advance_prefill(self, request: Request, num_tokens: int, run: RunResult) -> bool:
-        """Whether its tokens are all computed now."""
+        """Advance a prefill by `num_tokens`. Returns True if all its tokens are computed."""
         start = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         request.num_prefilled_tokens += num_tokens
         self._book.cache.register(request)
-        is_through = request.num_computed_tokens == request.num_tokens
+        is_complete = request.num_computed_tokens == request.num_tokens
         num_whole = request.num_computed_tokens // self._book.cache.block_size
-        # The last block, full or not, will not change: a sender ends with its first token.
-        self._book.handoffs.send(request, len(request.block_ids) if is_through else num_whole)
+        # The last block, full or not, is final: a sender ends with its first token.
+        self._book.handoffs.send(request, len(request.block_ids) if is_complete else num_whole)
         prompt_logprobs = run.prompt_logprobs.get(request.request_id)
         if prompt_logprobs:
-            self._hand_out_prompt_logprobs(request, start, prompt_logprobs)
-        return is_through
+            self._emit_prompt_logprobs(request, start, prompt_logprobs)
+        return is_complete
 
-    def _hand_out_prompt_logprobs(
+    def _emit_prompt_logprobs(
         self, request: Request, start: int, logprobs: list[TokenLogprobs | None]
     ) -> None:
-        # Resumed, it goes again over tokens whose logprobs were handed out before.
+        # A resumed request computes tokens again whose logprobs were already returned.
         fresh = tuple(logprobs[max(0, request.num_prompt_logprobs - start) :])
         if fresh:
             output = Output(
@@ -93,8 +95,8 @@ class Settler:
             self._book.put_out(request.client_id, output)
         request.num_prompt_logprobs += len(fresh)
 
-    def _count_proposed(self, run: RunResult) -> None:
-        """Before tokens are taken: they may end a request."""
+    def _count_draft_tokens(self, run: RunResult) -> None:
+        """Count speculative tokens. Runs before tokens are applied, which can end a request."""
         book = self._book
         for request_id, num_proposed in run.num_proposed.items():
             num_accepted = max(0, len(run.token_ids.get(request_id, ())) - 1)
@@ -105,8 +107,8 @@ class Settler:
                 request.num_proposed_tokens += num_proposed
                 request.num_accepted_tokens += num_accepted
 
-    def _take_tokens(self, run: RunResult) -> None:
-        """Nearly all requests get one token that ends nothing: that path is kept bare."""
+    def _append_tokens(self, run: RunResult) -> None:
+        """Append the sampled tokens. The fast path: one token, no logprobs, no end."""
         running = self._book.batch.running
         self._book.total_sampled_tokens += sum(map(len, run.token_ids.values()))
         outputs_by_client: dict[ClientId, list[Output]] = {}
@@ -123,7 +125,7 @@ class Settler:
                 or token_id in request.stop_token_ids
                 or not request.is_plain
             ):
-                self._take_carefully(request, token_ids, run)
+                self._append_tokens_slow(request, token_ids, run)
                 continue
             known.append(token_id)
             request.num_computed_tokens = num_tokens - 1
@@ -134,34 +136,34 @@ class Settler:
             first_index = num_tokens - 1 - request.num_prompt_tokens
             outputs.append(Output(request_id, first_index, (token_id,)))
 
-    def _take_carefully(self, request: Request, token_ids: list[int], run: RunResult) -> None:
-        """Any number of tokens, with logprobs; what follows the one that ends it is cut off."""
+    def _append_tokens_slow(self, request: Request, token_ids: list[int], run: RunResult) -> None:
+        """Append any number of tokens, with logprobs. Tokens after a final one are dropped."""
         first_index = request.num_output_tokens
         taken: list[int] = []
         reason = None
         for token_id in token_ids:
             request.token_ids.append(token_id)
             taken.append(token_id)
-            reason = self._reason_to_finish(request, token_id)
+            reason = self._finish_reason(request, token_id)
             if reason is not None:
                 break
-        # The newest token is never computed yet. Slots behind it, of rejected speculative
-        # tokens, count as empty and are written again.
+        # The KV of the newest token is not computed yet. Later slots, of rejected draft tokens,
+        # count as empty and are overwritten.
         request.num_computed_tokens = request.num_tokens - 1
         logprobs = tuple(run.logprobs.get(request.request_id, ())[: len(taken)])
         self._emit(request, first_index, tuple(taken), logprobs, reason)
         if reason is not None:
-            # A sender's first token completes the hand-off even if it ends the request: then
-            # decode ends it by the same rule, instead of waiting for what will not come.
+            # A sender's first token completes the hand-off even if it ends the request. The
+            # decode node then ends the request by the same rule instead of waiting for KV.
             first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
             self._book.handoffs.complete(request, first_token)
             self._book.finish(request, reason)
 
-    def _turn_to_decode(self, request: Request) -> None:
+    def _start_decoding(self, request: Request) -> None:
         if request.status is not RequestStatus.RUNNING:
             return
         if request.num_computed_tokens == request.num_tokens:
-            raise OutOfTurn(f"the prompt of {request.request_id} is through; it got no token")
+            raise OutOfTurn(f"the prefill of {request.request_id} is complete; it got no token")
         request.is_long = False
         self._book.batch.turn_to_decode(request, self._book.cache.capacity(request))
 
@@ -191,38 +193,38 @@ class Settler:
         self._book.put_out(request.client_id, output)
         self._book.finish(request, FinishReason.ERROR, error=error)
 
-    # --- the wire -----------------------------------------------------------------
+    # --- KV reports ---------------------------------------------------------------
 
-    def _land(self, landed: Landed) -> None:
-        """The first token comes with the KV, and is taken here and nowhere else."""
+    def _process_landed(self, landed: Landed) -> None:
+        """Make the receiver of a completed hand-off ready. Applies the first token it carries."""
         request = self._book.handoffs.receiver_of(landed.handoff_id)
         self._book.handoffs.end_receiving(landed.handoff_id)
         if request is None:
             return
-        reason = self._why_unfit(landed, request)
+        reason = self._mismatch(landed, request)
         if reason is not None:
-            self._go_on_without_peer(request, reason)
+            self._recover_from_lost_kv(request, reason)
             return
         request.receive = None
         request.num_received_tokens = request.num_tokens - request.num_computed_tokens
         request.num_computed_tokens = request.num_tokens
         self._book.cache.register(request)
         self._book.note(request, RequestEventKind.LANDED)
-        self._take_first_token(request, landed.first_token)
+        self._append_first_token(request, landed.first_token)
 
-    def _why_unfit(self, landed: Landed, request: Request) -> str | None:
-        """What is wrong with what a peer says of it."""
+    def _mismatch(self, landed: Landed, request: Request) -> str | None:
+        """Return an error if the peer's report does not match the request, else None."""
         if landed.num_tokens != request.num_tokens:
-            return f"KV of {landed.num_tokens} tokens came for {request.num_tokens}"
+            return f"KV of {landed.num_tokens} tokens arrived for {request.num_tokens} tokens"
         vocab_size, token_id = self._book.config.vocab_size, landed.first_token.token_id
         if vocab_size is not None and token_id >= vocab_size:
-            return f"token {token_id} came; the vocabulary has {vocab_size}"
+            return f"token {token_id} arrived; the vocabulary has {vocab_size}"
         return None
 
-    def _take_first_token(self, request: Request, first_token: FirstToken) -> None:
+    def _append_first_token(self, request: Request, first_token: FirstToken) -> None:
         first_index = request.num_output_tokens
         request.token_ids.append(first_token.token_id)
-        reason = self._reason_to_finish(request, first_token.token_id)
+        reason = self._finish_reason(request, first_token.token_id)
         logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
         self._emit(request, first_index, (first_token.token_id,), logprobs, reason)
         if reason is not None:
@@ -230,13 +232,13 @@ class Settler:
         else:
             self._book.make_ready(request)
 
-    def _lose(self, lost: Lost) -> None:
-        """Its blocks stay with the hand-off until a release is reported."""
+    def _process_lost(self, lost: Lost) -> None:
+        """Recover from lost KV. The hand-off keeps its blocks until their release is reported."""
         request = self._book.handoffs.receiver_of(lost.handoff_id)
         if request is not None:
-            self._go_on_without_peer(request, lost.reason)
+            self._recover_from_lost_kv(request, lost.reason)
 
-    def _go_on_without_peer(self, request: Request, reason: str) -> None:
+    def _recover_from_lost_kv(self, request: Request, reason: str) -> None:
         request.receive = None
         self._book.note(request, RequestEventKind.LOST)
         if self._book.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
@@ -245,7 +247,7 @@ class Settler:
         else:
             self._book.restart(request)
 
-    # --- both ---------------------------------------------------------------------
+    # --- shared -------------------------------------------------------------------
 
     def _emit(
         self,
@@ -267,14 +269,14 @@ class Settler:
         )
         self._book.put_out(request.client_id, output)
 
-    def _reason_to_finish(self, request: Request, token_id: int) -> FinishReason | None:
-        """Why the request ends with this token, its newest."""
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        """Return the reason for which the request ends with this newest token, or None."""
         sampling = request.spec.sampling
         is_stop = token_id in request.stop_token_ids
-        # A grammar lets the model's own end token through only where the answer is whole, and
-        # before min_tokens only where nothing else may follow.
-        is_whole = request.grammar is not None and token_id in self._book.config.eos_token_ids
-        if is_whole or (is_stop and request.num_output_tokens >= sampling.min_tokens):
+        # A grammar allows the EOS token only where the answer is complete, and before min_tokens
+        # only where no other token can follow.
+        is_complete = request.grammar is not None and token_id in self._book.config.eos_token_ids
+        if is_complete or (is_stop and request.num_output_tokens >= sampling.min_tokens):
             return FinishReason.STOP
         is_long_enough = request.num_output_tokens >= sampling.max_tokens
         if is_long_enough or request.num_tokens >= self._book.config.max_model_len:
