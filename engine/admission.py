@@ -1,4 +1,4 @@
-"""What can never be served is refused here, by name, before it costs anything."""
+"""Request validation: rejects requests that can never be served, from the settings alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.structured_outputs import FIELD
 
 
 def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
-    """Raise InvalidRequest if no step could ever bring this request to its end."""
+    """Raise InvalidRequest if the request can never complete on this engine."""
     _check_tokens(spec, config)
     _check_lengths(spec, config)
     _check_fits_cache(spec, config, cache)
     if spec.sampling.structured_outputs is not None and not config.eos_token_ids:
         raise InvalidRequest(
-            "the model has no token that ends an answer: structured_outputs cannot be kept to",
+            "the model has no EOS token: structured_outputs cannot be enforced, leave it out",
             FIELD,
         )
     config.check_extra_args(spec.sampling.extra_args)
@@ -28,12 +28,12 @@ def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig
 
 
 def max_num_tokens(spec: RequestSpec, config: SchedulerConfig) -> int:
-    """How many tokens, prompt included, the request may reach before a limit ends it."""
+    """Return the number of tokens, prompt included, at which a limit ends the request."""
     return min(len(spec.prompt_token_ids) + spec.sampling.max_tokens, config.max_model_len)
 
 
 def longest_sequence(config: SchedulerConfig, cache: CacheConfig) -> int:
-    """Most tokens of prompt and answer together that the model and the KV cache allow."""
+    """Return the maximum of prompt and output tokens together for this model and KV cache."""
     num_slots = cache.num_blocks * cache.block_size
     # The last token is never an input, so its KV is never written.
     return min(config.max_model_len, num_slots + 1)
@@ -72,10 +72,10 @@ def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:
         )
     if len(spec.prior_output_token_ids) >= spec.sampling.max_tokens:
         raise InvalidRequest(
-            f"{len(spec.prior_output_token_ids)} tokens were given already: "
+            f"{len(spec.prior_output_token_ids)} tokens were generated already: "
             f"max_tokens {spec.sampling.max_tokens} leaves nothing to do"
         )
-    # A peer's KV needs no budget here; should it be lost, it is recomputed in chunks.
+    # KV from a peer needs no budget here. If it is lost, it is recomputed in chunks.
     is_computed_here = spec.receive_from is None
     budget = config.max_num_batched_tokens
     if is_computed_here and not config.enable_chunked_prefill and num_context > budget:
@@ -87,8 +87,8 @@ def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:
 
 def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
     num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
-    # The last token is never an input, so its KV is never written; a sender ends with
-    # its first token. Drafted tokens never reach past these slots.
+    # The last token is never an input, so its KV is never written. A sender ends with its first
+    # token. Draft tokens never exceed these slots.
     num_slots = num_context
     if spec.send_to is None:
         num_slots = max_num_tokens(spec, config) - 1
@@ -96,13 +96,13 @@ def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheCo
     if num_blocks > cache.num_blocks:
         raise InvalidRequest(
             f"prompt and max_tokens may need {num_blocks} KV blocks; the whole cache has "
-            f"{cache.num_blocks}. {_what_fits(spec, config, cache)}, or start the node with a "
+            f"{cache.num_blocks}. {_advice(spec, config, cache)}, or start the node with a "
             "larger --kv-cache-memory",
             None if spec.send_to is not None else "max_tokens",
         )
 
 
-def _what_fits(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> str:
+def _advice(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> str:
     num_prompt_tokens = len(spec.prompt_token_ids)
     if spec.send_to is not None:
         return f"Send a prompt of at most {cache.num_blocks * cache.block_size} tokens"

@@ -1,7 +1,7 @@
-"""The running requests, and what changed about them since the last plan.
+"""The running batch, with its changes since the last plan.
 
-A decoding request costs nothing per step here: it stays in a table of scheduled tokens,
-and a calendar knows at which step it will need its next block.
+Decoding requests cost no work per step here: they stay in a table of scheduled tokens, and a
+calendar lists the step in which each needs its next block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Batch:
     def __init__(self, num_slots_per_decode: int) -> None:
         self._num_slots_per_decode = num_slots_per_decode
         self.running: dict[RequestId, Request] = {}
-        self.prefilling: dict[RequestId, Request] = {}  # those of `running` not through yet
+        self.prefilling: dict[RequestId, Request] = {}  # the subset of `running` in prefill
         self.chunks: list[tuple[Request, int]] = []  # prefill tokens in the current plan
         self._decode_tokens: dict[RequestId, int] = {}
         self._due: dict[int, list[Request]] = {}
@@ -37,12 +37,12 @@ class Batch:
         return bool(self._dropped)
 
     def begin_step(self) -> list[Request]:
-        """The decoding requests that have no room for this step's tokens, best rank first."""
+        """Begin a step. Returns the decoding requests that need blocks for it, in rank order."""
         self._step += 1
         self.chunks = []
         short = []
         for request in self._due.pop(self._step, ()):
-            # Entries of those that left stay behind; one that came back may have two.
+            # Entries of removed requests stay behind, and a resumed request can have two.
             if request.due_step == self._step:
                 request.due_step = NOT_DUE
                 short.append(request)
@@ -58,13 +58,13 @@ class Batch:
         self.chunks.append((request, num_tokens))
 
     def start_decode(self, request: Request, capacity: int) -> None:
-        """It came with all but its last token computed, and takes part from this step on."""
+        """Add a request whose last token alone is not computed. It decodes from this step on."""
         self._start(request)
         self._decode_tokens[request.request_id] = 1
         self._set_due(request, capacity, self._step)
 
     def turn_to_decode(self, request: Request, capacity: int) -> None:
-        """Its prompt is through; it takes part from the next step on."""
+        """Move a request from prefill to decode. It decodes from the next step on."""
         del self.prefilling[request.request_id]
         self._decode_tokens[request.request_id] = 1
         self._set_due(request, capacity, self._step + 1)
@@ -105,25 +105,25 @@ class Batch:
         self._started.append(row_of(request))
 
     def _set_due(self, request: Request, capacity: int, step: int) -> None:
-        """Note the first step from `step` on in which its tokens might not fit.
+        """Record the first step from `step` on in which the request's tokens might not fit.
 
-        It advances by at most `num_slots_per_decode` a step; without speculation this is
-        exact, with it the request may be looked at before it is short of room. One that has
-        all the slots it can ever need is never due.
+        A request advances by at most `num_slots_per_decode` per step. Without speculation the
+        step is exact; with it, the request may be checked early. A request that has all the
+        slots it can need is never due.
         """
         if capacity >= request.max_num_slots:
             request.due_step = NOT_DUE
             return
         room = capacity - request.num_computed_tokens - self._num_slots_per_decode
         due_step = step + room // self._num_slots_per_decode + 1
-        if due_step <= self._step:  # blocks were too few for drafted tokens
+        if due_step <= self._step:  # too few blocks for draft tokens
             due_step = self._step + 1
         request.due_step = due_step
         self._due.setdefault(due_step, []).append(request)
 
 
 def row_of(request: Request) -> Row:
-    """All that the runner has to know of it, as it stands before the pass."""
+    """Return the full state of a request for the runner, as of before the pass."""
     return Row(
         request_id=request.request_id,
         token_ids=tuple(request.token_ids),

@@ -1,4 +1,4 @@
-"""Every live request and the place where it stands; the moves that touch several places."""
+"""State shared by both halves of a step: live requests, queues, batch, KV cache and outputs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from kv_transfer.types import BlockId
 
 
 class RequestBook:
+    """The scheduler's state, with the state transitions that touch several of its parts."""
+
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.cache = KvCache(cache_config)
@@ -36,13 +38,13 @@ class RequestBook:
         self.total_sampled_tokens = 0
         self.total_proposed_tokens = 0
         self.total_accepted_tokens = 0
-        self.num_changes = 0  # grows when a refused request may deserve another look
+        self.num_changes = 0  # changes invalidate a remembered allocation failure
         self.now_s = 0.0
         self._num_added = 0
         self._outbox: dict[ClientId, list[Output]] = {}
         self._events: list[RequestEvent] = []
 
-    # --- the moves of a request ---------------------------------------------------
+    # --- state transitions of a request -------------------------------------------
 
     def add(self, spec: RequestSpec) -> None:
         self._check_ids(spec)
@@ -69,15 +71,15 @@ class RequestBook:
             self.waiting.push(request)
 
     def stand_in_line(self, request: Request, grammar: Grammar) -> None:
-        """Its grammar is there; it has kept the place that it came to."""
-        self._leave_place(request)
+        """Queue a request whose grammar is compiled. It keeps its place by arrival."""
+        self._remove_from_state(request)
         request.grammar = grammar
         request.move(RequestStatus.WAITING)
         self.waiting.push(request)
 
     def preempt(self, request: Request) -> None:
-        """Take its blocks; it starts anew, in front of those that never ran."""
-        self._leave_place(request)
+        """Release the blocks of a request and queue it in front of requests that never ran."""
+        self._remove_from_state(request)
         self.cache.release(request)
         request.move(RequestStatus.PREEMPTED)
         self.waiting.push(request, is_resumed=True)
@@ -86,14 +88,14 @@ class RequestBook:
         self.note(request, RequestEventKind.PREEMPTED)
 
     def make_ready(self, request: Request) -> None:
-        """Its KV is there; it waits for a place in the batch."""
-        self._leave_place(request)
+        """Queue a request whose KV has landed for a place in the batch."""
+        self._remove_from_state(request)
         request.move(RequestStatus.READY)
         self.ready.push(request.rank, request)
 
     def restart(self, request: Request) -> None:
-        """Its KV is lost. It starts from nothing: a half-filled table is never patched."""
-        self._leave_place(request)
+        """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
+        self._remove_from_state(request)
         self.cache.release(request)
         request.move(RequestStatus.WAITING)
         self.waiting.push(request, is_resumed=True)
@@ -105,30 +107,30 @@ class RequestBook:
         *,
         error: str | None = None,
     ) -> None:
-        """Forget it at once. Blocks that a hand-off holds stay held."""
+        """End a request and release its blocks. Blocks that a hand-off references stay held."""
         self.handoffs.give_up_receiving(request)
         self.handoffs.withdraw(request, error or reason.value)
-        self._leave_place(request)
+        self._remove_from_state(request)
         self.cache.release(request)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
         self.note(request, RequestEventKind.FINISHED)
 
     def stop_following(self, receiver_id: RequestId) -> None:
-        """This request's hand-off has ended, or takes too long."""
+        """Queue the followers of a hand-off again, because it has ended or takes too long."""
         self.prefixes_in_flight.end(receiver_id)
         self.waiting.release_followers(receiver_id)
 
     def worst(self) -> Request:
-        """Whom to preempt. Only called for one that runs or is ready, so there is one.
+        """Return the lowest-ranked request to preempt. At least one must be running or ready.
 
-        A sender that has begun to send is spared: its hand-off would keep the blocks while
-        it waits for new ones. It holds all it needs and ends with its prompt.
+        Senders that have begun to send are excluded: their hand-offs would keep the blocks. They
+        hold all blocks they need and end with their prefill.
         """
         candidates: list[Request] = [*self.batch.running.values(), *self.ready]
         return max((r for r in candidates if not self.handoffs.has_sent(r)), key=_rank_of)
 
-    # --- what is told to others ---------------------------------------------------
+    # --- outputs, events and statistics -------------------------------------------
 
     def put_out(self, client_id: ClientId, output: Output) -> None:
         self.outputs_for(client_id).append(output)
@@ -180,8 +182,8 @@ class RequestBook:
         )
 
     def check(self) -> None:
-        """Raise BlocksUnaccounted unless every block and request is where it belongs."""
-        self.cache.pool.check(self._holdings())
+        """Raise BlocksUnaccounted unless all blocks and requests are accounted for."""
+        self.cache.pool.check(self._held_blocks())
         places = [
             *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
             *((request, RequestStatus.READY) for request in self.ready),
@@ -189,13 +191,15 @@ class RequestBook:
         placed = len(places) + len(self.waiting)
         placed += self.num_waiting_for_remote_kvs + self.num_waiting_for_fsm
         if placed != len(self.requests):
-            raise BlocksUnaccounted(f"{len(self.requests)} requests live, {placed} have a place")
+            raise BlocksUnaccounted(
+                f"{len(self.requests)} requests, but {placed} are queued or run"
+            )
         for request, status in places:
             if request.status is not status:
                 raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
         for request in self.waiting:
             if request.block_ids:
-                raise BlocksUnaccounted(f"{request.request_id} waits in line and holds blocks")
+                raise BlocksUnaccounted(f"{request.request_id} is waiting, but holds blocks")
 
     # --- helpers ------------------------------------------------------------------
 
@@ -213,7 +217,7 @@ class RequestBook:
         priority = spec.priority if self.config.policy is Policy.PRIORITY else 0
         return (priority, spec.arrival_s - spec.age_s, self._num_added)
 
-    def _leave_place(self, request: Request) -> None:
+    def _remove_from_state(self, request: Request) -> None:
         self.num_changes += 1
         match request.status:
             case RequestStatus.WAITING | RequestStatus.PREEMPTED:
@@ -228,7 +232,7 @@ class RequestBook:
             case RequestStatus.RUNNING:
                 self.batch.remove(request)
 
-    def _holdings(self) -> Iterator[BlockId]:
+    def _held_blocks(self) -> Iterator[BlockId]:
         for request in self.requests.values():
             yield from request.block_ids
         yield from self.handoffs.held_blocks()

@@ -1,4 +1,4 @@
-"""One request while it lives in the engine: its status, its tokens and its blocks."""
+"""State of one request in the engine: status, tokens and blocks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec, Served
 from engine.sampling import SamplingParams
 from kv_transfer.types import BlockId
 
-# (priority, arrival time, serial): lower goes earlier. FCFS leaves the first at zero.
+# (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
 Rank = tuple[int, float, int]
 
-NOT_DUE = 0  # steps are counted from one
+NOT_DUE = 0  # steps are numbered from one
 
 
 class RequestStatus(Enum):
     WAITING_FOR_FSM = "waiting for fsm"  # its grammar is being compiled; holds nothing
     WAITING = "waiting"  # holds nothing
     WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
-    READY = "ready"  # KV landed; holds blocks, waits for a place in the batch
+    READY = "ready"  # KV landed: holds blocks and waits for a place in the batch
     RUNNING = "running"
-    PREEMPTED = "preempted"  # lost its blocks; waits in front of those that never ran
+    PREEMPTED = "preempted"  # lost its blocks: waits in front of requests that never ran
     FINISHED = "finished"
 
 
 _S = RequestStatus
-_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
+_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING_FOR_FSM: frozenset({_S.WAITING, _S.FINISHED}),
     _S.WAITING: frozenset({_S.WAITING_FOR_REMOTE_KVS, _S.RUNNING, _S.FINISHED}),
-    # Back to WAITING when the KV is lost: the request starts anew, without a hand-off.
+    # Back to WAITING when the KV is lost: the request restarts without a hand-off.
     _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.READY, _S.WAITING, _S.FINISHED}),
     _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.FINISHED}),
     _S.RUNNING: frozenset({_S.PREEMPTED, _S.FINISHED}),
@@ -41,7 +41,10 @@ _MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 class Request:
-    """Owned by the scheduler. `num_computed_tokens` wants to catch up with `num_tokens`."""
+    """A live request, owned by the scheduler.
+
+    It is scheduled until `num_computed_tokens` has caught up with `num_tokens`.
+    """
 
     __slots__ = (
         "block_hashes",
@@ -89,34 +92,34 @@ class Request:
         self.rank = rank
         self.root_hash = root_hash
         self.stop_token_ids = stop_token_ids
-        self.max_num_tokens = max_num_tokens  # it ends when it has so many
-        # The most KV slots it can ever need: its last token is never an input.
+        self.max_num_tokens = max_num_tokens  # the request ends at this length
+        # Upper bound of the KV slots it needs: its last token is never an input.
         self.max_num_slots = max_num_tokens - 1
-        # Kept beside the spec because every step reads them.
+        # Copied from the spec because every step reads them.
         self.request_id: RequestId = spec.request_id
         self.client_id: ClientId = spec.client_id
         sampling = spec.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 
         self.status = _first_status(sampling)
-        self.grammar: Grammar | None = None  # what it may write; None while it is compiled, too
-        self.receive: ReceiveKv | None = spec.receive_from  # None once it landed or was lost
-        # When it stops waiting for others' hand-offs; None: it has not waited yet.
+        self.grammar: Grammar | None = None  # None without one, and while it is being compiled
+        self.receive: ReceiveKv | None = spec.receive_from  # None once the KV landed or was lost
+        # Deadline for following hand-offs of other requests; None: has not followed yet.
         self.follows_until_s: float | None = None
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
-        self.num_context_tokens = len(self.token_ids)  # what it came with
+        self.num_context_tokens = len(self.token_ids)  # prompt and prior output
         self.num_computed_tokens = 0
-        self.num_prompt_logprobs = 0  # handed out already
+        self.num_prompt_logprobs = 0  # already returned
         self.block_ids: list[BlockId] = []
-        self.block_hashes: list[BlockHash] = []  # of its first full blocks
-        self.num_registered_blocks = 0  # its first so many can be hit by others
-        self.is_registering = True  # False: its KV is older than a reset of the cache
-        self.gave_way = False  # preempted for one of higher priority; once is enough
-        self.is_long = False  # a long prompt, not yet computed to its end
-        self.due_step = NOT_DUE  # when it needs its next block, see calendar
+        self.block_hashes: list[BlockHash] = []  # of its leading full blocks
+        self.num_registered_blocks = 0  # leading blocks that are in the prefix cache
+        self.is_registering = True  # False: its KV predates a reset of the prefix cache
+        self.gave_way = False  # preempted for a higher priority, which happens at most once
+        self.is_long = False  # a long prompt whose prefill is not complete
+        self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
 
-        # For the account that goes out with the last output.
+        # Statistics for the last output.
         self.num_cached_tokens = 0
         self.num_received_tokens = 0
         self.num_prefilled_tokens = 0
@@ -141,12 +144,12 @@ class Request:
         )
 
     def move(self, status: RequestStatus) -> None:
-        """The only way to a new status."""
-        if status not in _MOVES[self.status]:
+        """Change the status. Raises OutOfTurn for a transition that is not allowed."""
+        if status not in _TRANSITIONS[self.status]:
             raise OutOfTurn(f"{self.request_id} cannot go from {self.status} to {status}")
         self.status = status
 
 
 def _first_status(sampling: SamplingParams) -> RequestStatus:
-    is_ruled = sampling.structured_outputs is not None
-    return RequestStatus.WAITING_FOR_FSM if is_ruled else RequestStatus.WAITING
+    has_grammar = sampling.structured_outputs is not None
+    return RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING

@@ -47,21 +47,21 @@ class _AllocationFailure(NamedTuple):
 class Planner:
     """Plans steps: changes the scheduler's state and returns a Plan for the runner."""
 
-    def __init__(self, book: RequestBook) -> None:
-        self._book = book
-        self._config = book.config
-        self._num_slots_per_decode = book.config.num_slots_per_decode
-        self._limits = PrefillLimits(book.config)
-        self._pace = StepPace(book.config.target_step_s)
+    def __init__(self, state: RequestBook) -> None:
+        self._state = state
+        self._config = state.config
+        self._num_slots_per_decode = state.config.num_slots_per_decode
+        self._limits = PrefillLimits(state.config)
+        self._pace = StepPace(state.config.target_step_s)
         self._budget = 0
         self._paced_budget = 0  # the part of it for paced prompts, which must not delay decoding
         self._last_failure: _AllocationFailure | None = None
         self._blocked_head: Request | None = None  # the head that the last step left waiting
 
     def plan(self) -> Plan:
-        batch = self._book.batch
+        batch = self._state.batch
         self._preempt_for_head()
-        preemptions_before = self._book.total_preemptions
+        preemptions_before = self._state.total_preemptions
         for request in batch.begin_step():
             self._grow_or_preempt(request)
         # Draft tokens get the leftover budget: steps filled with prefill tokens have no drafts.
@@ -73,25 +73,25 @@ class Planner:
         self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
         self._paced_budget = self._pace.paced_tokens(batch.num_decoding, self._budget)
         self._schedule_prefills()
-        self._book.waiting.bring_back(self._book.cache.pool.take_registered())
+        self._state.waiting.bring_back(self._state.cache.pool.take_registered())
         # Blocks of a preempted request are for the running ones. A new request would take them
         # and be preempted next.
-        can_admit = is_ready_served and self._book.total_preemptions == preemptions_before
+        can_admit = is_ready_served and self._state.total_preemptions == preemptions_before
         if can_admit:
             self._schedule_waiting()
         self._spend_leftover(can_admit)
         if self._config.push_layers:
             self._send_layers()
-        return batch.take_plan(self._book.handoffs.take_orders(), self._max_draft_tokens())
+        return batch.take_plan(self._state.handoffs.take_orders(), self._max_draft_tokens())
 
     def took(self, seconds: float) -> None:
         """Record the duration of the last planned step."""
-        batch = self._book.batch
+        batch = self._state.batch
         num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
         self._pace.took(seconds, batch.num_decoding, num_prompt_tokens)
 
     def _max_draft_tokens(self) -> int:
-        batch = self._book.batch
+        batch = self._state.batch
         if not self._config.num_lookahead_tokens or not batch.num_decoding:
             return 0
         num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
@@ -100,21 +100,21 @@ class Planner:
     def _preempt_for_head(self) -> None:
         """Preempt running requests for a more urgent head that the last step left waiting."""
         head, self._blocked_head = self._blocked_head, None
-        if head is not None and head is self._book.waiting.head():
-            give_way(self._book, head, _max_num_hit_tokens(head))
+        if head is not None and head is self._state.waiting.head():
+            give_way(self._state, head, _max_num_hit_tokens(head))
 
     # --- running ------------------------------------------------------------------
 
     def _grow_or_preempt(self, request: Request) -> None:
         """Allocate blocks for this step's tokens; preempts the lowest-ranked requests if needed."""
-        cache = self._book.cache
+        cache = self._state.cache
         cache.register(request)
         while request.status is RequestStatus.RUNNING:
             added = self._grow_to_decode(request)
             if added is not None:
-                self._book.batch.grow(request, added, cache.capacity(request))
+                self._state.batch.grow(request, added, cache.capacity(request))
                 return
-            self._book.preempt(self._book.worst())
+            self._state.preempt(self._state.worst())
 
     def _grow_to_decode(self, request: Request) -> tuple[BlockId, ...] | None:
         """Allocate blocks for one more step. Returns None if there are too few for one token.
@@ -125,9 +125,9 @@ class Planner:
         num_slots = request.num_computed_tokens + self._num_slots_per_decode
         if num_slots > request.max_num_slots:
             num_slots = request.max_num_slots
-        added = self._book.cache.grow(request, num_slots)
+        added = self._state.cache.grow(request, num_slots)
         if added is None and self._num_slots_per_decode > 1:
-            added = self._book.cache.grow(request, request.num_computed_tokens + 1)
+            added = self._state.cache.grow(request, request.num_computed_tokens + 1)
         return added
 
     # --- ready --------------------------------------------------------------------
@@ -138,17 +138,17 @@ class Planner:
         A full batch is no reason for False. The token budget always suffices, since it is at
         least `max_num_seqs`.
         """
-        book = self._book
-        while (head := book.ready.peek()) is not None:
-            if len(book.batch) >= self._config.max_num_seqs:
+        state = self._state
+        while (head := state.ready.peek()) is not None:
+            if len(state.batch) >= self._config.max_num_seqs:
                 return True
             request = head[1]
             if not self._allocate_for_ready(request):
                 return False
-            book.ready.remove(request)
+            state.ready.remove(request)
             request.move(RequestStatus.RUNNING)
-            book.batch.start_decode(request, book.cache.capacity(request))
-            book.note(request, RequestEventKind.SCHEDULED)
+            state.batch.start_decode(request, state.cache.capacity(request))
+            state.note(request, RequestEventKind.SCHEDULED)
             self._budget -= 1
         return True
 
@@ -158,23 +158,23 @@ class Planner:
         If there are too few, it waits for running requests to end. When none is running, the
         lowest-ranked ready request is preempted.
         """
-        book = self._book
+        state = self._state
         while self._grow_to_decode(request) is None:
-            if book.batch.running or len(book.ready) == 1:
+            if state.batch.running or len(state.ready) == 1:
                 return False
-            book.preempt(book.worst())
+            state.preempt(state.worst())
         return True
 
     # --- prefills in progress ----------------------------------------------------
 
     def _schedule_prefills(self) -> None:
         self._limits.begin_step()
-        prefilling = self._book.batch.prefilling.values()
+        prefilling = self._state.batch.prefilling.values()
         for request in sorted(prefilling, key=lambda request: request.rank):
             missing = request.num_tokens - request.num_computed_tokens
             chunk = self._limits.next_chunk(missing, self._budget_for(request))
             if chunk:
-                self._book.batch.continue_prefill(request, chunk)
+                self._state.batch.continue_prefill(request, chunk)
                 self._spend(request, chunk)
             self._limits.count(request, missing - chunk)
 
@@ -189,7 +189,7 @@ class Planner:
         if request.spec.is_paced:
             self._paced_budget -= chunk
 
-    def _spend_leftover(self, is_line_open: bool) -> None:
+    def _spend_leftover(self, can_admit: bool) -> None:
         """Give the leftover budget to the prefills that the long-prefill threshold limited.
 
         If that completes one of them, the next long prompt can be scheduled.
@@ -197,13 +197,13 @@ class Planner:
         if not self._budget or not self._limits.allow_rest():
             return
         while self._budget and self._extend_chunks():
-            if is_line_open:
+            if can_admit:
                 self._schedule_waiting()
 
     def _extend_chunks(self) -> bool:
         """Extend chunks up to the budget. Returns False if none has prompt tokens left."""
         is_any_lengthened = False
-        chunks = self._book.batch.chunks
+        chunks = self._state.batch.chunks
         for place, (request, chunk) in enumerate(chunks):
             if request.spec.is_paced:
                 continue
@@ -220,20 +220,20 @@ class Planner:
 
     def _send_layers(self) -> None:
         """Order the layer-wise transfer of the blocks that this plan's chunks complete."""
-        book = self._book
-        for request, num_tokens in book.batch.chunks:
+        state = self._state
+        for request, num_tokens in state.batch.chunks:
             num_computed = request.num_computed_tokens + num_tokens
-            is_through = num_computed == request.num_tokens
-            num_whole = num_computed // book.cache.block_size
-            num_blocks = len(request.block_ids) if is_through else num_whole
-            book.handoffs.send_layers(request, num_blocks)
+            is_complete = num_computed == request.num_tokens
+            num_whole = num_computed // state.cache.block_size
+            num_blocks = len(request.block_ids) if is_complete else num_whole
+            state.handoffs.send_layers(request, num_blocks)
 
     # --- waiting ------------------------------------------------------------------
 
     def _schedule_waiting(self) -> None:
-        waiting = self._book.waiting
-        for receiver_id in self._book.prefixes_in_flight.overdue(self._book.now_s):
-            self._book.stop_following(receiver_id)
+        waiting = self._state.waiting
+        for receiver_id in self._state.prefixes_in_flight.overdue(self._state.now_s):
+            self._state.stop_following(receiver_id)
         while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
             verdict = self._try_schedule(head)
             if verdict is _Verdict.BLOCKED:
@@ -251,26 +251,26 @@ class Planner:
 
     def _admit(self, request: Request) -> _Verdict:
         """Move a request into the batch, with all its blocks and a first chunk of tokens."""
-        book = self._book
-        if len(book.batch) >= self._config.max_num_seqs or self._budget < 1:
+        state = self._state
+        if len(state.batch) >= self._config.max_num_seqs or self._budget < 1:
             return _Verdict.BLOCKED
         # At least one token is computed here: the next one is sampled from its logits.
         max_num_hits = _max_num_hit_tokens(request)
-        hits = book.cache.find_prefix(request, max_num_hits)
-        missing = request.num_tokens - len(hits) * book.cache.block_size
+        hits = state.cache.find_prefix(request, max_num_hits)
+        missing = request.num_tokens - len(hits) * state.cache.block_size
         request.is_long = self._limits.is_long(missing)
         if request.is_long and not self._limits.allows_long:
             return _Verdict.SET_ASIDE
         chunk = self._limits.first_chunk(missing, self._budget_for(request))
         if not chunk:
             return _Verdict.BLOCKED
-        if not book.cache.admit(request, hits):
+        if not state.cache.admit(request, hits):
             return self._record_failure(request, len(hits), max_num_hits)
-        book.waiting.remove(request)
+        state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
-        book.batch.start_prefill(request, chunk)
-        book.note(request, RequestEventKind.SCHEDULED)
-        book.handoffs.send(request, len(hits))
+        state.batch.start_prefill(request, chunk)
+        state.note(request, RequestEventKind.SCHEDULED)
+        state.handoffs.send(request, len(hits))
         self._spend(request, chunk)
         self._limits.count(request, missing - chunk)
         if not request.is_long:
@@ -279,25 +279,25 @@ class Planner:
 
     def _grant_to_peer(self, request: Request, receive: ReceiveKv) -> _Verdict:
         """Grant the missing blocks to the peer. Needs neither budget nor a place in the batch."""
-        book = self._book
-        num_underway = book.num_waiting_for_remote_kvs + len(book.ready)
+        state = self._state
+        num_underway = state.num_waiting_for_remote_kvs + len(state.ready)
         if num_underway >= self._config.max_num_seqs:
             return _Verdict.BLOCKED
-        hits = book.cache.find_prefix(request, request.num_tokens)
+        hits = state.cache.find_prefix(request, request.num_tokens)
         if self._try_follow(request, len(hits)):
             return _Verdict.FOLLOWS
         # Requests that hold blocks must be able to grow, or they would deadlock. Without any, the
         # whole cache can be granted.
-        num_holders = num_underway + len(book.batch)
+        num_holders = num_underway + len(state.batch)
         spare = num_holders * self._config.remote_headroom_blocks
-        if not book.cache.admit(request, hits, spare=spare):
+        if not state.cache.admit(request, hits, spare=spare):
             return self._record_failure(request, len(hits), request.num_tokens)
-        book.waiting.remove(request)
+        state.waiting.remove(request)
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        book.num_waiting_for_remote_kvs += 1
-        book.handoffs.receive(request, receive, len(hits))
-        book.prefixes_in_flight.begin(request, len(hits), book.now_s)
-        book.note(request, RequestEventKind.GRANTED)
+        state.num_waiting_for_remote_kvs += 1
+        state.handoffs.receive(request, receive, len(hits))
+        state.prefixes_in_flight.begin(request, len(hits), state.now_s)
+        state.note(request, RequestEventKind.GRANTED)
         return _Verdict.SCHEDULED
 
     def _try_follow(self, request: Request, num_hits: int) -> bool:
@@ -305,43 +305,43 @@ class Planner:
 
         Returns False if there is none, or if it has waited for `max_prefix_wait_s`.
         """
-        book = self._book
-        num_blocks = book.cache.num_blocks_for(request.num_tokens)
-        receiver_id = book.prefixes_in_flight.receiver_for(request, num_hits, num_blocks)
+        state = self._state
+        num_blocks = state.cache.num_blocks_for(request.num_tokens)
+        receiver_id = state.prefixes_in_flight.receiver_for(request, num_hits, num_blocks)
         if receiver_id is None:
             return False
         if request.follows_until_s is None:
-            request.follows_until_s = book.now_s + self._config.max_prefix_wait_s
-        if book.now_s >= request.follows_until_s:
+            request.follows_until_s = state.now_s + self._config.max_prefix_wait_s
+        if state.now_s >= request.follows_until_s:
             return False
-        book.waiting.follow(request, receiver_id)
+        state.waiting.follow(request, receiver_id)
         return True
 
     def _record_failure(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:
-        cache = self._book.cache
+        cache = self._state.cache
         missing_hash = cache.missing_hash(request, num_hits, max_num_tokens)
         self._last_failure = _AllocationFailure(
-            request, cache.pool.num_releases, self._book.num_changes, missing_hash
+            request, cache.pool.num_releases, self._state.num_changes, missing_hash
         )
         return _Verdict.BLOCKED
 
     def _would_fail_again(self, request: Request) -> bool:
-        refused, pool = self._last_failure, self._book.cache.pool
-        if refused is None or refused.request is not request:
+        failure, pool = self._last_failure, self._state.cache.pool
+        if failure is None or failure.request is not request:
             return False
-        if (refused.num_releases, refused.num_changes) != (
+        if (failure.num_releases, failure.num_changes) != (
             pool.num_releases,
-            self._book.num_changes,
+            self._state.num_changes,
         ):
             return False
-        return refused.missing_hash is None or not pool.is_cached(refused.missing_hash)
+        return failure.missing_hash is None or not pool.is_cached(failure.missing_hash)
 
     def _hash_for_short(self, request: Request) -> BlockHash | None:
         """Return the block that must be cached for this long prompt to count as short, or None.
 
         If that block is cached but an earlier one is missing, the missing one is returned.
         """
-        cache, max_num_tokens = self._book.cache, _max_num_hit_tokens(request)
+        cache, max_num_tokens = self._state.cache, _max_num_hit_tokens(request)
         num_blocks = cache.num_blocks_for(
             self._limits.num_tokens_that_make_short(request.num_tokens)
         )

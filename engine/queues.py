@@ -1,4 +1,4 @@
-"""Who comes next: queues in order of rank that anyone may leave from the middle."""
+"""Priority queues of requests, with cheap removal from any position."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Key = tuple[float, ...]
 
 
 class RankedQueue:
-    """The lowest key first. Push and pop O(log n); leaving O(1), swept up later."""
+    """Min-heap of requests by key. Push O(log n), remove O(1) amortised by lazy deletion."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Key, int, Request]] = []
-        self._serial_by_id: dict[RequestId, int] = {}  # of those still in the queue
+        self._serial_by_id: dict[RequestId, int] = {}  # of the queued requests
         self._next_serial = 0
 
     def __len__(self) -> int:
@@ -27,7 +27,7 @@ class RankedQueue:
         return request.request_id in self._serial_by_id
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order."""
+        """Iterate in no particular order."""
         return (entry[2] for entry in self._heap if self._is_live(entry))
 
     def push(self, key: Key, request: Request) -> None:
@@ -54,79 +54,79 @@ class RankedQueue:
 
 
 class WaitingLine:
-    """Those that hold nothing. Resumed ones stand in front of new ones of their priority.
+    """Waiting queue: requests that hold no blocks, resumed ones first within a priority.
 
-    Long prompts that must wait for other long ones step aside, so that finding the next
-    request never means to walk past them. One whose prefix is cached meanwhile may be short:
-    it comes back when the block appears that it was set aside for.
+    Long prompts that must wait for other long ones are set aside, so that finding the next
+    request never iterates over them. If enough of its prefix gets cached, such a prompt counts
+    as short: it returns to the queue when the block is cached that it was set aside for.
 
-    Those whose prefix another request is receiving follow that one: they are out of the line
-    until its hand-off has ended.
+    A request whose prefix another request is receiving follows that one: it is out of the queue
+    until the hand-off has ended.
     """
 
     def __init__(self) -> None:
-        self._line = RankedQueue()
-        self._aside = RankedQueue()
+        self._queue = RankedQueue()
+        self._aside_queue = RankedQueue()
         self._aside_by_hash: dict[BlockHash, dict[RequestId, tuple[Key, Request]]] = {}
         self._awaited_by_id: dict[RequestId, BlockHash] = {}
-        self._receiver_by_id: dict[RequestId, RequestId] = {}  # of those that wait for a prefix
-        self._followers: dict[RequestId, list[Request]] = {}  # by the request that receives it
+        self._receiver_by_id: dict[RequestId, RequestId] = {}  # of followers
+        self._followers: dict[RequestId, list[Request]] = {}  # by the request they follow
 
     def __len__(self) -> int:
-        return len(self._line) + len(self._aside) + len(self._receiver_by_id)
+        return len(self._queue) + len(self._aside_queue) + len(self._receiver_by_id)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._line
-        yield from self._aside
+        yield from self._queue
+        yield from self._aside_queue
         for followers in self._followers.values():
             yield from followers
 
     @property
     def num_followers(self) -> int:
-        """Requests that wait for another's hand-off: no step can take them."""
+        """Number of requests that wait for another's hand-off, which no step can schedule."""
         return len(self._receiver_by_id)
 
     def push(self, request: Request, *, is_resumed: bool = False) -> None:
-        self._line.push(_waiting_key(request, is_resumed), request)
+        self._queue.push(_waiting_key(request, is_resumed), request)
 
     def head(self, *, allow_long: bool = True) -> Request | None:
-        first = self._line.peek()
-        long = self._aside.peek() if allow_long else None
+        first = self._queue.peek()
+        long = self._aside_queue.peek() if allow_long else None
         if first is None or (long is not None and long[0] < first[0]):
             first = long
         return None if first is None else first[1]
 
     def step_aside(self, request: Request, until: BlockHash | None = None) -> None:
-        """This long prompt, the head, is not the head again while `allow_long` is off.
+        """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off.
 
-        Unless the block `until` is cached before: see `bring_back`.
+        It returns to the queue when the block `until` is cached: see `bring_back`.
         """
-        first = self._line.peek()
+        first = self._queue.peek()
         if first is None or first[1] is not request:
             return
-        self._line.remove(request)
-        self._aside.push(first[0], request)
+        self._queue.remove(request)
+        self._aside_queue.push(first[0], request)
         if until is not None:
             self._aside_by_hash.setdefault(until, {})[request.request_id] = first[0], request
             self._awaited_by_id[request.request_id] = until
 
     def bring_back(self, block_hashes: Iterable[BlockHash]) -> None:
-        """These blocks are cached now: prompts set aside until then stand where they stood."""
+        """Queue the prompts again that were set aside until one of these blocks is cached."""
         if not self._aside_by_hash:
             return
         for block_hash in block_hashes:
             for key, request in list(self._aside_by_hash.get(block_hash, {}).values()):
                 self.remove(request)
-                self._line.push(key, request)
+                self._queue.push(key, request)
 
     def follow(self, request: Request, receiver_id: RequestId) -> None:
-        """Keep it out of the line until the hand-off of another request has ended."""
+        """Keep a request out of the queue until the hand-off of `receiver_id` has ended."""
         self.remove(request)
         self._receiver_by_id[request.request_id] = receiver_id
         self._followers.setdefault(receiver_id, []).append(request)
 
     def release_followers(self, receiver_id: RequestId) -> None:
-        """Put those that wait for this hand-off back in line, each in its old place."""
+        """Return the followers of a hand-off to the queue, each in its former place."""
         for request in self._followers.pop(receiver_id, ()):
             del self._receiver_by_id[request.request_id]
             self.push(request)
@@ -136,10 +136,10 @@ class WaitingLine:
         if receiver_id is not None:
             self._followers[receiver_id].remove(request)
             return
-        if request not in self._aside:
-            self._line.remove(request)
+        if request not in self._aside_queue:
+            self._queue.remove(request)
             return
-        self._aside.remove(request)
+        self._aside_queue.remove(request)
         awaited = self._awaited_by_id.pop(request.request_id, None)
         if awaited is not None:
             del self._aside_by_hash[awaited][request.request_id]

@@ -15,11 +15,11 @@ from kv_transfer.types import FirstToken, KvReports, Landed, Lost, TokenLogprobs
 class Settler:
     """Applies the results of a step to the requests and collects their outputs."""
 
-    def __init__(self, book: RequestBook) -> None:
-        self._book = book
+    def __init__(self, state: RequestBook) -> None:
+        self._state = state
 
     def settle_run(self, run: RunResult) -> None:
-        batch = self._book.batch
+        batch = self._state.batch
         num_failed = len(run.errors) + len(run.refusals) + len(run.crashes)
         if len(run.token_ids) + num_failed < batch.num_decoding:
             raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer results")
@@ -55,9 +55,9 @@ class Settler:
         for lost in reports.failed_recving:
             self._process_lost(lost)
         for handoff_id in reports.released:
-            self._book.handoffs.end_receiving(handoff_id)
+            self._state.handoffs.end_receiving(handoff_id)
         for handoff_id in reports.finished_sending:
-            self._book.handoffs.end_sending(handoff_id)
+            self._state.handoffs.end_sending(handoff_id)
 
     def refuse(self, request: Request, reason: str) -> None:
         """End a request, in any state, with an error that is its own fault."""
@@ -70,11 +70,11 @@ class Settler:
         start = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         request.num_prefilled_tokens += num_tokens
-        self._book.cache.register(request)
+        self._state.cache.register(request)
         is_complete = request.num_computed_tokens == request.num_tokens
-        num_whole = request.num_computed_tokens // self._book.cache.block_size
+        num_whole = request.num_computed_tokens // self._state.cache.block_size
         # The last block, full or not, is final: a sender ends with its first token.
-        self._book.handoffs.send(request, len(request.block_ids) if is_complete else num_whole)
+        self._state.handoffs.send(request, len(request.block_ids) if is_complete else num_whole)
         prompt_logprobs = run.prompt_logprobs.get(request.request_id)
         if prompt_logprobs:
             self._emit_prompt_logprobs(request, start, prompt_logprobs)
@@ -92,25 +92,25 @@ class Settler:
                 prompt_logprobs=fresh,
                 first_prompt_index=request.num_prompt_logprobs,
             )
-            self._book.put_out(request.client_id, output)
+            self._state.put_out(request.client_id, output)
         request.num_prompt_logprobs += len(fresh)
 
     def _count_draft_tokens(self, run: RunResult) -> None:
         """Count speculative tokens. Runs before tokens are applied, which can end a request."""
-        book = self._book
+        state = self._state
         for request_id, num_proposed in run.num_proposed.items():
             num_accepted = max(0, len(run.token_ids.get(request_id, ())) - 1)
-            book.total_proposed_tokens += num_proposed
-            book.total_accepted_tokens += num_accepted
-            request = book.batch.running.get(request_id)
+            state.total_proposed_tokens += num_proposed
+            state.total_accepted_tokens += num_accepted
+            request = state.batch.running.get(request_id)
             if request is not None:
                 request.num_proposed_tokens += num_proposed
                 request.num_accepted_tokens += num_accepted
 
     def _append_tokens(self, run: RunResult) -> None:
         """Append the sampled tokens. The fast path: one token, no logprobs, no end."""
-        running = self._book.batch.running
-        self._book.total_sampled_tokens += sum(map(len, run.token_ids.values()))
+        running = self._state.batch.running
+        self._state.total_sampled_tokens += sum(map(len, run.token_ids.values()))
         outputs_by_client: dict[ClientId, list[Output]] = {}
         for request_id, token_ids in run.token_ids.items():
             request = running.get(request_id)
@@ -131,7 +131,7 @@ class Settler:
             request.num_computed_tokens = num_tokens - 1
             outputs = outputs_by_client.get(request.client_id)
             if outputs is None:
-                outputs = self._book.outputs_for(request.client_id)
+                outputs = self._state.outputs_for(request.client_id)
                 outputs_by_client[request.client_id] = outputs
             first_index = num_tokens - 1 - request.num_prompt_tokens
             outputs.append(Output(request_id, first_index, (token_id,)))
@@ -156,8 +156,8 @@ class Settler:
             # A sender's first token completes the hand-off even if it ends the request. The
             # decode node then ends the request by the same rule instead of waiting for KV.
             first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
-            self._book.handoffs.complete(request, first_token)
-            self._book.finish(request, reason)
+            self._state.handoffs.complete(request, first_token)
+            self._state.finish(request, reason)
 
     def _start_decoding(self, request: Request) -> None:
         if request.status is not RequestStatus.RUNNING:
@@ -165,10 +165,10 @@ class Settler:
         if request.num_computed_tokens == request.num_tokens:
             raise OutOfTurn(f"the prefill of {request.request_id} is complete; it got no token")
         request.is_long = False
-        self._book.batch.turn_to_decode(request, self._book.cache.capacity(request))
+        self._state.batch.turn_to_decode(request, self._state.cache.capacity(request))
 
     def _fail(self, request: Request, error: str, *, has_crashed: bool = False) -> None:
-        self._book.cache.distrust(request)
+        self._state.cache.distrust(request)
         self._end_with_error(request, error, has_crashed=has_crashed)
 
     def _end_with_error(
@@ -190,15 +190,15 @@ class Settler:
             is_kv_lost=is_kv_lost,
             served=request.served(),
         )
-        self._book.put_out(request.client_id, output)
-        self._book.finish(request, FinishReason.ERROR, error=error)
+        self._state.put_out(request.client_id, output)
+        self._state.finish(request, FinishReason.ERROR, error=error)
 
     # --- KV reports ---------------------------------------------------------------
 
     def _process_landed(self, landed: Landed) -> None:
         """Make the receiver of a completed hand-off ready. Applies the first token it carries."""
-        request = self._book.handoffs.receiver_of(landed.handoff_id)
-        self._book.handoffs.end_receiving(landed.handoff_id)
+        request = self._state.handoffs.receiver_of(landed.handoff_id)
+        self._state.handoffs.end_receiving(landed.handoff_id)
         if request is None:
             return
         reason = self._mismatch(landed, request)
@@ -208,15 +208,15 @@ class Settler:
         request.receive = None
         request.num_received_tokens = request.num_tokens - request.num_computed_tokens
         request.num_computed_tokens = request.num_tokens
-        self._book.cache.register(request)
-        self._book.note(request, RequestEventKind.LANDED)
+        self._state.cache.register(request)
+        self._state.note(request, RequestEventKind.LANDED)
         self._append_first_token(request, landed.first_token)
 
     def _mismatch(self, landed: Landed, request: Request) -> str | None:
         """Return an error if the peer's report does not match the request, else None."""
         if landed.num_tokens != request.num_tokens:
             return f"KV of {landed.num_tokens} tokens arrived for {request.num_tokens} tokens"
-        vocab_size, token_id = self._book.config.vocab_size, landed.first_token.token_id
+        vocab_size, token_id = self._state.config.vocab_size, landed.first_token.token_id
         if vocab_size is not None and token_id >= vocab_size:
             return f"token {token_id} arrived; the vocabulary has {vocab_size}"
         return None
@@ -228,24 +228,24 @@ class Settler:
         logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
         self._emit(request, first_index, (first_token.token_id,), logprobs, reason)
         if reason is not None:
-            self._book.finish(request, reason)
+            self._state.finish(request, reason)
         else:
-            self._book.make_ready(request)
+            self._state.make_ready(request)
 
     def _process_lost(self, lost: Lost) -> None:
         """Recover from lost KV. The hand-off keeps its blocks until their release is reported."""
-        request = self._book.handoffs.receiver_of(lost.handoff_id)
+        request = self._state.handoffs.receiver_of(lost.handoff_id)
         if request is not None:
             self._recover_from_lost_kv(request, lost.reason)
 
     def _recover_from_lost_kv(self, request: Request, reason: str) -> None:
         request.receive = None
-        self._book.note(request, RequestEventKind.LOST)
-        if self._book.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
+        self._state.note(request, RequestEventKind.LOST)
+        if self._state.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
             error = f"the KV of the prompt was lost: {reason}"
             self._end_with_error(request, error, is_kv_lost=True)
         else:
-            self._book.restart(request)
+            self._state.restart(request)
 
     # --- shared -------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Settler:
             stop_token_id=stop_token_id,
             served=None if reason is None else request.served(),
         )
-        self._book.put_out(request.client_id, output)
+        self._state.put_out(request.client_id, output)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """Return the reason for which the request ends with this newest token, or None."""
@@ -275,10 +275,10 @@ class Settler:
         is_stop = token_id in request.stop_token_ids
         # A grammar allows the EOS token only where the answer is complete, and before min_tokens
         # only where no other token can follow.
-        is_complete = request.grammar is not None and token_id in self._book.config.eos_token_ids
+        is_complete = request.grammar is not None and token_id in self._state.config.eos_token_ids
         if is_complete or (is_stop and request.num_output_tokens >= sampling.min_tokens):
             return FinishReason.STOP
         is_long_enough = request.num_output_tokens >= sampling.max_tokens
-        if is_long_enough or request.num_tokens >= self._book.config.max_model_len:
+        if is_long_enough or request.num_tokens >= self._state.config.max_model_len:
             return FinishReason.LENGTH
         return FinishReason.HANDED_OFF if request.spec.send_to is not None else None
