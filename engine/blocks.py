@@ -1,8 +1,8 @@
-"""The pool of KV blocks: who holds how many, which are cached, which goes next.
+"""Block pool of the KV cache: reference counts, prefix cache and LRU eviction.
 
-Knows block ids and hashes, and nothing of requests. A block is free when nobody holds
-it; a free block that still has a hash is a cached one, and is taken last, the one that
-was let go first before the others.
+Works on block ids and hashes, independent of requests. A block is free when its reference count
+is zero. A free block that has a hash is still cached. Such blocks are allocated last, in the order
+in which they were released.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kv_transfer.types import BlockId
 
 
 class BlockPool:
-    """Every operation costs time in proportion to the blocks it names, never to the pool."""
+    """Each operation takes time proportional to the blocks it names, not to the pool's size."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_cnt = [0] * num_blocks
-        # Taken from the end, so that a fresh pool hands out neighbours in order.
-        self._blank = [BlockId(n) for n in reversed(range(num_blocks))]
+        # Popped from the end, so that a new pool allocates adjacent blocks in ascending order.
+        self._uncached_free = [BlockId(n) for n in reversed(range(num_blocks))]
         self._cached_free: OrderedDict[BlockId, None] = OrderedDict()
         self._hash_by_block: dict[BlockId, BlockHash] = {}
         self._block_by_hash: dict[BlockHash, BlockId] = {}
-        self.num_releases = 0  # grows whenever blocks may have become free
+        self.num_releases = 0  # incremented when blocks may have become free
         self._evicted: list[BlockHash] = []
         self._registered: list[BlockHash] = []
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._cached_free)
+        return len(self._uncached_free) + len(self._cached_free)
 
     @property
     def num_cached_free(self) -> int:
@@ -43,10 +43,10 @@ class BlockPool:
         return len(self._block_by_hash)
 
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Blocks that only the caller holds, or None (and no change) if there are too few."""
+        """Allocate `count` blocks with one reference each, or none (None) if there are too few."""
         if count > self.num_free:
             return None
-        taken = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
+        taken = [self._uncached_free.pop() for _ in range(min(count, len(self._uncached_free)))]
         while len(taken) < count:
             taken.append(self._evict())
         for block_id in taken:
@@ -54,7 +54,7 @@ class BlockPool:
         return taken
 
     def find(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """The cached blocks of the longest known prefix. They are not held yet."""
+        """Return the cached blocks of the longest known prefix, without holding them."""
         found = []
         for block_hash in hashes:
             block_id = self._block_by_hash.get(block_hash)
@@ -70,18 +70,18 @@ class BlockPool:
         return sum(1 for block_id in block_ids if not self._ref_cnt[block_id])
 
     def num_held_once(self, block_ids: Iterable[BlockId]) -> int:
-        """Blocks that become free when their one holder releases them."""
+        """Return the number of blocks with exactly one reference."""
         return sum(1 for block_id in block_ids if self._ref_cnt[block_id] == 1)
 
     def hold(self, block_ids: Iterable[BlockId]) -> None:
-        """One more holder for each: a cached block that is hit, or one lent to a hand-off."""
+        """Add a reference to each block: for a prefix hit, or for a hand-off."""
         for block_id in block_ids:
             if not self._ref_cnt[block_id]:
                 del self._cached_free[block_id]
             self._ref_cnt[block_id] += 1
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """One holder less for each. The last of a sequence is to be evicted first."""
+        """Drop a reference from each block. The last blocks of a sequence are evicted first."""
         self.num_releases += 1
         for block_id in reversed(block_ids):
             self._ref_cnt[block_id] -= 1
@@ -90,10 +90,10 @@ class BlockPool:
             if block_id in self._hash_by_block:
                 self._cached_free[block_id] = None
             else:
-                self._blank.append(block_id)
+                self._uncached_free.append(block_id)
 
     def register(self, block_id: BlockId, block_hash: BlockHash) -> bool:
-        """Let this complete block be found from now on. False if one like it is known."""
+        """Add a complete block to the prefix cache. Returns False if its hash is there already."""
         if block_hash in self._block_by_hash:
             return False
         self._block_by_hash[block_hash] = block_id
@@ -102,7 +102,7 @@ class BlockPool:
         return True
 
     def unregister(self, block_ids: Iterable[BlockId]) -> None:
-        """These blocks are not found any more; who holds them goes on holding them."""
+        """Remove blocks from the prefix cache. References on them remain."""
         for block_id in block_ids:
             block_hash = self._hash_by_block.pop(block_id, None)
             if block_hash is None:
@@ -111,11 +111,11 @@ class BlockPool:
             self._evicted.append(block_hash)
             if not self._ref_cnt[block_id]:
                 del self._cached_free[block_id]
-                self._blank.append(block_id)
+                self._uncached_free.append(block_id)
 
     def forget_hashes(self) -> None:
-        """Nothing is found any more. Holders keep what they hold."""
-        self._blank.extend(self._cached_free)
+        """Empty the prefix cache. References on its blocks remain."""
+        self._uncached_free.extend(self._cached_free)
         self._cached_free.clear()
         self._hash_by_block.clear()
         self._block_by_hash.clear()
@@ -123,28 +123,28 @@ class BlockPool:
         self._registered.clear()
 
     def take_registered(self) -> list[BlockHash]:
-        """The hashes that were registered since the last call; some may be evicted by now."""
+        """Return the hashes registered since the last call. Some may have been evicted since."""
         registered, self._registered = self._registered, []
         return registered
 
     def take_evicted(self) -> tuple[BlockHash, ...]:
-        """The hashes that were evicted since the last call."""
+        """Return the hashes evicted since the last call."""
         evicted = tuple(self._evicted)
         self._evicted.clear()
         return evicted
 
     def check(self, held: Iterable[BlockId]) -> None:
-        """Raise BlocksUnaccounted unless `held`, one entry per holder, explains the pool."""
+        """Raise BlocksUnaccounted unless `held`, one entry per reference, matches the pool."""
         expected = [0] * self.num_blocks
         for block_id in held:
             expected[block_id] += 1
         for place, (counted, found) in enumerate(zip(self._ref_cnt, expected, strict=True)):
             if counted != found:
                 raise BlocksUnaccounted(f"block {place}: ref_cnt {counted}, holders {found}")
-        free = [*self._blank, *self._cached_free]
+        free = [*self._uncached_free, *self._cached_free]
         unheld = [place for place, count in enumerate(expected) if not count]
         if sorted(free) != unheld:
-            raise BlocksUnaccounted(f"free are {sorted(free)}, but nobody holds {unheld}")
+            raise BlocksUnaccounted(f"free: {sorted(free)}, without references: {unheld}")
         self._check_hashes()
 
     def _check_hashes(self) -> None:
@@ -152,9 +152,9 @@ class BlockPool:
         if there != self._block_by_hash:
             raise BlocksUnaccounted("the two maps of block hashes differ")
         if not self._hash_by_block.keys() >= self._cached_free.keys():
-            raise BlocksUnaccounted("a block counts as cached, but has no hash")
-        if not self._hash_by_block.keys().isdisjoint(self._blank):
-            raise BlocksUnaccounted("a block counts as blank, but has a hash")
+            raise BlocksUnaccounted("a cached free block has no hash")
+        if not self._hash_by_block.keys().isdisjoint(self._uncached_free):
+            raise BlocksUnaccounted("an uncached free block has a hash")
 
     def _evict(self) -> BlockId:
         block_id, _ = self._cached_free.popitem(last=False)

@@ -1,8 +1,7 @@
-"""The scheduler's half of hand-offs: the blocks that peers may write or read, and the orders.
+"""The scheduler's half of hand-offs: blocks that peers can write or read, and orders for them.
 
-A hand-off holds its blocks by itself, beside whatever request uses them, from the order
-that names them until the report that lets them go. What becomes of the request changes
-nothing about that.
+A hand-off holds its own reference on each of its blocks, from the order that names them until
+the report that releases them. This is independent of what happens to the request.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kv_transfer.types import (
 
 @dataclass(slots=True)
 class _Receiving:
-    """Blocks that a peer may write."""
+    """Blocks that a peer can write."""
 
     request: Request
     block_ids: tuple[BlockId, ...]
@@ -37,21 +36,21 @@ class _Receiving:
 
 @dataclass(slots=True)
 class _Sending:
-    """Blocks that are being read for a peer."""
+    """Blocks that are being sent to a peer."""
 
     block_ids: list[BlockId] = field(default_factory=list)
-    num_sent: int = 0  # of these; the others are completed by the pass under way
-    is_ended: bool = False  # Complete or Withdraw is ordered: nothing more will be sent
-    is_over: bool = False  # the wire is done with it, maybe before its time
+    num_sent: int = 0  # leading blocks ordered; the pass in progress completes the others
+    is_ended: bool = False  # Complete or Withdraw is ordered: no more blocks follow
+    is_over: bool = False  # the KV worker has reported the end, possibly early
     is_withdrawn: bool = False
 
 
 class HandOffs:
-    """Keeps to KvScheduling."""
+    """Implements KvScheduling: block references of hand-offs, and the orders of the next step."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._expected: set[HandoffId] = set()  # of requests that may yet receive
+        self._expected: set[HandoffId] = set()  # of requests not granted yet
         self._receiving: dict[HandoffId, _Receiving] = {}
         self._sending: dict[HandoffId, _Sending] = {}
         self._receives: list[Receive] = []
@@ -113,7 +112,7 @@ class HandOffs:
         self._expected.add(receive.handoff_id)
 
     def receive(self, request: Request, receive: ReceiveKv, num_hits: int) -> None:
-        """Lend the request's blocks after its hits to the peer."""
+        """Grant the request's blocks after its prefix hits to the peer."""
         handoff_id = receive.handoff_id
         block_ids = tuple(request.block_ids[num_hits:])
         self._pool.hold(block_ids)
@@ -123,7 +122,7 @@ class HandOffs:
         self._receives.append(order)
 
     def give_up_receiving(self, request: Request) -> None:
-        """The request ends. A peer that may already write is asked to stop."""
+        """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
         if request.receive is None:
             return
         self._expected.discard(request.receive.handoff_id)
@@ -131,7 +130,7 @@ class HandOffs:
             self._revokes.append(Revoke(request.receive.handoff_id))
 
     def receiver_of(self, handoff_id: HandoffId) -> Request | None:
-        """The request that still waits for this hand-off."""
+        """Return the request that waits for this hand-off, if it still does."""
         receiving = self._receiving.get(handoff_id)
         if receiving is None:
             return None
@@ -139,7 +138,7 @@ class HandOffs:
         return receiving.request if is_awaited else None
 
     def end_receiving(self, handoff_id: HandoffId) -> None:
-        """Nothing can write to its blocks any more."""
+        """Release the blocks of a hand-off, which the peer can no longer write."""
         receiving = self._receiving.pop(handoff_id, None)
         if receiving is None:
             self.total_unknown_reports += 1
@@ -159,7 +158,7 @@ class HandOffs:
         return handoff_id is not None and bool(self._sending[handoff_id].block_ids)
 
     def send(self, request: Request, num_blocks: int) -> None:
-        """Send the first `num_blocks` blocks, less what was sent before."""
+        """Order the transfer of the first `num_blocks` blocks, except those already ordered."""
         handoff_id = request.spec.send_to
         if handoff_id is None:
             return
@@ -173,7 +172,10 @@ class HandOffs:
         self._sends.append(Send(handoff_id, first_block, block_ids))
 
     def send_layers(self, request: Request, num_blocks: int) -> None:
-        """The coming pass completes the first `num_blocks` blocks: what it ends may leave in it."""
+        """Order layer-wise transfer of the blocks that the coming pass completes.
+
+        After that pass, the first `num_blocks` blocks of the request are complete.
+        """
         handoff_id = request.spec.send_to
         if handoff_id is None:
             return
@@ -186,25 +188,25 @@ class HandOffs:
         self._layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
 
     def complete(self, request: Request, first_token: FirstToken) -> None:
-        """Every block was sent, and this is the token that follows."""
+        """Order the end of a hand-off whose blocks are all sent, with the first token."""
         handoff_id = request.spec.send_to
         if handoff_id is not None and self._end_send(handoff_id):
             self._completes.append(Complete(handoff_id, request.num_context_tokens, first_token))
 
     def withdraw(self, request: Request, reason: str) -> None:
-        """The request ends before its first token."""
+        """Withdraw the hand-off of a request that ends before its first token."""
         handoff_id = request.spec.send_to
         if handoff_id is not None and self._end_send(handoff_id):
             self._withdraw(handoff_id, reason)
 
     def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
-        """Nobody wants what is complete here and may not have left yet."""
+        """Withdraw a complete hand-off whose KV is no longer needed and may be unsent."""
         sending = self._sending.get(handoff_id)
         if sending is not None and sending.is_ended and not sending.is_withdrawn:
             self._withdraw(handoff_id, reason)
 
     def end_sending(self, handoff_id: HandoffId) -> None:
-        """Nothing reads its blocks any more. It may come before all is sent: a peer left."""
+        """Release the blocks of a hand-off. It can end early, when the peer disconnects."""
         sending = self._sending.get(handoff_id)
         if sending is None or sending.is_over:
             self.total_unknown_reports += 1
@@ -227,7 +229,7 @@ class HandOffs:
         self._withdraws.append(Withdraw(handoff_id, reason))
 
     def _end_send(self, handoff_id: HandoffId) -> bool:
-        """False if nobody needs to be told."""
+        """Mark a hand-off as ended. Returns False if the peer needs no message."""
         sending = self._sending.get(handoff_id)
         if sending is None or sending.is_ended:
             return False

@@ -1,4 +1,4 @@
-"""The KV cache as requests see it: prefixes found, tables grown, full blocks registered."""
+"""KV cache of requests: prefix lookup, block tables and registration of full blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KvCache:
         return len(request.block_ids) * self.block_size
 
     def find_prefix(self, request: Request, max_num_tokens: int) -> list[BlockId]:
-        """The longest cached prefix of at most so many tokens, in whole blocks."""
+        """Return the blocks of the longest cached prefix of at most `max_num_tokens` tokens."""
         if not self._config.enable_prefix_caching:
             return []
         self._extend_hashes(request)
@@ -41,18 +41,18 @@ class KvCache:
     def missing_hash(
         self, request: Request, num_hits: int, max_num_tokens: int
     ) -> BlockHash | None:
-        """The first block that `find_prefix` did not find; None if no block was missing.
+        """Return the hash of the first block that `find_prefix` did not find, or None.
 
-        The prefix is longer as soon as this block is cached, even if no block was released.
+        Once that block is cached, the prefix is longer even if no block was released.
         """
         if num_hits >= max_num_tokens // self.block_size or not self._config.enable_prefix_caching:
             return None
         return request.block_hashes[num_hits]
 
     def admit(self, request: Request, hits: list[BlockId], *, spare: int = 0) -> bool:
-        """Give a request that holds nothing all the blocks its tokens need, or change nothing.
+        """Allocate all blocks for a request that holds none. Returns False if there are too few.
 
-        `spare` blocks must stay free beside it.
+        At least `spare` blocks must remain free.
         """
         missing = self.num_blocks_for(request.num_tokens) - len(hits)
         if missing + spare > self.pool.num_free - self.pool.num_free_among(hits):
@@ -62,14 +62,14 @@ class KvCache:
         request.num_computed_tokens = len(hits) * self.block_size
         request.num_registered_blocks = len(hits)
         request.is_registering = self._config.enable_prefix_caching
-        if not request.num_preemptions:  # later it would find what it left there itself
+        if not request.num_preemptions:  # afterwards it could hit its own blocks
             request.num_cached_tokens = request.num_computed_tokens
         self.total_query_tokens += request.num_tokens
         self.total_hit_tokens += request.num_computed_tokens
         return True
 
     def grow(self, request: Request, num_tokens: int) -> tuple[BlockId, ...] | None:
-        """The blocks that were added so that so many tokens fit; None if there are too few."""
+        """Add blocks until `num_tokens` tokens fit. Returns them, or None if there are too few."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing > self.pool.num_free:
             return None
@@ -78,7 +78,7 @@ class KvCache:
         return tuple(added)
 
     def register(self, request: Request) -> None:
-        """Let others hit the full blocks that the request has computed."""
+        """Add the full blocks that the request has computed to the prefix cache."""
         num_full = request.num_computed_tokens // self.block_size
         first = request.num_registered_blocks
         if num_full <= first or not request.is_registering:
@@ -93,7 +93,7 @@ class KvCache:
         request.num_registered_blocks = num_full
 
     def release(self, request: Request) -> None:
-        """Take all blocks back; what it computed stays in the cache while there is room."""
+        """Release all blocks of a request. Full ones stay in the prefix cache until evicted."""
         self.register(request)
         self.pool.release(request.block_ids)
         request.block_ids = []
@@ -101,15 +101,18 @@ class KvCache:
         request.num_registered_blocks = 0
 
     def distrust(self, request: Request) -> None:
-        """Its KV may be bad, the blocks it hit included: nobody shall hit them again."""
+        """Remove a request's blocks, including its prefix hits, from the prefix cache.
+
+        Called when the KV of the request may be wrong.
+        """
         request.is_registering = False
         self.pool.unregister(request.block_ids)
         self._note_removed()
 
     def reset(self, holders: Iterable[Request]) -> int:
-        """Forget every cached prefix, and return how many blocks those were.
+        """Drop every cached prefix and return the number of blocks they had.
 
-        What the holders compute on old KV is never cached.
+        KV that `holders` compute based on old KV is never cached.
         """
         num_cached = self.pool.num_cached
         self.pool.forget_hashes()
@@ -128,10 +131,10 @@ class KvCache:
         extend_hashes(request.block_hashes, request.root_hash, request.token_ids, self.block_size)
 
     def _allocate(self, count: int) -> list[BlockId]:
-        """`count` is known to be free."""
+        """Allocate `count` blocks, which the caller has checked to be free."""
         blocks = self.pool.allocate(count)
         if blocks is None:
-            raise RuntimeError(f"{count} blocks were promised, {self.pool.num_free} are free")
+            raise RuntimeError(f"{count} blocks are needed, {self.pool.num_free} are free")
         self._note_removed()
         return blocks
 

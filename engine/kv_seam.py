@@ -1,9 +1,9 @@
-"""The two sides of a hand-off in an engine. They share orders and reports, which are values.
+"""Scheduler side and worker side of hand-offs in an engine. They exchange orders and reports.
 
-What vLLM's V1 connector does in one class stands here in two, so that nobody can call the wrong
-side: its `get_num_new_matched_tokens` and `update_state_after_alloc` are `receive`, its metadata
-of a step are `take_orders`, its `request_finished` is `withdraw`, and the delayed free is that
-blocks stay held until `end_receiving` or `end_sending`.
+vLLM's V1 connector has both sides in one class; here they are two, so that no code can call the
+wrong side. `receive` corresponds to `get_num_new_matched_tokens` and `update_state_after_alloc`,
+`take_orders` to the connector metadata of a step, and `withdraw` to `request_finished`. Instead of
+a delayed free, blocks stay held until `end_receiving` or `end_sending`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kv_transfer.types import BlockId, FirstToken, HandoffId, KvOrders, KvReport
 
 
 class KvScheduling(Protocol):
-    """Decides what is received, granted, held and freed. Moves no byte and knows no wire."""
+    """Scheduler side: decides on receives, grants and block references. Transfers no data."""
 
     @property
     def num_receiving(self) -> int: ...
@@ -30,82 +30,85 @@ class KvScheduling(Protocol):
 
     @property
     def total_unknown_reports(self) -> int:
-        """Reports of hand-offs that are not known (any more)."""
+        """Number of reports for unknown hand-offs, such as ended ones."""
         ...
 
     @property
     def has_orders(self) -> bool: ...
 
     def take_orders(self) -> KvOrders:
-        """What the other side is to do, since the last time."""
+        """Return and clear the orders for the worker side."""
         ...
 
     def held_blocks(self) -> Iterator[BlockId]:
-        """Every block that a peer may write or that is read for one, once for each hand-off."""
+        """Yield each block that a peer can write or that is sent to one, once per hand-off."""
         ...
 
     def is_known_receive(self, handoff_id: HandoffId) -> bool: ...
 
     def expect(self, receive: ReceiveKv) -> None:
-        """A request waits that will receive."""
+        """Register the hand-off of a waiting request that will receive KV."""
         ...
 
     def receive(self, request: Request, receive: ReceiveKv, num_hits: int) -> None:
-        """Lend the request's blocks after its hits to the peer."""
+        """Grant the request's blocks after its prefix hits to the peer."""
         ...
 
     def give_up_receiving(self, request: Request) -> None:
-        """The request ends. A peer that may already write is asked to stop."""
+        """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
         ...
 
     def receiver_of(self, handoff_id: HandoffId) -> Request | None:
-        """The request that still waits for this hand-off."""
+        """Return the request that waits for this hand-off, if it still does."""
         ...
 
     def end_receiving(self, handoff_id: HandoffId) -> None:
-        """Nothing can write to its blocks any more."""
+        """Release the blocks of a hand-off, which the peer can no longer write."""
         ...
 
     def is_known_send(self, handoff_id: HandoffId) -> bool: ...
 
     def open_send(self, handoff_id: HandoffId) -> None:
-        """A request waits whose blocks will be sent."""
+        """Register the hand-off of a waiting request whose blocks will be sent."""
         ...
 
     def has_sent(self, request: Request) -> bool: ...
 
     def send(self, request: Request, num_blocks: int) -> None:
-        """Send the first `num_blocks` blocks, less what was sent before."""
+        """Order the transfer of the first `num_blocks` blocks, except those already ordered."""
         ...
 
     def send_layers(self, request: Request, num_blocks: int) -> None:
-        """The coming pass completes the first `num_blocks` blocks: what it ends may leave in it."""
+        """Order layer-wise transfer of the blocks that the coming pass completes.
+
+        After that pass, the first `num_blocks` blocks of the request are complete.
+        """
         ...
 
     def complete(self, request: Request, first_token: FirstToken) -> None:
-        """Every block was sent, and this is the token that follows."""
+        """Order the end of a hand-off whose blocks are all sent, with the first token."""
         ...
 
     def withdraw(self, request: Request, reason: str) -> None:
-        """The request ends before its first token."""
+        """Withdraw the hand-off of a request that ends before its first token."""
         ...
 
     def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
-        """Nobody wants what is complete here and may not have left yet."""
+        """Withdraw a complete hand-off whose KV is no longer needed and may be unsent."""
         ...
 
     def end_sending(self, handoff_id: HandoffId) -> None:
-        """Nothing reads its blocks any more. It may come before all is sent: a peer left."""
+        """Release the blocks of a hand-off. It can end early, when the peer disconnects."""
         ...
 
 
 class KvWorker(Protocol):
-    """Moves KV blocks; never blocks a step. `now` is in monotonic seconds."""
+    """Worker side: transfers KV blocks without blocking a step. `now` is in monotonic seconds."""
 
     def start(self, orders: KvOrders, now: float) -> None: ...
 
     def poll(self, now: float) -> KvReports: ...
 
     def next_poll_s(self, now: float) -> float | None:
-        """How long it can be left alone; None: until somebody wakes the engine."""
+        """Return the time until the next `poll` is needed; None: not before the engine is woken."""
         ...

@@ -1,8 +1,8 @@
 """Index of the prefix blocks that peers are writing, so that no two hand-offs carry the same ones.
 
-A block in flight is never a prefix hit. A request that lacks blocks which another hand-off is
-bringing waits for that hand-off to end, and hits them then like any cached block. If they do not
-come, it receives them itself.
+A block in flight is never a prefix hit. A request that needs blocks of another hand-off waits for
+that hand-off to end, and then hits them like any cached block. If they do not arrive, it receives
+them itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engine.lifecycle import Request
 from engine.request import RequestId
 from kv_transfer.types import NodeId
 
-# At least this share of the blocks that either request still lacks must be common to both: nobody
-# waits for a long hand-off because of a few blocks at its beginning.
+# Minimum share of common blocks among those that either request lacks, so that no request waits
+# for a long hand-off because of a few blocks at its beginning.
 MIN_SHARE = 0.5
 
 
@@ -24,7 +24,7 @@ MIN_SHARE = 0.5
 class _Receiving:
     request: Request
     source: NodeId
-    block_hashes: tuple[BlockHash, ...]  # of the whole blocks that are being written
+    block_hashes: tuple[BlockHash, ...]  # of the full blocks in flight
     num_blocks: int
     since_s: float
 
@@ -36,7 +36,7 @@ class PrefixesInFlight:
         self._receiver_by_hash: dict[BlockHash, _Receiving] = {}
 
     def begin(self, request: Request, num_hits: int, now: float) -> None:
-        """Blocks after the first `num_hits` were granted to the peer of this request."""
+        """Add the blocks of a request after its first `num_hits`, which the peer writes now."""
         hashes = tuple(request.block_hashes[num_hits:])
         if request.receive is None or not hashes:
             return
@@ -48,7 +48,7 @@ class PrefixesInFlight:
             self._receiver_by_hash.setdefault(block_hash, receiving)
 
     def end(self, request_id: RequestId) -> None:
-        """Its blocks are cached by now, or will not come, or took too long."""
+        """Remove a receiving request: its blocks are cached, lost or overdue."""
         receiving = self._receiving.pop(request_id, None)
         if receiving is None:
             return
@@ -57,7 +57,7 @@ class PrefixesInFlight:
                 del self._receiver_by_hash[block_hash]
 
     def overdue(self, now: float) -> list[RequestId]:
-        """Receiving requests for which nobody is to wait any longer."""
+        """Return the receiving requests that others must not wait for any longer."""
         found = []
         for request_id, receiving in self._receiving.items():
             if now - receiving.since_s < self._max_wait_s:
@@ -66,10 +66,10 @@ class PrefixesInFlight:
         return found
 
     def receiver_for(self, request: Request, num_hits: int, num_blocks: int) -> RequestId | None:
-        """The request whose hand-off brings most of what this one lacks.
+        """Return the request whose hand-off carries most of the blocks that `request` lacks.
 
-        Only one of the same peer that ranks before it: a peer serves those in this order, so the
-        wait is short, and trouble with one peer does not spread to requests of another.
+        It must have the same peer and a better rank. A peer serves hand-offs in this order, so the
+        wait is short, and a failing peer does not affect requests of other peers.
         """
         missing: Sequence[BlockHash] = request.block_hashes[num_hits:]
         receiving = self._receiver_by_hash.get(missing[0]) if missing else None
@@ -82,7 +82,7 @@ class PrefixesInFlight:
             num_shared += 1
         is_enough = num_shared >= MIN_SHARE * max(num_blocks - num_hits, receiving.num_blocks)
         is_same_peer = receiving.source == request.receive.source.node_id
-        # After a reset of the cache, what it receives is never cached.
+        # Blocks received across a reset of the prefix cache are never cached.
         will_be_cached = receiving.request.is_registering
         if not (is_enough and is_same_peer and will_be_cached):
             return None

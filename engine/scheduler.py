@@ -129,10 +129,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could do something now; False while all requests wait for KV."""
         state = self._state
-        num_in_line = len(state.waiting) - state.waiting.num_followers
-        has_requests = state.batch.running or len(state.ready) or num_in_line
-        has_news = state.batch.has_changes or state.handoffs.has_orders or state.has_outputs
-        return bool(has_requests or has_news)
+        num_schedulable = len(state.waiting) - state.waiting.num_followers
+        has_requests = state.batch.running or len(state.ready) or num_schedulable
+        has_other_work = state.batch.has_changes or state.handoffs.has_orders or state.has_outputs
+        return bool(has_requests or has_other_work)
 
     @property
     def is_idle(self) -> bool:
