@@ -1,4 +1,4 @@
-"""From a loaded runner to an engine that is ready to step."""
+"""Factory functions that build an engine around a loaded runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduler_config import CacheConfig, SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a person may choose; what follows from the model is filled in."""
+    """User settings of the engine. Settings that depend on the model are filled in."""
 
     scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
     enable_prefix_caching: bool = True
@@ -24,12 +24,12 @@ class EngineOptions:
 def build_engine(
     runner: TorchRunner, options: EngineOptions, kv_worker: KvWorker | None = None
 ) -> EngineCore:
-    """Without a KV worker, the engine hands nothing over and receives nothing."""
+    """Build an engine. Without a KV worker, it neither sends nor receives KV."""
     return EngineCore(build_scheduler(runner, options), runner, kv_worker or NoKvWorker())
 
 
 def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
-    """For wiring that puts something between the engine and its workers."""
+    """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(
         _scheduling_for(runner, options.scheduling),
         CacheConfig(
@@ -44,7 +44,7 @@ def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
 
 
 def build_grammars(runner: TorchRunner) -> GrammarLibrary:
-    """What compiles grammars for this model."""
+    """Build the grammar library for the runner's model."""
     info = runner.info
     return GrammarLibrary(info.folder, info.vocab_size, info.eos_token_ids)
 

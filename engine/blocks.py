@@ -43,7 +43,7 @@ class BlockPool:
         return len(self._block_by_hash)
 
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Allocate `count` blocks with one reference each, or none (None) if there are too few."""
+        """Allocate `count` blocks, one reference each. Returns None if there are too few."""
         if count > self.num_free:
             return None
         taken = [self._uncached_free.pop() for _ in range(min(count, len(self._uncached_free)))]

@@ -1,10 +1,10 @@
 """Containment of failed passes: find the requests whose rows fail, and run the pass without them.
 
-A pass may be run again: it writes the same keys and values into the same slots, and a token that
-it sampled counts only once the scheduler has taken it. So after an exception the runner forgets
-its rows, gets them anew from the scheduler's state, which is still that before the pass, and runs
-them in halves until those that fail are alone. These end with an error; the others keep their
-tokens.
+A pass can be repeated: it writes the same keys and values into the same slots, and a sampled token
+counts only once the scheduler has applied it. After an exception, the runner removes its rows and
+receives them again from the scheduler, whose state is still that before the pass. It then runs
+them in halves until the failing rows are isolated. Their requests end with an error; the others
+keep their tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from engine.plan import Plan, Runner, RunResult
 from engine.request import RequestId
 from engine.scheduler import Scheduler
 
-# So many rows that fail one after the other, with none in between that succeeds, are no fault of
-# theirs: the engine ends, and its node is restarted.
+# If this many rows fail one after the other, with no success in between, the rows are not at
+# fault: the engine ends, and its node is restarted.
 MAX_CRASHES_IN_A_ROW = 4
 
 log = logging.getLogger(__name__)
 
 
 class Containment:
-    """Runs plans. Raises what a pass failed with if no request can be found that is at fault."""
+    """Runs plans. Raises the exception of a failed pass if no request is found to be at fault."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner = runner
@@ -43,7 +43,7 @@ class Containment:
             if not rows:
                 raise
             log.exception(
-                "a pass over %d requests failed; it is run again in parts",
+                "a pass over %d requests failed; running it again in parts",
                 len(plan.num_scheduled_tokens),
             )
             return self._run_in_parts(plan, failure)
@@ -53,11 +53,11 @@ class Containment:
 
     def _run_in_parts(self, plan: Plan, failure: Exception) -> RunResult:
         rows, result = self._scheduler.running_rows(), RunResult()
-        self._forget((*plan.dropped, *rows), failure)
+        self._remove_rows((*plan.dropped, *rows), failure)
         parts: list[Sequence[RequestId]] = _halves(tuple(rows))
         while parts:
             part = parts.pop()
-            again = Plan(
+            retry = Plan(
                 started=tuple(rows[request_id] for request_id in part),
                 num_scheduled_tokens={
                     request_id: plan.num_scheduled_tokens[request_id]
@@ -67,38 +67,38 @@ class Containment:
                 is_retry=True,
             )
             try:
-                _merge(self._runner.run(again), into=result)
+                _merge(self._runner.run(retry), into=result)
                 self._num_crashes_in_a_row = 0
             except PassHookFailed as hook_failure:
                 raise hook_failure.root from None
-            except Exception as error:  # noqa: BLE001 - the request gets it, or the log does
-                self._forget(part, failure)
+            except Exception as error:  # noqa: BLE001 - it goes to the request or the log
+                self._remove_rows(part, failure)
                 if len(part) > 1:
                     parts += _halves(part)
                 else:
-                    self._crash(part[0], error, result, failure)
+                    self._record_crash(part[0], error, result, failure)
         return result
 
-    def _forget(self, request_ids: Sequence[RequestId], failure: Exception) -> None:
-        """Raises `failure` if the runner cannot even do this."""
+    def _remove_rows(self, request_ids: Sequence[RequestId], failure: Exception) -> None:
+        """Remove rows from the runner. Raises `failure` if even that fails."""
         try:
             self._runner.run(Plan(dropped=tuple(request_ids), is_retry=True))
         except Exception:
-            log.exception("the runner cannot forget the rows of a failed pass")
+            log.exception("the runner cannot remove the rows of a failed pass")
             raise failure from None
 
-    def _crash(
+    def _record_crash(
         self, request_id: RequestId, error: Exception, result: RunResult, failure: Exception
     ) -> None:
         self._num_crashes_in_a_row += 1
         if self._num_crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
             raise failure
-        log.error("the pass fails with request %s alone: it ends", request_id, exc_info=error)
+        log.error("request %s ends: a pass of it alone fails", request_id, exc_info=error)
         result.crashes[request_id] = f"{type(error).__name__}: {error}"
 
 
 def _halves(request_ids: Sequence[RequestId]) -> list[Sequence[RequestId]]:
-    """In reverse, as a stack of parts to run."""
+    """Split into non-empty halves, in reverse order for use as a stack."""
     middle = len(request_ids) // 2
     parts = request_ids[middle:], request_ids[:middle]
     return [part for part in parts if part]

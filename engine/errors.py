@@ -1,22 +1,22 @@
-"""The engine's named errors. A message says what was wrong and what to do about it."""
+"""Exceptions of the engine. Messages give the cause and the remedy."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The root of every error that the engine raises on purpose."""
+    """Base class of the engine's exceptions."""
 
 
 class InvalidRequest(EngineError):
-    """The client's fault: this request alone is refused, the engine goes on."""
+    """The request is invalid. It alone is rejected; the engine continues."""
 
     def __init__(self, message: str = "", field: str | None = None) -> None:
         super().__init__(message)
-        self.field = field  # the one that is wrong, where it is one
+        self.field = field  # the invalid field, if it is a single one
 
 
 class InvalidConfig(EngineError):
-    """A setting cannot work; the process stops at start."""
+    """A setting is invalid; the process exits at start."""
 
 
 class ModelError(EngineError):
@@ -28,19 +28,19 @@ class NonFiniteLogits(EngineError):
 
 
 class EngineStopped(EngineError):
-    """This engine takes no more requests."""
+    """The engine has ended and accepts no requests."""
 
 
 class EngineGone(EngineStopped):
-    """The engine had stopped before the request came."""
+    """The engine had ended before the request was submitted."""
 
 
 class PassFailed(EngineError):
-    """A forward pass fails whenever this request takes part; the engine goes on without it."""
+    """Every forward pass with this request fails; the engine continues without it."""
 
 
 class PassHookFailed(EngineError):
-    """The hook of a pass failed, which is no fault of any row: the engine ends with `root`."""
+    """The hook of a pass failed. No row is at fault: the engine ends with `root`."""
 
     def __init__(self, root: Exception) -> None:
         super().__init__(f"the hook of a pass failed: {root!r}")
@@ -48,12 +48,12 @@ class PassHookFailed(EngineError):
 
 
 class OutOfTurn(EngineError):
-    """A step was not taken in order: every plan is updated once, before the next is made."""
+    """An operation was out of order, such as a plan made before the last one was updated."""
 
 
 class RowOverflow(EngineError):
-    """A plan gave a request more blocks or tokens than its row in the runner's batch can hold."""
+    """A plan assigns a request more blocks or tokens than its row in the runner's batch holds."""
 
 
 class BlocksUnaccounted(EngineError):
-    """A check found a KV block held too often, too rarely, or by nobody."""
+    """A consistency check found a wrong reference count or request count."""

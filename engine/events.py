@@ -1,4 +1,4 @@
-"""What the scheduler and the KV cache tell about themselves, as values in the past tense."""
+"""Events and statistics of the scheduler and the KV cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.request import RequestId
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """These blocks can be hit from now on; each is the child of the one before it."""
+    """Blocks were added to the prefix cache; each is the child of the one before it."""
 
     block_hashes: tuple[BlockHash, ...]
-    parent_block_hash: BlockHash | None  # None: they begin a sequence
+    parent_block_hash: BlockHash | None  # None at the beginning of a sequence
     token_ids: tuple[int, ...]
     block_size: int
 
@@ -34,9 +34,9 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 class RequestEventKind(Enum):
     QUEUED = "queued"
-    GRANTED = "granted"  # its KV may be written by the peer
+    GRANTED = "granted"  # the peer can write its KV
     LANDED = "landed"
-    LOST = "lost"  # its KV will not come
+    LOST = "lost"  # its KV will not arrive
     SCHEDULED = "scheduled"  # entered the batch, new or resumed
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -51,23 +51,23 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot; the totals count from the start."""
+    """Snapshot of the scheduler. Totals count from its start."""
 
     num_running: int
-    num_ready: int  # KV landed, no place in the batch yet
+    num_ready: int  # KV landed, waiting for a place in the batch
     num_waiting: int
     num_waiting_for_remote_kvs: int
-    num_waiting_for_fsm: int  # their grammars are being compiled
+    num_waiting_for_fsm: int  # waiting for their grammars to be compiled
     num_blocks: int
-    num_free_blocks: int  # cached ones that nobody uses are free
-    num_cached_free_blocks: int  # of these, those that a prefix could still hit
-    num_granted_blocks: int  # that peers may still write
-    num_pending_receives: int  # hand-offs whose blocks may still be written
-    num_pending_sends: int  # hand-offs whose blocks may still be read
+    num_free_blocks: int  # including cached blocks without references
+    num_cached_free_blocks: int  # the free blocks that are in the prefix cache
+    num_granted_blocks: int  # blocks that peers can write
+    num_pending_receives: int  # hand-offs whose blocks can be written
+    num_pending_sends: int  # hand-offs whose blocks can be read
     total_preemptions: int
     total_prefix_query_tokens: int
     total_prefix_hit_tokens: int
     total_unknown_kv_reports: int
     total_sampled_tokens: int
     total_proposed_tokens: int = 0  # by speculation
-    total_accepted_tokens: int = 0  # of these: they came true
+    total_accepted_tokens: int = 0  # of the proposed ones

@@ -1,8 +1,8 @@
-"""Names for KV blocks: the hash of a block's tokens and of everything before them.
+"""Block hashes of the prefix cache: each covers the tokens of a block and all tokens before it.
 
-Two blocks with one name hold the same KV, on any node with the same model and settings,
-so a router can look for a prompt's blocks without asking. The hash is cryptographic: a
-prompt made to collide would read another user's KV.
+Blocks with the same hash hold the same KV, on any node with the same model and settings, so a
+router can compute which blocks of a prompt a node has. The hash is cryptographic, since a prompt
+crafted to collide would read another user's KV.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_TOKEN_ID = 2**32 - 1  # a token id is packed into four bytes
 
 @dataclass(frozen=True, slots=True)
 class PrefixNaming:
-    """How a node names its blocks: who knows it can tell what the node has without asking."""
+    """Parameters of a node's block hashes. With them, a router computes the hashes of a prompt."""
 
     block_size: int
-    # Everything that makes the same tokens give other KV: weights, dtype, layout.
+    # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
     model_salt: str = ""
     hash_seed: int = 0
-    # Longer prompts share blocks with prompts of their own length alone. None: all share.
+    # Longer prompts share blocks only with prompts of the same length. None: no limit.
     max_shareable_prompt_len: int | None = None
 
     def root(self, cache_salt: str, num_prompt_tokens: int) -> BlockHash:
@@ -40,13 +40,13 @@ class PrefixNaming:
     def names(
         self, token_ids: Sequence[int], num_prompt_tokens: int, cache_salt: str = ""
     ) -> list[BlockHash]:
-        """Those of the full blocks of a prompt and what was written after it."""
+        """Return the hashes of the full blocks of `token_ids`, a prompt and any output after it."""
         root = self.root(cache_salt, num_prompt_tokens)
         return block_hashes(token_ids, self.block_size, root)
 
 
 def root_hash(hash_seed: int, model_salt: str, cache_salt: str) -> BlockHash:
-    """What the first block's hash is chained to. Different salts never share a block."""
+    """Return the parent hash of first blocks. Different salts never share a block."""
     named = f"baton kv 1:{hash_seed}:{len(model_salt)}:{model_salt}:{cache_salt}"
     return BlockHash(blake2b(named.encode(), digest_size=HASH_BYTES).digest())
 
@@ -54,7 +54,7 @@ def root_hash(hash_seed: int, model_salt: str, cache_salt: str) -> BlockHash:
 def extend_hashes(
     hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int
 ) -> None:
-    """Append the hashes of those full blocks of `token_ids` that have none yet."""
+    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
     pack = _packer(block_size).pack
     parent = hashes[-1] if hashes else root
     full = len(token_ids) // block_size * block_size
@@ -65,7 +65,7 @@ def extend_hashes(
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, root: BlockHash) -> list[BlockHash]:
-    """The hashes of all full blocks of a sequence."""
+    """Return the hashes of all full blocks of a sequence."""
     hashes: list[BlockHash] = []
     extend_hashes(hashes, root, token_ids, block_size)
     return hashes

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the parameters of one request, checked when made."""
+"""Sampling parameters of a request, validated on construction."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MOST_BANNED_SEQUENCES = 1024
 MAX_BANNED_SEQUENCE_TOKENS = 1 << 16  # of all of them together
 MAX_STOP_TOKEN_IDS = 1 << 10
 MAX_LOGIT_BIASES = 1 << 14
-MAX_LISTED_TOKEN_IDS = 1 << 18  # allowed or banned; as many as the largest vocabularies have
+MAX_LISTED_TOKEN_IDS = 1 << 18  # allowed or banned; the size of the largest vocabularies
 
-# What logits processors are given: what JSON holds, a list of such at most.
+# Argument of a logits processor: a JSON scalar or a list of them.
 Scalar: TypeAlias = str | int | float | bool
 Argument: TypeAlias = Scalar | tuple[Scalar, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The names and meanings are those of vLLM and the OpenAI API."""
+    """Sampling parameters. Names and meanings follow vLLM and the OpenAI API."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -39,14 +39,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
-    # The last token of each is never chosen after the others.
+    # The last token of a sequence is never sampled after the others.
     banned_sequences: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # None: drawn where the request enters
-    logprobs: int | None = None  # how many of the likeliest; 0 is the chosen one alone
+    seed: int | None = None  # None: drawn at random on arrival
+    logprobs: int | None = None  # number of top tokens; 0: the sampled token only
     prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
+    structured_outputs: StructuredOutputs | None = None  # constrains the output
     extra_args: Mapping[str, Argument] = field(default_factory=dict)  # for logits processors
 
     @property
@@ -102,19 +102,19 @@ class SamplingParams:
         _check("token id", lowest, lowest >= 0, "at least 0")
 
     def _check_banned_sequences(self) -> None:
-        """Each of them is looked at before each token."""
+        """Check the limits, which exist because every sequence is compared at every token."""
         name, count = "banned_sequences", len(self.banned_sequences)
         if not all(self.banned_sequences):
             raise InvalidRequest(f"{name}: one of them is empty", name)
         if count > MOST_BANNED_SEQUENCES:
             raise InvalidRequest(
-                f"{name} has {count}; at most {MOST_BANNED_SEQUENCES} may be", name
+                f"{name} has {count}; at most {MOST_BANNED_SEQUENCES} are allowed", name
             )
         _check_count(name, sum(map(len, self.banned_sequences)), MAX_BANNED_SEQUENCE_TOKENS)
 
     @property
     def size(self) -> int:
-        """Cost of a copy of its lists and maps, about, where a token id in a list costs 1."""
+        """Approximate cost of copying the lists and maps; a token id in a list costs 1."""
         lists = (self.stop_token_ids, self.banned_token_ids, self.allowed_token_ids or ())
         num_ids = sum(map(len, (*lists, *self.banned_sequences)))
         num_arguments = sum(
@@ -125,15 +125,15 @@ class SamplingParams:
     def _check_form(self) -> None:
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequest(
-                "ignore_eos and structured_outputs exclude each other: an answer that is whole "
-                "cannot go on and keep its form",
+                "ignore_eos and structured_outputs exclude each other: a complete answer cannot "
+                "continue without violating its form",
                 "ignore_eos",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a model's makers advise for parameters that a request leaves out; None where not."""
+    """Default sampling parameters of a model, from its generation_config.json; None: not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -147,7 +147,7 @@ class SamplingDefaults:
         return {name: value for name, value in values if value is not None}
 
     def params(self, **chosen: Any) -> SamplingParams:
-        """What was chosen, and for the rest what is advised. Raises InvalidRequest."""
+        """Build parameters from `chosen` and, for the rest, the defaults. Raises InvalidRequest."""
         return SamplingParams(**{**self.given, **chosen})
 
 
@@ -156,10 +156,10 @@ NO_ADVICE = SamplingDefaults()
 
 def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
-        raise InvalidRequest(f"{name} has {count} token ids; at most {most} may be", name)
+        raise InvalidRequest(f"{name} has {count} token ids; at most {most} are allowed", name)
 
 
 def _check(name: str, value: object, is_good: bool, expected: str) -> None:
-    # NaN fails every comparison, so it lands here too.
+    # NaN fails every comparison, so it is rejected, too.
     if not is_good:
         raise InvalidRequest(f"{name} is {value}; it must be {expected}", name.partition("[")[0])

@@ -1,4 +1,4 @@
-"""What the scheduler and the KV cache are told at start. Checked when made, frozen after."""
+"""Settings of the scheduler and the KV cache. Validated on construction, immutable."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 class Policy(Enum):
-    """Order of the waiting requests, and of those that are preempted last."""
+    """Scheduling order of waiting requests, and reverse order of preemption."""
 
     FCFS = "fcfs"  # arrival
     PRIORITY = "priority"  # priority (lower is earlier), then arrival
 
 
 class LoadFailurePolicy(Enum):
-    """What becomes of a request whose KV did not arrive."""
+    """Handling of requests whose KV did not arrive."""
 
-    RECOMPUTE = "recompute"  # from the start, here
-    FAIL = "fail"  # it ends here, and may be served elsewhere
+    RECOMPUTE = "recompute"  # from the start, on this node
+    FAIL = "fail"  # end the request here; the router can retry it on another node
 
 
 def scheduling_policy_named(name: str) -> Policy:
-    """Raises InvalidConfig."""
+    """Parse a value of --scheduling-policy. Raises InvalidConfig."""
     return _named(Policy, name, "--scheduling-policy")
 
 
 def load_failure_policy_named(name: str) -> LoadFailurePolicy:
-    """Raises InvalidConfig."""
+    """Parse a value of --kv-load-failure-policy. Raises InvalidConfig."""
     return _named(LoadFailurePolicy, name, "--kv-load-failure-policy")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache as numbers."""
+    """Settings of the KV cache."""
 
     num_blocks: int
     block_size: int = 16
     enable_prefix_caching: bool = True
-    # Everything that makes the same tokens give other KV: weights, dtype, layout.
+    # Identifies everything the KV of given tokens depends on: weights, dtype, layout.
     model_salt: str = ""
     hash_seed: int = 0
-    # Longer prompts share blocks with prompts of their own length alone: models whose KV
-    # depends on how long the prompt is (dynamic rope) need that. None: all share.
+    # Longer prompts share blocks only with prompts of the same length, for models whose KV depends
+    # on the prompt length (dynamic rope). None: no limit.
     max_shareable_prompt_len: int | None = None
-    collect_events: bool = False  # whoever sets it must take them
+    collect_events: bool = False  # if set, `take_events` must be called regularly
 
     def __post_init__(self) -> None:
         _require("num_blocks", self.num_blocks, self.num_blocks >= 1, "at least 1")
@@ -65,7 +65,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The names and meanings are those of vLLM V1 where it has them."""
+    """Settings of the scheduler. Names and meanings follow vLLM V1 where it has them."""
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 128
@@ -74,25 +74,25 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int] = frozenset()
     policy: Policy = Policy.FCFS
     enable_chunked_prefill: bool = True
-    # A prompt longer than this is a long one, and no chunk is longer while short prompts come; 0
-    # is off.
+    # Prompts with more tokens are long. Chunks are limited to this size while short prompts
+    # arrive. 0: off.
     long_prefill_token_threshold: int = 0
-    max_num_partial_prefills: int | None = None  # prompts that are part done after a step
-    # Prompts get as many tokens of a step as let it end in about this time while others decode.
-    target_step_s: float | None = None  # None: as many as fit
+    max_num_partial_prefills: int | None = None  # incomplete prefills after a step
+    # Target duration of steps with decoding requests, which limits their prefill tokens.
+    target_step_s: float | None = None  # None: no target
     max_long_partial_prefills: int | None = None  # long ones among them; short ones overtake
     num_lookahead_tokens: int = 0  # slots beyond the next token, for speculation
     kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
-    # Blocks that a grant to a peer must leave free for each request that holds blocks.
+    # Blocks that a grant to a peer leaves free for each request that holds blocks.
     remote_headroom_blocks: int = 1
-    # How long a request waits for blocks that another one is receiving from the same peer; 0
-    # receives them twice. Far below the time for which a peer holds what is not granted.
+    # Limit of the wait for blocks that another request is receiving from the same peer; with 0,
+    # they are received twice. Far below the time for which a peer holds blocks without a grant.
     max_prefix_wait_s: float = 5.0
-    # Let peers be sent each layer of a chunk as it ends; else all of them when the chunk has.
+    # Send each layer of a chunk to the peer when it is computed, instead of whole chunks.
     push_layers: bool = False
-    # Raises InvalidRequest for what no logits processor takes.
+    # Raises InvalidRequest for arguments that no logits processor accepts.
     check_extra_args: Check = refuse_any
-    collect_events: bool = False  # whoever sets it must take them
+    collect_events: bool = False  # if set, `take_events` must be called regularly
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -100,7 +100,7 @@ class SchedulerConfig:
 
     @property
     def num_slots_per_decode(self) -> int:
-        """The KV slots that one decoding request may write in one step."""
+        """The number of KV slots that a decoding request can write in one step."""
         return 1 + self.num_lookahead_tokens
 
     def _check_sizes(self) -> None:
@@ -108,11 +108,11 @@ class SchedulerConfig:
         _require("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2")
         for name in ("num_lookahead_tokens", "remote_headroom_blocks"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
-        # Every running request gets its next token in every step, so all must fit in one.
-        # Drafted tokens get what is left.
+        # Every running request gets its next token in each step, so all must fit into one step.
+        # Draft tokens get the rest.
         budget = self.max_num_batched_tokens
-        why = f"at least max_num_seqs = {self.max_num_seqs}"
-        _require("max_num_batched_tokens", budget, budget >= self.max_num_seqs, why)
+        expected = f"at least max_num_seqs = {self.max_num_seqs}"
+        _require("max_num_batched_tokens", budget, budget >= self.max_num_seqs, expected)
 
     def _check_prefill_limits(self) -> None:
         threshold = self.long_prefill_token_threshold
@@ -135,7 +135,7 @@ class SchedulerConfig:
 
 
 def _named(kind: type[Choice], name: str, option: str) -> Choice:
-    known = {one.value: one for one in kind}
+    known = {choice.value: choice for choice in kind}
     if name not in known:
         raise InvalidConfig(f"{option} {name!r}: choose one of {', '.join(known)}")
     return known[name]

@@ -1,24 +1,24 @@
-"""How many prompt tokens a step may take so that it ends in time for those that decode."""
+"""Limit of prefill tokens per step, so that steps stay short for decoding requests."""
 
 from __future__ import annotations
 
-# What is computed of prompts in any case, so that they come to their end, too.
+# Computed in any step, so that prefills make progress.
 LEAST_TOKENS = 16
-FIRST_TOKENS = 64  # while it is not known what a token costs
+FIRST_TOKENS = 64  # until the cost of a token is known
 FIRST_PACED_TOKENS = 32
 WEIGHT_OF_NEWS = 0.25
 
 
 class StepPace:
-    """Learns from the steps themselves: what decoding takes, and what a prompt token adds to it."""
+    """Estimates, from past steps, the time of decoding and the time that a prefill token adds."""
 
     def __init__(self, target_s: float | None) -> None:
         self._target_s = target_s
-        self._decoding_s: float | None = None  # a step without prompts
+        self._decoding_s: float | None = None  # duration of a step without prefill
         self._token_s: float | None = None
 
     def prompt_tokens(self, num_decoding: int, most: int) -> int:
-        """For the next step, at most so many. With nobody decoding, nobody waits for its end."""
+        """Return the limit of prefill tokens in the next step: `most` if no request decodes."""
         if self._target_s is None or not num_decoding:
             return most
         if self._token_s is None:
@@ -27,7 +27,7 @@ class StepPace:
         return min(most, max(LEAST_TOKENS, int(room_s / self._token_s)))
 
     def paced_tokens(self, num_decoding: int, most: int) -> int:
-        """Of paced prompts in the next step: they take about as long as decoding itself."""
+        """Return the limit for paced prompts, which take about as long as decoding."""
         if not num_decoding:
             return most
         if self._token_s is None or self._decoding_s is None:
@@ -35,15 +35,15 @@ class StepPace:
         return min(most, max(LEAST_TOKENS, int(self._decoding_s / self._token_s)))
 
     def took(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
-        """A step ended."""
+        """Record the duration of a step."""
         if num_prompt_tokens:
             others_s = (self._decoding_s or 0.0) if num_decoding else 0.0
-            # A step that was faster than one without prompts still tells that tokens are cheap.
+            # A step faster than one without prefill still shows that tokens are cheap.
             added_s = max(seconds - others_s, 0.1 * seconds)
-            self._token_s = _mixed(self._token_s, added_s / num_prompt_tokens)
+            self._token_s = _moving_average(self._token_s, added_s / num_prompt_tokens)
         elif num_decoding:
-            self._decoding_s = _mixed(self._decoding_s, seconds)
+            self._decoding_s = _moving_average(self._decoding_s, seconds)
 
 
-def _mixed(before: float | None, now: float) -> float:
+def _moving_average(before: float | None, now: float) -> float:
     return now if before is None else before + WEIGHT_OF_NEWS * (now - before)

@@ -1,4 +1,4 @@
-"""The form that an answer must have, as asked for. Whether it can be kept to is found out later."""
+"""Structured outputs as requested. Compiling them, later, shows whether they can be enforced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from engine.errors import InvalidRequest
 
 FIELD = "structured_outputs"
-# Schemas, expressions and grammars come from strangers: what compiles them takes no more.
+# Limits on schemas, expressions and grammars, which come from untrusted clients.
 MOST_CHARACTERS = {"json": 1 << 18, "regex": 1 << 12, "choice": 1 << 16, "grammar": 1 << 14}
 MOST_CHOICES = 1024
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
@@ -18,14 +18,14 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """One of the five; names and meanings are vLLM's."""
+    """Exactly one of five kinds of constraint. Names and meanings follow vLLM."""
 
     json: str | None = None  # a JSON schema
     json_object: bool = False  # any JSON object
-    regex: str | None = None  # of the whole answer
+    regex: str | None = None  # matches the whole answer
     choice: tuple[str, ...] = ()
-    grammar: str | None = None  # in Lark's notation, or in GBNF
-    disable_any_whitespace: bool = False  # JSON without any that does not belong to a string
+    grammar: str | None = None  # in Lark or GBNF notation
+    disable_any_whitespace: bool = False  # JSON without whitespace outside of strings
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) not in (None, False, ())]
@@ -35,18 +35,20 @@ class StructuredOutputs:
                 f"{FIELD} must have one of {', '.join(FORMS)}; it has {found}", FIELD
             )
         if self.disable_any_whitespace and not given[0].startswith("json"):
-            raise InvalidRequest(f"disable_any_whitespace says nothing of a {given[0]}", FIELD)
+            raise InvalidRequest(
+                f"disable_any_whitespace applies to JSON, not to a {given[0]}: leave it out", FIELD
+            )
         self._check_text()
         self._check_choices()
 
     @property
     def form(self) -> str:
-        """Which one it is."""
+        """The name of the constraint that is set."""
         return next(name for name in FORMS if getattr(self, name) not in (None, False, ()))
 
     @property
     def text(self) -> str:
-        """All of it, in a row."""
+        """The text of the constraint; choices are concatenated."""
         return "".join(filter(None, (self.json, self.regex, self.grammar, *self.choice)))
 
     def _check_text(self) -> None:
@@ -54,29 +56,31 @@ class StructuredOutputs:
             self.text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(
-                f"{FIELD}.{self.form} holds half a surrogate pair, which is no text", FIELD
+                f"{FIELD}.{self.form} contains half a surrogate pair: it is not valid text", FIELD
             ) from None
         num_characters, most = len(self.text), MOST_CHARACTERS.get(self.form, 0)
         if num_characters > most:
             raise InvalidRequest(
-                f"{FIELD}.{self.form} has {num_characters} characters; at most {most} may be", FIELD
+                f"{FIELD}.{self.form} has {num_characters} characters; at most {most} are allowed",
+                FIELD,
             )
 
     def _check_choices(self) -> None:
         if len(self.choice) > MOST_CHOICES:
             raise InvalidRequest(
-                f"{FIELD}.choice has {len(self.choice)} texts; at most {MOST_CHOICES} may be", FIELD
+                f"{FIELD}.choice has {len(self.choice)} texts; at most {MOST_CHOICES} are allowed",
+                FIELD,
             )
         if not all(self.choice):
             raise InvalidRequest(f"{FIELD}.choice has an empty text", FIELD)
 
 
 def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
-    """As clients write it: schemas may be objects. Raises InvalidRequest, by the field's name."""
+    """Parse a client's fields, where schemas can be objects. Raises InvalidRequest."""
     read: dict[str, Any] = {}
     for name, value in given.items():
         if name not in _READERS:
-            raise InvalidRequest(f"{FIELD}.{name} is not known here: leave it out", FIELD)
+            raise InvalidRequest(f"{FIELD}.{name} is not supported: leave it out", FIELD)
         if value is not None:
             read[name] = _READERS[name](f"{FIELD}.{name}", value)
     return StructuredOutputs(**read)
@@ -90,7 +94,7 @@ def _schema(where: str, value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where} is no JSON: {error}", FIELD) from error
+        raise InvalidRequest(f"{where} is not JSON: {error}", FIELD) from error
 
 
 def _text(where: str, value: object) -> str:

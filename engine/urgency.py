@@ -1,9 +1,9 @@
 """Preemption of running requests for a waiting one of higher priority. Pure.
 
-Without it, the priority policy orders the waiting line alone, and an urgent request waits until
-running ones end. Preemption is bounded: a request gives way at most once in its life, only to a
-strictly higher priority, and only where those that may give way together free enough blocks. What
-it computed stays in the prefix cache while there is room.
+Without it, the priority policy orders only the waiting queue, and an urgent request waits until
+running ones end. Preemption is bounded: a request is preempted this way at most once, only for a
+strictly higher priority, and only if the candidates together free enough blocks. Its KV stays in
+the prefix cache until evicted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from engine.scheduler_config import Policy
 
 
 def give_way(state: RequestBook, head: Request, max_hit_tokens: int) -> None:
-    """Preempt what keeps `head`, the head of the waiting line, from its place or its blocks.
+    """Preempt running requests so that `head` gets a place in the batch and its blocks.
 
-    To be called before a step is planned: what a plan schedules is not preempted.
+    `head` is the head of the waiting queue. Must be called before a step is planned, since
+    scheduled requests are not preempted.
     """
     victims = _victims(state, head)
     if not victims:
@@ -37,7 +38,7 @@ def give_way(state: RequestBook, head: Request, max_hit_tokens: int) -> None:
 
 
 def _victims(state: RequestBook, head: Request) -> list[Request]:
-    """Running requests that may give way to `head`, the last in rank first."""
+    """Return the running requests that can be preempted for `head`, the lowest-ranked first."""
     if state.config.policy is not Policy.PRIORITY:
         return []
     found = [
@@ -51,7 +52,7 @@ def _victims(state: RequestBook, head: Request) -> list[Request]:
 
 
 def _shortage(state: RequestBook, head: Request, max_hit_tokens: int) -> int:
-    """Blocks that must become free for `head` to be admitted."""
+    """Return the number of blocks that must become free for `head` to be admitted."""
     hits = state.cache.find_prefix(head, max_hit_tokens)
     num_missing = state.cache.num_blocks_for(head.num_tokens) - len(hits)
     if head.receive is not None:

@@ -197,7 +197,7 @@ def test_what_fits_is_not_refused_by_the_checks(
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "none of them"),
     "two": ({"regex": "a", "json": "{}"}, "json and regex"),
-    "whitespace of a regex": ({"regex": "a", "disable_any_whitespace": True}, "says nothing"),
+    "whitespace of a regex": ({"regex": "a", "disable_any_whitespace": True}, "applies to JSON"),
     "empty choice": ({"choice": ("a", "")}, "empty text"),
     "too many": ({"choice": tuple(map(str, range(MOST_CHOICES + 1)))}, "at most 1024"),
     "too long": ({"regex": "a" * 5000}, "5000 characters; at most 4096"),
