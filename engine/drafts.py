@@ -1,7 +1,7 @@
-"""Drafts: tokens that are guessed to come next, so that one step can confirm several.
+"""Draft tokens for speculative decoding, so that one step can accept several tokens.
 
-Each sequence has what it takes to guess (an index of its n-grams) and a memory of how good the
-guesses were: where they fail, fewer and fewer are made, so that failing costs next to nothing.
+Each sequence has an n-gram index and a record of accepted drafts. The fewer drafts are accepted,
+the fewer are made, so that failed speculation costs next to nothing.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from engine.ngrams import NgramIndex
 from engine.request import RequestId
 from engine.speculation import Speculation
 
-# A long prompt is read over some steps, or the first would hold up all others.
+# A long prompt is indexed over several steps, since indexing it at once would delay all rows.
 MOST_READ_AT_ONCE = 4096
 LONGEST_PAUSE = 64  # steps
 
-# A sequence's tokens from a place on, at most so many.
+# Returns the tokens of a sequence from an index on, up to a limit.
 TokensFrom = Callable[[int, int], Sequence[int]]
 
 
 class Drafter:
+    """Drafts tokens for the sequences of a batch."""
+
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
-        self._by_request: dict[RequestId, _Guesser] = {}
+        self._by_request: dict[RequestId, _SequenceDrafter] = {}
 
     def draft(self, request_id: RequestId, tokens_from: TokensFrom, most: int) -> list[int]:
-        """For a sequence whose newest token is about to be computed. Maybe nothing."""
-        guesser = self._by_request.get(request_id)
-        if guesser is None:
-            guesser = self._by_request[request_id] = _Guesser(self._speculation)
-        return guesser.draft(tokens_from, most)
+        """Return up to `most` draft tokens for a sequence whose newest token is computed next."""
+        drafter = self._by_request.get(request_id)
+        if drafter is None:
+            drafter = self._by_request[request_id] = _SequenceDrafter(self._speculation)
+        return drafter.draft(tokens_from, most)
 
     def judged(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self._by_request[request_id].judged(num_proposed, num_accepted)
@@ -40,28 +42,31 @@ class Drafter:
             self._by_request.pop(request_id, None)
 
 
-class _Guesser:
-    """Of one sequence."""
+class _SequenceDrafter:
+    """Draft state of one sequence."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._index = NgramIndex(speculation.min_ngram, speculation.max_ngram)
         self._longest = speculation.num_tokens
         self._length = speculation.num_tokens
         self._num_failures = 0  # in a row
-        self._pause = 0  # steps to sit out
+        self._pause = 0  # steps left without drafts
 
     def draft(self, tokens_from: TokensFrom, most: int) -> list[int]:
-        news = tokens_from(self._index.num_tokens, MOST_READ_AT_ONCE)
-        self._index.extend(news)
+        new_tokens = tokens_from(self._index.num_tokens, MOST_READ_AT_ONCE)
+        self._index.extend(new_tokens)
         if self._pause:
             self._pause -= 1
             return []
-        if len(news) == MOST_READ_AT_ONCE:
+        if len(new_tokens) == MOST_READ_AT_ONCE:
             return []
         return self._index.proposal(min(most, self._length))
 
     def judged(self, num_proposed: int, num_accepted: int) -> None:
-        """Twice as long as what came true the next time; a pause that doubles where nothing did."""
+        """Adapt the draft length to twice the accepted tokens.
+
+        If none are accepted, pause drafting for a number of steps that doubles each time.
+        """
         if num_accepted:
             self._num_failures = 0
             self._length = min(self._longest, 2 * num_accepted)

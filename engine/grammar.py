@@ -1,7 +1,7 @@
-"""What a grammar is to the engine: it tells which tokens may follow those written so far.
+"""Interface of compiled grammars: the tokens that can follow an output.
 
-Where a matcher stands follows from the answer's tokens alone. Nothing else of it is ever carried:
-after a hand-off, a preemption or a migration a new one is told the tokens that are there.
+The state of a matcher depends only on the tokens of the output, so it is never transferred: after
+a hand-off, preemption or migration, a new matcher is advanced over the existing tokens.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Bits = NDArray[np.int32]  # one bit for each token of the vocabulary, the lowest bit first
+Bits = NDArray[np.int32]  # token bitmask: one bit per token of the vocabulary, lowest bit first
 
 
 class Matcher(Protocol):
-    """One answer's place in its grammar. Raises InvalidRequest once it can be followed no more."""
+    """Parser state of one output. Methods raise InvalidRequest if the grammar cannot continue."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """These tokens were written, in this order."""
+        """Advance over output tokens, in order."""
         ...
 
     def fill(self, allowed: Bits) -> None:
-        """Set the bits of the tokens that may come next, and no others.
+        """Fill the bitmask with the tokens that can follow.
 
-        Never none: an answer that is whole may still end.
+        At least one bit is set: a complete output allows the EOS token.
         """
         ...
 
 
 class Grammar(Protocol):
-    """Compiled once, followed by many answers at a time."""
+    """Compiled grammar, shared by any number of concurrent outputs."""
 
     def matcher(self) -> Matcher:
-        """At the beginning of an answer."""
+        """Return a matcher at the beginning of an output."""
         ...

@@ -1,4 +1,4 @@
-"""A model folder from outside: where it is, and what its small JSON files say. No torch."""
+"""Model folders: resolution of names and parsing of small JSON files. Independent of torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.sampling import SamplingDefaults
 
-# Weights in other formats are left on the hub.
+# Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """generation_config.json: what ends an answer, and the sampling its makers advise."""
+    """Contents of generation_config.json: EOS tokens and default sampling parameters."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -37,25 +37,26 @@ class GenerationDefaults:
 def resolve_model_folder(
     model: str, *, revision: str | None = None, offline: bool = False, cache: Path | None = None
 ) -> Path:
-    """A folder's own path, else the hub's cache, else (unless offline) a download into it.
+    """Return the path of a local folder or of a snapshot in the Hugging Face cache.
 
-    `cache` is huggingface_hub's own place for it unless given.
+    Downloads the model into the cache if needed, unless `offline`. `cache` defaults to
+    huggingface_hub's own.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if not HUB_NAME.fullmatch(model):
-        raise ModelError(f"{model} is no folder on this machine, and no hub name either")
+        raise ModelError(f"{model} is neither a folder on this machine nor a model name of the hub")
     cached = _cached(model, revision, cache)
     if cached is not None:
         return cached
     if offline:
-        raise ModelError(f"{_looked_for(model, revision)}; being offline, no download was tried")
+        raise ModelError(f"{_not_found(model, revision)}; no download was tried (offline)")
     return _downloaded(model, revision, cache)
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """generation_config.json where there is one; the end tokens of config.json else."""
+    """Read generation_config.json. Without its EOS tokens, those of config.json are used."""
     path = folder / "generation_config.json"
     if not path.exists():
         return GenerationDefaults(_eos_ids(JsonFields.read(folder / "config.json")))
@@ -72,7 +73,7 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 class JsonFields:
-    """One JSON object; every complaint names the file and the field."""
+    """Typed access to a JSON object. Errors name the file and the field."""
 
     def __init__(self, where: str, fields: Mapping[str, object]) -> None:
         self.where = where
@@ -87,7 +88,7 @@ class JsonFields:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
         if not isinstance(parsed, dict):
-            raise ModelError(f"{path} holds no JSON object; fetch it again")
+            raise ModelError(f"{path} is not a JSON object; fetch it again")
         return cls(str(path), parsed)
 
     def has(self, name: str) -> bool:
@@ -145,7 +146,7 @@ def _eos_ids(raw: JsonFields) -> tuple[int, ...]:
     return tuple(listed)
 
 
-# The hub's client is slow to import, and a folder needs none.
+# huggingface_hub is imported on use: the import is slow, and local folders do not need it.
 
 
 def _cached(model: str, revision: str | None, cache: Path | None) -> Path | None:
@@ -162,11 +163,11 @@ def _cached(model: str, revision: str | None, cache: Path | None) -> Path | None
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return Path(found) if _is_whole(Path(found)) else None
+    return Path(found) if _is_complete(Path(found)) else None
 
 
-def _is_whole(snapshot: Path) -> bool:
-    """A download cut short, or of the tokenizer alone, leaves a snapshot without the rest."""
+def _is_complete(snapshot: Path) -> bool:
+    """Return whether a snapshot has its config and weights. Interrupted downloads lack some."""
     index = snapshot / "model.safetensors.index.json"
     weights = {"model.safetensors"}
     if index.exists():
@@ -185,13 +186,11 @@ def _downloaded(model: str, revision: str | None, cache: Path | None) -> Path:
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise ModelError(
-            f"{_looked_for(model, revision)}; the download failed: {reason}"
-        ) from error
+        raise ModelError(f"{_not_found(model, revision)}; the download failed: {reason}") from error
     return Path(found)
 
 
-def _looked_for(model: str, revision: str | None) -> str:
+def _not_found(model: str, revision: str | None) -> str:
     at = f" at revision {revision}" if revision else ""
     return (
         f"no folder {Path(model).expanduser().absolute()}, and no model {model!r}{at} in the "

@@ -1,25 +1,27 @@
-"""What followed the newest tokens of a sequence the last time they were there.
+"""N-gram index of a sequence, which finds earlier occurrences of its newest tokens.
 
-The index grows with the sequence: a token costs one entry, and a question costs a handful of
-comparisons, however long the sequence is.
+The index grows by one entry per token. A lookup takes a few comparisons, independent of the length
+of the sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Places that are looked at for the longest match; newer ones first.
+# Candidates compared for the longest match, newest first.
 MOST_LOOKED_AT = 8
 
 
 class NgramIndex:
+    """Proposes tokens by the longest earlier match of the newest `min_ngram` to `max_ngram`."""
+
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self._min = min_ngram
         self._max = max_ngram
         self._tokens: list[int] = []
-        # Where the n-gram with this hash ended last. Two with one hash cost a comparison.
+        # Last end of the n-gram with this hash. A hash collision costs only a comparison.
         self._last_end: dict[int, int] = {}
-        self._end_before: list[int] = []  # by end: where the same one ended before that, or 0
+        self._end_before: list[int] = []  # by end: the previous end of the same n-gram, or 0
 
     @property
     def num_tokens(self) -> int:
@@ -28,7 +30,7 @@ class NgramIndex:
     def extend(self, token_ids: Iterable[int]) -> None:
         tokens, size = self._tokens, self._min
         for token_id in token_ids:
-            # Only with a token behind it can an n-gram tell what follows.
+            # An n-gram is indexed once a token follows it.
             end = len(tokens)
             before = 0
             if end >= size:
@@ -39,9 +41,10 @@ class NgramIndex:
             tokens.append(token_id)
 
     def proposal(self, most: int) -> list[int]:
-        """What followed the longest of the newest n-grams that was there before, as far as known.
+        """Return the `most` tokens that followed the longest earlier match, or none.
 
-        Behind what is known it goes on with itself: a text that repeats is expected to go on so.
+        Past the end of the sequence, the proposal repeats itself, since the match and the end
+        form a period of the text.
         """
         start = self._longest_match()
         if not start:
@@ -56,7 +59,7 @@ class NgramIndex:
         return proposed
 
     def _longest_match(self) -> int:
-        """Where it ended; 0 if there is none. Of equally long ones the newest."""
+        """Return the end of the longest earlier match, the newest if there are several, or 0."""
         tokens, size = self._tokens, self._min
         if len(tokens) < size:
             return 0

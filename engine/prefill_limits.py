@@ -1,23 +1,23 @@
-"""How much of a prompt one step takes, and how many prompts may be part done at once."""
+"""Limits on the chunk size and on the number of incomplete prefills."""
 
 from __future__ import annotations
 
 from engine.lifecycle import Request
 from engine.scheduler_config import SchedulerConfig
 
-# Short prompts come in company: when one came, long ones keep to the threshold in so many steps,
+# Short prompts arrive in groups. After one, chunks stay within the threshold for this many steps,
 # so that the next one waits for a small step at most.
 NUM_STEPS_AFTER_SHORT = 32
 
 
 class PrefillLimits:
-    """Counts the prompts that will be part done after the step that is being planned."""
+    """Counts the prefills that remain incomplete after the step being planned."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._num_partial = 0
         self._num_long = 0
-        self._num_steps_kept_small = NUM_STEPS_AFTER_SHORT  # for the sake of short prompts
+        self._num_steps_kept_small = NUM_STEPS_AFTER_SHORT  # since the last short prompt
 
     def begin_step(self) -> None:
         self._num_partial = 0
@@ -32,19 +32,19 @@ class PrefillLimits:
         return 0 < self._config.long_prefill_token_threshold < num_missing
 
     def num_tokens_that_make_short(self, num_tokens: int) -> int:
-        """How many of its tokens must be cached for a prompt not to be a long one."""
+        """Return the number of tokens that must be cached for a prompt to count as short."""
         return num_tokens - self._config.long_prefill_token_threshold
 
     def next_chunk(self, num_missing: int, budget: int) -> int:
-        """Of a prompt that was begun."""
+        """Return the next chunk of a prefill in progress, in tokens."""
         threshold = self._config.long_prefill_token_threshold
         return min(num_missing, budget, threshold or budget)
 
     def first_chunk(self, num_missing: int, budget: int) -> int:
-        """Of a prompt not begun; 0 if it must wait."""
+        """Return the first chunk of a prefill, in tokens; 0 if it must wait."""
         config = self._config
         if not config.enable_chunked_prefill:
-            # A resumed request may have outgrown every budget: it is chunked all the same.
+            # A resumed request can have outgrown the budget: it is chunked nevertheless.
             can_be_whole = num_missing <= config.max_num_batched_tokens
             if can_be_whole:
                 return num_missing if num_missing <= budget else 0
@@ -54,13 +54,13 @@ class PrefillLimits:
         return 0 if is_full and chunk < num_missing else chunk
 
     def took_short(self) -> None:
-        """A short prompt was taken: others may follow."""
+        """Record that a short prompt was scheduled."""
         self._num_steps_kept_small = 0
 
     def allow_rest(self) -> bool:
-        """Whether the prompts that are cut short in this step may have the rest of its budget.
+        """Return whether prefills limited by the threshold can use this step's leftover budget.
 
-        Called at most once for a step, when all that wait have had their turn.
+        Must be called at most once per step, after the waiting requests were scheduled.
         """
         if not self._num_partial:
             return False
@@ -70,12 +70,12 @@ class PrefillLimits:
         return False
 
     def count(self, request: Request, num_left: int) -> None:
-        """So many of its tokens are left after this step."""
+        """Count a prefill of which `num_left` tokens remain after this step."""
         if num_left:
             self._num_partial += 1
             self._num_long += request.is_long
 
     def uncount(self, request: Request) -> None:
-        """None of its tokens are left after this step, unlike what was counted."""
+        """Undo the count of a prefill that this step completes after all."""
         self._num_partial -= 1
         self._num_long -= request.is_long

@@ -1,4 +1,4 @@
-"""Speculative decoding as a setting: who proposes tokens, and how many at once."""
+"""Settings of speculative decoding."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MOST_PROPOSED = 32
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Proposals by prompt lookup: what followed the newest tokens the last time they were there."""
+    """Prompt lookup: proposes the tokens that followed an earlier occurrence of the newest ones."""
 
-    num_tokens: int  # that are proposed at once, at most
-    min_ngram: int = 3  # so many of the newest tokens must have been there before
-    max_ngram: int = 8  # more of them are not looked at
-    # More rows than this make a step slower by about what they are: then nothing is proposed.
+    num_tokens: int  # maximum of tokens proposed at once
+    min_ngram: int = 3  # minimum length of a match
+    max_ngram: int = 8  # maximum length of a match that is compared
+    # With more rows, a step takes longer in proportion to its tokens: nothing is proposed.
     max_rows: int = 16
 
     def __post_init__(self) -> None:
@@ -29,7 +29,7 @@ class Speculation:
 
 
 def parse_speculation(written: str) -> Speculation | None:
-    """`ngram:5`; nothing, or `none`, is none. Raises InvalidConfig."""
+    """Parse `ngram:5`; an empty text or `none` returns None. Raises InvalidConfig."""
     if written in ("", "none"):
         return None
     kind, _, number = written.partition(":")

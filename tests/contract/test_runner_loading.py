@@ -416,7 +416,7 @@ def test_offline_a_name_that_is_not_cached_says_where_it_was_looked_for() -> Non
 
 
 def test_a_path_that_is_no_folder_is_no_hub_name_either(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no folder on this machine, and no hub name"):
+    with pytest.raises(ModelError, match="neither a folder on this machine nor a model name"):
         resolve_model_folder(str(tmp_path / "nothing"))
 
 
