@@ -1,4 +1,4 @@
-"""Grammars are compiled on threads of their own, one time each as long as they are remembered."""
+"""Grammar compiler: compiles on background threads and caches the results."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from engine.structured_outputs import FIELD, StructuredOutputs
 
 NUM_THREADS = 2
 MOST_REMEMBERED = 64
-MOST_REMEMBERED_CHARACTERS = 1 << 22  # compiled forms take memory by the length of their texts
-LARGE_CHARACTERS = 1 << 16  # longer texts, which take seconds, have a thread of their own
-STACK_BYTES = 128 << 20  # of address space: only what is reached takes memory
+MOST_REMEMBERED_CHARACTERS = 1 << 22  # memory of compiled grammars grows with their texts
+LARGE_CHARACTERS = 1 << 16  # longer texts, which take seconds, have a separate thread
+STACK_BYTES = 128 << 20  # of address space: only touched pages take memory
 
 log = logging.getLogger(__name__)
 
 Compiled = TypeVar("Compiled")
 CompiledOut = TypeVar("CompiledOut", covariant=True)
-_Orders = queue.SimpleQueue[StructuredOutputs | None]
+_Jobs = queue.SimpleQueue[StructuredOutputs | None]
 
 
 class Library(Protocol[CompiledOut]):
+    """Grammar library: compiles one request's structured outputs."""
+
     def compile(self, wanted: StructuredOutputs) -> CompiledOut:
-        """Raises InvalidRequest."""
+        """Compile a grammar. Raises InvalidRequest."""
         ...
 
 
 class GrammarCompiler(Generic[Compiled]):
-    """Works from `with` to the end of the block."""
+    """Compiles grammars on background threads for the duration of a `with` block."""
 
     def __init__(
         self,
@@ -46,20 +48,20 @@ class GrammarCompiler(Generic[Compiled]):
         self._library = library
         self._most_remembered = most_remembered
         self._most_remembered_characters = most_remembered_characters
-        self._num_remembered_characters = 0
-        self._remembered: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
-        self._awaited: dict[
+        self._num_cached_characters = 0
+        self._cache: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        self._callbacks: dict[
             StructuredOutputs, list[Callable[[Compiled | InvalidRequest], None]]
         ] = {}
-        self._books = threading.Lock()  # held for all of the above
-        self._orders: _Orders = queue.SimpleQueue()
-        self._large_orders: _Orders = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the cache and the waiting callbacks
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._large_jobs: _Jobs = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, args=(self._orders,), name=f"grammars-{number}")
+            threading.Thread(target=self._work, args=(self._jobs,), name=f"grammars-{number}")
             for number in range(num_threads)
         ]
         self._threads.append(
-            threading.Thread(target=self._work, args=(self._large_orders,), name="grammars-large")
+            threading.Thread(target=self._work, args=(self._large_jobs,), name="grammars-large")
         )
 
     def __enter__(self) -> GrammarCompiler[Compiled]:
@@ -77,11 +79,11 @@ class GrammarCompiler(Generic[Compiled]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._books:
-            self._awaited.clear()  # whoever waits still is told nothing any more
+        with self._lock:
+            self._callbacks.clear()  # pending callbacks are not called any more
         for _ in self._threads[1:]:
-            self._orders.put(None)
-        self._large_orders.put(None)
+            self._jobs.put(None)
+        self._large_jobs.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -90,52 +92,53 @@ class GrammarCompiler(Generic[Compiled]):
         wanted: StructuredOutputs,
         on_compiled: Callable[[Compiled | InvalidRequest], None],
     ) -> None:
-        """`on_compiled` is called on the thread that compiled, or at once on the caller's.
+        """Compile a grammar and pass the result to `on_compiled`.
 
-        Many that ask for the same at a time wait for the same work.
+        The callback runs on the compiling thread, or at once on the caller's if the grammar is
+        cached. Concurrent calls for the same grammar share one compilation.
         """
-        with self._books:
-            known = self._remembered.get(wanted)
+        with self._lock:
+            known = self._cache.get(wanted)
             if known is None:
-                awaited = self._awaited.setdefault(wanted, [])
-                awaited.append(on_compiled)
-                if len(awaited) == 1:
+                callbacks = self._callbacks.setdefault(wanted, [])
+                callbacks.append(on_compiled)
+                if len(callbacks) == 1:
                     is_large = len(wanted.text) > LARGE_CHARACTERS
-                    (self._large_orders if is_large else self._orders).put(wanted)
+                    (self._large_jobs if is_large else self._jobs).put(wanted)
                 return
-            self._remembered.move_to_end(wanted)
+            self._cache.move_to_end(wanted)
         on_compiled(known)
 
-    def _work(self, orders: _Orders) -> None:
-        while (wanted := orders.get()) is not None:
-            with self._books:
-                is_awaited = wanted in self._awaited
+    def _work(self, jobs: _Jobs) -> None:
+        while (wanted := jobs.get()) is not None:
+            with self._lock:
+                is_awaited = wanted in self._callbacks
             if is_awaited:
-                self._tell(wanted, self._outcome(wanted))
+                self._publish(wanted, self._compile(wanted))
 
-    def _tell(self, wanted: StructuredOutputs, outcome: Compiled | InvalidRequest) -> None:
-        with self._books:
-            # A refusal is not remembered: the next one may find a tokenizer that was missing.
+    def _publish(self, wanted: StructuredOutputs, outcome: Compiled | InvalidRequest) -> None:
+        with self._lock:
+            # Errors are not cached: a missing tokenizer can be there the next time.
             if not isinstance(outcome, InvalidRequest):
-                self._remember(wanted, outcome)
-            awaited = self._awaited.pop(wanted, [])
-        for on_compiled in awaited:
+                self._add_to_cache(wanted, outcome)
+            callbacks = self._callbacks.pop(wanted, [])
+        for on_compiled in callbacks:
             on_compiled(outcome)
 
-    def _remember(self, wanted: StructuredOutputs, compiled: Compiled) -> None:
-        self._remembered[wanted] = compiled
-        self._num_remembered_characters += len(wanted.text)
-        while len(self._remembered) > self._most_remembered or (
-            self._num_remembered_characters > self._most_remembered_characters
+    def _add_to_cache(self, wanted: StructuredOutputs, compiled: Compiled) -> None:
+        self._cache[wanted] = compiled
+        self._num_cached_characters += len(wanted.text)
+        while len(self._cache) > self._most_remembered or (
+            self._num_cached_characters > self._most_remembered_characters
         ):
-            oldest, _ = self._remembered.popitem(last=False)
-            self._num_remembered_characters -= len(oldest.text)
+            oldest, _ = self._cache.popitem(last=False)
+            self._num_cached_characters -= len(oldest.text)
 
-    def _outcome(self, wanted: StructuredOutputs) -> Compiled | InvalidRequest:
+    def _compile(self, wanted: StructuredOutputs) -> Compiled | InvalidRequest:
         try:
             return self._library.compile(wanted)
         except InvalidRequest as refusal:
             return refusal
         except BaseException:
-            log.exception("a grammar could not be compiled for a bug")
+            log.exception("compiling a grammar failed with an unexpected exception")
             return InvalidRequest(f"{FIELD}.{wanted.form}: compiling it failed", FIELD)

@@ -1,4 +1,4 @@
-"""Schemas that would cost far more to compile than what the library counts and stops at."""
+"""Detection of schemas whose compilation cost llguidance's own limits do not bound."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from engine.structured_outputs import MOST_CHARACTERS
 
 MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
 MOST_REMAINDERS = 10_000
-# Each optional property may be followed by each later one of its object.
+# Each optional property can be followed by each later one of its object.
 MOST_OPTIONAL_PAIRS = 8_000_000
 JSON_IN_LARK = "%json"
 
 
 def why_costly(schema: Any) -> str | None:
-    """Everything that may turn out to be a part of it is looked at, constants too."""
+    """Return why a schema is too expensive to compile, or None.
+
+    Every object is checked, including constants, since references can point anywhere.
+    """
     steps, num_pairs = 1, 0
     for part in _objects(schema):
         for pattern in _patterns(part):
             if len(pattern) > MOST_PATTERN_CHARACTERS:
                 return (
                     f"it has a pattern of {len(pattern)} characters; at most "
-                    f"{MOST_PATTERN_CHARACTERS} may be"
+                    f"{MOST_PATTERN_CHARACTERS} are allowed"
                 )
-        # Parts may be joined, and a number must then be a multiple of all that they ask for.
+        # If subschemas are combined, a number must be a multiple of all their multipleOf.
         steps = lcm(steps, _remainders(part.get("multipleOf")))
         if steps > MOST_REMAINDERS:
             return (
-                f"its multipleOf, taken together, have more than {MOST_REMAINDERS} remainders to "
-                "be told apart; make the numbers rounder"
+                f"its multipleOf values together have more than {MOST_REMAINDERS} remainders; "
+                "make the numbers rounder"
             )
         num_pairs += _num_optional(part) ** 2
         if num_pairs > MOST_OPTIONAL_PAIRS:
@@ -41,12 +44,12 @@ def why_costly(schema: Any) -> str | None:
 
 
 def schemas_in(grammar: str) -> Iterator[Any]:
-    """Those that stand inside one in Lark's notation."""
+    """Yield the JSON schemas embedded in a Lark grammar."""
     for after in grammar.split(JSON_IN_LARK)[1:]:
         try:
             yield json.JSONDecoder().raw_decode(after, after.index("{"))[0]
         except ValueError:
-            continue  # then it is none for the library either
+            continue  # not a schema for llguidance either
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -72,7 +75,7 @@ def _num_optional(part: Mapping[str, Any]) -> int:
 
 
 def _remainders(multiple_of: Any) -> int:
-    """The automaton has a state for each. Powers of ten cost nothing: they only count zeros."""
+    """Return the number of states that `multipleOf` needs. Powers of ten cost nothing."""
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int | float):
         return 1
     digits = "".join(map(str, Decimal(repr(multiple_of)).as_tuple().digits))

@@ -1,7 +1,7 @@
-"""Proof that no value can match two schemas. Pure, and conservative: no proof means nothing.
+"""Proof that no value can match two schemas. Pure and conservative: it can miss disjointness.
 
-A value is told apart by its type, by `const` and `enum`, and in objects by a required property that
-the other schema excludes or describes otherwise. Lengths, ranges and patterns are not looked at.
+Schemas are told apart by type, by `const` and `enum`, and for objects by a required property that
+the other schema excludes or constrains differently. Lengths, ranges and patterns are ignored.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from urllib.parse import unquote
 KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 KINDS_OF_TYPE = {kind: frozenset({kind}) for kind in KINDS - {"fraction"}}
 KINDS_OF_TYPE["number"] = frozenset({"integer", "fraction"})
-MAX_ALTERNATIVES = 32  # of one schema
+MAX_ALTERNATIVES = 32  # per schema
 MAX_DEPTH = 12  # of references and properties
-MAX_STEPS = 100_000  # for all proofs of one schema; about 0.1 s
+MAX_STEPS = 100_000  # for all proofs about one schema; about 0.1 s
 WITHOUT_CONST = ("/draft-03/", "/draft-04/")
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Conditions that each value of a schema meets."""
+    """Necessary conditions for values of a schema."""
 
     kinds: frozenset[str] = KINDS
-    values: Mapping[Hashable, str] | None = None  # with their kinds; None: any
+    values: Mapping[Hashable, str] | None = None  # values to kinds; None: any value
     required: frozenset[str] = frozenset()
-    properties: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # schemas of each
-    closed: tuple[frozenset[str], ...] = ()  # each has all names that are allowed
+    properties: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # names to schemas
+    closed: tuple[frozenset[str], ...] = ()  # a property must be in each of these sets
 
     def and_(self, other: _Facts) -> _Facts:
         values = self.values if other.values is None else other.values
@@ -61,8 +61,8 @@ class _Facts:
 ANY = (_Facts(),)
 
 
-class _TooMuch(Exception):
-    """The proof would take too long."""
+class _LimitExceeded(Exception):
+    """The proof exceeds its limits."""
 
 
 class Disjointness:
@@ -77,13 +77,13 @@ class Disjointness:
         self._has_const = not is_old
 
     def at_most_one_matches(self, schemas: Sequence[Any], also: Any = True) -> bool:
-        """Whether no value that `also` accepts matches two of the schemas."""
+        """Return True if it is proven that no value that matches `also` matches two schemas."""
         try:
             facts = [self._alternatives((also, each), MAX_DEPTH) for each in schemas]
             return all(
                 self._exclude(one, other, MAX_DEPTH) for one, other in combinations(facts, 2)
             )
-        except (_TooMuch, RecursionError):
+        except (_LimitExceeded, RecursionError):
             return False
 
     def _exclude(self, some: Sequence[_Facts], others: Sequence[_Facts], depth: int) -> bool:
@@ -91,7 +91,7 @@ class Disjointness:
         return all(self._is_empty(facts, depth) for facts in both)
 
     def _is_empty(self, facts: _Facts, depth: int) -> bool:
-        """Whether no value meets them all."""
+        """Return True if no value meets the conditions."""
         self._spend(1)
         kinds = facts.possible_kinds
         if not kinds:
@@ -102,19 +102,19 @@ class Disjointness:
         )
 
     def _is_impossible(self, facts: _Facts, name: str, depth: int) -> bool:
-        """Whether no value fits all that is said of a required property."""
+        """Return True if no value of a required property matches all its schemas."""
         schemas = facts.properties.get(name, ())
         alternatives = self._alternatives(schemas, depth - 1)
         return all(self._is_empty(each, depth - 1) for each in alternatives)
 
     def _alternatives(self, schemas: Sequence[Any], depth: int) -> Sequence[_Facts]:
-        """Each value that matches all of the schemas meets one of these."""
+        """Return conditions of which each value that matches all schemas meets at least one."""
         found: Sequence[_Facts] = ANY
         for schema in schemas:
             more = self._of_one(schema, depth)
             found = [self._joined(one, other) for one, other in product(found, more)]
             if len(found) > MAX_ALTERNATIVES:
-                raise _TooMuch
+                raise _LimitExceeded
         return found
 
     def _of_one(self, schema: Any, depth: int) -> Sequence[_Facts]:
@@ -124,7 +124,7 @@ class Disjointness:
         if not isinstance(schema, dict) or depth <= 0:
             return ANY
         ref = schema.get("$ref")
-        if ref is not None:  # older drafts ignore what stands next to it
+        if ref is not None:  # older drafts ignore keywords next to it
             return self._of_one(self._at(ref), depth - 1)
         found: Sequence[_Facts] = self._alternatives(_listed(schema, "allOf"), depth - 1)
         for name in ("anyOf", "oneOf"):
@@ -133,7 +133,7 @@ class Disjointness:
                 some = [each for one in branches for each in self._of_one(one, depth - 1)]
                 found = [self._joined(one, other) for one, other in product(found, some)]
                 if len(found) > MAX_ALTERNATIVES:
-                    raise _TooMuch
+                    raise _LimitExceeded
         own = self._own(schema)
         return [self._joined(each, own) for each in found]
 
@@ -164,7 +164,7 @@ class Disjointness:
         return values
 
     def _at(self, ref: object) -> Any:
-        """Return the schema that a reference within this one leads to, or True."""
+        """Return the schema that a local reference points to, or True if it cannot be resolved."""
         if not self._follows_refs or not isinstance(ref, str) or not ref.startswith("#"):
             return True
         place = self._root
@@ -185,7 +185,7 @@ class Disjointness:
     def _spend(self, steps: int) -> None:
         self._steps_left -= steps
         if self._steps_left < 0:
-            raise _TooMuch
+            raise _LimitExceeded
 
 
 def _kinds(given: Any) -> frozenset[str]:
@@ -209,7 +209,7 @@ def _kind(value: Any) -> str:
 
 
 def _key(value: Any) -> Hashable:
-    """Equal for values that are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    """Return a key that is equal for equal JSON values: 1 equals 1.0, but not true."""
     match value:
         case dict():
             return "object", frozenset((name, _key(each)) for name, each in value.items())
@@ -224,7 +224,7 @@ def _listed(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _parts_inside(root: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects in it, but not itself."""
+    """Yield all objects inside `root`, without `root` itself."""
     todo = list(root.values()) if isinstance(root, dict) else []
     while todo:
         value = todo.pop()
@@ -236,5 +236,5 @@ def _parts_inside(root: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _changes_base(part: Mapping[str, Any]) -> bool:
-    """References inside of it may lead elsewhere."""
+    """Return whether the part changes the base URI of the references inside it."""
     return any(isinstance(part.get(name), str) for name in ("$id", "id"))

@@ -1,7 +1,7 @@
-"""Grammars that no answer could ever come to the end of are found before one is begun.
+"""Detection of schemas and grammars that no finite output satisfies.
 
-What is looked for is a rule, or a part of a schema, that cannot end without having ended first.
-Whatever is not understood here is taken to end: max_tokens ends it in any case.
+Looks for a rule, or a part of a schema, that requires itself. Constructs that are not understood
+count as finite: max_tokens ends the output in any case.
 """
 
 from __future__ import annotations
@@ -17,54 +17,53 @@ Schema = Mapping[str, Any]
 
 
 def check_schema_ends(schema: Schema | bool) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest if no finite value satisfies the schema."""
     if isinstance(schema, bool) or _SchemaEnds(schema).holds:
         return
     raise InvalidRequest(
-        f"{FIELD}.json cannot be kept to: it never ends, since what it requires requires itself",
+        f"{FIELD}.json cannot be enforced: it never ends, since a required part requires itself",
         FIELD,
     )
 
 
 def check_grammar_ends(text: str) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest if no finite text satisfies the grammar, in Lark or GBNF notation."""
     rules = _rules(text)
     needs = {name: rules.keys() & body for name, body in rules.items()}
-    ending = _those_that_end(needs, lambda name, known: _can_end(rules[name], needs[name], known))
+    ending = _ending_names(needs, lambda name, known: _can_end(rules[name], needs[name], known))
     begin = next((name for name in ("start", "root") if name in rules), None)
     if begin is not None and begin not in ending:
         raise InvalidRequest(
-            f"{FIELD}.grammar cannot be kept to: it never ends, since {begin} needs itself", FIELD
+            f"{FIELD}.grammar cannot be enforced: it never ends, since {begin} requires itself",
+            FIELD,
         )
 
 
-def _those_that_end(
-    needs: Mapping[str, Set[str]], ends: Callable[[str, Set[str]], bool]
-) -> set[str]:
-    """Found one after the other, beginning with those that need none of the others."""
+def _ending_names(needs: Mapping[str, Set[str]], ends: Callable[[str, Set[str]], bool]) -> set[str]:
+    """Return the names that end: the least fixed point of `ends` over the dependencies."""
     users: dict[str, list[str]] = {}
     for name, needed in needs.items():
         for other in needed:
             users.setdefault(other, []).append(name)
     ending: set[str] = set()
-    to_look_at = list(needs)
-    while to_look_at:
-        name = to_look_at.pop()
+    pending = list(needs)
+    while pending:
+        name = pending.pop()
         if name not in ending and ends(name, ending):
             ending.add(name)
-            to_look_at += users.get(name, ())
+            pending += users.get(name, ())
     return ending
 
 
 class _SchemaEnds:
-    """Which schemas that are referred to have a value of finite size."""
+    """Computes whether a schema, and each schema it refers to, has a finite value."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._ending: Set[str] = set()
         refs = set(_refs(root))
         needs = {ref: set(_refs(self._at(ref))) for ref in refs}
-        self._ending = _those_that_end(needs, self._ends_if)
+        self._ending = _ending_names(needs, self._ends_if)
         self.holds = self._ends(root)
 
     def _ends_if(self, ref: str, ending: Set[str]) -> bool:
@@ -105,8 +104,8 @@ class _SchemaEnds:
 
     def _at(self, ref: str) -> Any:
         place: Any = self._root
-        for part in ref.removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
+        for token in ref.removeprefix("#").split("/")[1:]:
+            name = token.replace("~1", "/").replace("~0", "~")
             if not isinstance(place, Mapping) or name not in place:
                 return None
             place = place[name]
@@ -114,7 +113,7 @@ class _SchemaEnds:
 
 
 def _is_only(schema: Schema, kind: str) -> bool:
-    """Whether its values are of that kind and of no other."""
+    """Return whether all values of the schema are of this type."""
     return schema.get("type") in (kind, [kind]) and not {"enum", "const"} & schema.keys()
 
 
@@ -133,9 +132,9 @@ def _refs(schema: Any) -> Iterator[str]:
         yield from _refs(each)
 
 
-# --- Grammars, in Lark's notation or in GBNF ------------------------------------------------------
+# --- Grammars in Lark or GBNF notation ------------------------------------------------------------
 
-_PARTS = re.compile(
+_TOKENS = re.compile(
     r"""(?P<skip>//[^\n]*|\#[^\n]*|[ \t\r]+|\n)
     |(?P<text>"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[a-z]*|\[(?:[^\]\\\n]|\\.)*\]|<[^>\n]*>)
     |(?P<defines>::=|:)
@@ -148,42 +147,42 @@ _PARTS = re.compile(
 
 
 def _rules(text: str) -> dict[str, list[str]]:
-    """Each rule's parts. None at all unless every part is understood."""
-    parts: list[str] = []
-    for found in _PARTS.finditer(text):
+    """Return the tokens of each rule's body, or no rules if a token is not understood."""
+    tokens: list[str] = []
+    for found in _TOKENS.finditer(text):
         kind = found.lastgroup
         if kind == "other":
             return {}
         if kind != "skip":
-            parts.append('""' if kind == "text" else found.group())
+            tokens.append('""' if kind == "text" else found.group())
     rules: dict[str, list[str]] = {}
     body: list[str] = []
-    for place, part in enumerate(parts):
-        if part in (":", "::="):
+    for place, token in enumerate(tokens):
+        if token in (":", "::="):
             continue
-        if parts[place + 1 : place + 2] in ([":"], ["::="]):
-            body = rules.setdefault(part, [])
+        if tokens[place + 1 : place + 2] in ([":"], ["::="]):
+            body = rules.setdefault(token, [])
         else:
-            body.append(part)
+            body.append(token)
     return rules
 
 
 def _can_end(body: Sequence[str], names: Set[str], ending: Set[str]) -> bool:
-    """Whether one of its alternatives needs only what ends."""
-    # For each bracket that is open: whether an alternative before this one ends, and this one.
-    open_ones: list[tuple[bool, bool]] = []
+    """Return whether one of the alternatives requires only names in `ending`."""
+    # For each open bracket: whether an earlier alternative ends, and whether the current one does.
+    open_brackets: list[tuple[bool, bool]] = []
     some_ends, this_ends = False, True
-    for place, part in enumerate(body):
+    for place, token in enumerate(body):
         is_optional = body[place + 1 : place + 2] in (["?"], ["*"])
-        if part == "(":
-            open_ones.append((some_ends, this_ends))
+        if token == "(":
+            open_brackets.append((some_ends, this_ends))
             some_ends, this_ends = False, True
-        elif part == "|":
+        elif token == "|":
             some_ends, this_ends = some_ends or this_ends, True
-        elif part == ")" and open_ones:
+        elif token == ")" and open_brackets:
             inner_ends = some_ends or this_ends or is_optional
-            some_ends, this_ends = open_ones.pop()
+            some_ends, this_ends = open_brackets.pop()
             this_ends = this_ends and inner_ends
-        elif part in names and part not in ending and not is_optional:
+        elif token in names and token not in ending and not is_optional:
             this_ends = False
     return some_ends or this_ends

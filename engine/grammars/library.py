@@ -1,7 +1,7 @@
-"""Grammars by llguidance: the one module that knows it. Any thread may compile.
+"""Grammars compiled by llguidance; the only module that imports it. Compiling is thread-safe.
 
-What it cannot keep an answer to, it refuses: a keyword that it does not know how to enforce is
-an error, never left out.
+Constraints that llguidance cannot enforce are rejected: an unsupported keyword is an error, never
+ignored.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from engine.grammars.prepared import prepared
 from engine.structured_outputs import FIELD, StructuredOutputs
 
 ANY_OBJECT = '{"type": "object"}'
-# A space, or a new line with its indentation: as much as anybody's JSON needs. With more allowed,
-# a weak model writes nothing else until its tokens are over.
+# A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
+# weak model generates nothing but whitespace until max_tokens.
 WHITESPACE = r"( |\n[ \t]{0,64})?"
 MOST_REASON_CHARACTERS = 400
 TOO_DEEP = "it is nested too deeply"
-PANIC = "panic:"  # how llguidance tells of one that it caught
+PANIC = "panic:"  # prefix of llguidance's errors for panics that it caught
 BITS_PER_WORD = 32
-# Looking ahead for what must be written in any case never ends where it goes on without end, and it
-# would let a text be written in the tokenizer's own way alone.
+# Forced tokens are off: computing them never terminates for text that repeats without end, and
+# they would allow only the tokenizer's canonical tokenization of a text.
 HEADER = '%llguidance {"no_forcing": true}'
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# Of processor time: no other thread's work counts. Nothing in earnest comes near.
+# In CPU time of the thread. No realistic grammar comes near these limits.
 MOST_TO_COMPILE_S = 3.0
 MOST_TO_LOOK_S = 0.5
-# How much work and memory one grammar may cost: see docs/adr/0025.
+# Limits of work and memory per grammar, see docs/adr/0025.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,
@@ -54,27 +54,27 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class GrammarChecks:
-    """For those who want to know whether nodes would take it, and have no tokenizer."""
+    """Validates grammars without a tokenizer, such as on a router."""
 
     def compile(self, wanted: StructuredOutputs) -> Checked:
-        """Raises InvalidRequest for what no node would take. Nodes find out more."""
-        with _Panics(wanted):
-            is_wrong, told = llguidance.LLMatcher.validate_grammar_with_warnings(
+        """Raise InvalidRequest for a grammar that every node rejects. Nodes check more."""
+        with _RefusePanics(wanted):
+            is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
                 _definition(wanted), None, limits=LIMITS
             )
         if is_wrong:
-            raise _refusal(wanted, told[0])
+            raise _error(wanted, messages[0])
         return Checked()
 
 
 class Checked:
-    """Nothing is known against it."""
+    """A grammar that passed validation; it is not compiled."""
 
 
 class GrammarLibrary:
-    """Compiles for one model's vocabulary. The tokenizer is read when it is first needed.
+    """Compiles grammars for one model's vocabulary. The tokenizer is loaded on first use.
 
-    On threads with deep stacks: what is far down in a long chain of rules is reached by recursion.
+    Needs threads with deep stacks, since llguidance follows long chains of rules by recursion.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -82,24 +82,24 @@ class GrammarLibrary:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._reading = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
 
     def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        """Raises InvalidRequest, with the reason. Takes up to seconds, without the GIL."""
+        """Compile a grammar, for up to seconds, without the GIL. Raises InvalidRequest."""
         tokenizer = self._read_tokenizer()
         began_s = thread_time()
-        with _Panics(wanted):
+        with _RefusePanics(wanted):
             matcher = llguidance.LLMatcher(
                 tokenizer, _definition(wanted), log_level=0, limits=LIMITS
             )
         grammar = CompiledGrammar(wanted, matcher)
-        # The first look is often the most expensive, and tells whether anything fits at all.
+        # The first mask is often the most expensive, and shows whether any output fits.
         grammar.matcher().fill(np.zeros(num_words(self._vocab_size), dtype=np.int32))
         _check_cost(wanted, began_s, MOST_TO_COMPILE_S)
         return grammar
 
     def _read_tokenizer(self) -> llguidance.LLTokenizer:
-        with self._reading:
+        with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = llguidance.LLTokenizer(
@@ -109,21 +109,21 @@ class GrammarLibrary:
                     )
                 except (OSError, ValueError) as error:
                     raise InvalidRequest(
-                        f"{FIELD} cannot be kept to here: of this model's tokenizer no grammar "
-                        f"can be made: {error}",
+                        f"{FIELD} cannot be enforced: this model's tokenizer does not support "
+                        f"grammars: {error}",
                         FIELD,
                     ) from error
             return self._tokenizer
 
 
 class CompiledGrammar:
-    """Its matchers share what they find out about it, so that each knows it sooner."""
+    """Compiled grammar. Its matchers share llguidance's caches, so later ones are faster."""
 
     def __init__(self, wanted: StructuredOutputs, start: llguidance.LLMatcher) -> None:
         self._wanted = wanted
         self._start = start
         if start.is_error():
-            raise _refusal(wanted, start.get_error())
+            raise _error(wanted, start.get_error())
 
     def matcher(self) -> GrammarMatcher:
         return GrammarMatcher(self._wanted, self._start.deep_copy())
@@ -135,27 +135,27 @@ class GrammarMatcher:
         self._matcher = matcher
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        with _Panics(self._wanted):
+        with _RefusePanics(self._wanted):
             is_taken = self._matcher.consume_tokens(list(token_ids))
         if not is_taken:
-            raise self._trouble()
+            raise self._matcher_error()
 
     def fill(self, allowed: Bits) -> None:
         began_s = thread_time()
-        with _Panics(self._wanted):
+        with _RefusePanics(self._wanted):
             self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
         if self._matcher.is_error():
-            raise self._trouble()
+            raise self._matcher_error()
         if not allowed.any():
-            raise _refusal(self._wanted, "no token can come next")
+            raise _error(self._wanted, "no token can come next")
         _check_cost(self._wanted, began_s, MOST_TO_LOOK_S)
 
-    def _trouble(self) -> InvalidRequest:
-        return _refusal(self._wanted, self._matcher.get_error())
+    def _matcher_error(self) -> InvalidRequest:
+        return _error(self._wanted, self._matcher.get_error())
 
 
-class _Panics:
-    """What llguidance comes to grief on is refused: it is somebody's form, and nobody's engine."""
+class _RefusePanics:
+    """Converts panics of llguidance into InvalidRequest, so that only the request fails."""
 
     def __init__(self, wanted: StructuredOutputs) -> None:
         self._wanted = wanted
@@ -169,17 +169,17 @@ class _Panics:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None and kind.__name__ == "PanicException":  # Rust's; no Exception
-            raise _refusal(self._wanted, PANIC) from error
+        if kind is not None and kind.__name__ == "PanicException":  # from Rust; not an Exception
+            raise _error(self._wanted, PANIC) from error
 
 
 def num_words(vocab_size: int) -> int:
-    """How long a mask is."""
+    """Return the length of a token bitmask, in 32-bit words."""
     return -(-vocab_size // BITS_PER_WORD)
 
 
 def _definition(wanted: StructuredOutputs) -> str:
-    """In llguidance's own form. Raises InvalidRequest."""
+    """Return the grammar in llguidance's format. Raises InvalidRequest."""
     return llguidance.LLMatcher.grammar_from_lark(f"{HEADER}\n{_lark(wanted)}")
 
 
@@ -187,8 +187,8 @@ def _lark(wanted: StructuredOutputs) -> str:
     if wanted.choice:
         return f"start: {' | '.join(map(json.dumps, wanted.choice))}"
     if wanted.regex is not None:
-        made = json.loads(llguidance.LLMatcher.grammar_from_regex(wanted.regex))
-        return str(made["grammars"][0]["lark_grammar"])
+        parsed = json.loads(llguidance.LLMatcher.grammar_from_regex(wanted.regex))
+        return str(parsed["grammars"][0]["lark_grammar"])
     if wanted.grammar is not None:
         return _lark_of_grammar(wanted, wanted.grammar)
     return f"start: %json {_schema(wanted, ANY_OBJECT if wanted.json is None else wanted.json)}"
@@ -196,35 +196,35 @@ def _lark(wanted: StructuredOutputs) -> str:
 
 def _lark_of_grammar(wanted: StructuredOutputs, text: str) -> str:
     if "%llguidance" in text:
-        raise _refusal(wanted, "%llguidance is not for clients to say: leave it out")
+        raise _error(wanted, "%llguidance is not allowed: leave it out")
     check_grammar_ends(text)
     try:
         for schema in schemas_in(text):
             _check_schema_cost(wanted, schema)
     except RecursionError:
-        raise _refusal(wanted, TOO_DEEP) from None
+        raise _error(wanted, TOO_DEEP) from None
     if not GBNF_RULE.search(text):
         return text
     try:
         return gbnf_to_lark(text).removeprefix("%llguidance {}")
-    except Exception as error:  # its parser raises whatever it comes to
-        raise _refusal(wanted, f"it is no GBNF: {error}") from error
+    except Exception as error:  # its parser has no exception class of its own
+        raise _error(wanted, f"it is not GBNF: {error}") from error
 
 
 def _schema(wanted: StructuredOutputs, text: str) -> str:
-    """As it was asked for, with our settings instead of any that came with it."""
+    """Return the rewritten schema with Baton's llguidance settings, which replace the client's."""
     try:
         schema = _parsed(wanted, text)
         check_schema_ends(schema)
         _check_schema_cost(wanted, schema)
         if schema is False:
-            raise _refusal(wanted, "nothing fits the schema false")
+            raise _error(wanted, "no value matches the schema false")
         fields = {} if schema is True else prepared(schema)
         return json.dumps({**fields, "x-guidance": _json_settings(wanted)}, allow_nan=False)
     except RecursionError:
-        raise _refusal(wanted, TOO_DEEP) from None
+        raise _error(wanted, TOO_DEEP) from None
     except ValueError as error:
-        raise _refusal(wanted, f"a number is out of range: {error}") from error
+        raise _error(wanted, f"a number is out of range: {error}") from error
 
 
 def _json_settings(wanted: StructuredOutputs) -> dict[str, Any]:
@@ -238,35 +238,35 @@ def _parsed(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise _refusal(wanted, f"it is no JSON: {error}") from error
+        raise _error(wanted, f"it is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         kind = "a list" if isinstance(schema, list) else type(schema).__name__
-        raise _refusal(wanted, f"a JSON schema is an object or a boolean; this is {kind}")
+        raise _error(wanted, f"a JSON schema is an object or a boolean; this is {kind}")
     return schema
 
 
 def _check_schema_cost(wanted: StructuredOutputs, schema: Any) -> None:
     reason = why_costly(schema)
     if reason is not None:
-        raise _refusal(wanted, reason)
+        raise _error(wanted, reason)
 
 
 def _check_cost(wanted: StructuredOutputs, began_s: float, most_s: float) -> None:
     took_s = thread_time() - began_s
     if took_s > most_s:
-        raise _refusal(wanted, f"a step of it took {took_s:.1f} s; make it simpler")
+        raise _error(wanted, f"one step took {took_s:.1f} s of CPU time; make it simpler")
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
-def _refusal(wanted: StructuredOutputs, reason: str) -> InvalidRequest:
-    told = " ".join(reason.removesuffix("<non-verbose/>").split())
-    if told == "NoExtensionBias":
-        told = "no answer can fit it"
-    if told.startswith(PANIC):  # with a backtrace behind it
-        told = "the library that compiles forms failed on it"
-    if len(told) > MOST_REASON_CHARACTERS:
-        told = f"{told[:MOST_REASON_CHARACTERS]}…"
-    return InvalidRequest(f"{FIELD}.{wanted.form} cannot be kept to: {told}", FIELD)
+def _error(wanted: StructuredOutputs, reason: str) -> InvalidRequest:
+    message = " ".join(reason.removesuffix("<non-verbose/>").split())
+    if message == "NoExtensionBias":
+        message = "no answer can fit it"
+    if message.startswith(PANIC):  # followed by a backtrace
+        message = "llguidance failed on it"
+    if len(message) > MOST_REASON_CHARACTERS:
+        message = f"{message[:MOST_REASON_CHARACTERS]}…"
+    return InvalidRequest(f"{FIELD}.{wanted.form} cannot be enforced: {message}", FIELD)

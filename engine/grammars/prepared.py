@@ -1,8 +1,8 @@
-"""JSON schemas as llguidance takes them: rewritten where the meaning stays the same. Pure.
+"""Equivalent rewriting of JSON schemas into the subset that llguidance supports. Pure.
 
-- A `format` that llguidance does not know is an annotation, as the standard has it.
-- `oneOf` is `anyOf` where no value can match two of its branches.
-- `uniqueItems` is left out where no list can hold an item twice.
+- A `format` that llguidance does not support is removed: by the standard, it is an annotation.
+- `oneOf` becomes `anyOf` if no value can match two of its branches.
+- `uniqueItems` is removed if no list can contain an item twice.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KNOWN_FORMATS = frozenset(
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """What stays that llguidance does not know, it refuses by name."""
+    """Return the rewritten schema. llguidance rejects the keywords that remain unsupported."""
     disjointness = Disjointness(schema)
 
     def change(part: dict[str, Any]) -> dict[str, Any]:
-        given = part.get("format")
-        if isinstance(given, str) and given not in KNOWN_FORMATS:
+        name = part.get("format")
+        if isinstance(name, str) and name not in KNOWN_FORMATS:
             del part["format"]
-        if _holds_anyway(part):
+        if _is_unique_anyway(part):
             del part["uniqueItems"]
         return _without_one_of(part, disjointness)
 
@@ -36,7 +36,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     return ready
 
 
-def _holds_anyway(part: dict[str, Any]) -> bool:
+def _is_unique_anyway(part: dict[str, Any]) -> bool:
     if "uniqueItems" not in part:
         return False
     most = part.get("maxItems")
@@ -54,7 +54,7 @@ def _without_one_of(part: dict[str, Any], disjointness: Disjointness) -> dict[st
     if not isinstance(branches, list) or not branches:
         return part
     rest = {name: value for name, value in part.items() if name != "oneOf"}
-    # Next to a reference older drafts ignore the rest.
+    # Older drafts ignore keywords next to a reference.
     also = True if "$ref" in rest else rest
     if not disjointness.at_most_one_matches(branches, also):
         return part

@@ -108,8 +108,8 @@ def test_what_fits_may_be_written_to_its_end_and_nothing_else(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no json": ({"json": "{"}, "no JSON"),
-    "nan": ({"json": '{"minimum": NaN}'}, "NaN is no JSON"),
+    "no json": ({"json": "{"}, "not JSON"),
+    "nan": ({"json": '{"minimum": NaN}'}, "NaN is not JSON"),
     "a list": ({"json": "[1]"}, "a JSON schema is an object or a boolean; this is a list"),
     "a number": ({"json": "1"}, "this is int"),
     "no such type": ({"json": '{"type": "strnig"}'}, "strnig"),
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"json": '{"x-guidance": {"lenient": true}, "not": {}}'},
         "Unimplemented",
     ),
-    "false": ({"json": "false"}, "nothing fits"),
+    "false": ({"json": "false"}, "no value matches"),
     "contradiction": ({"json": '{"type": "integer", "minimum": 5, "maximum": 3}'}, "minimum"),
     "from elsewhere": ({"json": '{"$ref": "http://example.com/s.json"}'}, "example.com"),
     "itself": ({"json": '{"$ref": "#"}'}, "never ends"),
@@ -277,5 +277,5 @@ def test_every_end_token_of_the_model_may_end_it(folder: Path) -> None:
 def test_tokens_that_do_not_fit_are_told_of(library: GrammarLibrary, tokenizer: Tokenizer) -> None:
     matcher = library.compile(StructuredOutputs(regex="[0-9]+")).matcher()
 
-    with pytest.raises(InvalidRequest, match="cannot be kept to"):
+    with pytest.raises(InvalidRequest, match="cannot be enforced"):
         matcher.advance(tokenizer.encode("no", add_special_tokens=False))

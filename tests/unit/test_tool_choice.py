@@ -152,7 +152,7 @@ def test_parameters_that_cannot_be_kept_to_are_the_tools_fault() -> None:
 
     with (
         pytest.raises(
-            InvalidRequest, match=r"the tools' parameters cannot be kept to: .*not"
+            InvalidRequest, match=r"the tools' parameters cannot be enforced: .*not"
         ) as no,
         refusals_naming_tools(Calling.REQUIRED),
     ):
