@@ -64,7 +64,7 @@ class RequestBook:
             self.handoffs.expect(spec.receive_from)
         if spec.send_to is not None:
             self.handoffs.open_send(spec.send_to)
-        self.note(request, RequestEventKind.QUEUED, spec.arrival_s)
+        self.record_event(request, RequestEventKind.QUEUED, spec.arrival_s)
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self.num_waiting_for_fsm += 1
         else:
@@ -85,7 +85,7 @@ class RequestBook:
         self.waiting.push(request, is_resumed=True)
         request.num_preemptions += 1
         self.total_preemptions += 1
-        self.note(request, RequestEventKind.PREEMPTED)
+        self.record_event(request, RequestEventKind.PREEMPTED)
 
     def make_ready(self, request: Request) -> None:
         """Queue a request whose KV has landed for a place in the batch."""
@@ -114,14 +114,14 @@ class RequestBook:
         self.cache.release(request)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
-        self.note(request, RequestEventKind.FINISHED)
+        self.record_event(request, RequestEventKind.FINISHED)
 
     def stop_following(self, receiver_id: RequestId) -> None:
         """Queue the followers of a hand-off again, because it has ended or takes too long."""
         self.prefixes_in_flight.end(receiver_id)
         self.waiting.release_followers(receiver_id)
 
-    def worst(self) -> Request:
+    def lowest_ranked(self) -> Request:
         """Return the lowest-ranked request to preempt. At least one must be running or ready.
 
         Senders that have begun to send are excluded: their hand-offs would keep the blocks. They
@@ -149,7 +149,9 @@ class RequestBook:
         taken, self._outbox = self._outbox, {}
         return taken
 
-    def note(self, request: Request, kind: RequestEventKind, at_s: float | None = None) -> None:
+    def record_event(
+        self, request: Request, kind: RequestEventKind, at_s: float | None = None
+    ) -> None:
         if self.config.collect_events:
             at_s = self.now_s if at_s is None else at_s
             self._events.append(RequestEvent(request.request_id, kind, at_s))

@@ -27,7 +27,7 @@ from kv_transfer.types import (
 
 
 @dataclass(slots=True)
-class _Receiving:
+class _PendingReceive:
     """Blocks that a peer can write."""
 
     request: Request
@@ -35,7 +35,7 @@ class _Receiving:
 
 
 @dataclass(slots=True)
-class _Sending:
+class _PendingSend:
     """Blocks that are being sent to a peer."""
 
     block_ids: list[BlockId] = field(default_factory=list)
@@ -51,8 +51,8 @@ class HandOffs:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._expected: set[HandoffId] = set()  # of requests not granted yet
-        self._receiving: dict[HandoffId, _Receiving] = {}
-        self._sending: dict[HandoffId, _Sending] = {}
+        self._receiving: dict[HandoffId, _PendingReceive] = {}
+        self._sending: dict[HandoffId, _PendingSend] = {}
         self._receives: list[Receive] = []
         self._revokes: list[Revoke] = []
         self._sends: list[Send] = []
@@ -117,7 +117,7 @@ class HandOffs:
         block_ids = tuple(request.block_ids[num_hits:])
         self._pool.hold(block_ids)
         self._expected.discard(handoff_id)
-        self._receiving[handoff_id] = _Receiving(request, block_ids)
+        self._receiving[handoff_id] = _PendingReceive(request, block_ids)
         order = Receive(handoff_id, receive.source, num_hits, block_ids, request.num_tokens)
         self._receives.append(order)
 
@@ -151,7 +151,7 @@ class HandOffs:
         return handoff_id in self._sending
 
     def open_send(self, handoff_id: HandoffId) -> None:
-        self._sending[handoff_id] = _Sending()
+        self._sending[handoff_id] = _PendingSend()
 
     def has_sent(self, request: Request) -> bool:
         handoff_id = request.spec.send_to
@@ -217,7 +217,7 @@ class HandOffs:
         if sending.is_ended:
             del self._sending[handoff_id]
 
-    def _hold(self, sending: _Sending, request: Request, num_blocks: int) -> None:
+    def _hold(self, sending: _PendingSend, request: Request, num_blocks: int) -> None:
         block_ids = request.block_ids[len(sending.block_ids) : num_blocks]
         self._pool.hold(block_ids)
         sending.block_ids += block_ids

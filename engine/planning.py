@@ -84,11 +84,11 @@ class Planner:
             self._send_layers()
         return batch.take_plan(self._state.handoffs.take_orders(), self._max_draft_tokens())
 
-    def took(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """Record the duration of the last planned step."""
         batch = self._state.batch
         num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
-        self._pace.took(seconds, batch.num_decoding, num_prompt_tokens)
+        self._pace.record_step(seconds, batch.num_decoding, num_prompt_tokens)
 
     def _max_draft_tokens(self) -> int:
         batch = self._state.batch
@@ -114,7 +114,7 @@ class Planner:
             if added is not None:
                 self._state.batch.grow(request, added, cache.capacity(request))
                 return
-            self._state.preempt(self._state.worst())
+            self._state.preempt(self._state.lowest_ranked())
 
     def _grow_to_decode(self, request: Request) -> tuple[BlockId, ...] | None:
         """Allocate blocks for one more step. Returns None if there are too few for one token.
@@ -148,7 +148,7 @@ class Planner:
             state.ready.remove(request)
             request.move(RequestStatus.RUNNING)
             state.batch.start_decode(request, state.cache.capacity(request))
-            state.note(request, RequestEventKind.SCHEDULED)
+            state.record_event(request, RequestEventKind.SCHEDULED)
             self._budget -= 1
         return True
 
@@ -162,7 +162,7 @@ class Planner:
         while self._grow_to_decode(request) is None:
             if state.batch.running or len(state.ready) == 1:
                 return False
-            state.preempt(state.worst())
+            state.preempt(state.lowest_ranked())
         return True
 
     # --- prefills in progress ----------------------------------------------------
@@ -269,7 +269,7 @@ class Planner:
         state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, chunk)
-        state.note(request, RequestEventKind.SCHEDULED)
+        state.record_event(request, RequestEventKind.SCHEDULED)
         state.handoffs.send(request, len(hits))
         self._spend(request, chunk)
         self._limits.count(request, missing - chunk)
@@ -297,7 +297,7 @@ class Planner:
         state.num_waiting_for_remote_kvs += 1
         state.handoffs.receive(request, receive, len(hits))
         state.prefixes_in_flight.begin(request, len(hits), state.now_s)
-        state.note(request, RequestEventKind.GRANTED)
+        state.record_event(request, RequestEventKind.GRANTED)
         return _Verdict.SCHEDULED
 
     def _try_follow(self, request: Request, num_hits: int) -> bool:

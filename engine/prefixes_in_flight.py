@@ -21,7 +21,7 @@ MIN_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class _Receiving:
+class _PrefixInFlight:
     request: Request
     source: NodeId
     block_hashes: tuple[BlockHash, ...]  # of the full blocks in flight
@@ -32,15 +32,15 @@ class _Receiving:
 class PrefixesInFlight:
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
-        self._receiving: dict[RequestId, _Receiving] = {}  # the oldest first
-        self._receiver_by_hash: dict[BlockHash, _Receiving] = {}
+        self._receiving: dict[RequestId, _PrefixInFlight] = {}  # the oldest first
+        self._receiver_by_hash: dict[BlockHash, _PrefixInFlight] = {}
 
     def begin(self, request: Request, num_hits: int, now: float) -> None:
         """Add the blocks of a request after its first `num_hits`, which the peer writes now."""
         hashes = tuple(request.block_hashes[num_hits:])
         if request.receive is None or not hashes:
             return
-        receiving = _Receiving(
+        receiving = _PrefixInFlight(
             request, request.receive.source.node_id, hashes, len(request.block_ids) - num_hits, now
         )
         self._receiving[request.request_id] = receiving

@@ -209,7 +209,7 @@ class Settler:
         request.num_received_tokens = request.num_tokens - request.num_computed_tokens
         request.num_computed_tokens = request.num_tokens
         self._state.cache.register(request)
-        self._state.note(request, RequestEventKind.LANDED)
+        self._state.record_event(request, RequestEventKind.LANDED)
         self._append_first_token(request, landed.first_token)
 
     def _mismatch(self, landed: Landed, request: Request) -> str | None:
@@ -240,7 +240,7 @@ class Settler:
 
     def _recover_from_lost_kv(self, request: Request, reason: str) -> None:
         request.receive = None
-        self._state.note(request, RequestEventKind.LOST)
+        self._state.record_event(request, RequestEventKind.LOST)
         if self._state.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
             error = f"the KV of the prompt was lost: {reason}"
             self._end_with_error(request, error, is_kv_lost=True)

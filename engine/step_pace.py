@@ -34,7 +34,7 @@ class StepPace:
             return min(most, FIRST_PACED_TOKENS)
         return min(most, max(LEAST_TOKENS, int(self._decoding_s / self._token_s)))
 
-    def took(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
+    def record_step(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
         """Record the duration of a step."""
         if num_prompt_tokens:
             others_s = (self._decoding_s or 0.0) if num_decoding else 0.0

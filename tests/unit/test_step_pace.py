@@ -35,7 +35,7 @@ def chunks(pace: StepPace, machine: Machine, num_decoding: int, num_steps: int) 
     given = []
     for _ in range(num_steps):
         given.append(pace.prompt_tokens(num_decoding, MOST))
-        pace.took(machine.step_s(num_decoding, given[-1]), num_decoding, given[-1])
+        pace.record_step(machine.step_s(num_decoding, given[-1]), num_decoding, given[-1])
     return given
 
 
@@ -44,7 +44,7 @@ def chunks(pace: StepPace, machine: Machine, num_decoding: int, num_steps: int) 
 def test_steps_come_to_take_the_target_and_no_longer(machine: Machine, num_decoding: int) -> None:
     pace = StepPace(0.1)
     for _ in range(10):
-        pace.took(machine.step_s(num_decoding, 0), num_decoding, 0)
+        pace.record_step(machine.step_s(num_decoding, 0), num_decoding, 0)
 
     settled = chunks(pace, machine, num_decoding, 60)[20:]
 
@@ -123,9 +123,9 @@ def test_paced_prompts_about_double_the_time_of_a_step(machine: Machine) -> None
     given = []
 
     for _ in range(20):
-        pace.took(machine.step_s(8, 0), 8, 0)
+        pace.record_step(machine.step_s(8, 0), 8, 0)
         given.append(pace.paced_tokens(8, MOST))
-        pace.took(machine.step_s(8, given[-1]), 8, given[-1])
+        pace.record_step(machine.step_s(8, given[-1]), 8, given[-1])
 
     alone = machine.step_s(8, 0)
     assert given[-1] > 16
