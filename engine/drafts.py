@@ -27,12 +27,12 @@ class Drafter:
         self._speculation = speculation
         self._by_request: dict[RequestId, _SequenceDrafter] = {}
 
-    def draft(self, request_id: RequestId, tokens_from: TokensFrom, most: int) -> list[int]:
-        """Return up to `most` draft tokens for a sequence whose newest token is computed next."""
+    def draft(self, request_id: RequestId, tokens_from: TokensFrom, max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` drafts for a sequence whose newest token is computed next."""
         drafter = self._by_request.get(request_id)
         if drafter is None:
             drafter = self._by_request[request_id] = _SequenceDrafter(self._speculation)
-        return drafter.draft(tokens_from, most)
+        return drafter.draft(tokens_from, max_tokens)
 
     def judged(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self._by_request[request_id].judged(num_proposed, num_accepted)
@@ -52,7 +52,7 @@ class _SequenceDrafter:
         self._num_failures = 0  # in a row
         self._pause = 0  # steps left without drafts
 
-    def draft(self, tokens_from: TokensFrom, most: int) -> list[int]:
+    def draft(self, tokens_from: TokensFrom, max_tokens: int) -> list[int]:
         new_tokens = tokens_from(self._index.num_tokens, MOST_READ_AT_ONCE)
         self._index.extend(new_tokens)
         if self._pause:
@@ -60,7 +60,7 @@ class _SequenceDrafter:
             return []
         if len(new_tokens) == MOST_READ_AT_ONCE:
             return []
-        return self._index.proposal(min(most, self._length))
+        return self._index.proposal(min(max_tokens, self._length))
 
     def judged(self, num_proposed: int, num_accepted: int) -> None:
         """Adapt the draft length to twice the accepted tokens.

@@ -101,7 +101,7 @@ class Request:
         sampling = spec.sampling
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
 
-        self.status = _first_status(sampling)
+        self.status = _initial_status(sampling)
         self.grammar: Grammar | None = None  # None without one, and while it is being compiled
         self.receive: ReceiveKv | None = spec.receive_from  # None once the KV landed or was lost
         # Deadline for following hand-offs of other requests; None: has not followed yet.
@@ -150,6 +150,6 @@ class Request:
         self.status = status
 
 
-def _first_status(sampling: SamplingParams) -> RequestStatus:
+def _initial_status(sampling: SamplingParams) -> RequestStatus:
     has_grammar = sampling.structured_outputs is not None
     return RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING

@@ -84,14 +84,16 @@ class EngineLoop:
     def submit(self, spec: RequestSpec) -> None:
         """Queue a request. Raises InvalidRequest if it can never be served."""
         self._core.scheduler.validate(spec)
-        form = spec.sampling.structured_outputs
-        if form is not None and self._compiler is None:
+        structured_outputs = spec.sampling.structured_outputs
+        if structured_outputs is not None and self._compiler is None:
             raise InvalidRequest(f"{FIELD} is not supported by this engine: leave it out", FIELD)
         with self._submit_lock:
             self._raise_if_stopped()
             self.post(_AddRequest(spec, self._add_request))
-        if form is not None and self._compiler is not None:
-            self._compiler.start(form, lambda outcome: self._on_compiled(spec, outcome))
+        if structured_outputs is not None and self._compiler is not None:
+            self._compiler.start(
+                structured_outputs, lambda outcome: self._on_compiled(spec, outcome)
+            )
 
     def abort(self, request_id: RequestId) -> None:
         """Request the end of a request; unknown and finished ones are ignored."""
@@ -111,7 +113,7 @@ class EngineLoop:
         return self._failure
 
     def beat(self) -> None:
-        """Record progress. Long steps call it, too; on the engine thread."""
+        """Record a heartbeat on the engine thread. Long steps call it whenever they progress."""
         self._last_beat_s = self._clock()
 
     def since_last_beat_s(self) -> float:

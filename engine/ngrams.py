@@ -40,8 +40,8 @@ class NgramIndex:
             self._end_before.append(before)
             tokens.append(token_id)
 
-    def proposal(self, most: int) -> list[int]:
-        """Return the `most` tokens that followed the longest earlier match, or none.
+    def proposal(self, max_tokens: int) -> list[int]:
+        """Return the `max_tokens` tokens that followed the longest earlier match, or none.
 
         Past the end of the sequence, the proposal repeats itself, since the match and the end
         form a period of the text.
@@ -51,7 +51,7 @@ class NgramIndex:
             return []
         proposed: list[int] = []
         num_known = len(self._tokens) - start
-        for place in range(most):
+        for place in range(max_tokens):
             token = (
                 self._tokens[start + place] if place < num_known else proposed[place - num_known]
             )
@@ -75,9 +75,9 @@ class NgramIndex:
         return best
 
     def _length_of_match(self, end: int) -> int:
-        tokens, most = self._tokens, min(self._max, end)
+        tokens, max_length = self._tokens, min(self._max, end)
         newest = len(tokens)
         length = 0
-        while length < most and tokens[end - 1 - length] == tokens[newest - 1 - length]:
+        while length < max_length and tokens[end - 1 - length] == tokens[newest - 1 - length]:
             length += 1
         return length

@@ -202,21 +202,21 @@ class Planner:
 
     def _extend_chunks(self) -> bool:
         """Extend chunks up to the budget. Returns False if none has prompt tokens left."""
-        is_any_lengthened = False
+        is_any_extended = False
         chunks = self._state.batch.chunks
-        for place, (request, chunk) in enumerate(chunks):
+        for index, (request, chunk) in enumerate(chunks):
             if request.spec.is_paced:
                 continue
             left = request.num_tokens - request.num_computed_tokens - chunk
             more = min(left, self._budget)
             if not more:
                 continue
-            is_any_lengthened = True
-            chunks[place] = (request, chunk + more)
+            is_any_extended = True
+            chunks[index] = (request, chunk + more)
             self._budget -= more
             if more == left:
                 self._limits.uncount(request)
-        return is_any_lengthened
+        return is_any_extended
 
     def _send_layers(self) -> None:
         """Order the layer-wise transfer of the blocks that this plan's chunks complete."""
@@ -280,15 +280,15 @@ class Planner:
     def _grant_to_peer(self, request: Request, receive: ReceiveKv) -> _Verdict:
         """Grant the missing blocks to the peer. Needs neither budget nor a place in the batch."""
         state = self._state
-        num_underway = state.num_waiting_for_remote_kvs + len(state.ready)
-        if num_underway >= self._config.max_num_seqs:
+        num_in_progress = state.num_waiting_for_remote_kvs + len(state.ready)
+        if num_in_progress >= self._config.max_num_seqs:
             return _Verdict.BLOCKED
         hits = state.cache.find_prefix(request, request.num_tokens)
         if self._try_follow(request, len(hits)):
             return _Verdict.FOLLOWS
         # Requests that hold blocks must be able to grow, or they would deadlock. Without any, the
         # whole cache can be granted.
-        num_holders = num_underway + len(state.batch)
+        num_holders = num_in_progress + len(state.batch)
         spare = num_holders * self._config.remote_headroom_blocks
         if not state.cache.admit(request, hits, spare=spare):
             return self._record_failure(request, len(hits), request.num_tokens)

@@ -85,7 +85,7 @@ class SamplingParams:
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
         for token_id, bias in self.logit_bias.items():
             if not -100 <= bias <= 100:
-                _check(f"logit_bias[{token_id}]", bias, is_good=False, expected="from -100 to 100")
+                _check(f"logit_bias[{token_id}]", bias, is_valid=False, expected="from -100 to 100")
 
     def _check_token_ids(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -154,12 +154,12 @@ class SamplingDefaults:
 NO_ADVICE = SamplingDefaults()
 
 
-def _check_count(name: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidRequest(f"{name} has {count} token ids; at most {most} are allowed", name)
+def _check_count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{name} has {count} token ids; at most {limit} are allowed", name)
 
 
-def _check(name: str, value: object, is_good: bool, expected: str) -> None:
+def _check(name: str, value: object, is_valid: bool, expected: str) -> None:
     # NaN fails every comparison, so it is rejected, too.
-    if not is_good:
+    if not is_valid:
         raise InvalidRequest(f"{name} is {value}; it must be {expected}", name.partition("[")[0])

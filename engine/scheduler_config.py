@@ -141,6 +141,6 @@ def _named(kind: type[Choice], name: str, option: str) -> Choice:
     return known[name]
 
 
-def _require(name: str, value: object, is_good: bool, expected: str) -> None:
-    if not is_good:
+def _require(name: str, value: object, is_valid: bool, expected: str) -> None:
+    if not is_valid:
         raise InvalidConfig(f"{name} is {value}; it must be {expected}")

@@ -108,7 +108,7 @@ class Settler:
                 request.num_accepted_tokens += num_accepted
 
     def _append_tokens(self, run: RunResult) -> None:
-        """Append the sampled tokens. The fast path: one token, no logprobs, no end."""
+        """Append the sampled tokens. The fast path, for nearly all rows, is kept minimal."""
         running = self._state.batch.running
         self._state.total_sampled_tokens += sum(map(len, run.token_ids.values()))
         outputs_by_client: dict[ClientId, list[Output]] = {}

@@ -17,22 +17,22 @@ class StepPace:
         self._decoding_s: float | None = None  # duration of a step without prefill
         self._token_s: float | None = None
 
-    def prompt_tokens(self, num_decoding: int, most: int) -> int:
-        """Return the limit of prefill tokens in the next step: `most` if no request decodes."""
+    def prompt_tokens(self, num_decoding: int, budget: int) -> int:
+        """Return the limit of prefill tokens in the next step: `budget` if no request decodes."""
         if self._target_s is None or not num_decoding:
-            return most
+            return budget
         if self._token_s is None:
-            return min(most, FIRST_TOKENS)
+            return min(budget, FIRST_TOKENS)
         room_s = self._target_s - (self._decoding_s or 0.0)
-        return min(most, max(LEAST_TOKENS, int(room_s / self._token_s)))
+        return min(budget, max(LEAST_TOKENS, int(room_s / self._token_s)))
 
-    def paced_tokens(self, num_decoding: int, most: int) -> int:
+    def paced_tokens(self, num_decoding: int, budget: int) -> int:
         """Return the limit for paced prompts, which take about as long as decoding."""
         if not num_decoding:
-            return most
+            return budget
         if self._token_s is None or self._decoding_s is None:
-            return min(most, FIRST_PACED_TOKENS)
-        return min(most, max(LEAST_TOKENS, int(self._decoding_s / self._token_s)))
+            return min(budget, FIRST_PACED_TOKENS)
+        return min(budget, max(LEAST_TOKENS, int(self._decoding_s / self._token_s)))
 
     def record_step(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
         """Record the duration of a step."""

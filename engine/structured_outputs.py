@@ -28,15 +28,16 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False  # JSON without whitespace outside of strings
 
     def __post_init__(self) -> None:
-        given = [name for name in FORMS if getattr(self, name) not in (None, False, ())]
-        if len(given) != 1:
-            found = " and ".join(given) or "none of them"
+        fields_set = [name for name in FORMS if getattr(self, name) not in (None, False, ())]
+        if len(fields_set) != 1:
+            found = " and ".join(fields_set) or "none of them"
             raise InvalidRequest(
                 f"{FIELD} must have one of {', '.join(FORMS)}; it has {found}", FIELD
             )
-        if self.disable_any_whitespace and not given[0].startswith("json"):
+        if self.disable_any_whitespace and not fields_set[0].startswith("json"):
             raise InvalidRequest(
-                f"disable_any_whitespace applies to JSON, not to a {given[0]}: leave it out", FIELD
+                f"disable_any_whitespace applies to JSON, not to a {fields_set[0]}: leave it out",
+                FIELD,
             )
         self._check_text()
         self._check_choices()
@@ -58,10 +59,10 @@ class StructuredOutputs:
             raise InvalidRequest(
                 f"{FIELD}.{self.form} contains half a surrogate pair: it is not valid text", FIELD
             ) from None
-        num_characters, most = len(self.text), MOST_CHARACTERS.get(self.form, 0)
-        if num_characters > most:
+        num_characters, limit = len(self.text), MOST_CHARACTERS.get(self.form, 0)
+        if num_characters > limit:
             raise InvalidRequest(
-                f"{FIELD}.{self.form} has {num_characters} characters; at most {most} are allowed",
+                f"{FIELD}.{self.form} has {num_characters} characters; at most {limit} are allowed",
                 FIELD,
             )
 
