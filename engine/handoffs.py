@@ -200,7 +200,7 @@ class HandOffs:
             self._withdraw(handoff_id, reason)
 
     def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
-        """Withdraw a complete hand-off whose KV is no longer needed and may be unsent."""
+        """Withdraw a complete hand-off that is not needed, even if its KV is not all sent."""
         sending = self._sending.get(handoff_id)
         if sending is not None and sending.is_ended and not sending.is_withdrawn:
             self._withdraw(handoff_id, reason)

@@ -94,7 +94,7 @@ class KvScheduling(Protocol):
         ...
 
     def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
-        """Withdraw a complete hand-off whose KV is no longer needed and may be unsent."""
+        """Withdraw a complete hand-off that is not needed, even if its KV is not all sent."""
         ...
 
     def end_sending(self, handoff_id: HandoffId) -> None:
