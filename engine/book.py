@@ -72,14 +72,14 @@ class RequestBook:
 
     def stand_in_line(self, request: Request, grammar: Grammar) -> None:
         """Queue a request whose grammar is compiled. It keeps its place by arrival."""
-        self._remove_from_state(request)
+        self._dequeue(request)
         request.grammar = grammar
         request.move(RequestStatus.WAITING)
         self.waiting.push(request)
 
     def preempt(self, request: Request) -> None:
         """Release the blocks of a request and queue it in front of requests that never ran."""
-        self._remove_from_state(request)
+        self._dequeue(request)
         self.cache.release(request)
         request.move(RequestStatus.PREEMPTED)
         self.waiting.push(request, is_resumed=True)
@@ -89,13 +89,13 @@ class RequestBook:
 
     def make_ready(self, request: Request) -> None:
         """Queue a request whose KV has landed for a place in the batch."""
-        self._remove_from_state(request)
+        self._dequeue(request)
         request.move(RequestStatus.READY)
         self.ready.push(request.rank, request)
 
     def restart(self, request: Request) -> None:
         """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
-        self._remove_from_state(request)
+        self._dequeue(request)
         self.cache.release(request)
         request.move(RequestStatus.WAITING)
         self.waiting.push(request, is_resumed=True)
@@ -110,7 +110,7 @@ class RequestBook:
         """End a request and release its blocks. Blocks that a hand-off references stay held."""
         self.handoffs.give_up_receiving(request)
         self.handoffs.withdraw(request, error or reason.value)
-        self._remove_from_state(request)
+        self._dequeue(request)
         self.cache.release(request)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
@@ -219,7 +219,7 @@ class RequestBook:
         priority = spec.priority if self.config.policy is Policy.PRIORITY else 0
         return (priority, spec.arrival_s - spec.age_s, self._num_added)
 
-    def _remove_from_state(self, request: Request) -> None:
+    def _dequeue(self, request: Request) -> None:
         self.num_changes += 1
         match request.status:
             case RequestStatus.WAITING | RequestStatus.PREEMPTED:
