@@ -302,7 +302,7 @@ def test_a_runner_that_forgets_a_decoding_request_is_found_out() -> None:
     scheduler.add(make_spec())
     _answer(scheduler, [5])
 
-    with pytest.raises(OutOfTurn, match="fewer answers"):
+    with pytest.raises(OutOfTurn, match="fewer results"):
         scheduler.update(scheduler.schedule(0.0), StepResult(RunResult()))
 
 
