@@ -1,4 +1,7 @@
-"""What the two state machines ask the worker half to do, as values."""
+"""Actions that the sender and receiver state machines request from the KV worker, as values.
+
+P is the prefill (sending) side, D the decode (receiving) side.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from kv_transfer.types import BlockId, Complete, HandoffId
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Send this over the link."""
+    """Send a control message over the link."""
 
     link_id: LinkId
     message: LinkMessage
@@ -20,7 +23,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Give the pair up: destroy our end of the data path and drop the link."""
+    """Abandon the pair: destroy the local end of the data path and close the link."""
 
     link_id: LinkId
     reason: str
@@ -28,7 +31,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """D: let the channel know what is going to be written."""
+    """D: register the blocks of a grant with the channel."""
 
     link_id: LinkId
     ticket: int
@@ -37,7 +40,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class CancelExpected:
-    """D: let the channel know that it is not wanted any more."""
+    """D: cancel the receives of a ticket in the channel."""
 
     link_id: LinkId
     ticket: int
@@ -45,7 +48,10 @@ class CancelExpected:
 
 @dataclass(frozen=True, slots=True)
 class DigestEarly:
-    """D: these blocks, which follow those named before, have landed while others are to come."""
+    """D: add blocks that have landed to the digest while other blocks are still in flight.
+
+    They follow the blocks of all earlier DigestEarly actions of the hand-off.
+    """
 
     handoff_id: HandoffId
     block_ids: tuple[BlockId, ...]
@@ -53,9 +59,9 @@ class DigestEarly:
 
 @dataclass(frozen=True, slots=True)
 class CheckDigest:
-    """D: compare the landed bytes with what P says it sent; answer with `checked`.
+    """D: compare the digest of the landed bytes with P's. The result goes to `checked`.
 
-    The blocks are those that no DigestEarly has named.
+    `block_ids` holds only the blocks not yet covered by a DigestEarly.
     """
 
     handoff_id: HandoffId
@@ -65,7 +71,7 @@ class CheckDigest:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """P: begin a write."""
+    """P: post a write to the channel."""
 
     link_id: LinkId
     handoff_id: HandoffId
@@ -74,7 +80,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class AddToDigest:
-    """P: these blocks are complete and all of them is posted."""
+    """P: add blocks to the digest. They are computed, and all their bytes are posted."""
 
     link_id: LinkId
     handoff_id: HandoffId
@@ -83,7 +89,7 @@ class AddToDigest:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """P: all of it has landed. Notify the ticket, then say Done with the digest."""
+    """P: all writes have completed. Send Done with the digest, behind the data if one-sided."""
 
     link_id: LinkId
     ticket: int

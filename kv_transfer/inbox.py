@@ -1,7 +1,7 @@
-"""What other threads than the engine's may do to a worker half: post letters, give signs of life.
+"""Thread-safe inbox of the KV worker: queues control messages and sends keep-alives.
 
-A peer must not take a node in a long pass for a dead one, so those who bring its letters answer
-what asks for no more than that, for as long as the engine's thread has been seen lately.
+A peer must not mistake a node in a long forward pass for a dead one. The link's threads therefore
+send keep-alives themselves, as long as the engine thread has been active within `busy_s`.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ class Inbox:
         self._busy_s = config.busy_s
         self._pulse_after_s = config.receiver.renew_every_s
         self._clock = clock
-        self._letters: deque[tuple[LinkId, LinkMessage | str]] = deque()
-        self._looked_s = clock()
-        self._renewals: tuple[tuple[LinkId, Renew], ...] = ()
+        self._messages: deque[tuple[LinkId, LinkMessage | str]] = deque()
+        self._last_active_s = clock()
+        self._keep_alives: tuple[tuple[LinkId, Renew], ...] = ()
 
     # --- Any thread ------------------------------------------------------------------------
 
     def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
-        self._letters.append((link_id, message))
-        if isinstance(message, Renew) and self._away_s() < self._busy_s:
+        self._messages.append((link_id, message))
+        if isinstance(message, Renew) and self._inactive_s() < self._busy_s:
             self._link.send(link_id, Renewed(message.handoff_ids))
 
     def lost(self, link_id: LinkId, reason: str) -> None:
-        self._letters.append((link_id, reason))
+        self._messages.append((link_id, reason))
 
     def pulse(self) -> None:
-        if self._pulse_after_s <= self._away_s() < self._busy_s:
-            for link_id, renew in self._renewals:
+        if self._pulse_after_s <= self._inactive_s() < self._busy_s:
+            for link_id, renew in self._keep_alives:
                 self._link.send(link_id, renew)
 
-    def _away_s(self) -> float:
-        """For how long the engine's thread has not come by."""
-        return self._clock() - self._looked_s
+    def _inactive_s(self) -> float:
+        """Time since the engine thread last emptied the inbox."""
+        return self._clock() - self._last_active_s
 
-    # --- The engine's thread ---------------------------------------------------------------
+    # --- The engine thread -----------------------------------------------------------------
 
     def __bool__(self) -> bool:
-        return bool(self._letters)
+        return bool(self._messages)
 
     def take(self) -> Iterator[tuple[LinkId, LinkMessage | str]]:
-        """Messages, and of links that are lost the reason. The engine's thread is seen here."""
-        self._looked_s = self._clock()
-        while self._letters:
-            yield self._letters.popleft()
+        """Yield the queued messages; a lost link yields its reason. Marks the thread as active."""
+        self._last_active_s = self._clock()
+        while self._messages:
+            yield self._messages.popleft()
 
-    def speak(self, renewals: tuple[tuple[LinkId, Renew], ...]) -> None:
-        """What to say while the engine's thread is away."""
-        self._renewals = renewals
+    def set_keep_alives(self, keep_alives: tuple[tuple[LinkId, Renew], ...]) -> None:
+        """Set the messages that `pulse` sends while the engine thread is in a long pass."""
+        self._keep_alives = keep_alives

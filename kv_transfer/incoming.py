@@ -1,4 +1,4 @@
-"""One receive of D: the states it can be in, and the moves between them."""
+"""State of one receive on D, and its allowed transitions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kv_transfer.types import Receive
 
 
 class IncomingState(Enum):
-    WAITING = "waiting"  # for the link; P knows nothing of it
-    GRANTED = "granted"  # P may write
-    FENCED = "fenced"  # P may not write, but a write may still land
+    WAITING = "waiting"  # the link is not up yet; no Grant has been sent
+    GRANTED = "granted"  # P has permission to write
+    FENCED = "fenced"  # permission withdrawn, but writes in flight can still land
     ENDED = "ended"
 
 
-_MOVES = {
+_TRANSITIONS = {
     IncomingState.WAITING: {IncomingState.GRANTED, IncomingState.ENDED},
     IncomingState.GRANTED: {IncomingState.FENCED, IncomingState.ENDED},
     IncomingState.FENCED: {IncomingState.ENDED},
@@ -27,7 +27,7 @@ _MOVES = {
 
 @dataclass(slots=True)
 class Incoming:
-    """One receive. Only the Receiver changes it."""
+    """State of one receive. Only the Receiver modifies it."""
 
     order: Receive
     link_id: LinkId
@@ -35,12 +35,12 @@ class Incoming:
     state: IncomingState = IncomingState.WAITING
     ticket: int = 0
     fenced_s: float = 0.0
-    is_writing: bool = False  # P said that bytes are on their way
-    num_written: int = 0  # of its blocks, from the first on
+    is_writing: bool = False  # P has reported bytes in flight
+    num_written: int = 0  # leading blocks whose data has landed
     has_arrived: bool = False
     done: Done | None = None
 
     def move(self, state: IncomingState) -> None:
-        if state not in _MOVES[self.state]:
+        if state not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"{self.order.handoff_id}: {self.state} cannot become {state}")
         self.state = state

@@ -1,8 +1,8 @@
-"""What the two worker halves of a pair say to each other over their control link.
+"""Messages of the control link between the KV workers of a (D, P) pair.
 
 D is the side that receives KV (a decode node), P the side that sends it (a prefill node).
-Both say Hello first; the meaning of the others is in the ownership tables of
-`kv_transfer/receiver.py` and `kv_transfer/sender.py`.
+Both send Hello first. The state machines in `kv_transfer/receiver.py` and
+`kv_transfer/sender.py` define when the others are sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kv_transfer.errors import InvalidMessage
 from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
 
 WIRE_VERSION = 2
-# What a transport makes of a peer's blocks grows with their number.
+# A transport allocates descriptors in proportion to the number of blocks of the peer.
 MOST_BLOCKS = 1 << 24
 END_OF_MEMORY = 1 << 64
 LONGEST_LEASE_S = 3600.0
@@ -23,7 +23,7 @@ DEVICE = re.compile(r"[a-z]+(?::\d{1,3})?")
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What must be equal on both sides for a block's bytes to mean the same."""
+    """Properties that must be equal on both sides for a block's bytes to mean the same."""
 
     model: str  # content hash of the weights and the config
     dtype: str
@@ -37,19 +37,19 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory that holds blocks: block i is `block_bytes` from `base + i * block_bytes`."""
+    """Memory region of KV blocks; block i begins at `base + i * block_bytes`."""
 
-    base: int  # address in its owner's process
+    base: int  # address in the process that owns the region
     num_blocks: int
     block_bytes: int
     device: str = "cpu"  # "cpu", or "cuda:0" and the like
 
     def __post_init__(self) -> None:
-        """Raises InvalidMessage: peers tell of theirs."""
-        _check(0 < self.num_blocks <= MOST_BLOCKS, f"{self.num_blocks} blocks are no region")
-        _check(self.block_bytes > 0, "blocks of no bytes are no region")
-        _check(self.base + self.num_bytes <= END_OF_MEMORY, "no memory is as large as the region")
-        _check(DEVICE.fullmatch(self.device) is not None, f"no device is {self.device[:40]!r}")
+        """Raise InvalidMessage if a value is out of range: regions also come from peers."""
+        _check(0 < self.num_blocks <= MOST_BLOCKS, f"invalid number of blocks: {self.num_blocks}")
+        _check(self.block_bytes > 0, f"invalid block size: {self.block_bytes} bytes")
+        _check(self.base + self.num_bytes <= END_OF_MEMORY, "the region exceeds 64-bit addresses")
+        _check(DEVICE.fullmatch(self.device) is not None, f"invalid device: {self.device[:40]!r}")
 
     @property
     def num_bytes(self) -> int:
@@ -58,25 +58,25 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First on every link, from D and then from P: the pair may work together, or may not."""
+    """First message on every link, from D and then from P; decides whether the pair fits."""
 
     node_id: NodeId
     incarnation: Incarnation  # random per process start
     fingerprint: Fingerprint
     region: Region
     transport: str  # "nixl", "ucxx" or "memory"
-    metadata: bytes  # what the transport needs in order to reach this side
+    metadata: bytes  # connection data of the transport
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """From D: these blocks are yours to write until the lease ends."""
+    """From D: P can write these blocks until the lease ends."""
 
     handoff_id: HandoffId
-    ticket: int  # rises with each grant of a link: a late or doubled one is known by it
-    first_block: int  # place of block_ids[0] in the sequence's block table
+    ticket: int  # increases with each grant of a link, so that P detects late and duplicate ones
+    first_block: int  # index of block_ids[0] in the sequence's block table
     block_ids: tuple[BlockId, ...]  # in D's region
-    lease_s: float  # counted on P's clock from when it hears of it
+    lease_s: float  # starts when P receives the message, by P's clock
 
     def __post_init__(self) -> None:
         _check_lease(self.lease_s)
@@ -84,7 +84,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """From D: these are still wanted. P answers with Renewed, at once, on whatever thread hears."""
+    """From D: extend the leases of these hand-offs. The receiving thread replies with Renewed."""
 
     handoff_ids: tuple[HandoffId, ...]
     lease_s: float
@@ -95,22 +95,22 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """From P: it lives, and its engine has not been away for too long."""
+    """From P: sign of life; its engine thread has been active recently."""
 
     handoff_ids: tuple[HandoffId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """From P: bytes of this hand-off are on their way, or have come; D polls often for a while."""
+    """From P: bytes of this hand-off are in flight or written; D polls more often for a while."""
 
     handoff_id: HandoffId
-    num_written: int = 0  # of the grant's blocks, from its first on: P has seen them written
+    num_written: int = 0  # leading blocks of the grant whose writes have completed on P
 
 
 @dataclass(frozen=True, slots=True)
 class RevokeGrant:
-    """From D: stop; answer when no write can land any more."""
+    """From D: stop writing. P replies with Revoked once no write can land any more."""
 
     handoff_id: HandoffId
     ticket: int
@@ -118,27 +118,27 @@ class RevokeGrant:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """From P: nothing of mine is in flight for it, and nothing will be posted again."""
+    """From P: no write of this hand-off is in flight, and none will be posted."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """From P, when every write is known to have landed: the blocks are complete.
+    """From P, once every write has completed: the blocks are complete.
 
-    A one-sided transport carries it behind the data; otherwise it goes over the link.
+    A one-sided transport delivers it behind the data; otherwise it is sent over the link.
     """
 
     handoff_id: HandoffId
     num_tokens: int
     first_token: FirstToken
-    digest: int | None = None  # xxh3-64 of the blocks in order; None where P does not compute it
+    digest: int | None = None  # xxh3-64 of the blocks in order; None if P does not compute it
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From P: will not come. A write may still be in flight; D revokes to learn when not."""
+    """From P: the hand-off failed. Writes may be in flight; D sends RevokeGrant to fence them."""
 
     handoff_id: HandoffId
     reason: str
@@ -146,7 +146,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """From either side, its last word on a link: my end of the data path is destroyed."""
+    """From either side, its last message on a link: its end of the data path is destroyed."""
 
     reason: str
 
@@ -156,15 +156,15 @@ LinkMessage = (
 )
 
 
-def _check(is_so: bool, otherwise: str) -> None:
-    if not is_so:
-        raise InvalidMessage(otherwise)
+def _check(is_valid: bool, error: str) -> None:
+    if not is_valid:
+        raise InvalidMessage(error)
 
 
 def _check_lease(lease_s: float) -> None:
-    # NaN fails every comparison, so it lands here too.
-    is_lease = 0 < lease_s <= LONGEST_LEASE_S
-    _check(is_lease, f"a lease of {lease_s} s; it must be above 0 and at most {LONGEST_LEASE_S:g}")
+    # False for NaN too, which fails every comparison.
+    is_valid = 0 < lease_s <= LONGEST_LEASE_S
+    _check(is_valid, f"a lease of {lease_s} s; it must be above 0 and at most {LONGEST_LEASE_S:g}")
 
 
 _ONE_VERSION = "run one version of baton on all nodes"
@@ -182,16 +182,16 @@ _ADVICE = {
 
 
 def why_refused(ours: Hello, theirs: Hello) -> str | None:
-    """What keeps two sides from working together, and what to do; None if nothing does."""
-    places = f"on {ours.node_id} and {theirs.node_id}"
+    """Return the reason why two sides are incompatible, with advice; None if they fit."""
+    nodes = f"on {ours.node_id} and {theirs.node_id}"
     for name, advice in _ADVICE.items():
-        mine, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
-        if mine != other:
-            return f"{name} differs: {mine} and {other} {places}; {advice}"
-    mine, other = ours.region.block_bytes, theirs.region.block_bytes
-    if mine != other:
-        return f"block_bytes differs: {mine} and {other} {places}; {_ONE_MODEL}"
+        our_value, their_value = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
+        if our_value != their_value:
+            return f"{name} differs: {our_value} and {their_value} {nodes}; {advice}"
+    our_bytes, their_bytes = ours.region.block_bytes, theirs.region.block_bytes
+    if our_bytes != their_bytes:
+        return f"block_bytes differs: {our_bytes} and {their_bytes} {nodes}; {_ONE_MODEL}"
     if ours.transport != theirs.transport:
-        which = f"{ours.transport} and {theirs.transport}"
-        return f"transport differs: {which} {places}; give all nodes one --kv-transport"
+        transports = f"{ours.transport} and {theirs.transport}"
+        return f"transport differs: {transports} {nodes}; give all nodes one --kv-transport"
     return None

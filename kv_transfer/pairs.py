@@ -32,7 +32,7 @@ class Identity:
 class Pair:
     link_id: LinkId
     channel: Channel
-    heard_s: float  # of the peer, or when we dialled
+    last_message_s: float  # of the peer, or when we dialled
     address: str | None = None  # where we dialled; None if the peer did
     peer: Hello | None = None
 
@@ -150,9 +150,11 @@ class Pairs:
             if not pair.is_dialled and pair.peer is not None and pair.peer.node_id == node_id
         ]
 
-    def unanswered_since(self, heard_s: float) -> list[Pair]:
+    def unanswered_since(self, last_message_s: float) -> list[Pair]:
         """No Hello has come back, nor any other word since then."""
-        return [pair for pair in self if pair.peer is None and pair.heard_s <= heard_s]
+        return [
+            pair for pair in self if pair.peer is None and pair.last_message_s <= last_message_s
+        ]
 
     def cut_from(self, node_id: NodeId) -> list[CutPair]:
         return [pair for pair in self._cut.values() if pair.node_id == node_id]

@@ -1,13 +1,13 @@
-"""P's side of every hand-off: what may be written where, and when its source is free again.
+"""Sender state machine: writes of P into granted blocks, and lifetime of their source blocks.
 
-Pure: events and the time go in, actions and reports come out. A send moves
+Pure: takes events and the current time, returns actions and reports. States of a send:
 
     HELD ──Grant──▶ PUSHING ──all written──▶ (announced)
-      │                │ revoked, withdrawn, lease over, write failed, link gone
+      │                │ revoked, withdrawn, lease expired, write failed, link cut
       ▼                ▼
     (ended)         ENDING ──nothing in flight──▶ (ended)
 
-It is reported as finished when it has ended *and* the scheduler has said its last word of it
+A send is reported as finished once it has ended *and* the scheduler has given its final order
 (Complete or Withdraw). Nothing is posted without a grant whose lease is live by P's own clock.
 """
 
@@ -37,11 +37,11 @@ from kv_transfer.types import Complete, HandoffId, Send, SendLayers, Withdraw
 
 
 @dataclass(slots=True)
-class _Pair:
-    """What is known of one link to a D."""
+class _ReceiverLink:
+    """State of one link to a decode node."""
 
-    last_ticket: int = 0  # grants up to this one were seen, or came too late
-    is_broken: bool = False  # a write failed; only the cut is awaited
+    last_ticket: int = 0  # grants up to this ticket are handled; older ones are dropped
+    is_broken: bool = False  # a write failed; the link is about to be cut
 
 
 class Sender:
@@ -51,7 +51,7 @@ class Sender:
         self._pieces = Pieces(block_bytes, num_layers, config.max_write_bytes)
         self._outgoing: dict[HandoffId, Outgoing] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
-        self._pairs: dict[LinkId, _Pair] = {}
+        self._links: dict[LinkId, _ReceiverLink] = {}
         self._actions: list[SenderAction] = []
         self._finished: list[HandoffId] = []
         self.num_dropped = 0
@@ -59,8 +59,8 @@ class Sender:
     # --- Orders of the scheduler -------------------------------------------------------
 
     def send(self, order: Send, now: float) -> None:
-        """More blocks of this hand-off are computed; they follow those named before."""
-        outgoing = self._followed(order)
+        """Queue computed blocks for sending. They follow those of the earlier orders."""
+        outgoing = self._get_for_blocks(order)
         if order.block_ids[: len(outgoing.coming)] != outgoing.coming:
             raise ValueError(f"{order.handoff_id}: these are not the blocks that were to come")
         outgoing.coming = ()
@@ -68,14 +68,14 @@ class Sender:
         self._push(outgoing, now)
 
     def send_layers(self, order: SendLayers, now: float) -> None:
-        """The pass that begins now completes these blocks."""
-        outgoing = self._followed(order)
+        """Queue blocks that the next forward pass computes, for sending layer by layer."""
+        outgoing = self._get_for_blocks(order)
         if outgoing.coming:
             raise ValueError(f"{order.handoff_id}: the blocks of the last pass were not sent")
         outgoing.coming, outgoing.num_layers_ended = order.block_ids, 0
 
     def layer_done(self, num_ended: int, now: float) -> None:
-        """So many layers of the pass under way are in the source blocks."""
+        """Record that the current pass has written its first `num_ended` layers, and send them."""
         for outgoing in list(self._outgoing.values()):
             if outgoing.coming:
                 outgoing.num_layers_ended = num_ended
@@ -83,11 +83,11 @@ class Sender:
 
     @property
     def awaits_layers(self) -> bool:
-        """Whether the pass under way completes blocks that are to be sent."""
+        """Return whether blocks of the current pass are to be sent layer by layer."""
         return any(outgoing.coming for outgoing in self._outgoing.values())
 
     def complete(self, order: Complete, now: float) -> None:
-        outgoing = self._ordered(order.handoff_id)
+        outgoing = self._get_or_create(order.handoff_id)
         outgoing.complete = order
         outgoing.has_last_word = True
         if outgoing.state is OutgoingState.HELD:
@@ -96,77 +96,81 @@ class Sender:
         self._end_if_over(outgoing)
 
     def withdraw(self, order: Withdraw, now: float) -> None:
-        outgoing = self._ordered(order.handoff_id)
+        outgoing = self._get_or_create(order.handoff_id)
         outgoing.has_last_word = True
         self._fail(outgoing, order.reason)
         self._end_if_over(outgoing)
 
-    # --- What happens on the link ------------------------------------------------------
+    # --- Events of the control link ----------------------------------------------------
 
     def link_up(self, link_id: LinkId) -> None:
-        self._pairs[link_id] = _Pair()
+        self._links[link_id] = _ReceiverLink()
 
     def hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
-        """A message of D. What does not fit is dropped and counted."""
-        pair = self._pairs.get(link_id)
-        if pair is None or pair.is_broken:
+        """Handle a message of D. Drop and count unexpected ones."""
+        link = self._links.get(link_id)
+        if link is None or link.is_broken:
             self.num_dropped += 1
         elif isinstance(message, Grant):
-            self._granted(link_id, pair, message, now)
+            self._handle_grant(link_id, link, message, now)
         elif isinstance(message, Renew):
-            self._renewed(link_id, message, now)
+            self._handle_renew(link_id, message, now)
         elif isinstance(message, RevokeGrant):
-            self._revoked(link_id, pair, message)
+            self._handle_revoke(link_id, link, message)
         else:
             self.num_dropped += 1
 
     def link_cut(self, link_id: LinkId, reason: str) -> None:
-        """Our end of the data path is destroyed: nothing of it reads our memory any more."""
-        if self._pairs.pop(link_id, None) is None:
+        """End the sends of a link whose local end of the data path is destroyed.
+
+        No write of that link reads local memory any more.
+        """
+        if self._links.pop(link_id, None) is None:
             return
         self._flights.forget(link_id)
-        for outgoing in [one for one in self._outgoing.values() if one.link_id == link_id]:
+        for outgoing in [send for send in self._outgoing.values() if send.link_id == link_id]:
             self._flights.end_all(outgoing)
             outgoing.link_id = None
             self._fail(outgoing, reason)
             self._end_if_over(outgoing)
 
-    # --- What happens on the data path -------------------------------------------------
+    # --- Events of the data path -------------------------------------------------------
 
     def written(self, link_id: LinkId, write_id: int, now: float) -> None:
-        outgoing = self._landing(link_id, write_id)
+        outgoing = self._end_flight(link_id, write_id)
         if outgoing is None:
             self.num_dropped += 1
             return
         self._end_if_over(outgoing)
         for other in list(self._outgoing.values()):
-            self._push(other, now)  # there is room in flight again
+            self._push(other, now)  # the in-flight limit has room again
             self._end_if_over(other)
 
     def write_failed(self, link_id: LinkId, write_id: int, reason: str) -> None:
-        """Nobody knows what of it may still land, so the pair cannot go on."""
-        outgoing = self._landing(link_id, write_id)
+        """Fail the send and break the link: parts of the failed write may still land."""
+        outgoing = self._end_flight(link_id, write_id)
         if outgoing is None:
             self.num_dropped += 1
             return
-        self._pairs[link_id].is_broken = True
+        self._links[link_id].is_broken = True
         self._fail(outgoing, reason)
         self._actions.append(Break(link_id, f"a write failed: {reason}"))
 
     def tell_of_flights(self) -> None:
-        """What does not land at once D has to help along, and it may go over what has landed. When
-        no more is to come, nothing wakes it but this.
+        """Send Writing for each send whose progress has changed.
 
-        To be called when the data path has been looked at: most writes have landed by then.
+        D must poll for writes in flight to complete, and can digest the blocks that have landed.
+        After the last write, no other message wakes D. Call this after polling the data path:
+        most writes have completed by then and need no message.
         """
         for outgoing in self._outgoing.values():
             is_begun = bool(outgoing.in_flight or outgoing.num_posted)
             if not is_begun or outgoing.state is not OutgoingState.PUSHING:
                 continue
-            news = outgoing.num_written, outgoing.complete is not None
-            if outgoing.told != news:
-                outgoing.told = news
-                self._say_to(outgoing, Writing(outgoing.handoff_id, outgoing.num_written))
+            progress = outgoing.num_written, outgoing.complete is not None
+            if outgoing.reported != progress:
+                outgoing.reported = progress
+                self._send_to_peer(outgoing, Writing(outgoing.handoff_id, outgoing.num_written))
 
     # --- Time ----------------------------------------------------------------------------
 
@@ -175,17 +179,17 @@ class Sender:
             if self._is_stuck(outgoing, now) and outgoing.link_id is not None:
                 reason = f"a write did not end in {self._config.write_timeout_s:g} s"
                 self._actions.append(Break(outgoing.link_id, reason))
-            elif now >= self._ends_at(outgoing):
+            elif now >= self._deadline_s(outgoing):
                 is_held = outgoing.state is OutgoingState.HELD
                 self._fail(outgoing, "never granted in time" if is_held else "the lease ended")
                 self._end_if_over(outgoing)
 
     def next_tick_s(self) -> float | None:
-        """When `tick` has something to do next, if nothing else happens."""
-        times = [self._ends_at(outgoing) for outgoing in self._outgoing.values()]
+        """Return the time at which `tick` is due next, unless another event comes first."""
+        times = [self._deadline_s(outgoing) for outgoing in self._outgoing.values()]
         return min((time for time in times if time != float("inf")), default=None)
 
-    def _ends_at(self, outgoing: Outgoing) -> float:
+    def _deadline_s(self, outgoing: Outgoing) -> float:
         if outgoing.state is OutgoingState.PUSHING:
             return outgoing.lease_until_s
         if outgoing.state is OutgoingState.HELD and outgoing.held_until_s is not None:
@@ -196,45 +200,45 @@ class Sender:
         limit_s = self._config.write_timeout_s
         return any(now >= flight.posted_s + limit_s for flight in outgoing.in_flight.values())
 
-    # --- What the worker half takes out --------------------------------------------------
+    # --- Output for the KV worker --------------------------------------------------------
 
     def take_actions(self) -> list[SenderAction]:
         actions, self._actions = self._actions, []
         return actions
 
     def take_finished(self) -> tuple[HandoffId, ...]:
-        """Each once: no read of its source blocks is in flight, and none will be begun."""
+        """Return each finished send once. Its source blocks are not read any more."""
         finished, self._finished = tuple(self._finished), []
         return finished
 
     def outgoing(self) -> Iterator[Outgoing]:
-        """The sends that have not ended, for those who look."""
+        """Iterate over the sends that have not ended."""
         return iter(self._outgoing.values())
 
     def why_ended(self, handoff_id: HandoffId) -> str:
-        """Of a hand-off that has ended: "announced", or what kept it from that."""
+        """Return the outcome of an ended send: "announced", or the reason of its failure."""
         return self._ended.get(handoff_id, "forgotten")
 
     @property
     def has_flights(self) -> bool:
         return bool(self._flights)
 
-    # --- Answers to messages ---------------------------------------------------------------
+    # --- Message handlers ------------------------------------------------------------------
 
-    def _granted(self, link_id: LinkId, pair: _Pair, grant: Grant, now: float) -> None:
-        if grant.ticket <= pair.last_ticket:
-            self.num_dropped += 1  # doubled, overtaken, or revoked before it came
+    def _handle_grant(self, link_id: LinkId, link: _ReceiverLink, grant: Grant, now: float) -> None:
+        if grant.ticket <= link.last_ticket:
+            self.num_dropped += 1  # duplicate, out of order, or revoked before it arrived
             return
-        pair.last_ticket = grant.ticket
+        link.last_ticket = grant.ticket
         outgoing = self._outgoing.get(grant.handoff_id)
         if outgoing is None and grant.handoff_id in self._ended:
-            self._say(link_id, Failed(grant.handoff_id, self._ended[grant.handoff_id]))
+            self._send_message(link_id, Failed(grant.handoff_id, self._ended[grant.handoff_id]))
             return
         if outgoing is None:
             outgoing = self._outgoing[grant.handoff_id] = Outgoing(grant.handoff_id)
         if outgoing.state is not OutgoingState.HELD:
             reason = outgoing.why_ended or "granted twice"
-            self._say(link_id, Failed(grant.handoff_id, reason))
+            self._send_message(link_id, Failed(grant.handoff_id, reason))
             return
         outgoing.move(OutgoingState.PUSHING)
         outgoing.link_id, outgoing.grant = link_id, grant
@@ -242,29 +246,29 @@ class Sender:
         self._push(outgoing, now)
         self._end_if_over(outgoing)
 
-    def _renewed(self, link_id: LinkId, renew: Renew, now: float) -> None:
+    def _handle_renew(self, link_id: LinkId, renew: Renew, now: float) -> None:
         for handoff_id in renew.handoff_ids:
-            outgoing = self._granted_on(link_id, handoff_id)
+            outgoing = self._find_on_link(link_id, handoff_id)
             if outgoing is not None and outgoing.state is OutgoingState.PUSHING:
                 outgoing.lease_until_s = now + renew.lease_s
                 self._push(outgoing, now)
                 self._end_if_over(outgoing)
 
-    def _revoked(self, link_id: LinkId, pair: _Pair, message: RevokeGrant) -> None:
-        pair.last_ticket = max(pair.last_ticket, message.ticket)
-        outgoing = self._granted_on(link_id, message.handoff_id)
+    def _handle_revoke(self, link_id: LinkId, link: _ReceiverLink, message: RevokeGrant) -> None:
+        link.last_ticket = max(link.last_ticket, message.ticket)
+        outgoing = self._find_on_link(link_id, message.handoff_id)
         if outgoing is None:
-            # Its grant was never taken on this link, and will not be from now on.
-            self._say(link_id, Revoked(message.handoff_id))
+            # The grant was never accepted on this link; `last_ticket` now rules it out.
+            self._send_message(link_id, Revoked(message.handoff_id))
             return
         outgoing.must_answer_revoke = True
         self._fail(outgoing, "revoked")
         self._end_if_over(outgoing)
 
-    # --- Moves -----------------------------------------------------------------------------
+    # --- Transitions -----------------------------------------------------------------------
 
     def _push(self, outgoing: Outgoing, now: float) -> None:
-        """Post what is computed and granted, as far as the lease and the room in flight go."""
+        """Post computed and granted blocks while the lease and the in-flight limit allow it."""
         grant, link_id = outgoing.grant, outgoing.link_id
         if outgoing.state is not OutgoingState.PUSHING or grant is None or link_id is None:
             return
@@ -272,8 +276,8 @@ class Sender:
         if is_begun and grant.first_block < outgoing.first_block:
             self._fail(outgoing, "granted blocks that were never computed")
             return
-        pair = self._pairs[link_id]
-        if now >= outgoing.lease_until_s or pair.is_broken:
+        link = self._links[link_id]
+        if now >= outgoing.lease_until_s or link.is_broken:
             return
         while True:
             room_bytes = self._flights.room_bytes(link_id)
@@ -288,13 +292,13 @@ class Sender:
         if piece.num_bytes:
             flight = Flight(now, piece.num_bytes, piece.places.start)
             write_id = self._flights.begin(outgoing, link_id, flight)
-            write = _write_of(write_id, outgoing, grant, piece)
+            write = _make_write(write_id, outgoing, grant, piece)
             self._actions.append(Post(link_id, outgoing.handoff_id, write))
         if piece.completed:
             add = AddToDigest(link_id, outgoing.handoff_id, piece.completed)
             self._actions.append(add)
 
-    def _landing(self, link_id: LinkId, write_id: int) -> Outgoing | None:
+    def _end_flight(self, link_id: LinkId, write_id: int) -> Outgoing | None:
         handoff_id = self._flights.handoff_of(write_id)
         if handoff_id is None:
             return None
@@ -303,13 +307,13 @@ class Sender:
         return outgoing
 
     def _fail(self, outgoing: Outgoing, reason: str) -> None:
-        """Post nothing more for it, and let D know at once."""
+        """Stop posting writes of this send and report the failure to D."""
         if outgoing.state is OutgoingState.ENDING:
             return
         outgoing.move(OutgoingState.ENDING)
         outgoing.why_ended = reason
         if not outgoing.must_answer_revoke:
-            self._say_to(outgoing, Failed(outgoing.handoff_id, reason))
+            self._send_to_peer(outgoing, Failed(outgoing.handoff_id, reason))
 
     def _end_if_over(self, outgoing: Outgoing) -> None:
         if outgoing.in_flight:
@@ -319,7 +323,7 @@ class Sender:
         elif outgoing.state is OutgoingState.ENDING:
             if outgoing.must_answer_revoke:
                 outgoing.must_answer_revoke = False
-                self._say_to(outgoing, Revoked(outgoing.handoff_id))
+                self._send_to_peer(outgoing, Revoked(outgoing.handoff_id))
                 outgoing.link_id = None
             if outgoing.has_last_word or not outgoing.is_ordered:
                 self._end(outgoing)
@@ -348,17 +352,17 @@ class Sender:
 
     # --- Lookups ---------------------------------------------------------------------------
 
-    def _followed(self, order: Send | SendLayers) -> Outgoing:
-        """The send that these blocks go on with."""
-        outgoing = self._ordered(order.handoff_id)
+    def _get_for_blocks(self, order: Send | SendLayers) -> Outgoing:
+        """Return the send that these blocks continue. Raise ValueError if they leave a gap."""
+        outgoing = self._get_or_create(order.handoff_id)
         if not outgoing.blocks:
             outgoing.first_block = order.first_block
         elif order.first_block != outgoing.first_block + len(outgoing.blocks):
             raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
         return outgoing
 
-    def _ordered(self, handoff_id: HandoffId) -> Outgoing:
-        """The send that an order names; one that ended before its first order stays ended."""
+    def _get_or_create(self, handoff_id: HandoffId) -> Outgoing:
+        """Return the send of an order, creating it if new. One that ended before its first order stays ended."""
         outgoing = self._outgoing.get(handoff_id)
         if outgoing is None:
             outgoing = self._outgoing[handoff_id] = Outgoing(handoff_id)
@@ -368,27 +372,27 @@ class Sender:
         outgoing.is_ordered = True
         return outgoing
 
-    def _granted_on(self, link_id: LinkId, handoff_id: HandoffId) -> Outgoing | None:
+    def _find_on_link(self, link_id: LinkId, handoff_id: HandoffId) -> Outgoing | None:
         outgoing = self._outgoing.get(handoff_id)
         return outgoing if outgoing is not None and outgoing.link_id == link_id else None
 
-    def _say_to(self, outgoing: Outgoing, message: LinkMessage) -> None:
+    def _send_to_peer(self, outgoing: Outgoing, message: LinkMessage) -> None:
         if outgoing.link_id is not None:
-            self._say(outgoing.link_id, message)
+            self._send_message(outgoing.link_id, message)
 
-    def _say(self, link_id: LinkId, message: LinkMessage) -> None:
+    def _send_message(self, link_id: LinkId, message: LinkMessage) -> None:
         self._actions.append(Say(link_id, message))
 
 
-def _write_of(write_id: int, outgoing: Outgoing, grant: Grant, piece: Piece) -> Write:
+def _make_write(write_id: int, outgoing: Outgoing, grant: Grant, piece: Piece) -> Write:
     start = grant.first_block - outgoing.first_block
     places = slice(piece.places.start, piece.places.stop)
-    known = [*outgoing.blocks, *outgoing.coming]
+    source_ids = [*outgoing.blocks, *outgoing.coming]
     return Write(
         write_id=write_id,
         ticket=grant.ticket,
         first=places.start,
-        sources=tuple(known[start + places.start : start + places.stop]),
+        sources=tuple(source_ids[start + places.start : start + places.stop]),
         targets=grant.block_ids[places],
         layers=piece.layers,
     )

@@ -1,7 +1,6 @@
-"""The values of a hand-off: who passes which KV blocks to whom.
+"""Values of a KV hand-off, shared by the engine, the worker and the router.
 
-Every room that speaks of KV blocks takes its words from here. Nothing in this
-file knows of torch, gRPC, UCX, clocks or threads.
+No dependency on torch, gRPC, UCX, clocks or threads.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Incarnation = NewType("Incarnation", str)
 
 @dataclass(frozen=True, slots=True, order=True)
 class HandoffId:
-    """One try to pass one sequence's KV. The router raises the attempt at each new try."""
+    """One attempt to transfer one sequence's KV. The router increments `attempt` per retry."""
 
     request_id: str
     attempt: int
@@ -27,7 +26,7 @@ class HandoffId:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token that prefill sampled, with its logprobs; it travels beside the KV."""
+    """Token sampled by prefill, with its logprobs. Sent together with the KV."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -35,51 +34,50 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The logprob of one chosen token and of the likeliest ones at its position."""
+    """Logprob of one sampled token, and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
-    rank: int  # 1 is the likeliest
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where the other half of a hand-off can be reached: its control link's address."""
+    """Node on the other side of a hand-off, with the address of its control link."""
 
     node_id: NodeId
     address: str  # host:port of its gRPC server
 
 
-# --- What the scheduler orders, and what the worker half reports. ---------------------
+# --- Orders of the scheduler and reports of the KV worker -----------------------------
 #
-# Orders are the scheduler's; they leave with a step's plan and are started before the
-# step's forward pass. Reports come back after it. Blocks named in a Receive or a Send are
-# held by the hand-off itself, beside whatever request uses them, until the report that
-# lets them go.
+# Orders are part of a step's plan and start before its forward pass; reports return after it.
+# The hand-off holds its own reference on every block named in a Receive or a Send, in addition
+# to that of the request, until the report that releases it.
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Decode side: let the peer write these blocks. Zero blocks is a full prefix hit."""
+    """Decode side: grant these blocks to the peer. No blocks: the whole prefix is cached."""
 
     handoff_id: HandoffId
     source: Peer
-    first_block: int  # place of block_ids[0] in the sequence's block table
+    first_block: int  # index of block_ids[0] in the sequence's block table
     block_ids: tuple[BlockId, ...]
-    num_tokens: int  # tokens of the sequence whose KV will be valid once it landed
+    num_tokens: int  # tokens of the sequence whose KV is valid once the blocks have landed
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Decode side: the blocks of this receive are not wanted any more."""
+    """Decode side: cancel a receive and take its blocks back."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Prefill side: these blocks are computed, in the KV tensor, and will not change."""
+    """Prefill side: send these blocks. Their KV is computed and final."""
 
     handoff_id: HandoffId
     first_block: int
@@ -88,10 +86,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendLayers:
-    """Prefill side: the coming pass completes these blocks, layer by layer.
+    """Prefill side: send these blocks layer by layer during the next forward pass.
 
-    Each layer of them may be written once the pass has ended it. They follow the blocks of all
-    Sends before; a Send that begins with them comes after the pass.
+    A layer can be sent as soon as the pass has computed it. The blocks follow those of all
+    earlier Sends. After the pass, a Send that begins with the same blocks is ordered.
     """
 
     handoff_id: HandoffId
@@ -101,7 +99,7 @@ class SendLayers:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Prefill side: every block was named in a Send; tell the peer when they all landed."""
+    """Prefill side: all blocks have been ordered by Sends. Notify the peer once all are written."""
 
     handoff_id: HandoffId
     num_tokens: int
@@ -110,7 +108,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Prefill side: nothing more will come for this hand-off."""
+    """Prefill side: abandon the send; no further blocks follow."""
 
     handoff_id: HandoffId
     reason: str
@@ -118,19 +116,19 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class KvOrders:
-    """What one step asks of the worker half, in the order in which it shall be begun."""
+    """KV transfer orders of one step, in the order in which they are started."""
 
     receives: tuple[Receive, ...] = ()
     revokes: tuple[Revoke, ...] = ()
     sends: tuple[Send, ...] = ()
     completes: tuple[Complete, ...] = ()
     withdraws: tuple[Withdraw, ...] = ()
-    layer_sends: tuple[SendLayers, ...] = ()  # of the pass that comes next
+    layer_sends: tuple[SendLayers, ...] = ()  # for the next forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Every block of a receive is complete and nothing can write to it any more."""
+    """Receive completed: every block is valid, and no write can reach it any more."""
 
     handoff_id: HandoffId
     num_tokens: int
@@ -139,7 +137,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A receive will not complete. Its blocks stay fenced until a release is reported."""
+    """Receive failed. Its blocks stay fenced until their release is reported."""
 
     handoff_id: HandoffId
     reason: str
@@ -147,14 +145,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class KvReports:
-    """What came to pass since the last poll.
+    """Events since the last poll.
 
-    A receive ends in `finished_recving`, or in `failed_recving` (unless it was revoked)
-    followed by `released`. A send ends in `finished_sending`, whatever became of it.
-    Each is reported exactly once.
+    A receive ends with `finished_recving`, or with `failed_recving` (omitted if it was revoked)
+    followed by `released`. A send ends with `finished_sending`, successful or not.
+    Each event is reported exactly once.
     """
 
     finished_recving: tuple[Landed, ...] = ()
     failed_recving: tuple[Lost, ...] = ()
-    released: tuple[HandoffId, ...] = ()  # no write can land any more
-    finished_sending: tuple[HandoffId, ...] = ()  # no read is in flight any more
+    released: tuple[HandoffId, ...] = ()  # no write can land in their blocks any more
+    finished_sending: tuple[HandoffId, ...] = ()  # no read of their source blocks is in flight

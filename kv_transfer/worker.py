@@ -1,8 +1,8 @@
-"""The worker half: carries out what the two state machines decide, on a link and a transport.
+"""KV worker: executes the actions of the two state machines on a control link and a transport.
 
-Single-threaded but for `deliver` and `lost`, which put a letter into the inbox (whoever calls
-them wakes the engine afterwards), and for the signs of life that a node in a long pass gives on
-other threads. Everything else runs on the engine's thread, and never waits.
+`deliver`, `lost` and `pulse` are thread-safe: they queue messages for the engine thread, which the
+caller wakes afterwards, and send keep-alives during long forward passes. Everything else runs
+on the engine thread and never blocks, except for layer fences.
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Rece
 
 @dataclass(frozen=True, slots=True)
 class KvCounters:
-    """Since the start. Dropped messages came late or twice: harmless, but worth a look."""
+    """Counters since the start, and current values.
+
+    Dropped messages were late or duplicate: harmless, but worth a look.
+    """
 
     num_dropped: int
     num_cut_pairs: int
     num_digest_mismatches: int
-    num_fenced_blocks: int  # now
-    num_linked_peers: int  # now
-    num_linking_peers: int  # now: they have not answered yet
+    num_fenced_blocks: int  # current
+    num_linked_peers: int  # current
+    num_linking_peers: int  # current; Hello is not answered yet
 
 
 class KvTransferWorker:
-    """Implements the engine's KvWorker, and LinkEvents towards the carrier of the link."""
+    """Implements KvWorker for the engine and LinkEvents for the control link."""
 
     def __init__(
         self,
@@ -64,8 +67,8 @@ class KvTransferWorker:
         transport: Transport,
         link: Link,
         config: KvWorkerConfig | None = None,
-        clock: Callable[[], float] = time.monotonic,  # of the records, and of other threads
-        read_blocks: ReadBlocks | None = None,  # of memory that this process cannot read
+        clock: Callable[[], float] = time.monotonic,  # for records and for other threads
+        read_blocks: ReadBlocks | None = None,  # required if the CPU cannot read the region
     ) -> None:
         self._config = config = config or KvWorkerConfig()
         self._region = region
@@ -119,10 +122,10 @@ class KvTransferWorker:
     def pulse(self) -> None:
         self._inbox.pulse()
 
-    # --- KvWorker: the engine's thread -----------------------------------------------------
+    # --- KvWorker: the engine thread -------------------------------------------------------
 
     def start(self, orders: KvOrders, now: float) -> None:
-        # Blocks that the pass before computed are sent now, and blocks that it wrote are granted.
+        # The previous pass must have written its blocks before they are sent or granted.
         self._wait_for_layers(now)
         self._read_inbox(now)
         for receive in orders.receives:
@@ -136,42 +139,43 @@ class KvTransferWorker:
             self._ledger.begin(complete.handoff_id, Role.SENT)
             self._ledger.computed(complete.handoff_id)
             self._sender.complete(complete, now)
-        # Blocks that cannot be cut into layers wait for the Send after the pass.
+        # Blocks that cannot be split by layer are sent whole by the Send after the pass.
         for layer_send in orders.layer_sends if self._has_whole_layers else ():
             self._ledger.begin(layer_send.handoff_id, Role.SENT)
             self._sender.send_layers(layer_send, now)
         for withdraw in orders.withdraws:
             self._ledger.begin(withdraw.handoff_id, Role.SENT)
             self._sender.withdraw(withdraw, now)
-        self._act(now)
-        self._inbox.speak(self._receiver.renewals())
+        self._execute_actions(now)
+        self._inbox.set_keep_alives(self._receiver.renewals())
 
     def layer_done(self, layer: int, now: float, fence: Fence = PASSED) -> None:
-        """A pass has launched this layer; what was ordered of it may leave behind the fence."""
+        """Record that the pass has launched `layer`. It is sent once `fence` has passed."""
         self._layers.add(layer + 1, fence)
         self.progress(now)
 
     def pass_done(self, now: float) -> None:
-        """All layers are launched. Where any of them is to leave, each does as its fence is passed;
-        else the fences are left to the runner, which waits for the device in any case.
+        """Send the remaining layers of the pass, waiting for their fences.
+
+        If no layer is to be sent, return at once: the runner waits for the device anyway.
         """
         if self._sender.awaits_layers:
             self._wait_for_layers(now)
 
     def progress(self, now: float) -> None:
-        """Move bytes. Call it from inside a long step, too; what ends is reported by `poll`."""
+        """Drive the transport. Also called during long steps; `poll` reports completions."""
         self._release_layers(now)
         self._read_inbox(now)
         for pair in self._pairs:
             for event in pair.channel.poll():
-                self._take_event(pair, event, now)
-                self._act(now)
+                self._handle_event(pair, event, now)
+                self._execute_actions(now)
         self._sender.tell_of_flights()
-        self._act(now)
+        self._execute_actions(now)
         if self._pace.is_tick_due(now):
             self._tick(now)
-            self._act(now)
-            self._inbox.speak(self._receiver.renewals())
+            self._execute_actions(now)
+            self._inbox.set_keep_alives(self._receiver.renewals())
 
     def poll(self, now: float) -> KvReports:
         self.progress(now)
@@ -186,23 +190,23 @@ class KvTransferWorker:
         )
 
     def next_poll_s(self, now: float) -> float | None:
-        """How long it can be left alone; None: until `deliver` or `lost` is called."""
+        """Return the delay until `poll` is due; None: only after `deliver` or `lost`."""
         if self._inbox:
             return 0.0
-        waits = [self._pace.next_poll_s(now)]
+        delays = [self._pace.next_poll_s(now)]
         if self._pairs.has_cut:
-            waits.append(self._config.redial_s)
-        return min((wait for wait in waits if wait is not None), default=None)
+            delays.append(self._config.redial_s)
+        return min((delay for delay in delays if delay is not None), default=None)
 
     def connect(self, address: str, now: float) -> None:
-        """Link up with the P there before its first hand-off, which tells what is in the way."""
+        """Connect to the P at `address` ahead of the first hand-off, which reports any error."""
         with suppress(PeerUnreachable):
             self._pairs.dialled(address, now)
 
-    # --- For those who look ----------------------------------------------------------------
+    # --- Observability ---------------------------------------------------------------------
 
     def take_records(self) -> tuple[TransferRecord, ...]:
-        """The hand-offs that ended since the last call; on the engine's thread."""
+        """Return the hand-offs that ended since the last call. Engine thread only."""
         return self._ledger.take()
 
     def counters(self) -> KvCounters:
@@ -220,7 +224,7 @@ class KvTransferWorker:
         )
 
     def open_handoffs(self) -> tuple[HandoffId, ...]:
-        """Those that have not ended here, fenced ones among them."""
+        """Return all hand-offs that have not ended on this node, fenced ones included."""
         incoming = [incoming.order.handoff_id for incoming in self._receiver.incoming()]
         return (*incoming, *(outgoing.handoff_id for outgoing in self._sender.outgoing()))
 
@@ -232,14 +236,14 @@ class KvTransferWorker:
     def _release_layers(self, now: float) -> None:
         for num_ended in self._layers.take_passed():
             self._sender.layer_done(num_ended, now)
-            self._act(now)
+            self._execute_actions(now)
 
     def _wait_for_layers(self, now: float) -> None:
         while self._layers:
             self._layers.wait_for_next()
             self.progress(now)
 
-    # --- Orders that need the link -----------------------------------------------------------
+    # --- Orders that need a link -------------------------------------------------------------
 
     def _receive(self, receive: Receive, now: float) -> None:
         self._ledger.begin(receive.handoff_id, Role.RECEIVED, len(receive.block_ids))
@@ -251,30 +255,30 @@ class KvTransferWorker:
             return
         self._receiver.receive(receive, link_id, now)
 
-    # --- Letters -----------------------------------------------------------------------------
+    # --- Control messages --------------------------------------------------------------------
 
     def _read_inbox(self, now: float) -> None:
-        has_letters = bool(self._inbox)
-        for link_id, letter in self._inbox.take():
-            if isinstance(letter, str):
-                self._meetings.cut(link_id, f"link lost: {letter}", now)
-            elif isinstance(letter, Hello):
-                self._meetings.hear_hello(link_id, letter, now)
-            elif isinstance(letter, Closed):
-                self._meetings.hear_closed(link_id, letter, now)
+        has_messages = bool(self._inbox)
+        for link_id, message in self._inbox.take():
+            if isinstance(message, str):
+                self._meetings.cut(link_id, f"link lost: {message}", now)
+            elif isinstance(message, Hello):
+                self._meetings.hear_hello(link_id, message, now)
+            elif isinstance(message, Closed):
+                self._meetings.hear_closed(link_id, message, now)
             else:
-                self._hear(link_id, letter, now)
-            self._act(now)
-        if has_letters:
-            self._inbox.speak(self._receiver.renewals())
+                self._handle_message(link_id, message, now)
+            self._execute_actions(now)
+        if has_messages:
+            self._inbox.set_keep_alives(self._receiver.renewals())
 
-    def _hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
+    def _handle_message(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         pair = self._pairs.get(link_id)
         is_early = pair is not None and pair.peer is None and not isinstance(message, Renewed)
         if pair is None or is_early:
             self._num_dropped += 1
         elif pair.is_dialled:
-            pair.heard_s = now
+            pair.last_message_s = now
             if isinstance(message, Writing):
                 self._pace.burst(now)
             self._receiver.hear(link_id, message, now)
@@ -285,7 +289,7 @@ class KvTransferWorker:
 
     # --- Events of the data path -----------------------------------------------------------
 
-    def _take_event(self, pair: Pair, event: ChannelEvent, now: float) -> None:
+    def _handle_event(self, pair: Pair, event: ChannelEvent, now: float) -> None:
         match event:
             case Written(write_id):
                 self._ledger.written(write_id)
@@ -293,7 +297,7 @@ class KvTransferWorker:
             case WriteFailed(write_id, reason):
                 self._sender.write_failed(pair.link_id, write_id, reason)
             case Arrived(ticket, note):
-                self._arrived(pair, ticket, note, now)
+                self._handle_arrival(pair, ticket, note, now)
             case Landing(ticket, num_blocks):
                 self._receiver.landing(pair.link_id, ticket, num_blocks)
             case Quieted(ticket):
@@ -301,7 +305,7 @@ class KvTransferWorker:
             case Severed(reason):
                 self._meetings.cut(pair.link_id, reason, now)
 
-    def _arrived(self, pair: Pair, ticket: int, note: bytes, now: float) -> None:
+    def _handle_arrival(self, pair: Pair, ticket: int, note: bytes, now: float) -> None:
         try:
             done = done_of(note) if note else None
         except PeerUnreachable as error:
@@ -314,7 +318,7 @@ class KvTransferWorker:
         self._sender.tick(now)
         self._meetings.tick(now, self._config.receiver.silence_s)
 
-    def _act(self, now: float) -> None:
+    def _execute_actions(self, now: float) -> None:
         self._performer.perform_all(now)
 
     def _close_records(self, reports: KvReports, finished: tuple[HandoffId, ...]) -> None:
