@@ -1,4 +1,4 @@
-"""The limits of a hand-off, for both sides. All times are in seconds of a monotonic clock."""
+"""Time and size limits of a hand-off, for both sides. Times are seconds of a monotonic clock."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from kv_transfer.errors import InvalidKvSetting
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
-    """D's side."""
+    """Limits on D."""
 
-    lease_s: float = 5.0  # how long P may post without hearing of D; renewed at a third of it
-    silence_s: float = 10.0  # a peer that says nothing for so long while asked is given up
-    # A revoke or a Hello unanswered for so long costs the pair its channel though P lives: longer
-    # than a layer takes, in which its engine's thread can answer nothing.
+    lease_s: float = 5.0  # time P can post writes without a Renew; renewed at a third of it
+    silence_s: float = 10.0  # with receives outstanding, a peer silent for so long is cut
+    # If a revoke or a Hello is not answered for so long, the pair is cut although P is alive. Must
+    # exceed the duration of a layer, during which P's engine thread cannot reply.
     fence_age_s: float = 60.0
-    give_up_s: float = 300.0  # backstop: no receive waits longer, however alive P is
+    give_up_s: float = 300.0  # backstop: a receive fails after this, even if P is alive
 
     def __post_init__(self) -> None:
         _check_positive(self)
 
     @property
     def renew_every_s(self) -> float:
-        """Often enough that one letter may be lost, or late."""
+        """Renewal interval, short enough that one lost or late message does no harm."""
         return min(self.lease_s, self.silence_s) / 3
 
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """P's side."""
+    """Limits on P."""
 
-    hold_s: float = 60.0  # how long a computed result waits for D's grant
-    write_timeout_s: float = 60.0  # a write that D, busy or not, has not taken is given up
-    max_in_flight_bytes: int = 64 << 20  # per peer; what may still land after a lease ended
-    max_write_bytes: int = 32 << 20  # in one post: two are under way
-    num_remembered: int = 10_000  # ended hand-offs whose late grant is refused by name
+    hold_s: float = 60.0  # time a computed result is held for D's grant
+    write_timeout_s: float = 60.0  # a write that takes longer breaks the pair
+    max_in_flight_bytes: int = 64 << 20  # per peer; bounds what lands after a lease has ended
+    max_write_bytes: int = 32 << 20  # per post, so that two are in flight
+    num_remembered: int = 10_000  # ended hand-offs; a late grant of one is answered with Failed
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -43,19 +43,19 @@ class SenderConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvWorkerConfig:
-    """Of the worker half as a whole."""
+    """Limits of the KV worker as a whole."""
 
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
     sender: SenderConfig = field(default_factory=SenderConfig)
-    verify: bool = True  # digest what is sent and what has landed; CPU memory only
-    poll_s: float = 0.001  # while bytes are known to move
-    burst_poll_s: float = 0.00002  # as long as they have just begun to: most writes end in this
+    verify: bool = True  # compare digests of sent and landed blocks; GPUs need `read_blocks`
+    poll_s: float = 0.001  # polling interval while bytes are in flight
+    burst_poll_s: float = 0.00002  # in the first `burst_s` of a transfer; most writes end in it
     burst_s: float = 0.02
-    idle_poll_s: float = 0.01  # while a grant is out and nothing is known to move
-    linger_s: float = 0.1  # P polls on for so long, so that its last notification leaves
-    tick_s: float = 0.02  # how often deadlines are looked at
-    busy_s: float = 60.0  # an engine's thread away for longer is no longer spoken for
-    redial_s: float = 1.0  # how often a lost peer is asked whether it lives, for a fence's sake
+    idle_poll_s: float = 0.01  # while a grant is out and no bytes are known to be in flight
+    linger_s: float = 0.1  # P keeps polling for so long to flush its last notification
+    tick_s: float = 0.02  # interval of deadline checks
+    busy_s: float = 60.0  # keep-alives stop when the engine thread is inactive for longer
+    redial_s: float = 1.0  # interval of redialling cut peers, to end their fences
 
     def __post_init__(self) -> None:
         times = (

@@ -1,4 +1,4 @@
-"""The digest of a hand-off's bytes: xxh3-64 over its blocks in order, streaming."""
+"""Digest of a hand-off's bytes: streaming xxh3-64 over its blocks in order."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from kv_transfer.messages import Region
 from kv_transfer.spans import Span, spans
 from kv_transfer.types import BlockId, HandoffId
 
-# The bytes of some blocks, in order. Of a device, a copy made behind all work that was launched:
-# the sender digests what the block holds in the end, so a write that left before its fence was
-# passed does not have the digest that is announced.
+# Returns the bytes of some blocks, in order. On a device, it copies them after all launched work
+# has finished: the sender digests the final content, so that a write sent before its fence had
+# passed does not match the announced digest.
 ReadBlocks = Callable[[Sequence[BlockId]], Iterable[memoryview]]
 
 
 class BlockDigest:
-    """Grows as blocks are sent; both sides get the same value from the same bytes."""
+    """Incremental digest of a sequence of blocks."""
 
     def __init__(self, region: Region, read_blocks: ReadBlocks | None = None) -> None:
-        """Without `read_blocks`, the region is in memory that this process can read."""
+        """Without `read_blocks`, the region must be in memory that the CPU can read."""
         if region.device != "cpu" and read_blocks is None:
             raise ValueError(f"blocks on {region.device} cannot be read for a digest")
         self._region = region
-        self._read_blocks = read_blocks or self._read_here
+        self._read_blocks = read_blocks or self._read_locally
         self._state = xxhash.xxh3_64()
 
     def add(self, block_ids: Sequence[BlockId]) -> None:
         for part in self._read_blocks(block_ids):
             self._state.update(part)
 
-    def _read_here(self, block_ids: Sequence[BlockId]) -> Iterable[memoryview]:
+    def _read_locally(self, block_ids: Sequence[BlockId]) -> Iterable[memoryview]:
         return map(_view, spans(self._region, block_ids))
 
     def value(self) -> int:
@@ -44,7 +44,7 @@ def _view(span: Span) -> memoryview:
 
 
 class Digests:
-    """Of the hand-offs under way: of what is sent, and of what has landed so far."""
+    """Digests of the open hand-offs: of blocks sent, and of blocks landed so far."""
 
     def __init__(
         self, region: Region, *, is_on: bool, read_blocks: ReadBlocks | None = None
@@ -63,12 +63,12 @@ class Digests:
         self._add(self._landed, handoff_id, block_ids)
 
     def of_sent(self, handoff_id: HandoffId) -> int | None:
-        """For Done; None where nothing is digested."""
+        """Return the digest for Done; None if verification is off or no block was sent."""
         digest = self._sent.pop(handoff_id, None)
         return digest.value() if digest is not None else None
 
     def is_good(self, handoff_id: HandoffId, rest: Sequence[BlockId], expected: int) -> bool:
-        """Whether what landed before and these last blocks are what P says it sent."""
+        """Return whether the landed blocks, completed by `rest`, match P's digest."""
         if not self._is_on:
             return True
         digest = self._landed.pop(handoff_id, None) or self._new()

@@ -1,6 +1,6 @@
-"""Done as the bytes that a one-sided transport carries behind the data. JSON: a few dozen bytes.
+"""JSON encoding of Done for the notification that a one-sided transport sends behind the data.
 
-What comes over the data path may be anybody's, so reading it believes nothing.
+The data path is not authenticated, so every field is validated when decoding.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def note_of(done: Done) -> bytes:
 
 
 def done_of(note: bytes) -> Done:
-    """Raises PeerUnreachable if this is no Done: with such a peer nothing can be handed over."""
+    """Decode a notification. Raise PeerUnreachable if it is invalid, so that the pair is cut."""
     try:
         request_id, attempt, num_tokens, digest, token_id, logprobs = json.loads(note)
         return Done(
-            HandoffId(_is(str, request_id), _is(int, attempt)),
-            _is(int, num_tokens),
-            FirstToken(_is(int, token_id), _logprobs_of(logprobs)),
-            None if digest is None else _is(int, digest),
+            HandoffId(_typed(str, request_id), _typed(int, attempt)),
+            _typed(int, num_tokens),
+            FirstToken(_typed(int, token_id), _logprobs_of(logprobs)),
+            None if digest is None else _typed(int, digest),
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise PeerUnreachable(f"the peer's notification cannot be read: {error}") from error
@@ -49,15 +49,15 @@ def _logprobs_to(logprobs: TokenLogprobs | None) -> list[Any] | None:
     return [logprobs.token_id, logprobs.logprob, logprobs.rank, logprobs.top]
 
 
-def _logprobs_of(written: Any) -> TokenLogprobs | None:
-    if written is None:
+def _logprobs_of(encoded: Any) -> TokenLogprobs | None:
+    if encoded is None:
         return None
-    token_id, logprob, rank, top = written
-    pairs = tuple((_is(int, token), _is(float, value)) for token, value in top)
-    return TokenLogprobs(_is(int, token_id), _is(float, logprob), _is(int, rank), pairs)
+    token_id, logprob, rank, top = encoded
+    pairs = tuple((_typed(int, token), _typed(float, value)) for token, value in top)
+    return TokenLogprobs(_typed(int, token_id), _typed(float, logprob), _typed(int, rank), pairs)
 
 
-def _is(kind: type[T], value: Any) -> T:
+def _typed(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value

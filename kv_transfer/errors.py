@@ -1,23 +1,23 @@
-"""The named errors of this room."""
+"""Exceptions of the KV transfer layer."""
 
 from __future__ import annotations
 
 
 class KvTransferError(Exception):
-    """The root of every error raised here on purpose."""
+    """Base class of all errors of this package."""
 
 
 class InvalidKvSetting(KvTransferError):
-    """A setting of the hand-off or of its transport cannot work; the process stops at start."""
+    """Invalid setting of the hand-off or of its transport. The process stops at startup."""
 
 
 class TransportMissing(KvTransferError):
-    """The library of the chosen transport is not installed."""
+    """The library of the selected transport is not installed."""
 
 
 class InvalidMessage(KvTransferError):
-    """A peer says what cannot be; nothing it says on that link is believed any more."""
+    """A peer sent an invalid message. Nothing else on that link is trusted."""
 
 
 class PeerUnreachable(KvTransferError):
-    """The data path to a peer cannot be set up, or has failed; the pair must start anew."""
+    """The data path to a peer cannot be set up, or has failed. The pair must be linked again."""

@@ -1,4 +1,4 @@
-"""P's writes under way: of which hand-off each is, and how much may still land over each link."""
+"""P's writes in flight: their hand-offs, and the bytes in flight per link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_transfer.types import HandoffId
 
 @dataclass(slots=True)
 class Flights:
-    max_bytes: int  # over one link
+    max_bytes: int  # per link
     _handoff_by_write: dict[int, HandoffId] = field(default_factory=dict)
     _bytes_by_link: dict[LinkId, int] = field(default_factory=dict)
     _num_begun: int = 0
@@ -23,7 +23,7 @@ class Flights:
         return self.max_bytes - self._bytes_by_link.get(link_id, 0)
 
     def begin(self, outgoing: Outgoing, link_id: LinkId, flight: Flight) -> int:
-        """The id of a new write."""
+        """Register a write and return its id."""
         self._num_begun += 1
         outgoing.in_flight[self._num_begun] = flight
         self._handoff_by_write[self._num_begun] = outgoing.handoff_id
@@ -32,7 +32,7 @@ class Flights:
         return self._num_begun
 
     def handoff_of(self, write_id: int) -> HandoffId | None:
-        """None if there is no such write, or none any more."""
+        """Return the hand-off of a write; None if it is unknown or has ended."""
         return self._handoff_by_write.get(write_id)
 
     def end(self, outgoing: Outgoing, link_id: LinkId, write_id: int) -> None:
@@ -40,7 +40,7 @@ class Flights:
         self._bytes_by_link[link_id] -= outgoing.in_flight.pop(write_id).num_bytes
 
     def end_all(self, outgoing: Outgoing) -> None:
-        """Its link is cut: nothing of it flies any more."""
+        """End all writes of a send whose link is cut."""
         for write_id in outgoing.in_flight:
             del self._handoff_by_write[write_id]
         outgoing.in_flight.clear()

@@ -1,11 +1,11 @@
-"""The control link between two worker halves, as they see it: two Protocols, no I/O.
+"""Control link interface between the KV workers of a pair: two Protocols, no I/O.
 
 A link is one ordered, reliable stream of messages between a D and a P. D dials, P
-accepts. What carries it (a gRPC stream in production, plain lists in tests) implements
-`Link`, and calls `LinkEvents`, from any thread.
+accepts. The implementation (a gRPC stream in production, plain lists in tests) provides
+`Link` and calls `LinkEvents` from any thread.
 
-Losing the stream says nothing about the peer's process or its data path; the worker half
-draws no conclusion from it but that the pair has to start anew.
+A lost stream proves nothing about the peer's process or its data path. The KV worker only
+concludes that the pair must be linked again.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from typing import NewType, Protocol
 
 from kv_transfer.messages import LinkMessage
 
-# One stream, from dialled or accepted to its end. Never used again in this process.
+# Identifies one stream from dial or accept to its end. Never reused in a process.
 LinkId = NewType("LinkId", int)
 
 
 class Link(Protocol):
-    """What the worker half may ask of the carrier. No call blocks or raises.
+    """Outgoing side of the control link. Calls do not block or raise.
 
-    On the engine's thread alone, but for `send`, which any thread may call.
+    Engine thread only, except for `send`, which is thread-safe.
     """
 
     def dial(self, address: str) -> LinkId:
-        """Begin a stream to the peer at host:port.
+        """Open a stream to the peer at host:port.
 
-        Messages sent before it stands are kept and go first, in order. If it cannot be
-        made, `lost` is called (later, never from inside `dial`).
+        Messages sent before it is established are queued and delivered first, in order. On
+        failure `lost` is called, later and never from inside `dial`.
         """
         ...
 
     def send(self, link_id: LinkId, message: LinkMessage) -> None:
-        """Put a message on the stream. Dropped in silence if the stream is over."""
+        """Send a message. Silently dropped if the stream has ended."""
         ...
 
     def close(self, link_id: LinkId) -> None:
-        """End the stream after what was sent on it. `lost` is not called for it any more."""
+        """End the stream after the messages sent so far. `lost` is not called for it any more."""
         ...
 
 
 class LinkEvents(Protocol):
-    """What the carrier tells the worker half, from any thread; it wakes the engine afterwards."""
+    """Events of the control link. Thread-safe; the caller wakes the engine afterwards."""
 
     def deliver(self, link_id: LinkId, message: LinkMessage) -> None:
-        """A message came. An unknown link is one that was just accepted; Hello is its first."""
+        """Deliver a message. An unknown `link_id` is a newly accepted link, starting with Hello."""
         ...
 
     def lost(self, link_id: LinkId, reason: str) -> None:
-        """The stream is over: closed by the other side, broken, or never came to be."""
+        """Report the end of a stream: closed by the peer, broken, or never established."""
         ...
 
     def pulse(self) -> None:
-        """Called about every second: what must be said although the engine is in a long pass."""
+        """Send keep-alives that are due during a long forward pass. Called about every second."""
         ...

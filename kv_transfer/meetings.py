@@ -1,4 +1,7 @@
-"""How pairs come to be and end, told to both state machines in the order that keeps blocks safe."""
+"""Life cycle of peer links: Hello, cut and redial.
+
+Notifies both state machines in the order that keeps blocks safe.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ class Meetings:
         self._end_fences_of(link_id)
 
     def cut(self, link_id: LinkId, reason: str, now: float) -> None:
-        """The order matters: blocks are released only once our end is destroyed."""
+        """Cut a pair. The local end is destroyed first, because blocks are released after that."""
         pair = self._pairs.cut(link_id, reason)
         if pair is None:
             return
-        # Without a Hello there was no grant, hence no write.
+        # Without a Hello no grant was sent, so there are no writes.
         writes_stopped = pair.peer is None or pair.channel.close_stops_writes
         self._receiver.link_cut(link_id, reason, now, writes_stopped=writes_stopped)
         self._sender.link_cut(link_id, reason)
@@ -50,7 +53,7 @@ class Meetings:
             self._pairs.forget_cut(link_id)
 
     def tick(self, now: float, silence_s: float) -> None:
-        """Give up who does not answer, free what the dead held, ask for who was lost."""
+        """Cut links without a Hello, release the blocks of dead peers, and redial cut peers."""
         for pair in self._pairs.unanswered_since(now - silence_s):
             self.cut(pair.link_id, "the prefill node did not answer our Hello", now)
         for cut in self._pairs.all_cut():
@@ -62,26 +65,26 @@ class Meetings:
 
     def _accept(self, link_id: LinkId, hello: Hello, now: float) -> None:
         for older in self._pairs.accepted_from(hello.node_id):
-            self.cut(older.link_id, f"{hello.node_id} has dialled anew", now)
+            self.cut(older.link_id, f"{hello.node_id} has dialled again", now)
         self._pairs.accept(link_id, hello, now)
         self._sender.link_up(link_id)
 
     def _welcome(self, link_id: LinkId, hello: Hello, now: float) -> None:
-        # P has cut its older ends before it answered, or is another process by now.
+        # P cut its older ends before it replied, or it is a new process.
         for older in self._pairs.cut_from(hello.node_id):
             self._end_fences_of(older.link_id)
         self._pairs.welcome(link_id, hello)
         self._receiver.link_up(link_id, now)
 
     def _end_fences_of(self, link_id: LinkId) -> None:
-        """Both ends of this pair are destroyed."""
+        """Release the fenced blocks of a pair whose ends are both destroyed."""
         self._receiver.peer_cut(link_id)
         self._pairs.forget_cut(link_id)
 
     def _redial(self, now: float) -> None:
-        """Blocks stay fenced until the peer is heard of again, so ask for it."""
+        """Dial all cut peers. Their blocks stay fenced until they reply or die."""
         for cut in self._pairs.all_cut():
             try:
                 self._pairs.dialled(cut.address, now)
             except PeerUnreachable:
-                return  # our own transport cannot open a channel now; the next tick asks again
+                return  # the local transport cannot open a channel; the next tick tries again

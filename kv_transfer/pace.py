@@ -1,4 +1,4 @@
-"""How soon the worker half has to look after the wire again. Pure: the time is an argument."""
+"""Polling interval of the KV worker. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class Pace:
         self._bursts_until_s = self._lingers_until_s = self._ticked_s = float("-inf")
 
     def burst(self, now: float) -> None:
-        """Bytes have just begun to move, or will at any moment."""
+        """Poll at the burst interval for `burst_s`: a transfer has begun or is about to."""
         self._bursts_until_s = now + self._config.burst_s
 
     def linger(self, now: float) -> None:
-        """The last word of a hand-off is on its way out."""
+        """Keep polling for `linger_s`, to flush the last message of a hand-off."""
         self._lingers_until_s = now + self._config.linger_s
 
     def is_tick_due(self, now: float) -> bool:
-        """True once for each time that deadlines have to be looked at."""
+        """Return True once per `tick_s`, when deadlines must be checked."""
         if now < self._ticked_s + self._config.tick_s:
             return False
         self._ticked_s = now
         return True
 
     def next_poll_s(self, now: float) -> float | None:
-        """How long the wire can be left alone; None: until a letter comes."""
-        waits = [self._poll_interval_s(now)]
+        """Return the delay until the next poll; None: only after the next message."""
+        delays = [self._poll_interval_s(now)]
         ticks = [self._receiver.next_tick_s(), self._sender.next_tick_s()]
-        waits += [max(tick - now, self._config.tick_s) for tick in ticks if tick is not None]
-        return min((wait for wait in waits if wait is not None), default=None)
+        delays += [max(tick - now, self._config.tick_s) for tick in ticks if tick is not None]
+        return min((delay for delay in delays if delay is not None), default=None)
 
     def _poll_interval_s(self, now: float) -> float | None:
         is_writing = any(incoming.is_writing for incoming in self._receiver.incoming())

@@ -1,7 +1,7 @@
-"""The pairs of a node: for each link to a peer, its channel and what the peer said of itself.
+"""Registry of the node's pairs: the channel and the Hello of each linked peer.
 
-A dialled pair receives (we are D in it), an accepted one sends (we are P). Each link has a
-channel of its own, opened before Hello and destroyed when the pair is cut; neither is used again.
+In a dialled pair this node receives (it is D), in an accepted one it sends (it is P). Each link
+has its own channel, opened before Hello and destroyed when the pair is cut. Neither is reused.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kv_transfer.messages import Closed, Fingerprint, Hello, Region, why_refused
 from kv_transfer.transport import Channel, Transport
 from kv_transfer.types import BlockId, Incarnation, NodeId
 
-# Dialled links that wait for a Hello, each with a data path that is open already.
+# Limit of dialled links without a Hello from the peer. Each has an open channel already.
 MAX_UNANSWERED = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this node is to its peers."""
+    """Identity of this node in its Hello."""
 
     node_id: NodeId
     incarnation: Incarnation  # random per process start
@@ -32,8 +32,8 @@ class Identity:
 class Pair:
     link_id: LinkId
     channel: Channel
-    last_message_s: float  # of the peer, or when we dialled
-    address: str | None = None  # where we dialled; None if the peer did
+    last_message_s: float  # time of the peer's last message, or of dialling
+    address: str | None = None  # dialled address; None if accepted
     peer: Hello | None = None
 
     @property
@@ -41,18 +41,18 @@ class Pair:
         return self.address is not None
 
     def has_blocks(self, block_ids: tuple[BlockId, ...]) -> bool:
-        """Whether the peer's region has all of these."""
+        """Return whether all these blocks are inside the peer's region."""
         return self.peer is not None and max(block_ids, default=-1) < self.peer.region.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class CutPair:
-    """A pair whose end here is destroyed, while the peer's may live on."""
+    """Pair whose local end is destroyed while the peer's may still exist."""
 
     link_id: LinkId
     address: str
     node_id: NodeId
-    channel: Channel  # closed, but it can still tell whether the peer lives
+    channel: Channel  # closed; `is_peer_gone` remains valid
 
 
 class Pairs:
@@ -76,18 +76,18 @@ class Pairs:
 
     @property
     def has_cut(self) -> bool:
-        """Whether blocks are fenced because of a peer that may still write."""
+        """Return whether blocks are fenced because a cut peer may still write."""
         return bool(self._cut)
 
     def dialled(self, address: str, now: float) -> LinkId:
-        """The link to this peer; a new one if there is none. Raises PeerUnreachable."""
-        known = self._link_by_address.get(address)
-        if known is not None:
-            return known
+        """Return the link to this peer, dialling it if needed. Raise PeerUnreachable."""
+        existing = self._link_by_address.get(address)
+        if existing is not None:
+            return existing
         num_unanswered = sum(pair.peer is None for pair in self._pairs.values())
         if num_unanswered >= MAX_UNANSWERED:
             raise PeerUnreachable(
-                f"{num_unanswered} links wait for their prefill nodes to answer; no other is made"
+                f"{num_unanswered} links wait for a Hello from their prefill nodes; limit reached"
             )
         channel = self._transport.open()
         link_id = self._link.dial(address)
@@ -97,25 +97,25 @@ class Pairs:
         return link_id
 
     def welcome(self, link_id: LinkId, theirs: Hello) -> Pair:
-        """The answer to our Hello. Raises PeerUnreachable if the pair may not work together."""
+        """Handle the peer's reply to our Hello. Raise PeerUnreachable if incompatible."""
         pair = self._pairs[link_id]
-        self._refuse_unless_fit(theirs)
+        self._check_compatible(theirs)
         pair.channel.connect(theirs.metadata, theirs.region)
         pair.peer = theirs
         return pair
 
     def accept(self, link_id: LinkId, theirs: Hello, now: float) -> Pair:
-        """A peer dialled us: connect the data path and answer. Raises PeerUnreachable.
+        """Connect the data path to a peer that dialled us, and reply. Raise PeerUnreachable.
 
-        The answer tells the peer that every older pair of ours with it is cut, so the caller
-        cuts those (`accepted_from`) first.
+        The reply confirms that all older pairs with this peer are cut, so the caller must cut
+        those (`accepted_from`) first.
         """
         try:
-            self._refuse_unless_fit(theirs)
+            self._check_compatible(theirs)
             channel = self._transport.open()
             channel.connect(theirs.metadata, theirs.region)
         except PeerUnreachable:
-            # Our Hello lets the peer see for itself what does not fit.
+            # The peer finds the mismatch itself by comparing our Hello.
             self._link.send(link_id, self._hello(b""))
             raise
         pair = Pair(link_id, channel, now, peer=theirs)
@@ -124,12 +124,12 @@ class Pairs:
         return pair
 
     def refuse(self, link_id: LinkId, reason: str) -> None:
-        """End a link that never became a pair."""
+        """Close a link that never became a pair."""
         self._link.send(link_id, Closed(reason))
         self._link.close(link_id)
 
     def cut(self, link_id: LinkId, reason: str) -> Pair | None:
-        """Destroy our end, then say so. The link is not used again."""
+        """Destroy the local end, then send Closed. The link is not used again."""
         pair = self._pairs.pop(link_id, None)
         if pair is None:
             return None
@@ -151,7 +151,7 @@ class Pairs:
         ]
 
     def unanswered_since(self, last_message_s: float) -> list[Pair]:
-        """No Hello has come back, nor any other word since then."""
+        """Return the pairs without a Hello whose peer has sent nothing since `last_message_s`."""
         return [
             pair for pair in self if pair.peer is None and pair.last_message_s <= last_message_s
         ]
@@ -165,7 +165,7 @@ class Pairs:
     def forget_cut(self, link_id: LinkId) -> None:
         self._cut.pop(link_id, None)
 
-    def _refuse_unless_fit(self, theirs: Hello) -> None:
+    def _check_compatible(self, theirs: Hello) -> None:
         reason = why_refused(self._hello(b""), theirs)
         if reason is not None:
             raise PeerUnreachable(reason)

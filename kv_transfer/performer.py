@@ -1,4 +1,4 @@
-"""Carries out what the two state machines ask for: on the link, on a pair's channel, by digests."""
+"""Executor of the state machines' actions, on links, channels and digests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Performer:
         self._is_one_sided = is_one_sided
 
     def perform_all(self, now: float) -> None:
-        """Until the machines ask for nothing more."""
+        """Execute actions until the state machines request no more."""
         while True:
             actions = [*self._receiver.take_actions(), *self._sender.take_actions()]
             if not actions:
@@ -75,12 +75,12 @@ class Performer:
     def _perform_on_pair(self, action: PairAction, now: float) -> None:
         pair = self._pairs.get(action.link_id)
         if pair is None:
-            return  # cut by an action before this one
+            return  # an earlier action cut the pair
         match action:
             case Say(link_id, message):
                 self._link.send(link_id, message)
             case Expect(_, ticket, block_ids):
-                # What waits for the grant on P comes at once, before P's word of it.
+                # If P holds computed blocks, they are written before its first Writing arrives.
                 self._pace.burst(now)
                 pair.channel.expect(ticket, block_ids)
             case CancelExpected(_, ticket):
@@ -99,7 +99,7 @@ class Performer:
             pair.channel.post(post.write)
 
     def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
-        """One-sided, Done goes behind the data, and the link only wakes a D that sleeps."""
+        """Send Done. One-sided, it follows the data, and a Writing on the link wakes D."""
         complete = announce.complete
         digest = self._digests.of_sent(complete.handoff_id)
         done = Done(complete.handoff_id, complete.num_tokens, complete.first_token, digest)

@@ -1,6 +1,6 @@
-"""What of a send to write next: whole blocks that are computed, or layers of those that come.
+"""Splits a send into writes: computed blocks, or computed layers of the blocks of a running pass.
 
-Pure arithmetic over an Outgoing and its grant; the Sender asks, and posts what it is told.
+Pure arithmetic over an Outgoing and its grant. The Sender posts the result.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kv_transfer.types import BlockId
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The same part of some neighbouring blocks of a grant."""
+    """Consecutive blocks of a grant, or the same layers of each of them."""
 
-    places: range  # in the grant
-    layers: LayerRange | None  # None: all of them
-    num_bytes: int  # 0: all of these blocks had been written before, layer by layer
-    completed: tuple[BlockId, ...]  # source blocks of which nothing is left to post
+    places: range  # indices in the grant
+    layers: LayerRange | None  # None: whole blocks
+    num_bytes: int  # 0: all layers of these blocks have been posted before
+    completed: tuple[BlockId, ...]  # source blocks that are now posted completely
 
 
 class Pieces:
@@ -31,19 +31,19 @@ class Pieces:
         self._max_write_bytes = max(block_bytes, max_write_bytes)
 
     def take_next(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
-        """The next piece, from now on counted as posted; None if that is all for now."""
+        """Return the next piece and mark it as posted; None if nothing can be posted now."""
         room_bytes = min(room_bytes, self._max_write_bytes)
-        return self._blocks(outgoing, grant, room_bytes) or self._layers(
+        return self._take_blocks(outgoing, grant, room_bytes) or self._take_layers(
             outgoing, grant, room_bytes
         )
 
     def num_ready(self, outgoing: Outgoing, grant: Grant) -> int:
-        """How many of the grant's blocks are computed."""
+        """Return how many leading blocks of the grant are computed."""
         computed = outgoing.first_block + len(outgoing.blocks) - grant.first_block
         return min(computed, len(grant.block_ids)) if outgoing.blocks else 0
 
-    def _blocks(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
-        """Computed blocks, or what is missing of them."""
+    def _take_blocks(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
+        """Take computed blocks, or the layers of them that are not posted yet."""
         first, end = outgoing.num_posted, self.num_ready(outgoing, grant)
         layers, sliced = None, outgoing.sliced
         if sliced is not None:
@@ -61,8 +61,8 @@ class Pieces:
         completed = tuple(outgoing.blocks[start + first : start + end])
         return Piece(range(first, end), layers, (end - first) * part_bytes, completed)
 
-    def _layers(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
-        """The layers that have ended of the blocks that are coming, after all the others."""
+    def _take_layers(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
+        """Take computed layers of the blocks of the current pass, after all earlier blocks."""
         start = outgoing.first_block + len(outgoing.blocks) - grant.first_block
         first = max(start, 0)
         end = min(start + len(outgoing.coming), len(grant.block_ids))
@@ -70,9 +70,9 @@ class Pieces:
             return None
         posted = outgoing.sliced.num_layers if outgoing.sliced is not None else 0
         layer_bytes = (end - first) * (self._block_bytes // self._num_layers)
-        ended = min(outgoing.num_layers_ended, posted + room_bytes // layer_bytes)
-        if ended <= posted:
+        end_layer = min(outgoing.num_layers_ended, posted + room_bytes // layer_bytes)
+        if end_layer <= posted:
             return None
-        outgoing.sliced = Sliced(first, end, ended)
-        layers = LayerRange(posted, ended, self._num_layers)
-        return Piece(range(first, end), layers, (ended - posted) * layer_bytes, ())
+        outgoing.sliced = Sliced(first, end, end_layer)
+        layers = LayerRange(posted, end_layer, self._num_layers)
+        return Piece(range(first, end), layers, (end_layer - posted) * layer_bytes, ())

@@ -1,7 +1,7 @@
-"""Which process this is, in a way that another one on the same machine can check.
+"""Process identity that other processes on the same machine can check for liveness.
 
-The kernel lets P reach into D's memory (CMA) only within one PID namespace of one boot; there
-D can see by itself whether P still lives. Anywhere else P cannot, and need not be watched.
+The kernel lets P access D's memory (CMA) only within one PID namespace of one boot. There, D can
+check in /proc whether P is alive. Elsewhere P has no direct access, and no check is needed.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_STATE, _START_TIME = 0, 19  # places in /proc/PID/stat after the command name
+_STATE, _START_TIME = 0, 19  # field indices in /proc/PID/stat after the command name
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMark:
     realm: str  # boot id and PID namespace
     pid: int
-    start_ticks: str  # tells a reused pid from this one
+    start_ticks: str  # distinguishes processes that reuse a pid
 
     def to_bytes(self) -> bytes:
         return f"{self.realm} {self.pid} {self.start_ticks}".encode()
 
     @staticmethod
     def from_bytes(encoded: bytes) -> ProcessMark:
-        """Raises ValueError."""
+        """Decode `to_bytes`. Raise ValueError if malformed."""
         realm, pid, start_ticks = encoded.decode().split(" ")
         return ProcessMark(realm, int(pid), start_ticks)
 
     def is_near(self, other: ProcessMark) -> bool:
-        """Whether one of the two could reach into the other."""
+        """Return whether the two processes can access each other's memory."""
         return self.realm == other.realm
 
     def is_gone(self) -> bool:
-        """For a process of our own realm: it cannot execute anything any more."""
+        """Return whether this process is dead. Only valid within our own realm."""
         fields = _stat(self.pid)
         if fields is None or fields[_START_TIME] != self.start_ticks:
             return True
-        # A zombie whose threads have all ended only waits to be reaped.
+        # A zombie may still have running threads; with none left it only waits to be reaped.
         return fields[_STATE] in "ZX" and _num_threads(self.pid) <= 1
 
 

@@ -362,7 +362,10 @@ class Sender:
         return outgoing
 
     def _get_or_create(self, handoff_id: HandoffId) -> Outgoing:
-        """Return the send of an order, creating it if new. One that ended before its first order stays ended."""
+        """Return the send of an order, created if new.
+
+        A send that ended before its first order is created as ENDING.
+        """
         outgoing = self._outgoing.get(handoff_id)
         if outgoing is None:
             outgoing = self._outgoing[handoff_id] = Outgoing(handoff_id)

@@ -1,7 +1,7 @@
-"""What moves the bytes, as the worker half sees it: two Protocols and their events.
+"""Transport interface of the KV worker: two Protocols and their events.
 
 A channel is one end of the data path of one (D, P) pair and lives as long as their link.
-Each pair has its own, so that closing it cuts off one peer and nobody else.
+Each pair has its own channel, so that closing it disconnects one peer only.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from kv_transfer.types import BlockId
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """Some layers of a block that holds `of` of them, one after the other, all of one size."""
+    """Layers `first` to `end` of a block of `of` layers, which are contiguous and of equal size."""
 
     first: int
-    end: int  # the first that is not meant
+    end: int  # exclusive
     of: int
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Blocks, or some layers of them, to copy from P's region into D's, for one grant."""
+    """Copy of blocks, or of some of their layers, from P's region into D's, for one grant."""
 
     write_id: int  # chosen by the caller, unique in its channel
-    ticket: int  # the grant's
-    first: int  # place of the first block among the blocks of the grant
+    ticket: int  # of the grant
+    first: int  # index of the first block in the grant
     sources: tuple[BlockId, ...]
-    targets: tuple[BlockId, ...]  # as many
+    targets: tuple[BlockId, ...]  # same length as `sources`
     layers: LayerRange | None = None  # None: whole blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """On P: the source is not read any more; one-sided, every byte is in D's memory too."""
+    """On P: the source is not read any more. One-sided: all bytes are in D's memory as well."""
 
     write_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """On P: part of the write may have landed, and part may still land later."""
+    """On P: the write failed. Parts of it may have landed, or may land later."""
 
     write_id: int
     reason: str
@@ -51,15 +51,15 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """On D: all that P wrote under this ticket has landed."""
+    """On D: all data of this ticket has landed."""
 
     ticket: int
-    note: bytes = b""  # one-sided: what P said with it
+    note: bytes = b""  # one-sided: payload of P's notification
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """On D, two-sided only: so many blocks of this ticket, from its first on, are complete."""
+    """On D, two-sided only: the first `num_blocks` blocks of this ticket are complete."""
 
     ticket: int
     num_blocks: int
@@ -67,14 +67,14 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Quieted:
-    """On D, two-sided only: no posted receive of this ticket can write any more."""
+    """On D, two-sided only: the ticket is cancelled, and no posted receive of it can write."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Severed:
-    """The data path is broken. Writes in flight may or may not land."""
+    """The data path is broken. Writes in flight can still land."""
 
     reason: str
 
@@ -83,64 +83,64 @@ ChannelEvent = Written | WriteFailed | Arrived | Landing | Quieted | Severed
 
 
 class Channel(Protocol):
-    """One end of a pair's data path. Nothing blocks; nothing moves unless polled."""
+    """One end of a pair's data path. Calls do not block; bytes move only inside `poll`."""
 
     @property
     def metadata(self) -> bytes:
-        """What the other end needs in order to connect."""
+        """Connection data for the other end."""
         ...
 
     def connect(self, metadata: bytes, region: Region) -> None:
-        """Learn of the other end and its memory, on both sides. Raises PeerUnreachable."""
+        """Set the other end and its region. Called on both sides. Raise PeerUnreachable."""
         ...
 
     @property
     def close_stops_writes(self) -> bool:
-        """On D, once connected: when this end is closed nothing lands, whatever is still sent.
+        """On D, once connected: return whether closing this end stops all writes of P.
 
-        False where P can reach into D's memory by itself (CMA, XPMEM, CUDA IPC): then only P's
-        word, or its death, ends it.
+        False where P accesses D's memory directly (CMA, XPMEM, CUDA IPC). There, writes end only
+        when P confirms it or dies.
         """
         ...
 
     def is_peer_gone(self) -> bool:
-        """On D: the other end's process is known to be dead. May be asked after `close`."""
+        """On D: return whether the peer's process is known to be dead. Valid after `close` too."""
         ...
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
-        """On D: these blocks will be written under this ticket."""
+        """On D: accept writes to these blocks under this ticket."""
         ...
 
     def cancel(self, ticket: int) -> None:
-        """On D: no more. A two-sided transport answers with Quieted, once; others never."""
+        """On D: cancel a ticket. A two-sided transport reports Quieted once; one-sided: no-op."""
         ...
 
     def post(self, write: Write) -> None:
-        """On P: begin a write; ends in Written or WriteFailed, once."""
+        """On P: begin a write. It ends with exactly one Written or WriteFailed."""
         ...
 
     def notify(self, ticket: int, note: bytes) -> None:
-        """On P, one-sided, when every write of the ticket is Written: let D have its Arrived."""
+        """On P, one-sided: send D its Arrived, once all writes of the ticket are Written."""
         ...
 
     def poll(self) -> list[ChannelEvent]:
-        """Move bytes, and tell what ended. Both ends must poll while anything is in flight."""
+        """Make progress and return events. Both ends must poll while writes are in flight."""
         ...
 
     def close(self) -> None:
-        """Destroy this end. On P: no write is begun, and nothing is used that is still read."""
+        """Destroy this end. On P, no further write begins and no source memory is read any more."""
         ...
 
 
 class Transport(Protocol):
-    """Makes channels over one registered region."""
+    """Factory of channels over one registered region."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_one_sided(self) -> bool:
-        """P writes where it wants; else P sends into receives that D has posted."""
+        """Return whether P writes directly, rather than sending into receives posted by D."""
         ...
 
     def open(self) -> Channel: ...
