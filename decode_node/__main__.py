@@ -1,4 +1,4 @@
-"""A decode node: takes KV from prefill nodes and writes answers. The whole graph."""
+"""Decode node: receives KV from prefill nodes and decodes. Wires all objects."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from telemetry.tracer import Tracer, tracing
 
 
 def main(options: NodeOptions, around: Around = NOTHING_AROUND) -> None:
-    """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
-    check_port(options.host, options.port)  # before a model is loaded
+    """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
+    check_port(options.host, options.port)  # before the model is loaded
     pin(options.cpus)
     with load_runner(options.runner) as runner:
         identity = identify(options, NodeRole.DECODE, runner)
@@ -92,7 +92,7 @@ async def serve(
     )
     process = process_of(NodeRole.DECODE, identity)
     metrics = node_metrics(options, process, traced, engine, scheduler, worker)
-    # From the inside out at the end: the last words on the links need links and server still.
+    # On exit, the worker stops before links and server, which carry its last messages.
     with Grace(options.drain_timeout_s) as grace:
         async with serving(options.host, options.port, services, tls=options.tls) as server, links:
             with worker, compiler, engine, calls, metrics:

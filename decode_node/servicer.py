@@ -1,4 +1,4 @@
-"""The decode node's door for the router: messages to values and back, nothing else."""
+"""gRPC servicer of the decode node: converts between messages and engine values."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         ):
             async with aclosing(self._state.calls.outputs(spec)) as outputs:
                 async for output in outputs:
-                    is_told = is_first or output.finish_reason is not None
-                    if is_told:
+                    is_first_or_last = is_first or output.finish_reason is not None
+                    if is_first_or_last:
                         trace.gave(output)
-                    summary = self._summary(entry, output.served) if is_told else None
+                    summary = self._summary(entry, output.served) if is_first_or_last else None
                     yield node_pb2.CallEvent(output=output_to(output), summary=summary)
                     is_first = False
 

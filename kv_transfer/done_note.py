@@ -34,10 +34,10 @@ def done_of(note: bytes) -> Done:
     try:
         request_id, attempt, num_tokens, digest, token_id, logprobs = json.loads(note)
         return Done(
-            HandoffId(_typed(str, request_id), _typed(int, attempt)),
-            _typed(int, num_tokens),
-            FirstToken(_typed(int, token_id), _logprobs_of(logprobs)),
-            None if digest is None else _typed(int, digest),
+            HandoffId(_check_type(str, request_id), _check_type(int, attempt)),
+            _check_type(int, num_tokens),
+            FirstToken(_check_type(int, token_id), _logprobs_of(logprobs)),
+            None if digest is None else _check_type(int, digest),
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise PeerUnreachable(f"the peer's notification cannot be read: {error}") from error
@@ -53,11 +53,13 @@ def _logprobs_of(encoded: Any) -> TokenLogprobs | None:
     if encoded is None:
         return None
     token_id, logprob, rank, top = encoded
-    pairs = tuple((_typed(int, token), _typed(float, value)) for token, value in top)
-    return TokenLogprobs(_typed(int, token_id), _typed(float, logprob), _typed(int, rank), pairs)
+    pairs = tuple((_check_type(int, token), _check_type(float, value)) for token, value in top)
+    return TokenLogprobs(
+        _check_type(int, token_id), _check_type(float, logprob), _check_type(int, rank), pairs
+    )
 
 
-def _typed(kind: type[T], value: Any) -> T:
+def _check_type(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value

@@ -1,9 +1,8 @@
-"""A transport inside one process whose wire is in the hands of a test.
+"""In-process transport for tests, which decide when, and whether, each block of a write lands.
 
-Blocks of a write land one by one when the test says so, or never, or long after everyone has
-forgotten them. It follows the physics of the real ones: P's end reads its source until the
-write has ended or the end is closed; what left P lands wherever it was sent for as long as D's
-end is open (or, where P reaches in by itself, for as long as P's end is).
+It models the semantics of the real transports. P's end reads its source until the write has ended
+or the end is closed. Data that has left P lands at its target address as long as D's end is open
+or, with direct access (`is_direct`), as long as P's end is open.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ from kv_transfer.transport import (
 )
 from kv_transfer.types import BlockId
 
-# Called before a block lands with D's channel, the ticket and the block.
+# Called with D's channel, the ticket and the block, before the block lands.
 Witness = Callable[["MemoryChannel", int, BlockId], None]
 
 
 @dataclass(slots=True)
 class Flight:
-    """A write under way."""
+    """A write in flight."""
 
     source: MemoryChannel
     target: MemoryChannel
     write: Write
-    missing: list[int]  # places in the write that have not landed
+    missing: list[int]  # indices into the write's blocks that have not landed
     is_acknowledged: bool = False
-    left_behind: dict[int, bytes] | None = None  # what the network holds once P's end is closed
+    left_behind: dict[int, bytes] | None = None  # data still on the wire after P's end is closed
 
 
 @dataclass(slots=True)
 class Wire:
-    """All channels of a test and what is between them. `is_prompt`: polling delivers."""
+    """All channels of a test, and the writes and notifications in flight between them."""
 
     is_one_sided: bool = True
-    is_direct: bool = False  # P reaches into D's memory: only P's end can stop it
-    is_prompt: bool = False
+    is_direct: bool = False  # P accesses D's memory directly: only closing P's end stops writes
+    is_prompt: bool = False  # polling delivers everything in flight
     witness: Witness | None = None
     flights: list[Flight] = field(default_factory=list)
     notices: list[tuple[MemoryChannel, int, bytes]] = field(default_factory=list)
@@ -64,7 +63,7 @@ class Wire:
         return name
 
     def land(self, flight: Flight, place: int) -> None:
-        """Let one block of a write arrive, wherever that is by now."""
+        """Land one block of a write at its target address, even if that has a new owner."""
         flight.missing.remove(place)
         if not self._can_land(flight):
             return
@@ -74,7 +73,7 @@ class Wire:
         flight.target.put(target, self._bytes_of(flight, place), flight.write.layers)
 
     def acknowledge(self, flight: Flight) -> None:
-        """P learns that the write has ended. Only once all of it has landed."""
+        """Complete a write on P. Raise ValueError unless all of it has landed."""
         if flight.missing:
             raise ValueError("blocks of this write are still missing")
         self.flights.remove(flight)
@@ -82,12 +81,12 @@ class Wire:
         flight.target.complete(flight.write)
 
     def fail(self, flight: Flight, reason: str = "the wire broke") -> None:
-        """P is told that the write failed; what is missing may still land."""
+        """Fail a write on P. Its missing blocks may still land."""
         flight.is_acknowledged = True
         flight.source.tell(WriteFailed(flight.write.write_id, reason))
 
     def lose(self, flight: Flight) -> None:
-        """What is missing of this write never lands, and nobody is told."""
+        """Drop the missing blocks of a write, without an event on either side."""
         self.flights.remove(flight)
 
     def notice(self, channel: MemoryChannel, ticket: int, note: bytes) -> None:
@@ -95,7 +94,7 @@ class Wire:
         channel.tell(Arrived(ticket, note))
 
     def quiet(self, channel: MemoryChannel, ticket: int) -> None:
-        """The cancelled receives of this ticket are gone."""
+        """Remove the cancelled receives of a ticket."""
         self.cancels.remove((channel, ticket))
         channel.posted.pop(ticket, None)
         channel.tell(Quieted(ticket))
@@ -143,7 +142,7 @@ class MemoryTransport:
         return MemoryChannel(self._region, self._wire)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing to release."""
 
 
 class MemoryChannel:
@@ -154,8 +153,8 @@ class MemoryChannel:
         self._peer: MemoryChannel | None = None
         self._events: list[ChannelEvent] = []
         self.is_closed = False
-        self.is_gone = False  # with its whole process, memory and all
-        # Two-sided: by ticket and block, how many bytes have not come.
+        self.is_gone = False  # its process is dead, and its memory with it
+        # Two-sided: number of missing bytes by ticket and block.
         self.posted: dict[int, dict[BlockId, int]] = {}
 
     @property
@@ -203,7 +202,7 @@ class MemoryChannel:
         return events
 
     def close(self) -> None:
-        """Nothing reads the source from now on; what the network took lives on."""
+        """Stop reading the source. Data already on the wire stays in flight."""
         if self.is_closed:
             return
         for flight in self._wire.flights:
@@ -215,14 +214,14 @@ class MemoryChannel:
         self.is_closed = True
         self._events.clear()
 
-    # --- For the wire ----------------------------------------------------------------------
+    # --- Called by the Wire ----------------------------------------------------------------
 
     def tell(self, event: ChannelEvent) -> None:
         if not self.is_closed:
             self._events.append(event)
 
     def complete(self, write: Write) -> None:
-        """Two-sided: D itself knows when all that it posted has come."""
+        """Two-sided: count received bytes, and report Arrived when nothing is missing."""
         missing = self.posted.get(write.ticket)
         if missing is None:
             return

@@ -1,6 +1,7 @@
-"""NIXL over UCX: P writes one-sidedly into D's memory. The only module that imports nixl.
+"""NIXL transport over UCX: one-sided writes into D's memory. The only module that imports nixl.
 
-No progress thread: it would burn a core. UCX moves bytes only inside `poll` (and `post`).
+NIXL's progress thread is off because it would occupy a core. UCX makes progress only inside
+`poll` and `post`.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _SEPARATOR = b"\0"
 
 @dataclass(frozen=True, slots=True)
 class NixlConfig:
-    """UCX settings for this transport alone. An UCX_* variable of the environment goes first."""
+    """UCX settings of this transport. UCX_* environment variables take precedence."""
 
-    # What UCX may use, such as "tcp" or "^cma"; empty lets it choose. Between processes of one
-    # machine that is CMA: fast, but blocks fenced because of a stalled P stay so until P says
-    # a word or dies. Without CMA, D frees them by closing its own end.
+    # UCX transports, such as "tcp" or "^cma"; empty lets UCX choose. Between processes on one
+    # machine it chooses CMA: fast, but the fenced blocks of a stalled P stay fenced until P
+    # replies or dies. Without CMA, D releases them by closing its own end.
     tls: str = ""
     net_devices: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
 
@@ -47,12 +48,12 @@ class NixlConfig:
         for name, value in (("tls", self.tls), ("net_devices", self.net_devices)):
             if "," in value:
                 raise InvalidKvSetting(
-                    f"{name}={value}: NIXL takes one item; set UCX_{name.upper()}"
+                    f"{name}={value}: NIXL takes one item; for a list set UCX_{name.upper()}"
                 )
 
 
 class NixlTransport:
-    """Makes a NIXL agent per pair: closing one cuts off one peer and leaves the rest alone."""
+    """Creates one NIXL agent per pair, so that closing it disconnects one peer only."""
 
     name = "nixl"
     is_one_sided = True
@@ -61,21 +62,21 @@ class NixlTransport:
         self._nixl = _import_nixl()
         self._region = region
         self._config = config
-        # The first agent of a process takes half a second; no request shall wait for it.
+        # Warm-up: the first agent of a process takes half a second to create.
         self.open().close()
 
     def open(self) -> NixlChannel:
         try:
             return NixlChannel(self._nixl, self._region, self._config)
         except _errors(self._nixl) as error:
-            raise PeerUnreachable(f"NIXL cannot make an agent: {error!r}") from error
+            raise PeerUnreachable(f"NIXL cannot create an agent: {error!r}") from error
 
     def close(self) -> None:
-        """Every channel has its own agent; nothing is shared."""
+        """Nothing to release: every channel has its own agent."""
 
 
 class NixlChannel:
-    """One agent, one region, at most one peer."""
+    """Channel with its own NIXL agent, for one region and at most one peer."""
 
     def __init__(self, nixl: ModuleType, region: Region, config: NixlConfig) -> None:
         self._nixl = nixl
@@ -101,14 +102,14 @@ class NixlChannel:
         return self._metadata
 
     def connect(self, metadata: bytes, region: Region) -> None:
-        """D never opens a path back to P, so the agent is told of the peer at the first post."""
+        """Store the peer's metadata. P loads it into its agent on first use, D never does."""
         mark, separator, agent_metadata = metadata.partition(_SEPARATOR)
         if not separator:
-            raise PeerUnreachable("the peer did not say how to reach it")
+            raise PeerUnreachable("the peer sent no connection data")
         try:
             self._peer_mark = ProcessMark.from_bytes(mark)
         except ValueError as error:
-            raise PeerUnreachable("the peer does not say which process it is") from error
+            raise PeerUnreachable("the peer's connection data lack its process identity") from error
         self._peer_metadata, self._peer_region = agent_metadata, region
 
     @property
@@ -120,29 +121,34 @@ class NixlChannel:
         mark = self._peer_mark
         return mark is not None and mark.is_near(self._mark) and mark.is_gone()
 
-    def _connected(self) -> _Path:
-        """Describe every block of both sides once; a write then names them by index."""
+    def _connect_agent(self) -> _Path:
+        """Load the peer and prepare the descriptors of all blocks, once.
+
+        Writes refer to the descriptors by index.
+        """
         if self._path is not None:
             return self._path
         if self._peer_region is None:
-            raise PeerUnreachable("the peer is not known yet")
+            raise PeerUnreachable("the peer is not connected yet")
         name = self._agent.loadRemoteMD(self._peer_metadata)
         name = name.decode() if isinstance(name, bytes) else name
         local = self._prepare(self._nixl.NIXL_INIT_AGENT, self._region)
-        self._path = _Path(name, {1: _Lists(local, self._prepare(name, self._peer_region))})
+        self._path = _Path(
+            name, {1: _DescriptorLists(local, self._prepare(name, self._peer_region))}
+        )
         return self._path
 
-    def _lists(self, path: _Path, num_parts: int) -> _Lists:
-        """Of blocks in so many parts; those of layers are made when the first is written."""
-        found = path.lists_by_parts.get(num_parts)
-        if found is None and self._peer_region is not None:
-            found = path.lists_by_parts[num_parts] = _Lists(
+    def _lists(self, path: _Path, num_parts: int) -> _DescriptorLists:
+        """Return the descriptor lists of blocks split into `num_parts`, created on first use."""
+        lists = path.lists_by_parts.get(num_parts)
+        if lists is None and self._peer_region is not None:
+            lists = path.lists_by_parts[num_parts] = _DescriptorLists(
                 self._prepare(self._nixl.NIXL_INIT_AGENT, self._region, num_parts),
                 self._prepare(path.peer, self._peer_region, num_parts),
             )
-        if found is None:
-            raise PeerUnreachable("the peer is not known yet")
-        return found
+        if lists is None:
+            raise PeerUnreachable("the peer is not connected yet")
+        return lists
 
     def _prepare(self, agent_name: str, region: Region, num_parts: int = 1) -> int:
         size, count = region.block_bytes // num_parts, region.num_blocks * num_parts
@@ -152,10 +158,10 @@ class NixlChannel:
         return int(self._agent.prepXferDlist(agent_name, kind, blocks, []))
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
-        """Nothing to post: P needs no help to write."""
+        """No-op: one-sided writes need no posted receive."""
 
     def cancel(self, ticket: int) -> None:
-        """Nothing to take back: P alone knows what is in flight."""
+        """No-op: only P knows which writes are in flight."""
 
     def post(self, write: Write) -> None:
         sources, targets = (
@@ -163,7 +169,7 @@ class NixlChannel:
             _places(write.targets, write.layers),
         )
         try:
-            path = self._connected()
+            path = self._connect_agent()
             lists = self._lists(path, 1 if write.layers is None else write.layers.of)
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_WRITE, lists.local, sources, lists.remote, targets
@@ -176,22 +182,22 @@ class NixlChannel:
     def notify(self, ticket: int, note: bytes) -> None:
         try:
             payload = ticket.to_bytes(_TICKET_BYTES, "big") + note
-            self._agent.genNotif(self._connected().peer, payload)
+            self._agent.genNotif(self._connect_agent().peer, payload)
         except self._errors as error:
             self._failures.append(Severed(f"notify: {error!r}"))
 
     def poll(self) -> list[ChannelEvent]:
         events: list[ChannelEvent] = []
         for write_id, handle in list(self._handle_by_write.items()):
-            if self._has_landed(write_id, handle):
+            if self._end_if_landed(write_id, handle):
                 events.append(Written(write_id))
-        # Also what makes UCX move when no write of ours is in flight.
+        # This call also drives UCX progress when no local write is in flight.
         for payloads in self._agent.getNotifs({}, []).values():
             events += [_arrived(payload) for payload in payloads]
         failures, self._failures = self._failures, []
         return events + failures
 
-    def _has_landed(self, write_id: int, handle: int) -> bool:
+    def _end_if_landed(self, write_id: int, handle: int) -> bool:
         try:
             status = self._agent.getXferStatus(handle)
         except self._errors as error:
@@ -216,10 +222,10 @@ class NixlChannel:
         try:
             self._agent.releaseXferReq(handle)
         except self._errors:
-            return  # still in flight: the end of the agent takes it along
+            return  # still in flight: released when the agent is destroyed
 
     def close(self) -> None:
-        """From here on this process neither writes to the peer nor is written to through UCX."""
+        """Destroy the agent. Afterwards no UCX write of either side begins or lands here."""
         if self._agent is None:
             return
         for handle in self._handle_by_write.values():
@@ -236,15 +242,15 @@ class NixlChannel:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """What the agent knows the peer by."""
+    """The peer's agent name and the prepared descriptors."""
 
     peer: str
-    lists_by_parts: dict[int, _Lists]
+    lists_by_parts: dict[int, _DescriptorLists]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lists:
-    """Every block, or part of one, of both sides, prepared."""
+class _DescriptorLists:
+    """Prepared descriptor lists of all blocks, or block parts, of both sides."""
 
     local: int
     remote: int
@@ -255,7 +261,7 @@ def _arrived(payload: bytes) -> Arrived:
 
 
 def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:
-    """Where the parts of these blocks stand in a prepared list."""
+    """Return the indices of these blocks' parts in a prepared descriptor list."""
     blocks = np.array(block_ids, dtype=np.int32)
     if layers is None:
         return blocks
@@ -264,27 +270,27 @@ def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:
 
 
 def _import_nixl() -> ModuleType:
-    """The bindings alone: the package `nixl` itself loads torch to learn the CUDA version."""
+    """Import the bindings only: the package `nixl` loads torch to find the CUDA version."""
     raises, wheels = logging.raiseExceptions, ["nixl_cu13", "nixl_cu12"]
     version = getattr(sys.modules.get("torch"), "version", None)
     if str(getattr(version, "cuda", None)).startswith("12"):
         wheels.reverse()
     try:
-        found = next(wheel for wheel in wheels if importlib.util.find_spec(wheel) is not None)
-        return importlib.import_module(f"{found}._bindings")
+        wheel = next(wheel for wheel in wheels if importlib.util.find_spec(wheel) is not None)
+        return importlib.import_module(f"{wheel}._bindings")
     except (StopIteration, ImportError, ValueError) as error:
         raise TransportMissing(
             "the nixl transport needs the package nixl: pip install 'nixl>=1.5,<1.6'"
         ) from error
     finally:
-        # Importing it configures logging for the whole process; take that back.
+        # Importing nixl configures logging for the whole process; undo that.
         logging.raiseExceptions = raises
         logging.getLogger("nixl").handlers.clear()
         logging.getLogger("nixl").propagate = True
 
 
 def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
-    """Every error that NIXL itself raises; anything else is a bug of ours."""
+    """Return the exception types that NIXL raises; any other exception is a bug of ours."""
     return tuple(
         value
         for name, value in vars(nixl).items()
@@ -320,13 +326,13 @@ def _device_number(region: Region) -> int:
 
 
 def _direct_transports(region: Region) -> set[str]:
-    """With these P's kernel or GPU writes into D's memory, and D's UCX is not asked."""
+    """Return the transports with which P's kernel or GPU writes to D's memory without D's UCX."""
     modules = {name for name in ("xpmem", "knem") if os.path.exists(f"/dev/{name}")}
     return {"cma"} | modules | ({"cuda_ipc"} if region.device != "cpu" else set())
 
 
 def _allows(tls: str, names: set[str]) -> bool:
-    """Whether a UCX_TLS value lets any of these transports be used."""
+    """Return whether a UCX_TLS value allows any of these transports."""
     listed = set(tls.lstrip("^").split(",")) - {""}
     if tls.startswith("^"):
         return not (names <= listed or listed & {"sm", "shm"})

@@ -1,4 +1,4 @@
-"""What one hand-off cost and how it went, as values for the telemetry room."""
+"""Per-hand-off transfer records (sizes, times, outcome) for telemetry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_transfer.spans import part_of
 from kv_transfer.transport import Write
 from kv_transfer.types import HandoffId, NodeId
 
-MAX_UNTAKEN = 10_000  # the oldest records go first if nobody takes them
+MAX_UNTAKEN = 10_000  # the oldest records are dropped if they are not collected
 
 
 class Role(Enum):
@@ -22,41 +22,41 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """Times are monotonic seconds of the node that wrote the record; None: never came to be."""
+    """One hand-off as seen by one node. Times are its monotonic seconds; None: not reached."""
 
     handoff_id: HandoffId
     role: Role
     transport: str
     began_s: float  # first order of the scheduler
     peer: NodeId | None = None
-    outcome: str = ""  # "done", or what ended it
+    outcome: str = ""  # "done", or the reason why it ended
     num_blocks: int = 0
     num_bytes: int = 0
     num_writes: int = 0
-    num_descriptors: int = 0  # runs of blocks that are neighbours on both sides
+    num_descriptors: int = 0  # runs of blocks that are contiguous on both sides
     first_post_s: float | None = None
     last_written_s: float | None = None
-    computed_s: float | None = None  # prefill had ended
+    computed_s: float | None = None  # end of prefill
     ended_s: float | None = None
-    post_s: float = 0.0  # spent inside the transport's post, on the engine's thread
-    num_bytes_written_early: int = 0  # before prefill had ended
+    post_s: float = 0.0  # time inside the transport's `post`, on the engine thread
+    num_bytes_written_early: int = 0  # written before the end of prefill
 
     @property
     def overlap(self) -> float:
-        """The share of the bytes that had already landed when prefill ended."""
+        """Share of the bytes that were written before prefill ended."""
         return self.num_bytes_written_early / self.num_bytes if self.num_bytes else 0.0
 
     @property
     def gigabytes_per_s(self) -> float | None:
-        """From the first post to the last byte known to be written."""
+        """Throughput from the first post to the last completed write."""
         if self.first_post_s is None or self.last_written_s is None:
             return None
-        took_s = self.last_written_s - self.first_post_s
-        return self.num_bytes / took_s / 1e9 if took_s > 0 else None
+        duration_s = self.last_written_s - self.first_post_s
+        return self.num_bytes / duration_s / 1e9 if duration_s > 0 else None
 
 
 class Ledger:
-    """Writes the records of one worker half."""
+    """Collects the transfer records of one KV worker."""
 
     def __init__(self, transport: str, block_bytes: int, clock: Callable[[], float]) -> None:
         self._transport = transport
@@ -79,7 +79,7 @@ class Ledger:
 
     @contextmanager
     def posting(self, handoff_id: HandoffId, write: Write, peer: NodeId | None) -> Iterator[None]:
-        """Around the transport's post, which may do the whole write at once."""
+        """Time the transport's `post`, which may do the whole write at once, and record it."""
         began_s = self._clock()
         yield
         self._posted(handoff_id, write, peer, began_s)
@@ -135,9 +135,9 @@ class Ledger:
 
 
 def _num_runs(write: Write) -> int:
-    """How many descriptors it takes when neighbours on both sides are merged."""
+    """Return the number of descriptors after merging blocks that are contiguous on both sides."""
     sources, targets = write.sources, write.targets
     if write.layers is not None:
-        return len(sources)  # whole blocks alone can be neighbours
+        return len(sources)  # only whole blocks can be contiguous
     steps = zip(sources, sources[1:], targets, targets[1:], strict=False)
     return bool(sources) + sum((b - a, d - c) != (1, 1) for a, b, c, d in steps)

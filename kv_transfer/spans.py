@@ -1,4 +1,7 @@
-"""Block ids to runs of memory. Pure arithmetic: a transfer costs by the run, not the byte."""
+"""Block ids to contiguous memory runs. Pure.
+
+The cost of a transfer depends on its number of runs, so adjacent blocks are merged.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from kv_transfer.types import BlockId
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of bytes."""
+    """Contiguous run of bytes."""
 
     address: int
     num_bytes: int
@@ -20,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SpanPair:
-    """The same number of bytes here and there."""
+    """Source and target of a contiguous copy."""
 
     source: int
     target: int
@@ -28,7 +31,10 @@ class SpanPair:
 
 
 def spans(region: Region, block_ids: Sequence[BlockId]) -> list[Span]:
-    """The runs that hold these blocks, in order, neighbours merged. Raises on a foreign id."""
+    """Return the runs of these blocks, in order, adjacent blocks merged.
+
+    Raise ValueError for an id outside the region.
+    """
     merged: list[Span] = []
     for block_id in block_ids:
         address = _address(region, block_id)
@@ -42,9 +48,9 @@ def spans(region: Region, block_ids: Sequence[BlockId]) -> list[Span]:
 def pair_spans(
     source: Region, source_ids: Sequence[BlockId], target: Region, target_ids: Sequence[BlockId]
 ) -> list[SpanPair]:
-    """What to copy where; a run goes on for as long as it does on both sides."""
+    """Return the copies to make, merging blocks that are adjacent on both sides."""
     if source.block_bytes != target.block_bytes:
-        raise ValueError(f"blocks of {source.block_bytes} and {target.block_bytes} bytes")
+        raise ValueError(f"block sizes differ: {source.block_bytes} and {target.block_bytes} bytes")
     merged: list[SpanPair] = []
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
         here, there = _address(source, source_id), _address(target, target_id)
@@ -58,7 +64,7 @@ def pair_spans(
 
 
 def part_of(block_bytes: int, layers: LayerRange | None) -> range:
-    """The bytes of a block that hold these layers."""
+    """Return the byte range of these layers inside a block."""
     if layers is None:
         return range(block_bytes)
     layer_bytes = block_bytes // layers.of

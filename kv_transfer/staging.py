@@ -1,7 +1,7 @@
-"""Memory in which small runs of blocks are put together, so that they travel as one message.
+"""Staging buffers that pack small runs of blocks into one message. Independent of transports.
 
-Knows nothing of transports. A slot is lent until it is given back; who can no longer tell whether
-something reads or writes it lets go of it instead, and it is never lent again.
+A slot is lent until it is given back. If a transport may still access a slot when its channel is
+closed, the slot is dropped instead, and never lent again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Slot = npt.NDArray[np.uint8]
 
 
 class Staging:
-    """Slots on huge pages, for which the kernel copies between processes faster (ADR 0020)."""
+    """Pool of slots on huge pages, which make copies between processes faster (ADR 0020)."""
 
     def __init__(self) -> None:
         self._free: list[Slot] = []
-        self.num_bytes = 0  # taken from the machine
+        self.num_bytes = 0  # allocated in total
 
     def lend(self) -> Slot:
         if not self._free:
@@ -43,7 +43,7 @@ class Staging:
 
 
 class BlockRows:
-    """The blocks of a region, or layers of them, as rows of bytes."""
+    """View of a region's blocks, or of their layers, as rows of bytes."""
 
     def __init__(self, region: Region) -> None:
         memory = (ctypes.c_uint8 * region.num_bytes).from_address(region.base)
@@ -51,10 +51,10 @@ class BlockRows:
         self._block_bytes = region.block_bytes
 
     def gather(self, block_ids: Sequence[BlockId], layers: LayerRange, into: Slot) -> None:
-        """These layers of each of these blocks, one after the other."""
+        """Copy these layers of these blocks into a slot, block by block."""
         rows, places = self._rows(layers.of), _places(block_ids, layers)
         out = into.reshape(len(places), rows.shape[1])
-        # Straight into the slot: what it would otherwise build first costs as much as the copy.
+        # `out` avoids a temporary array, which would cost as much as the copy.
         np.take(rows, places, axis=0, out=out, mode="clip")
 
     def scatter(self, block_ids: Sequence[BlockId], layers: LayerRange, out_of: Slot) -> None:

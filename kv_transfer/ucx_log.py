@@ -1,8 +1,8 @@
-"""What UCX itself tells of the transport it chose: the tables that UCX_PROTO_INFO=y makes it write.
+"""Parser of UCX's protocol tables (UCX_PROTO_INFO=y), which name the selected transport. Pure.
 
-NIXL's telemetry does not say it, and its endpoints cannot be asked from outside. UCX writes a table
-when it first chooses for an operation on an endpoint; the last one for writes between processes is
-the one that a hand-off uses. Pure.
+NIXL does not expose the transport of its endpoints. UCX logs a table when it first selects a
+protocol for an operation on an endpoint. A hand-off uses the last table for writes to another
+process.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WRITE = "remote memory write by ucp_put*"
 
 IN_WORDS = {
-    "cma": "the kernel copies straight from the one process's memory to the other's",
-    "xpmem": "the one process writes into the other's mapped memory",
+    "cma": "the kernel copies directly between the memory of the two processes",
+    "xpmem": "one process writes into mapped memory of the other",
     "sysv": "shared memory",
     "posix": "shared memory",
     "tcp": "TCP",
     "rc_mlx5": "RDMA",
     "dc_mlx5": "RDMA",
     "rc_verbs": "RDMA",
-    "cuda_ipc": "from GPU to GPU",
+    "cuda_ipc": "direct copies between GPUs",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """For writes of some size to a process elsewhere."""
+    """Transport that UCX selected for writes of a range of sizes to another process."""
 
     place: str  # intra-node or inter-node
     first_bytes: int
     last_bytes: float
-    how: str  # zero-copy and the like
+    how: str  # such as zero-copy
     transport: str  # such as cma/memory or tcp/eth0
 
     @property
     def in_words(self) -> str:
-        names = {one.partition("/")[0].split()[-1] for one in self.transport.split(" and ")}
+        names = {part.partition("/")[0].split()[-1] for part in self.transport.split(" and ")}
         known = [IN_WORDS[name] for name in sorted(names) if name in IN_WORDS]
         return "; ".join(known)
 
@@ -53,12 +53,15 @@ def environment_for(folder: str) -> dict[str, str]:
 
 
 def chosen_for_writes(log: str, num_bytes: int) -> Chosen | None:
-    """What UCX last chose for a write of this size to another process; None if it told nothing."""
-    found = [one for one in _choices(log) if one.first_bytes <= num_bytes <= one.last_bytes]
-    return found[-1] if found else None
+    """Return UCX's last choice for writes of this size to another process; None if not logged."""
+    choices = _parse_choices(log)
+    matching = [
+        choice for choice in choices if choice.first_bytes <= num_bytes <= choice.last_bytes
+    ]
+    return matching[-1] if matching else None
 
 
-def _choices(log: str) -> list[Chosen]:
+def _parse_choices(log: str) -> list[Chosen]:
     choices: list[Chosen] = []
     place, is_write = "", False
     for line in log.splitlines():
@@ -73,19 +76,19 @@ def _choices(log: str) -> list[Chosen]:
             elif not cells[0].startswith("+"):
                 is_write = cells[0].startswith(WRITE)
         elif len(cells) == 3 and is_write and place != "self":
-            choices += _choice(place, *cells)
+            choices += _parse_row(place, *cells)
     return choices
 
 
-def _choice(place: str, sizes: str, how: str, transport: str) -> list[Chosen]:
+def _parse_row(place: str, sizes: str, how: str, transport: str) -> list[Chosen]:
     match = RANGE.fullmatch(sizes)
     if match is None:
-        return []  # the heading
+        return []  # the table's header
     last = match["last"] or match["first"]
-    last_bytes = float("inf") if last == "inf" else float(_bytes(last))
-    return [Chosen(place, _bytes(match["first"]), last_bytes, how, transport)]
+    last_bytes = float("inf") if last == "inf" else float(_parse_size(last))
+    return [Chosen(place, _parse_size(match["first"]), last_bytes, how, transport)]
 
 
-def _bytes(written: str) -> int:
-    unit = written[-1] if written[-1] in UNITS else ""
-    return int(written.removesuffix(unit)) * UNITS[unit]
+def _parse_size(text: str) -> int:
+    unit = text[-1] if text[-1] in UNITS else ""
+    return int(text.removesuffix(unit)) * UNITS[unit]

@@ -1,4 +1,4 @@
-"""The few things that we ask of ucxx. The only module that imports it."""
+"""Thin wrapper of the ucxx calls in use. The only module that imports ucxx."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Ucxx:
         self._any = self.module.UCXXTag(0), self.module.UCXXTagMask(0)
 
     def send(self, endpoint: Any, what: Span | Slot, tag: int) -> Any:
-        """The request; what is sent must stay as it is until that is completed."""
+        """Start a send and return its request. The buffer must not change until it completes."""
         return endpoint.tag_send(self._array(what), self.module.UCXXTag(tag))
 
     def probe(self, worker: Any) -> Any | None:
-        """The next message that has come, which has to be received from now on."""
+        """Return the next incoming message, if any. It must then be received."""
         message = worker.tag_probe(*self._any, True)
         return message if message.matched else None
 
@@ -31,7 +31,7 @@ class Ucxx:
         return worker.tag_recv_with_handle(self._array(into), message)
 
     def failure_of(self, request: Any) -> str | None:
-        """Of one that is completed."""
+        """Return the error of a completed request; None if it succeeded."""
         try:
             request.check_error()
         except self.error as error:
@@ -55,6 +55,6 @@ def _import_ucxx() -> tuple[ModuleType, Any]:
             "the ucxx transport needs the package ucxx: pip install 'ucxx-cu12==0.52.*'"
         ) from error
     if not was_set:
-        # ucxx sets it for the whole process on import, where UCX without CUDA warns of it.
+        # Importing ucxx sets this for the whole process, and UCX without CUDA warns about it.
         os.environ.pop("UCX_MEMTYPE_CACHE", None)
     return ucxx, Array

@@ -1,10 +1,10 @@
-"""D's side of a UCXX channel: what may come, and where it goes.
+"""D's side of a UCXX channel: receives messages into granted blocks.
 
-No receive is posted ahead of time, for UCXX cannot take a single one back. When a message has
-come and its ticket still holds, a run is received into its blocks and a parcel into a slot, whose
-parts are copied into the blocks if the ticket holds then, too. Everything else goes into a bin.
-So nothing lands that D has not just agreed to, and a cancel ends with the runs that are being
-filled at that moment.
+No receive is posted in advance, because UCXX cannot cancel a single one. When a message arrives
+and its ticket is valid, a run is received into its blocks, and a parcel into a slot. The parcel is
+copied into the blocks if the ticket is still valid then. Any other message is received into a
+buffer that is discarded. So data only lands with D's current consent, and a cancel completes as
+soon as the runs being received at that moment have ended.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kv_transfer.types import BlockId
 from kv_transfer.ucxx_library import Ucxx
 from kv_transfer.ucxx_messages import HEADER_BYTES, Label, NotAParcel, opened, target_of
 
-# Under way at a time. An end that closes has to finish those that fetch by CMA, half a MiB a
-# look; all else waits with P.
+# Concurrent receives. Closing a channel must finish those that fetch by CMA, at 512 KiB per
+# progress call. All further messages wait on P.
 MAX_RECEIVES = 32
 MAX_SLOTS = 4
 
@@ -32,23 +32,23 @@ MAX_SLOTS = 4
 class _Receive:
     request: Any
     num_bytes: int
-    first: int = 0  # of a run: place of its first block
-    slot: Slot | None = None  # of a parcel
-    bin: Slot | None = None  # to be kept for as long as it is filled
+    first: int = 0  # runs: index of the first block in the grant
+    slot: Slot | None = None  # parcels
+    discard_buffer: Slot | None = None  # keeps the buffer alive while UCX writes to it
 
 
 @dataclass(slots=True)
 class _Expected:
-    """A ticket of D: what has not come, and the receives that are being filled."""
+    """A valid or cancelled ticket of D: its missing bytes and its active receives."""
 
     block_ids: tuple[BlockId, ...]
-    num_missing_bytes: list[int]  # of each block
-    num_whole: int = 0  # of the blocks, from the first on
+    num_missing_bytes: list[int]  # per block
+    num_whole: int = 0  # leading blocks that are complete
     filling: list[_Receive] = field(default_factory=list)
     is_cancelled: bool = False
 
     def count(self, first: int, num_blocks: int, num_bytes: int) -> None:
-        """So many bytes of each of these blocks are in their place."""
+        """Record `num_bytes` received bytes for each of these blocks."""
         for place in range(first, first + num_blocks):
             self.num_missing_bytes[place] -= num_bytes
         missing = self.num_missing_bytes
@@ -66,7 +66,7 @@ class Receives:
         self._rows = rows
         self._staging = staging
         self._expected: dict[int, _Expected] = {}
-        self._binned: list[_Receive] = []
+        self._discarded: list[_Receive] = []
         self._num_slots = 0
         self._events: list[ChannelEvent] = []
 
@@ -77,38 +77,38 @@ class Receives:
     def cancel(self, ticket: int) -> None:
         expected = self._expected.get(ticket)
         if expected is None:
-            self._events.append(Quieted(ticket))  # all of it had come
+            self._events.append(Quieted(ticket))  # everything had been received
             return
         expected.is_cancelled = True
-        # What is on its way into a slot gets no further than that.
-        self._binned += [one for one in expected.filling if one.slot is not None]
-        expected.filling = [one for one in expected.filling if one.slot is None]
+        # Parcels stay in their slots: they are not copied into the blocks.
+        self._discarded += [receive for receive in expected.filling if receive.slot is not None]
+        expected.filling = [receive for receive in expected.filling if receive.slot is None]
         self._end_if_over(ticket)
 
     @property
     def is_filling(self) -> bool:
-        return any(True for _ in self._all())
+        return any(True for _ in self._all_receives())
 
     def take_messages(self) -> int:
-        """How many have come for which there was room."""
-        room = MAX_RECEIVES - sum(1 for _ in self._all())
+        """Start receiving incoming messages, within the limits. Return their number."""
+        room = MAX_RECEIVES - sum(1 for _ in self._all_receives())
         for num_taken in range(room):
             message = self._ucxx.probe(self._worker) if self._num_slots < MAX_SLOTS else None
             if message is None:
                 return num_taken
-            self._take(message)
+            self._receive_message(message)
         return room
 
     def look(self) -> int:
-        """How many receives have ended."""
+        """Process completed receives. Return their number."""
         num_ended = 0
-        for binned in [one for one in self._binned if one.request.completed]:
+        for receive in [discarded for discarded in self._discarded if discarded.request.completed]:
             num_ended += 1
-            self._binned.remove(binned)
-            self._give_back(binned)
+            self._discarded.remove(receive)
+            self._give_back(receive)
         for ticket, expected in list(self._expected.items()):
             num_whole = expected.num_whole
-            for receive in [one for one in expected.filling if one.request.completed]:
+            for receive in [active for active in expected.filling if active.request.completed]:
                 num_ended += 1
                 expected.filling.remove(receive)
                 self._end(receive, expected)
@@ -122,30 +122,30 @@ class Receives:
         return events
 
     def under_way(self) -> Iterator[Any]:
-        yield from (receive.request for receive in self._all())
+        yield from (receive.request for receive in self._all_receives())
 
     def close(self) -> None:
-        """Slots that may still be filled are let go of, and lent to nobody."""
+        """Drop all receives. Slots that may still be written to are not returned to the pool."""
         self._expected.clear()
-        self._binned.clear()
+        self._discarded.clear()
         self._worker = None
 
-    def _all(self) -> Iterator[_Receive]:
-        yield from self._binned
+    def _all_receives(self) -> Iterator[_Receive]:
+        yield from self._discarded
         for expected in self._expected.values():
             yield from expected.filling
 
-    def _take(self, message: Any) -> None:
+    def _receive_message(self, message: Any) -> None:
         label = Label.from_tag(message.sender_tag.value, self._region)
         expected = self._expected.get(label.ticket)
         if expected is None or expected.is_cancelled:
-            self._bin(message)
+            self._discard(message)
         elif label.is_parcel:
-            self._take_parcel(message, expected)
+            self._receive_parcel(message, expected)
         else:
-            self._take_run(message, expected, label)
+            self._receive_run(message, expected, label)
 
-    def _take_parcel(self, message: Any, expected: _Expected) -> None:
+    def _receive_parcel(self, message: Any, expected: _Expected) -> None:
         if not HEADER_BYTES < message.length <= SLOT_BYTES:
             self._refuse(message)
             return
@@ -154,7 +154,7 @@ class Receives:
         request = self._ucxx.receive(self._worker, message, slot[: message.length])
         expected.filling.append(_Receive(request, message.length - HEADER_BYTES, slot=slot))
 
-    def _take_run(self, message: Any, expected: _Expected, label: Label) -> None:
+    def _receive_run(self, message: Any, expected: _Expected, label: Label) -> None:
         target = target_of(label, message.length, expected.block_ids, self._region)
         if target is None:
             self._refuse(message)
@@ -164,13 +164,13 @@ class Receives:
         expected.filling.append(_Receive(request, target.num_bytes, first))
 
     def _refuse(self, message: Any) -> None:
-        self._bin(message)
-        self._events.append(Severed(f"a message of {message.length} bytes does not fit"))
+        self._discard(message)
+        self._events.append(Severed(f"a message of {message.length} bytes does not fit its grant"))
 
-    def _bin(self, message: Any) -> None:
-        memory = np.empty(max(1, message.length), dtype=np.uint8)
-        request = self._ucxx.receive(self._worker, message, memory)
-        self._binned.append(_Receive(request, 0, bin=memory))
+    def _discard(self, message: Any) -> None:
+        buffer = np.empty(max(1, message.length), dtype=np.uint8)
+        request = self._ucxx.receive(self._worker, message, buffer)
+        self._discarded.append(_Receive(request, 0, discard_buffer=buffer))
 
     def _end(self, receive: _Receive, expected: _Expected) -> None:
         failure = self._ucxx.failure_of(receive.request)
@@ -184,7 +184,7 @@ class Receives:
             self._events.append(Severed(f"receive: {failure}"))
 
     def _unpack(self, slot: Slot, num_bytes: int, expected: _Expected) -> str | None:
-        """Into the blocks of a ticket that holds; what is wrong with it otherwise."""
+        """Copy a parcel into the blocks of its ticket. Return the error if it is malformed."""
         header = slot[:HEADER_BYTES].tobytes()
         try:
             places, layers = opened(

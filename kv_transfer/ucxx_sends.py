@@ -1,4 +1,4 @@
-"""P's side of a UCXX channel: the messages of its writes, and when each write has ended."""
+"""P's side of a UCXX channel: sends the messages of each write and reports its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kv_transfer.transport import ChannelEvent, Write, WriteFailed, Written
 from kv_transfer.ucxx_library import Ucxx
 from kv_transfer.ucxx_messages import HEADER_BYTES, Label, Parcel, Run, header_of, messages_of
 
-# Of one channel, so that a peer that takes nothing holds no more. What a layer of a large chunk
-# comes to goes into them: more is sent only once P is back from its next layer.
+# Per channel, so that a stalled peer cannot occupy more. Enough for a layer of a large chunk: no
+# slot is reused before P polls again, after its next layer.
 MAX_SLOTS = 16
 
 
@@ -30,7 +30,7 @@ class _Send:
 @dataclass(slots=True)
 class _Write:
     ticket: int
-    waiting: deque[Run | Parcel]  # parcels wait for a slot
+    waiting: deque[Run | Parcel]  # not sent yet: a parcel needs a free slot
     under_way: list[_Send] = field(default_factory=list)
     failure: str | None = None
 
@@ -51,19 +51,19 @@ class Sends:
 
     def post(self, write: Write) -> None:
         waiting: deque[Run | Parcel] = deque()
-        self._writes[write.write_id] = begun = _Write(write.ticket, waiting)
+        self._writes[write.write_id] = new = _Write(write.ticket, waiting)
         if self._peer_region is None:
-            begun.failure = "the peer is not known yet"
+            new.failure = "the peer is not connected yet"
             return
         waiting += messages_of(write, self._region, self._peer_region)
-        self._begin(begun, self._peer_region)
+        self._send_waiting(new, self._peer_region)
 
     def look(self) -> Iterator[ChannelEvent]:
-        """What ended. The slots of what has been taken carry what still waits."""
+        """Yield the events of ended writes, and send waiting parcels as slots become free."""
         for write_id, write in list(self._writes.items()):
             self._end_sends(write)
             if self._peer_region is not None:
-                self._begin(write, self._peer_region)
+                self._send_waiting(write, self._peer_region)
             if write.waiting or write.under_way:
                 continue
             del self._writes[write_id]
@@ -77,11 +77,11 @@ class Sends:
             yield from (send.request for send in write.under_way)
 
     def close(self) -> None:
-        """The slots of what may still be read are let go of, and lent to nobody."""
+        """Drop all sends. Slots that may still be read are not returned to the pool."""
         self._writes.clear()
         self._endpoint = None
 
-    def _begin(self, write: _Write, peer_region: Region) -> None:
+    def _send_waiting(self, write: _Write, peer_region: Region) -> None:
         while write.waiting:
             if isinstance(write.waiting[0], Parcel) and self._num_slots == MAX_SLOTS:
                 return
@@ -106,16 +106,16 @@ class Sends:
         return _Send(self._ucxx.send(self._endpoint, slot[:num_bytes], tag), slot)
 
     def _end_sends(self, write: _Write) -> None:
-        still = []
+        unfinished = []
         for send in write.under_way:
             if not send.request.completed:
-                still.append(send)
+                unfinished.append(send)
                 continue
             failure = self._ucxx.failure_of(send.request)
             write.failure = write.failure or failure
             if send.slot is not None:
                 self._num_slots -= 1
                 self._staging.give_back(send.slot)
-        write.under_way = still
+        write.under_way = unfinished
         if write.failure is not None:
             write.waiting.clear()

@@ -1,7 +1,7 @@
-"""UCXX, two-sided: P sends tagged messages, D receives them.
+"""UCXX transport, two-sided: P sends tagged messages, D receives them.
 
-Bytes move by rendezvous only: P says that it has them, and D fetches them out of P's memory (CMA)
-or asks P to send them (TCP). The one thing that arrives unasked is a message of one packet.
+Messages use UCX's rendezvous protocol: P announces a message, then D reads it from P's memory
+(CMA) or requests it (TCP). Only messages of a single packet arrive without a request.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from kv_transfer.ucxx_receives import Receives
 from kv_transfer.ucxx_sends import Sends
 
 _RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
-# Without these D would not be asked, or would be left with half a message when P goes away.
+# Excluded: protocols that send without D's request, or leave half a message if P disconnects.
 _PROTOCOLS = "^egr/multi/*,rndv/put/*,rndv/send/*"
 _TCP_PACKET = "256k"
-_MAX_ROUNDS = 64  # of receives in one poll
-_MAX_IDLE_ROUNDS = 8  # in which none begins or ends: CMA fetches half a MiB in each
-_NUM_LAST_LOOKS = 2000
+_MAX_ROUNDS = 64  # progress calls per poll
+_MAX_IDLE_ROUNDS = 8  # without a receive that begins or ends; CMA fetches 512 KiB in each
+_MAX_CLOSE_ROUNDS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class UcxxConfig:
-    """UCX settings of this transport alone. An UCX_* variable of the environment goes first."""
+    """UCX settings of this transport. UCX_* environment variables take precedence."""
 
     tls: str = ""  # such as "tcp" or "tcp,sm,self"; empty lets UCX choose
     net_devices: str = ""  # such as "lo" or "eth0"
-    # From this size on a message waits with P until D asks for it. A larger message than a packet
-    # of the transport does so at any rate.
+    # Minimum message size for rendezvous. Messages larger than a packet always use rendezvous.
     rendezvous_threshold_bytes: int = 8192
 
     def for_ucx(self) -> dict[str, str]:
@@ -46,20 +45,21 @@ class UcxxConfig:
             "NET_DEVICES": self.net_devices,
             "RNDV_THRESH": str(self.rendezvous_threshold_bytes),
             "PROTOS": _PROTOCOLS,
-            # Of what D asks P to send, in one packet: with UCX's own 8 and 64 KiB a third slower.
+            # Packet size of the data that D requests; UCX's 8 and 64 KiB are a third slower.
             "TCP_TX_SEG_SIZE": _TCP_PACKET,
             "TCP_RX_SEG_SIZE": _TCP_PACKET,
         }
         if not _is_set("RCACHE_ENABLE"):
-            # Lets UCX fetch by CMA where a peer's end must be told. What it promises, that no one
-            # reads P's memory once P has closed, CMA cannot keep: D may read on, in vain, until
-            # it is told. Without the cache UCX 1.21 crashes as it ends a fetch (UCX PR 11714).
+            # Enables CMA fetches on endpoints with error handling. These should guarantee that
+            # nobody reads P's memory after P has closed. CMA cannot: D may continue to read
+            # unused data until it is notified. Without the registration cache, UCX 1.21 crashes at
+            # the end of a fetch (UCX PR 11714).
             wanted |= {"RCACHE_ENABLE": "y", "CMA_MEMORY_INVALIDATE": "y"}
         return {name: value for name, value in wanted.items() if value and not _is_set(name)}
 
 
 class UcxxTransport:
-    """One UCX context; a worker per pair."""
+    """One UCX context, with one worker per pair."""
 
     name = "ucxx"
     is_one_sided = False
@@ -67,7 +67,7 @@ class UcxxTransport:
     def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
         if region.device != "cpu":
             raise InvalidKvSetting(
-                f"the ucxx transport moves CPU memory, not {region.device}: use nixl"
+                f"the ucxx transport supports CPU memory only, not {region.device}; use nixl"
             )
         self._ucxx = ucxx = Ucxx()
         self._region = region
@@ -82,11 +82,11 @@ class UcxxTransport:
             worker = self._ucxx.module.UCXWorker(self._context)
             return UcxxChannel(self._ucxx, worker, self._region, self._staging)
         except self._ucxx.error as error:
-            raise PeerUnreachable(f"UCX cannot make a worker: {error!r}") from error
+            raise PeerUnreachable(f"UCX cannot create a worker: {error!r}") from error
 
     @property
     def ways(self) -> list[str]:
-        """What UCX has here, by transport and device: tcp/eth0, cma/memory."""
+        """UCX resources on this machine, as transport/device: tcp/eth0, cma/memory."""
         return list(dict.fromkeys(_RESOURCE.findall(self._context.info)))
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class UcxxTransport:
 
 
 class UcxxChannel:
-    """One worker, at most one peer."""
+    """Channel with its own UCX worker and at most one peer."""
 
     def __init__(self, ucxx: Ucxx, worker: Any, region: Region, staging: Staging) -> None:
         self._ucxx = ucxx
@@ -110,16 +110,16 @@ class UcxxChannel:
         return self._metadata
 
     def connect(self, metadata: bytes, region: Region) -> None:
-        """D sends nothing, but an endpoint is what can be closed by force."""
+        """Create the endpoint. D sends nothing, but needs an endpoint to force the path closed."""
         if not metadata:
-            raise PeerUnreachable("the peer did not say how to reach it")
+            raise PeerUnreachable("the peer sent no connection data")
         try:
             address = self._ucxx.module.UCXAddress.create_from_buffer(metadata)
             self._endpoint = self._ucxx.module.UCXEndpoint.create_from_worker_address(
                 self._worker, address, endpoint_error_handling=True
             )
         except self._ucxx.error as error:
-            raise PeerUnreachable(f"UCX has no way to the peer: {error!r}") from error
+            raise PeerUnreachable(f"UCX cannot reach the peer: {error!r}") from error
         self._sends.connect(self._endpoint, region)
 
     @property
@@ -127,7 +127,7 @@ class UcxxChannel:
         return True
 
     def is_peer_gone(self) -> bool:
-        return False  # nobody needs to know: closing is enough
+        return False  # not needed: `close` stops all writes
 
     def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
         self._receives.expect(ticket, block_ids)
@@ -139,7 +139,7 @@ class UcxxChannel:
         self._sends.post(write)
 
     def notify(self, ticket: int, note: bytes) -> None:
-        """D counts what comes and needs no notice."""
+        """No-op: D counts the received bytes itself."""
 
     def poll(self) -> list[ChannelEvent]:
         num_idle = 0
@@ -152,16 +152,16 @@ class UcxxChannel:
         return [*self._receives.take_events(), *self._sends.look()]
 
     def close(self) -> None:
-        """By force, and before the worker goes.
+        """Force the endpoint closed before the worker is destroyed.
 
-        UCXX takes what has come from a worker that it destroys, and waits for the rest of it
-        without end. Once the path to the peer is closed there is no rest to wait for.
+        When UCXX destroys a worker, it receives pending messages and waits for their rest
+        indefinitely. Once the endpoint is closed, there is nothing left to wait for.
         """
         if self._worker is None:
             return
         if self._endpoint is not None:
             self._endpoint.close_blocking(period=0, max_attempts=1)
-        for _ in range(_NUM_LAST_LOOKS):
+        for _ in range(_MAX_CLOSE_ROUNDS):
             self._worker.progress_once()
             if all(request.completed for request in self._under_way()):
                 break
@@ -170,7 +170,7 @@ class UcxxChannel:
         self._endpoint = self._worker = None
 
     def _under_way(self) -> Iterator[Any]:
-        """Requests that hold on to the worker, and the worker to them, until they have ended."""
+        """Yield all requests. Until they complete, they and the worker reference each other."""
         yield from self._sends.under_way()
         yield from self._receives.under_way()
 

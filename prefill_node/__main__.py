@@ -1,4 +1,4 @@
-"""A prefill node: computes prompts and pushes their KV to decode nodes. The whole graph."""
+"""Prefill node: computes prompts and pushes their KV to decode nodes. Wires all objects."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from telemetry.tracer import Tracer, tracing
 
 
 def main(options: NodeOptions, around: Around = NOTHING_AROUND) -> None:
-    """Serves until SIGTERM or a Drain call. Raises named errors for what cannot work."""
-    check_port(options.host, options.port)  # before a model is loaded
+    """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
+    check_port(options.host, options.port)  # before the model is loaded
     pin(options.cpus)
-    # Here requests end with their first token: there is nothing to speculate on.
+    # No speculation: requests end with their first token.
     with load_runner(replace(options.runner, speculation=None)) as runner:
         identity = identify(options, NodeRole.PREFILL, runner)
         with tracing(options.telemetry, process_of(NodeRole.PREFILL, identity)) as tracer:
@@ -106,7 +106,7 @@ async def serve(
     )
     process = process_of(NodeRole.PREFILL, identity)
     metrics = node_metrics(options, process, traced, engine, scheduler, worker)
-    # From the inside out at the end: the last words on the links need links and server still.
+    # On exit, the worker stops before links and server, which carry its last messages.
     with Grace(options.drain_timeout_s) as grace:
         async with serving(options.host, options.port, services, tls=options.tls) as server, links:
             with worker, compiler, engine, calls, metrics:

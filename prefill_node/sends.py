@@ -1,4 +1,4 @@
-"""Lets a call wait for the end of its hand-off's last write."""
+"""Registry of pending sends: a call waits for the last KV write of its hand-off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kv_transfer.types import HandoffId
 
 
 class Sends:
-    """`give_up` is told of each hand-off whose call ended before its last write did."""
+    """Pending sends. `give_up` is called for a hand-off whose call ends before its last write."""
 
     def __init__(self, give_up: Callable[[HandoffId], None]) -> None:
         self._give_up = give_up
@@ -28,7 +28,7 @@ class Sends:
                 self._give_up(handoff_id)
 
     def ended(self, handoff_id: HandoffId) -> None:
-        """Called on the engine's thread."""
+        """Mark a send as ended. Called on the engine thread."""
         self._loop.call_soon_threadsafe(self._set, handoff_id)
 
     def _set(self, handoff_id: HandoffId) -> None:

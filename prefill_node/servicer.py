@@ -1,4 +1,4 @@
-"""The prefill node's door for the router: messages to values and back, nothing else."""
+"""gRPC servicer of the prefill node: converts between messages and engine values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
     async def _prefill(
         self, order: node_pb2.PrefillOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        """The first token; the end is that of the last write."""
+        """Yield the first token. The call ends after the last KV write."""
         spec = prefill_spec(order, CLIENT_ID, time.monotonic())
         handoff_id = handoff_from(order.handoff_id)
         with (
@@ -65,9 +65,9 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
 
 
 def _summary(spec: RequestSpec, output: Output) -> node_pb2.PrefillSummary | None:
-    """Sent with the last output, which is the only one with the engine's account."""
+    """Return the summary of the last output, the only one with the engine's statistics."""
     if output.served is None:
         return None
-    # The cache may also hold tokens of an answer that continues here.
+    # After a migration, cached tokens may extend past the prompt into the answer so far.
     num_cached = min(output.served.num_cached_tokens, len(spec.prompt_token_ids))
     return node_pb2.PrefillSummary(prompt_tokens_cached=num_cached)
