@@ -121,7 +121,7 @@ class NixlChannel:
         mark = self._peer_mark
         return mark is not None and mark.is_near(self._mark) and mark.is_gone()
 
-    def _connect_agent(self) -> _Path:
+    def _ensure_connected(self) -> _Path:
         """Load the peer and prepare the descriptors of all blocks, once.
 
         Writes refer to the descriptors by index.
@@ -169,7 +169,7 @@ class NixlChannel:
             _places(write.targets, write.layers),
         )
         try:
-            path = self._connect_agent()
+            path = self._ensure_connected()
             lists = self._lists(path, 1 if write.layers is None else write.layers.of)
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_WRITE, lists.local, sources, lists.remote, targets
@@ -182,7 +182,7 @@ class NixlChannel:
     def notify(self, ticket: int, note: bytes) -> None:
         try:
             payload = ticket.to_bytes(_TICKET_BYTES, "big") + note
-            self._agent.genNotif(self._connect_agent().peer, payload)
+            self._agent.genNotif(self._ensure_connected().peer, payload)
         except self._errors as error:
             self._failures.append(Severed(f"notify: {error!r}"))
 

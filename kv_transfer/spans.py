@@ -50,7 +50,9 @@ def pair_spans(
 ) -> list[SpanPair]:
     """Return the copies to make, merging blocks that are adjacent on both sides."""
     if source.block_bytes != target.block_bytes:
-        raise ValueError(f"block sizes differ: {source.block_bytes} and {target.block_bytes} bytes")
+        raise ValueError(
+            f"sizes differ: blocks of {source.block_bytes} and {target.block_bytes} bytes"
+        )
     merged: list[SpanPair] = []
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
         here, there = _address(source, source_id), _address(target, target_id)

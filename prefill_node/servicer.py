@@ -68,6 +68,6 @@ def _summary(spec: RequestSpec, output: Output) -> node_pb2.PrefillSummary | Non
     """Return the summary of the last output, the only one with the engine's statistics."""
     if output.served is None:
         return None
-    # After a migration, cached tokens may extend past the prompt into the answer so far.
+    # If an answer is continued, cached tokens can extend past the prompt.
     num_cached = min(output.served.num_cached_tokens, len(spec.prompt_token_ids))
     return node_pb2.PrefillSummary(prompt_tokens_cached=num_cached)
