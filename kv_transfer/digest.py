@@ -62,12 +62,12 @@ class Digests:
     def add_landed(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
         self._add(self._landed, handoff_id, block_ids)
 
-    def of_sent(self, handoff_id: HandoffId) -> int | None:
+    def take_sent_digest(self, handoff_id: HandoffId) -> int | None:
         """Return the digest for Done; None if verification is off or no block was sent."""
         digest = self._sent.pop(handoff_id, None)
         return digest.value() if digest is not None else None
 
-    def is_good(self, handoff_id: HandoffId, rest: Sequence[BlockId], expected: int) -> bool:
+    def matches(self, handoff_id: HandoffId, rest: Sequence[BlockId], expected: int) -> bool:
         """Return whether the landed blocks, completed by `rest`, match P's digest."""
         if not self._is_on:
             return True

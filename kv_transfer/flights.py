@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kv_transfer.link import LinkId
-from kv_transfer.outgoing import Flight, Outgoing
+from kv_transfer.outgoing import OutgoingHandoff, WriteInFlight
 from kv_transfer.types import HandoffId
 
 
@@ -22,7 +22,7 @@ class Flights:
     def room_bytes(self, link_id: LinkId) -> int:
         return self.max_bytes - self._bytes_by_link.get(link_id, 0)
 
-    def begin(self, outgoing: Outgoing, link_id: LinkId, flight: Flight) -> int:
+    def begin(self, outgoing: OutgoingHandoff, link_id: LinkId, flight: WriteInFlight) -> int:
         """Register a write and return its id."""
         self._num_begun += 1
         outgoing.in_flight[self._num_begun] = flight
@@ -35,11 +35,11 @@ class Flights:
         """Return the hand-off of a write; None if it is unknown or has ended."""
         return self._handoff_by_write.get(write_id)
 
-    def end(self, outgoing: Outgoing, link_id: LinkId, write_id: int) -> None:
+    def end(self, outgoing: OutgoingHandoff, link_id: LinkId, write_id: int) -> None:
         del self._handoff_by_write[write_id]
         self._bytes_by_link[link_id] -= outgoing.in_flight.pop(write_id).num_bytes
 
-    def end_all(self, outgoing: Outgoing) -> None:
+    def end_all(self, outgoing: OutgoingHandoff) -> None:
         """End all writes of a send whose link is cut."""
         for write_id in outgoing.in_flight:
             del self._handoff_by_write[write_id]

@@ -26,7 +26,7 @@ _TRANSITIONS = {
 
 
 @dataclass(slots=True)
-class Incoming:
+class IncomingHandoff:
     """State of one receive. Only the Receiver modifies it."""
 
     order: Receive

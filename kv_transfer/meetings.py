@@ -22,13 +22,13 @@ class Meetings:
         self._redialled_s = float("-inf")
         self.num_dropped = 0
 
-    def hear_hello(self, link_id: LinkId, hello: Hello, now: float) -> None:
+    def handle_hello(self, link_id: LinkId, hello: Hello, now: float) -> None:
         pair = self._pairs.get(link_id)
         try:
             if pair is None:
                 self._accept(link_id, hello, now)
             elif pair.peer is None:
-                self._welcome(link_id, hello, now)
+                self._complete_dial(link_id, hello, now)
             else:
                 self.num_dropped += 1
         except PeerUnreachable as error:
@@ -36,7 +36,7 @@ class Meetings:
                 self._pairs.refuse(link_id, str(error))
             self.cut(link_id, str(error), now)
 
-    def hear_closed(self, link_id: LinkId, closed: Closed, now: float) -> None:
+    def handle_closed(self, link_id: LinkId, closed: Closed, now: float) -> None:
         self.cut(link_id, f"closed by the peer: {closed.reason}", now)
         self._end_fences_of(link_id)
 
@@ -54,9 +54,9 @@ class Meetings:
 
     def tick(self, now: float, silence_s: float) -> None:
         """Cut links without a Hello, release the blocks of dead peers, and redial cut peers."""
-        for pair in self._pairs.unanswered_since(now - silence_s):
-            self.cut(pair.link_id, "the prefill node did not answer our Hello", now)
-        for cut in self._pairs.all_cut():
+        for pair in self._pairs.list_unanswered(now - silence_s):
+            self.cut(pair.link_id, "the prefill node did not reply to Hello", now)
+        for cut in self._pairs.list_cut():
             if cut.channel.is_peer_gone():
                 self._end_fences_of(cut.link_id)
         if self._pairs.has_cut and now >= self._redialled_s + self._redial_s:
@@ -64,16 +64,16 @@ class Meetings:
             self._redial(now)
 
     def _accept(self, link_id: LinkId, hello: Hello, now: float) -> None:
-        for older in self._pairs.accepted_from(hello.node_id):
+        for older in self._pairs.list_accepted_from(hello.node_id):
             self.cut(older.link_id, f"{hello.node_id} has dialled again", now)
         self._pairs.accept(link_id, hello, now)
         self._sender.link_up(link_id)
 
-    def _welcome(self, link_id: LinkId, hello: Hello, now: float) -> None:
+    def _complete_dial(self, link_id: LinkId, hello: Hello, now: float) -> None:
         # P cut its older ends before it replied, or it is a new process.
-        for older in self._pairs.cut_from(hello.node_id):
+        for older in self._pairs.list_cut_from(hello.node_id):
             self._end_fences_of(older.link_id)
-        self._pairs.welcome(link_id, hello)
+        self._pairs.complete_dial(link_id, hello)
         self._receiver.link_up(link_id, now)
 
     def _end_fences_of(self, link_id: LinkId) -> None:
@@ -83,8 +83,8 @@ class Meetings:
 
     def _redial(self, now: float) -> None:
         """Dial all cut peers. Their blocks stay fenced until they reply or die."""
-        for cut in self._pairs.all_cut():
+        for cut in self._pairs.list_cut():
             try:
-                self._pairs.dialled(cut.address, now)
+                self._pairs.get_or_dial(cut.address, now)
             except PeerUnreachable:
                 return  # the local transport cannot open a channel; the next tick tries again

@@ -26,7 +26,7 @@ _TRANSITIONS = {
 
 
 @dataclass(slots=True)
-class Outgoing:
+class OutgoingHandoff:
     """State of one send. Only the Sender modifies it."""
 
     handoff_id: HandoffId
@@ -44,7 +44,7 @@ class Outgoing:
     coming: tuple[BlockId, ...] = ()  # blocks after `blocks` that the current pass computes
     num_layers_ended: int = 0  # layers of `coming` that are computed
     sliced: Sliced | None = None
-    in_flight: dict[int, Flight] = field(default_factory=dict)  # by write id
+    in_flight: dict[int, WriteInFlight] = field(default_factory=dict)  # by write id
     reported: tuple[int, bool] | None = None  # last sent to D: `num_written`, `complete` is set
     must_answer_revoke: bool = False
     why_ended: str = ""
@@ -61,7 +61,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class WriteInFlight:
     posted_s: float
     num_bytes: int
     first: int  # index of its first block in the grant

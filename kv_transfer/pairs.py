@@ -29,7 +29,7 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Pair:
+class PeerPair:
     link_id: LinkId
     channel: Channel
     last_message_s: float  # time of the peer's last message, or of dialling
@@ -63,15 +63,15 @@ class Pairs:
         self._region = region
         self._transport = transport
         self._link = link
-        self._pairs: dict[LinkId, Pair] = {}
+        self._pairs: dict[LinkId, PeerPair] = {}
         self._link_by_address: dict[str, LinkId] = {}
         self._cut: dict[LinkId, CutPair] = {}
         self.num_cut = 0
 
-    def get(self, link_id: LinkId) -> Pair | None:
+    def get(self, link_id: LinkId) -> PeerPair | None:
         return self._pairs.get(link_id)
 
-    def __iter__(self) -> Iterator[Pair]:
+    def __iter__(self) -> Iterator[PeerPair]:
         return iter(list(self._pairs.values()))
 
     @property
@@ -79,7 +79,7 @@ class Pairs:
         """Return whether blocks are fenced because a cut peer may still write."""
         return bool(self._cut)
 
-    def dialled(self, address: str, now: float) -> LinkId:
+    def get_or_dial(self, address: str, now: float) -> LinkId:
         """Return the link to this peer, dialling it if needed. Raise PeerUnreachable."""
         existing = self._link_by_address.get(address)
         if existing is not None:
@@ -91,12 +91,12 @@ class Pairs:
             )
         channel = self._transport.open()
         link_id = self._link.dial(address)
-        self._pairs[link_id] = Pair(link_id, channel, now, address)
+        self._pairs[link_id] = PeerPair(link_id, channel, now, address)
         self._link_by_address[address] = link_id
         self._link.send(link_id, self._hello(channel.metadata))
         return link_id
 
-    def welcome(self, link_id: LinkId, theirs: Hello) -> Pair:
+    def complete_dial(self, link_id: LinkId, theirs: Hello) -> PeerPair:
         """Handle the peer's reply to our Hello. Raise PeerUnreachable if incompatible."""
         pair = self._pairs[link_id]
         self._check_compatible(theirs)
@@ -104,11 +104,11 @@ class Pairs:
         pair.peer = theirs
         return pair
 
-    def accept(self, link_id: LinkId, theirs: Hello, now: float) -> Pair:
+    def accept(self, link_id: LinkId, theirs: Hello, now: float) -> PeerPair:
         """Connect the data path to a peer that dialled us, and reply. Raise PeerUnreachable.
 
         The reply confirms that all older pairs with this peer are cut, so the caller must cut
-        those (`accepted_from`) first.
+        those (`list_accepted_from`) first.
         """
         try:
             self._check_compatible(theirs)
@@ -118,7 +118,7 @@ class Pairs:
             # The peer finds the mismatch itself by comparing our Hello.
             self._link.send(link_id, self._hello(b""))
             raise
-        pair = Pair(link_id, channel, now, peer=theirs)
+        pair = PeerPair(link_id, channel, now, peer=theirs)
         self._pairs[link_id] = pair
         self._link.send(link_id, self._hello(channel.metadata))
         return pair
@@ -128,7 +128,7 @@ class Pairs:
         self._link.send(link_id, Closed(reason))
         self._link.close(link_id)
 
-    def cut(self, link_id: LinkId, reason: str) -> Pair | None:
+    def cut(self, link_id: LinkId, reason: str) -> PeerPair | None:
         """Destroy the local end, then send Closed. The link is not used again."""
         pair = self._pairs.pop(link_id, None)
         if pair is None:
@@ -143,23 +143,21 @@ class Pairs:
                 self._cut[link_id] = CutPair(link_id, pair.address, pair.peer.node_id, pair.channel)
         return pair
 
-    def accepted_from(self, node_id: NodeId) -> list[Pair]:
+    def list_accepted_from(self, node_id: NodeId) -> list[PeerPair]:
         return [
             pair
             for pair in self
             if not pair.is_dialled and pair.peer is not None and pair.peer.node_id == node_id
         ]
 
-    def unanswered_since(self, last_message_s: float) -> list[Pair]:
-        """Return the pairs without a Hello whose peer has sent nothing since `last_message_s`."""
-        return [
-            pair for pair in self if pair.peer is None and pair.last_message_s <= last_message_s
-        ]
+    def list_unanswered(self, since_s: float) -> list[PeerPair]:
+        """Return the pairs without a Hello whose peer has sent nothing since `since_s`."""
+        return [pair for pair in self if pair.peer is None and pair.last_message_s <= since_s]
 
-    def cut_from(self, node_id: NodeId) -> list[CutPair]:
+    def list_cut_from(self, node_id: NodeId) -> list[CutPair]:
         return [pair for pair in self._cut.values() if pair.node_id == node_id]
 
-    def all_cut(self) -> list[CutPair]:
+    def list_cut(self) -> list[CutPair]:
         return list(self._cut.values())
 
     def forget_cut(self, link_id: LinkId) -> None:

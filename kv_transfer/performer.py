@@ -22,9 +22,9 @@ from kv_transfer.link import Link
 from kv_transfer.meetings import Meetings
 from kv_transfer.messages import Done, Writing
 from kv_transfer.pace import Pace
-from kv_transfer.pairs import Pair, Pairs
+from kv_transfer.pairs import Pairs, PeerPair
 from kv_transfer.receiver import Receiver
-from kv_transfer.records import Ledger
+from kv_transfer.records import TransferLedger
 from kv_transfer.sender import Sender
 
 
@@ -37,7 +37,7 @@ class Performer:
         meetings: Meetings,
         link: Link,
         digests: Digests,
-        ledger: Ledger,
+        ledger: TransferLedger,
         pace: Pace,
         *,
         is_one_sided: bool,
@@ -63,7 +63,7 @@ class Performer:
 
     def _perform(self, action: ReceiverAction | SenderAction, now: float) -> None:
         if isinstance(action, CheckDigest):
-            is_good = self._digests.is_good(action.handoff_id, action.block_ids, action.digest)
+            is_good = self._digests.matches(action.handoff_id, action.block_ids, action.digest)
             self._receiver.checked(action.handoff_id, is_good=is_good)
         elif isinstance(action, DigestEarly):
             self._digests.add_landed(action.handoff_id, action.block_ids)
@@ -92,16 +92,16 @@ class Performer:
             case Announce():
                 self._announce(pair, action, now)
 
-    def _post(self, pair: Pair, post: Post, now: float) -> None:
+    def _post(self, pair: PeerPair, post: Post, now: float) -> None:
         self._pace.burst(now)
         peer = pair.peer.node_id if pair.peer is not None else None
         with self._ledger.posting(post.handoff_id, post.write, peer):
             pair.channel.post(post.write)
 
-    def _announce(self, pair: Pair, announce: Announce, now: float) -> None:
-        """Send Done. One-sided, it follows the data, and a Writing on the link wakes D."""
+    def _announce(self, pair: PeerPair, announce: Announce, now: float) -> None:
+        """Send Done. On a one-sided transport it follows the data, and a Writing wakes D."""
         complete = announce.complete
-        digest = self._digests.of_sent(complete.handoff_id)
+        digest = self._digests.take_sent_digest(complete.handoff_id)
         done = Done(complete.handoff_id, complete.num_tokens, complete.first_token, digest)
         self._pace.linger(now)
         if self._is_one_sided:

@@ -1,6 +1,6 @@
 """Splits a send into writes: computed blocks, or computed layers of the blocks of a running pass.
 
-Pure arithmetic over an Outgoing and its grant. The Sender posts the result.
+Pure arithmetic over an OutgoingHandoff and its grant. The Sender posts the result.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.messages import Grant
-from kv_transfer.outgoing import Outgoing, Sliced
+from kv_transfer.outgoing import OutgoingHandoff, Sliced
 from kv_transfer.spans import part_of
 from kv_transfer.transport import LayerRange
 from kv_transfer.types import BlockId
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WritePart:
     """Consecutive blocks of a grant, or the same layers of each of them."""
 
     places: range  # indices in the grant
@@ -24,25 +24,29 @@ class Piece:
     completed: tuple[BlockId, ...]  # source blocks that are now posted completely
 
 
-class Pieces:
+class WriteSplitter:
     def __init__(self, block_bytes: int, num_layers: int, max_write_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._num_layers = num_layers
         self._max_write_bytes = max(block_bytes, max_write_bytes)
 
-    def take_next(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
-        """Return the next piece and mark it as posted; None if nothing can be posted now."""
+    def take_next(
+        self, outgoing: OutgoingHandoff, grant: Grant, room_bytes: int
+    ) -> WritePart | None:
+        """Return the next part and mark it as posted; None if nothing can be posted now."""
         room_bytes = min(room_bytes, self._max_write_bytes)
         return self._take_blocks(outgoing, grant, room_bytes) or self._take_layers(
             outgoing, grant, room_bytes
         )
 
-    def num_ready(self, outgoing: Outgoing, grant: Grant) -> int:
+    def num_ready(self, outgoing: OutgoingHandoff, grant: Grant) -> int:
         """Return how many leading blocks of the grant are computed."""
         computed = outgoing.first_block + len(outgoing.blocks) - grant.first_block
         return min(computed, len(grant.block_ids)) if outgoing.blocks else 0
 
-    def _take_blocks(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
+    def _take_blocks(
+        self, outgoing: OutgoingHandoff, grant: Grant, room_bytes: int
+    ) -> WritePart | None:
         """Take computed blocks, or the layers of them that are not posted yet."""
         first, end = outgoing.num_posted, self.num_ready(outgoing, grant)
         layers, sliced = None, outgoing.sliced
@@ -59,9 +63,11 @@ class Pieces:
             outgoing.sliced = None
         start = grant.first_block - outgoing.first_block
         completed = tuple(outgoing.blocks[start + first : start + end])
-        return Piece(range(first, end), layers, (end - first) * part_bytes, completed)
+        return WritePart(range(first, end), layers, (end - first) * part_bytes, completed)
 
-    def _take_layers(self, outgoing: Outgoing, grant: Grant, room_bytes: int) -> Piece | None:
+    def _take_layers(
+        self, outgoing: OutgoingHandoff, grant: Grant, room_bytes: int
+    ) -> WritePart | None:
         """Take computed layers of the blocks of the current pass, after all earlier blocks."""
         start = outgoing.first_block + len(outgoing.blocks) - grant.first_block
         first = max(start, 0)
@@ -75,4 +81,4 @@ class Pieces:
             return None
         outgoing.sliced = Sliced(first, end, end_layer)
         layers = LayerRange(posted, end_layer, self._num_layers)
-        return Piece(range(first, end), layers, (end_layer - posted) * layer_bytes, ())
+        return WritePart(range(first, end), layers, (end_layer - posted) * layer_bytes, ())

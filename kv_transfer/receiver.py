@@ -27,7 +27,7 @@ from kv_transfer.actions import (
     Say,
 )
 from kv_transfer.config import ReceiverConfig
-from kv_transfer.incoming import Incoming, IncomingState
+from kv_transfer.incoming import IncomingHandoff, IncomingState
 from kv_transfer.link import LinkId
 from kv_transfer.messages import (
     Done,
@@ -64,7 +64,7 @@ class Receiver:
     ) -> None:
         self._config = config
         self._is_one_sided = is_one_sided
-        self._incoming: dict[HandoffId, Incoming] = {}
+        self._incoming: dict[HandoffId, IncomingHandoff] = {}
         self._links: dict[LinkId, _SenderLink] = {}
         self._handoff_by_ticket: dict[int, HandoffId] = {}
         self._num_tickets = 0
@@ -84,7 +84,7 @@ class Receiver:
         if not link.handoff_ids:
             link.waiting_since_s = now
         link.handoff_ids[order.handoff_id] = None
-        incoming = Incoming(order, link_id, began_s=now)
+        incoming = IncomingHandoff(order, link_id, began_s=now)
         self._incoming[order.handoff_id] = incoming
         if link.is_up:
             self._grant(incoming)
@@ -134,7 +134,7 @@ class Receiver:
         self._handle_handoff_message(incoming, message, now)
 
     def _handle_handoff_message(
-        self, incoming: Incoming, message: Done | Failed | Revoked | Writing, now: float
+        self, incoming: IncomingHandoff, message: Done | Failed | Revoked | Writing, now: float
     ) -> None:
         is_granted = incoming.state is IncomingState.GRANTED
         if isinstance(message, Writing):
@@ -149,13 +149,13 @@ class Receiver:
         else:
             self.num_dropped += 1
 
-    def _handle_writing(self, incoming: Incoming, writing: Writing) -> None:
+    def _handle_writing(self, incoming: IncomingHandoff, writing: Writing) -> None:
         incoming.is_writing = True
         # Two-sided, P only knows what it has sent; the transport reports what has landed.
         if self._is_one_sided:
             self._digest_early(incoming, writing.num_written)
 
-    def _digest_early(self, incoming: Incoming, num_written: int) -> None:
+    def _digest_early(self, incoming: IncomingHandoff, num_written: int) -> None:
         landed = incoming.order.block_ids[incoming.num_written : num_written]
         if landed and incoming.state is IncomingState.GRANTED:
             incoming.num_written += len(landed)
@@ -226,7 +226,9 @@ class Receiver:
         elif is_good:
             self._land(incoming)
         else:
-            self._report_failed(incoming, "digest mismatch: the bytes are not those that were sent")
+            self._report_failed(
+                incoming, "digest mismatch: the received bytes differ from those sent"
+            )
             self._release(incoming)
 
     # --- Time ----------------------------------------------------------------------------
@@ -253,12 +255,12 @@ class Receiver:
                 times += [self._deadline_s(incoming) for incoming in self._incoming_on(link)]
         return min(times, default=None)
 
-    def _deadline_s(self, incoming: Incoming) -> float:
+    def _deadline_s(self, incoming: IncomingHandoff) -> float:
         if incoming.state is IncomingState.FENCED:
             return incoming.fenced_s + self._config.fence_age_s
         return self._give_up_s(incoming)
 
-    def _give_up_s(self, incoming: Incoming) -> float:
+    def _give_up_s(self, incoming: IncomingHandoff) -> float:
         return incoming.began_s + self._config.give_up_s
 
     def _silence_deadline_s(self, link: _SenderLink) -> float:
@@ -279,13 +281,13 @@ class Receiver:
 
     def _break_reason(self, link: _SenderLink, now: float) -> str | None:
         if now >= self._silence_deadline_s(link):
-            return f"the prefill node said nothing for {self._config.silence_s:g} s"
+            return f"the prefill node sent nothing for {self._config.silence_s:g} s"
         age_s = self._config.fence_age_s
         if not link.is_up and now >= link.waiting_since_s + age_s:
-            return f"the prefill node lives and did not answer our Hello in {age_s:g} s"
+            return f"the prefill node is alive but did not reply to Hello within {age_s:g} s"
         for incoming in self._incoming_on(link):
             if incoming.state is IncomingState.FENCED and now >= self._deadline_s(incoming):
-                return f"{incoming.order.handoff_id} was revoked {age_s:g} s ago, unanswered"
+                return f"no reply to the revoke of {incoming.order.handoff_id} in {age_s:g} s"
         return None
 
     # --- Output for the KV worker --------------------------------------------------------
@@ -299,7 +301,7 @@ class Receiver:
         self._landed, self._failed, self._released = [], [], []
         return KvReports(landed, lost, released)
 
-    def incoming(self) -> Iterator[Incoming]:
+    def incoming(self) -> Iterator[IncomingHandoff]:
         """Iterate over the receives that have not ended."""
         return iter(self._incoming.values())
 
@@ -317,7 +319,7 @@ class Receiver:
 
     # --- Transitions -----------------------------------------------------------------------
 
-    def _grant(self, incoming: Incoming) -> None:
+    def _grant(self, incoming: IncomingHandoff) -> None:
         self._num_tickets += 1
         incoming.ticket = self._num_tickets
         incoming.move(IncomingState.GRANTED)
@@ -335,7 +337,7 @@ class Receiver:
             ),
         )
 
-    def _land_if_complete(self, incoming: Incoming) -> None:
+    def _land_if_complete(self, incoming: IncomingHandoff) -> None:
         if incoming.done is None or not incoming.has_arrived:
             return
         if incoming.done.digest is None:
@@ -345,18 +347,18 @@ class Receiver:
         rest = order.block_ids[incoming.num_written :]
         self._actions.append(CheckDigest(order.handoff_id, rest, incoming.done.digest))
 
-    def _land(self, incoming: Incoming) -> None:
+    def _land(self, incoming: IncomingHandoff) -> None:
         done = incoming.done
         if done is None:
-            raise RuntimeError(f"{incoming.order.handoff_id} cannot land: P is not done")
+            raise RuntimeError(f"{incoming.order.handoff_id} cannot land: no Done from P")
         self._end(incoming)
         self._landed.append(Landed(done.handoff_id, done.num_tokens, done.first_token))
 
-    def _fail(self, incoming: Incoming, reason: str, now: float) -> None:
+    def _fail(self, incoming: IncomingHandoff, reason: str, now: float) -> None:
         self._report_failed(incoming, reason)
         self._fence(incoming, now)
 
-    def _fence(self, incoming: Incoming, now: float) -> None:
+    def _fence(self, incoming: IncomingHandoff, now: float) -> None:
         incoming.move(IncomingState.FENCED)
         incoming.fenced_s = now
         self._actions.append(CancelExpected(incoming.link_id, incoming.ticket))
@@ -364,14 +366,14 @@ class Receiver:
             incoming.link_id, RevokeGrant(incoming.order.handoff_id, incoming.ticket)
         )
 
-    def _report_failed(self, incoming: Incoming, reason: str) -> None:
+    def _report_failed(self, incoming: IncomingHandoff, reason: str) -> None:
         self._failed.append(Lost(incoming.order.handoff_id, reason))
 
-    def _release(self, incoming: Incoming) -> None:
+    def _release(self, incoming: IncomingHandoff) -> None:
         self._end(incoming)
         self._released.append(incoming.order.handoff_id)
 
-    def _end(self, incoming: Incoming) -> None:
+    def _end(self, incoming: IncomingHandoff) -> None:
         incoming.move(IncomingState.ENDED)
         del self._incoming[incoming.order.handoff_id]
         self._links[incoming.link_id].handoff_ids.pop(incoming.order.handoff_id)
@@ -388,10 +390,10 @@ class Receiver:
         link = _SenderLink(waiting_since_s=now, renew_s=now + self._config.renew_every_s)
         return self._links.setdefault(link_id, link)
 
-    def _incoming_on(self, link: _SenderLink) -> list[Incoming]:
+    def _incoming_on(self, link: _SenderLink) -> list[IncomingHandoff]:
         return [self._incoming[handoff_id] for handoff_id in link.handoff_ids]
 
-    def _find_by_ticket(self, link_id: LinkId, ticket: int) -> Incoming | None:
+    def _find_by_ticket(self, link_id: LinkId, ticket: int) -> IncomingHandoff | None:
         handoff_id = self._handoff_by_ticket.get(ticket)
         incoming = self._incoming[handoff_id] if handoff_id is not None else None
         return incoming if incoming is not None and incoming.link_id == link_id else None

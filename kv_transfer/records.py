@@ -55,7 +55,7 @@ class TransferRecord:
         return self.num_bytes / duration_s / 1e9 if duration_s > 0 else None
 
 
-class Ledger:
+class TransferLedger:
     """Collects the transfer records of one KV worker."""
 
     def __init__(self, transport: str, block_bytes: int, clock: Callable[[], float]) -> None:

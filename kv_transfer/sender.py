@@ -30,8 +30,8 @@ from kv_transfer.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.outgoing import Flight, Outgoing, OutgoingState
-from kv_transfer.pieces import Piece, Pieces
+from kv_transfer.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
+from kv_transfer.pieces import WritePart, WriteSplitter
 from kv_transfer.transport import Write
 from kv_transfer.types import Complete, HandoffId, Send, SendLayers, Withdraw
 
@@ -48,8 +48,8 @@ class Sender:
     def __init__(self, block_bytes: int, config: SenderConfig, num_layers: int = 1) -> None:
         self._config = config
         self._flights = Flights(max(block_bytes, config.max_in_flight_bytes))
-        self._pieces = Pieces(block_bytes, num_layers, config.max_write_bytes)
-        self._outgoing: dict[HandoffId, Outgoing] = {}
+        self._splitter = WriteSplitter(block_bytes, num_layers, config.max_write_bytes)
+        self._outgoing: dict[HandoffId, OutgoingHandoff] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._links: dict[LinkId, _ReceiverLink] = {}
         self._actions: list[SenderAction] = []
@@ -62,7 +62,7 @@ class Sender:
         """Queue computed blocks for sending. They follow those of the earlier orders."""
         outgoing = self._get_for_blocks(order)
         if order.block_ids[: len(outgoing.coming)] != outgoing.coming:
-            raise ValueError(f"{order.handoff_id}: these are not the blocks that were to come")
+            raise ValueError(f"{order.handoff_id}: blocks differ from those of SendLayers")
         outgoing.coming = ()
         outgoing.blocks += order.block_ids
         self._push(outgoing, now)
@@ -189,14 +189,14 @@ class Sender:
         times = [self._deadline_s(outgoing) for outgoing in self._outgoing.values()]
         return min((time for time in times if time != float("inf")), default=None)
 
-    def _deadline_s(self, outgoing: Outgoing) -> float:
+    def _deadline_s(self, outgoing: OutgoingHandoff) -> float:
         if outgoing.state is OutgoingState.PUSHING:
             return outgoing.lease_until_s
         if outgoing.state is OutgoingState.HELD and outgoing.held_until_s is not None:
             return outgoing.held_until_s
         return float("inf")
 
-    def _is_stuck(self, outgoing: Outgoing, now: float) -> bool:
+    def _is_stuck(self, outgoing: OutgoingHandoff, now: float) -> bool:
         limit_s = self._config.write_timeout_s
         return any(now >= flight.posted_s + limit_s for flight in outgoing.in_flight.values())
 
@@ -211,7 +211,7 @@ class Sender:
         finished, self._finished = tuple(self._finished), []
         return finished
 
-    def outgoing(self) -> Iterator[Outgoing]:
+    def outgoing(self) -> Iterator[OutgoingHandoff]:
         """Iterate over the sends that have not ended."""
         return iter(self._outgoing.values())
 
@@ -235,7 +235,7 @@ class Sender:
             self._send_message(link_id, Failed(grant.handoff_id, self._ended[grant.handoff_id]))
             return
         if outgoing is None:
-            outgoing = self._outgoing[grant.handoff_id] = Outgoing(grant.handoff_id)
+            outgoing = self._outgoing[grant.handoff_id] = OutgoingHandoff(grant.handoff_id)
         if outgoing.state is not OutgoingState.HELD:
             reason = outgoing.why_ended or "granted twice"
             self._send_message(link_id, Failed(grant.handoff_id, reason))
@@ -267,7 +267,7 @@ class Sender:
 
     # --- Transitions -----------------------------------------------------------------------
 
-    def _push(self, outgoing: Outgoing, now: float) -> None:
+    def _push(self, outgoing: OutgoingHandoff, now: float) -> None:
         """Post computed and granted blocks while the lease and the in-flight limit allow it."""
         grant, link_id = outgoing.grant, outgoing.link_id
         if outgoing.state is not OutgoingState.PUSHING or grant is None or link_id is None:
@@ -281,24 +281,24 @@ class Sender:
             return
         while True:
             room_bytes = self._flights.room_bytes(link_id)
-            piece = self._pieces.take_next(outgoing, grant, room_bytes)
-            if piece is None:
+            part = self._splitter.take_next(outgoing, grant, room_bytes)
+            if part is None:
                 return
-            self._post(outgoing, link_id, grant, piece, now)
+            self._post(outgoing, link_id, grant, part, now)
 
     def _post(
-        self, outgoing: Outgoing, link_id: LinkId, grant: Grant, piece: Piece, now: float
+        self, outgoing: OutgoingHandoff, link_id: LinkId, grant: Grant, part: WritePart, now: float
     ) -> None:
-        if piece.num_bytes:
-            flight = Flight(now, piece.num_bytes, piece.places.start)
+        if part.num_bytes:
+            flight = WriteInFlight(now, part.num_bytes, part.places.start)
             write_id = self._flights.begin(outgoing, link_id, flight)
-            write = _make_write(write_id, outgoing, grant, piece)
+            write = _make_write(write_id, outgoing, grant, part)
             self._actions.append(Post(link_id, outgoing.handoff_id, write))
-        if piece.completed:
-            add = AddToDigest(link_id, outgoing.handoff_id, piece.completed)
+        if part.completed:
+            add = AddToDigest(link_id, outgoing.handoff_id, part.completed)
             self._actions.append(add)
 
-    def _end_flight(self, link_id: LinkId, write_id: int) -> Outgoing | None:
+    def _end_flight(self, link_id: LinkId, write_id: int) -> OutgoingHandoff | None:
         handoff_id = self._flights.handoff_of(write_id)
         if handoff_id is None:
             return None
@@ -306,7 +306,7 @@ class Sender:
         self._flights.end(outgoing, link_id, write_id)
         return outgoing
 
-    def _fail(self, outgoing: Outgoing, reason: str) -> None:
+    def _fail(self, outgoing: OutgoingHandoff, reason: str) -> None:
         """Stop posting writes of this send and report the failure to D."""
         if outgoing.state is OutgoingState.ENDING:
             return
@@ -315,7 +315,7 @@ class Sender:
         if not outgoing.must_answer_revoke:
             self._send_to_peer(outgoing, Failed(outgoing.handoff_id, reason))
 
-    def _end_if_over(self, outgoing: Outgoing) -> None:
+    def _end_if_over(self, outgoing: OutgoingHandoff) -> None:
         if outgoing.in_flight:
             return
         if outgoing.state is OutgoingState.PUSHING:
@@ -328,12 +328,12 @@ class Sender:
             if outgoing.has_last_word or not outgoing.is_ordered:
                 self._end(outgoing)
 
-    def _announce_if_complete(self, outgoing: Outgoing) -> None:
+    def _announce_if_complete(self, outgoing: OutgoingHandoff) -> None:
         grant, complete, link_id = outgoing.grant, outgoing.complete, outgoing.link_id
         if grant is None or complete is None or link_id is None:
             return
         if outgoing.num_posted < len(grant.block_ids):
-            if self._pieces.num_ready(outgoing, grant) < len(grant.block_ids):
+            if self._splitter.num_ready(outgoing, grant) < len(grant.block_ids):
                 self._fail(outgoing, "fewer blocks were computed than granted")
                 self._end_if_over(outgoing)
             return
@@ -341,7 +341,7 @@ class Sender:
         outgoing.why_ended = "announced"
         self._end(outgoing)
 
-    def _end(self, outgoing: Outgoing) -> None:
+    def _end(self, outgoing: OutgoingHandoff) -> None:
         outgoing.move(OutgoingState.ENDED)
         del self._outgoing[outgoing.handoff_id]
         self._ended[outgoing.handoff_id] = outgoing.why_ended
@@ -352,7 +352,7 @@ class Sender:
 
     # --- Lookups ---------------------------------------------------------------------------
 
-    def _get_for_blocks(self, order: Send | SendLayers) -> Outgoing:
+    def _get_for_blocks(self, order: Send | SendLayers) -> OutgoingHandoff:
         """Return the send that these blocks continue. Raise ValueError if they leave a gap."""
         outgoing = self._get_or_create(order.handoff_id)
         if not outgoing.blocks:
@@ -361,25 +361,25 @@ class Sender:
             raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
         return outgoing
 
-    def _get_or_create(self, handoff_id: HandoffId) -> Outgoing:
+    def _get_or_create(self, handoff_id: HandoffId) -> OutgoingHandoff:
         """Return the send of an order, created if new.
 
         A send that ended before its first order is created as ENDING.
         """
         outgoing = self._outgoing.get(handoff_id)
         if outgoing is None:
-            outgoing = self._outgoing[handoff_id] = Outgoing(handoff_id)
+            outgoing = self._outgoing[handoff_id] = OutgoingHandoff(handoff_id)
             if handoff_id in self._ended:
                 outgoing.move(OutgoingState.ENDING)
                 outgoing.why_ended = self._ended[handoff_id]
         outgoing.is_ordered = True
         return outgoing
 
-    def _find_on_link(self, link_id: LinkId, handoff_id: HandoffId) -> Outgoing | None:
+    def _find_on_link(self, link_id: LinkId, handoff_id: HandoffId) -> OutgoingHandoff | None:
         outgoing = self._outgoing.get(handoff_id)
         return outgoing if outgoing is not None and outgoing.link_id == link_id else None
 
-    def _send_to_peer(self, outgoing: Outgoing, message: LinkMessage) -> None:
+    def _send_to_peer(self, outgoing: OutgoingHandoff, message: LinkMessage) -> None:
         if outgoing.link_id is not None:
             self._send_message(outgoing.link_id, message)
 
@@ -387,9 +387,9 @@ class Sender:
         self._actions.append(Say(link_id, message))
 
 
-def _make_write(write_id: int, outgoing: Outgoing, grant: Grant, piece: Piece) -> Write:
+def _make_write(write_id: int, outgoing: OutgoingHandoff, grant: Grant, part: WritePart) -> Write:
     start = grant.first_block - outgoing.first_block
-    places = slice(piece.places.start, piece.places.stop)
+    places = slice(part.places.start, part.places.stop)
     source_ids = [*outgoing.blocks, *outgoing.coming]
     return Write(
         write_id=write_id,
@@ -397,5 +397,5 @@ def _make_write(write_id: int, outgoing: Outgoing, grant: Grant, piece: Piece) -
         first=places.start,
         sources=tuple(source_ids[start + places.start : start + places.stop]),
         targets=grant.block_ids[places],
-        layers=piece.layers,
+        layers=part.layers,
     )

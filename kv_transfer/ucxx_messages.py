@@ -32,7 +32,7 @@ class NotAParcel(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MessageRun:
     offset: int  # bytes from the start of the grant
     span: Span  # source memory on P
 
@@ -66,7 +66,9 @@ class Label:
         return cls(ticket, (tag & _OFFSET_MASK) * _unit_bytes(region), is_parcel)
 
 
-def messages_of(write: Write, region: Region, peer_region: Region) -> list[Run] | list[Parcel]:
+def split_write(
+    write: Write, region: Region, peer_region: Region
+) -> list[MessageRun] | list[Parcel]:
     runs = list(_runs(write, region, peer_region))
     num_bytes = len(write.sources) * len(part_of(region.block_bytes, write.layers))
     if len(runs) > 1 and num_bytes < len(runs) * PARCELS_BELOW_BYTES:
@@ -81,7 +83,7 @@ def header_of(parcel: Parcel) -> bytes:
     return _HEADER.pack(*fields).ljust(HEADER_BYTES)
 
 
-def opened(
+def parse_parcel_header(
     header: bytes, num_bytes: int, num_granted: int, block_bytes: int
 ) -> tuple[range, LayerRange]:
     """Decode the header of a parcel of `num_bytes` bytes.
@@ -99,7 +101,7 @@ def opened(
     return range(first, first + num_blocks), layers
 
 
-def target_of(
+def find_target(
     label: Label, num_bytes: int, block_ids: Sequence[BlockId], region: Region
 ) -> Span | None:
     """Return the target memory of a run; None if it is not inside contiguous granted blocks."""
@@ -113,25 +115,25 @@ def target_of(
     return Span(runs[0].address + within, num_bytes)
 
 
-def _runs(write: Write, region: Region, peer_region: Region) -> Iterator[Run]:
+def _runs(write: Write, region: Region, peer_region: Region) -> Iterator[MessageRun]:
     block_bytes = region.block_bytes
     offset = write.first * block_bytes
     if write.layers is None:
         for run in pair_spans(region, write.sources, peer_region, write.targets):
-            yield Run(offset, Span(run.source, run.num_bytes))
+            yield MessageRun(offset, Span(run.source, run.num_bytes))
             offset += run.num_bytes
         return
     part = part_of(block_bytes, write.layers)
     for source in write.sources:
         (block,) = spans(region, (source,))
-        yield Run(offset + part.start, Span(block.address + part.start, len(part)))
+        yield MessageRun(offset + part.start, Span(block.address + part.start, len(part)))
         offset += block_bytes
 
 
-def _split(run: Run, max_bytes: int) -> Iterator[Run]:
+def _split(run: MessageRun, max_bytes: int) -> Iterator[MessageRun]:
     for start in range(0, run.span.num_bytes, max_bytes):
         num_bytes = min(max_bytes, run.span.num_bytes - start)
-        yield Run(run.offset + start, Span(run.span.address + start, num_bytes))
+        yield MessageRun(run.offset + start, Span(run.span.address + start, num_bytes))
 
 
 def _parcels(write: Write, region: Region) -> Iterator[Parcel]:

@@ -20,7 +20,13 @@ from kv_transfer.staging import SLOT_BYTES, BlockRows, Slot, Staging
 from kv_transfer.transport import Arrived, ChannelEvent, Landing, Quieted, Severed
 from kv_transfer.types import BlockId
 from kv_transfer.ucxx_library import Ucxx
-from kv_transfer.ucxx_messages import HEADER_BYTES, Label, NotAParcel, opened, target_of
+from kv_transfer.ucxx_messages import (
+    HEADER_BYTES,
+    Label,
+    NotAParcel,
+    find_target,
+    parse_parcel_header,
+)
 
 # Concurrent receives. Closing a channel must finish those that fetch by CMA, at 512 KiB per
 # progress call. All further messages wait on P.
@@ -155,7 +161,7 @@ class Receives:
         expected.filling.append(_Receive(request, message.length - HEADER_BYTES, slot=slot))
 
     def _receive_run(self, message: Any, expected: _Expected, label: Label) -> None:
-        target = target_of(label, message.length, expected.block_ids, self._region)
+        target = find_target(label, message.length, expected.block_ids, self._region)
         if target is None:
             self._refuse(message)
             return
@@ -187,7 +193,7 @@ class Receives:
         """Copy a parcel into the blocks of its ticket. Return the error if it is malformed."""
         header = slot[:HEADER_BYTES].tobytes()
         try:
-            places, layers = opened(
+            places, layers = parse_parcel_header(
                 header, num_bytes, len(expected.block_ids), self._region.block_bytes
             )
         except NotAParcel as error:

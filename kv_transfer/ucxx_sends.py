@@ -14,7 +14,14 @@ from kv_transfer.spans import part_of
 from kv_transfer.staging import BlockRows, Slot, Staging
 from kv_transfer.transport import ChannelEvent, Write, WriteFailed, Written
 from kv_transfer.ucxx_library import Ucxx
-from kv_transfer.ucxx_messages import HEADER_BYTES, Label, Parcel, Run, header_of, messages_of
+from kv_transfer.ucxx_messages import (
+    HEADER_BYTES,
+    Label,
+    MessageRun,
+    Parcel,
+    header_of,
+    split_write,
+)
 
 # Per channel, so that a stalled peer cannot occupy more. Enough for a layer of a large chunk: no
 # slot is reused before P polls again, after its next layer.
@@ -30,7 +37,7 @@ class _Send:
 @dataclass(slots=True)
 class _Write:
     ticket: int
-    waiting: deque[Run | Parcel]  # not sent yet: a parcel needs a free slot
+    waiting: deque[MessageRun | Parcel]  # not sent yet: a parcel needs a free slot
     under_way: list[_Send] = field(default_factory=list)
     failure: str | None = None
 
@@ -50,12 +57,12 @@ class Sends:
         self._endpoint, self._peer_region = endpoint, region
 
     def post(self, write: Write) -> None:
-        waiting: deque[Run | Parcel] = deque()
+        waiting: deque[MessageRun | Parcel] = deque()
         self._writes[write.write_id] = new = _Write(write.ticket, waiting)
         if self._peer_region is None:
             new.failure = "the peer is not connected yet"
             return
-        waiting += messages_of(write, self._region, self._peer_region)
+        waiting += split_write(write, self._region, self._peer_region)
         self._send_waiting(new, self._peer_region)
 
     def look(self) -> Iterator[ChannelEvent]:
@@ -92,8 +99,8 @@ class Sends:
                 write.failure = write.failure or f"post: {error!r}"
                 write.waiting.clear()
 
-    def _send(self, ticket: int, message: Run | Parcel, peer_region: Region) -> _Send:
-        if isinstance(message, Run):
+    def _send(self, ticket: int, message: MessageRun | Parcel, peer_region: Region) -> _Send:
+        if isinstance(message, MessageRun):
             tag = Label(ticket, message.offset).to_tag(peer_region)
             return _Send(self._ucxx.send(self._endpoint, message.span, tag), None)
         part = part_of(self._region.block_bytes, message.layers)

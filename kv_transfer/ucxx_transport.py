@@ -50,10 +50,10 @@ class UcxxConfig:
             "TCP_RX_SEG_SIZE": _TCP_PACKET,
         }
         if not _is_set("RCACHE_ENABLE"):
-            # Enables CMA fetches on endpoints with error handling. These should guarantee that
-            # nobody reads P's memory after P has closed. CMA cannot: D may continue to read
-            # unused data until it is notified. Without the registration cache, UCX 1.21 crashes at
-            # the end of a fetch (UCX PR 11714).
+            # Enables CMA fetches on endpoints with error handling. The option promises that nobody
+            # reads P's memory once P has closed, which CMA cannot guarantee: until D is notified
+            # it may continue to read, and discards the data. Without the registration cache,
+            # UCX 1.21 crashes at the end of a fetch (UCX PR 11714).
             wanted |= {"RCACHE_ENABLE": "y", "CMA_MEMORY_INVALIDATE": "y"}
         return {name: value for name, value in wanted.items() if value and not _is_set(name)}
 

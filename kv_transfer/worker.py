@@ -24,10 +24,10 @@ from kv_transfer.link import Link, LinkId
 from kv_transfer.meetings import Meetings
 from kv_transfer.messages import Closed, Grant, Hello, LinkMessage, Region, Renewed, Writing
 from kv_transfer.pace import Pace
-from kv_transfer.pairs import Identity, Pair, Pairs
+from kv_transfer.pairs import Identity, Pairs, PeerPair
 from kv_transfer.performer import Performer
 from kv_transfer.receiver import Receiver
-from kv_transfer.records import Ledger, Role, TransferRecord
+from kv_transfer.records import Role, TransferLedger, TransferRecord
 from kv_transfer.sender import Sender
 from kv_transfer.transport import (
     Arrived,
@@ -79,7 +79,7 @@ class KvTransferWorker:
         self._sender = Sender(region.block_bytes, config.sender, num_layers)
         self._has_whole_layers = region.block_bytes % num_layers == 0
         self._meetings = Meetings(self._pairs, self._receiver, self._sender, config.redial_s)
-        self._ledger = Ledger(transport.name, region.block_bytes, clock)
+        self._ledger = TransferLedger(transport.name, region.block_bytes, clock)
         self._digests = Digests(region, is_on=config.verify, read_blocks=read_blocks)
         self._inbox = Inbox(link, config, clock)
         self._pace = Pace(config, self._receiver, self._sender)
@@ -201,7 +201,7 @@ class KvTransferWorker:
     def connect(self, address: str, now: float) -> None:
         """Connect to the P at `address` ahead of the first hand-off, which reports any error."""
         with suppress(PeerUnreachable):
-            self._pairs.dialled(address, now)
+            self._pairs.get_or_dial(address, now)
 
     # --- Observability ---------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class KvTransferWorker:
     def _receive(self, receive: Receive, now: float) -> None:
         self._ledger.begin(receive.handoff_id, Role.RECEIVED, len(receive.block_ids))
         try:
-            link_id = self._pairs.dialled(receive.source.address, now)
+            link_id = self._pairs.get_or_dial(receive.source.address, now)
         except PeerUnreachable as error:
             self._failed_at_once.append(Lost(receive.handoff_id, str(error)))
             self._ledger.end(receive.handoff_id, str(error))
@@ -263,9 +263,9 @@ class KvTransferWorker:
             if isinstance(message, str):
                 self._meetings.cut(link_id, f"link lost: {message}", now)
             elif isinstance(message, Hello):
-                self._meetings.hear_hello(link_id, message, now)
+                self._meetings.handle_hello(link_id, message, now)
             elif isinstance(message, Closed):
-                self._meetings.hear_closed(link_id, message, now)
+                self._meetings.handle_closed(link_id, message, now)
             else:
                 self._handle_message(link_id, message, now)
             self._execute_actions(now)
@@ -289,7 +289,7 @@ class KvTransferWorker:
 
     # --- Events of the data path -----------------------------------------------------------
 
-    def _handle_event(self, pair: Pair, event: ChannelEvent, now: float) -> None:
+    def _handle_event(self, pair: PeerPair, event: ChannelEvent, now: float) -> None:
         match event:
             case Written(write_id):
                 self._ledger.written(write_id)
@@ -305,7 +305,7 @@ class KvTransferWorker:
             case Severed(reason):
                 self._meetings.cut(pair.link_id, reason, now)
 
-    def _handle_arrival(self, pair: Pair, ticket: int, note: bytes, now: float) -> None:
+    def _handle_arrival(self, pair: PeerPair, ticket: int, note: bytes, now: float) -> None:
         try:
             done = done_of(note) if note else None
         except PeerUnreachable as error:

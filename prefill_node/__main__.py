@@ -12,7 +12,7 @@ from engine.loop import Compiler, EngineLoop
 from engine.runner.load import load_runner
 from engine.runner.runner import TorchRunner
 from kv_transfer.pairs import Identity
-from prefill_node.sends import Sends
+from prefill_node.sends import PendingSends
 from prefill_node.servicer import PrefillServicer
 from serving.drain import until_drained
 from serving.engine_calls import EngineCalls
@@ -74,7 +74,7 @@ async def serve(
     engine = EngineLoop(core, name=identity.node_id, compiler=compiler)
     runner.hook = BetweenLayers(worker, engine.beat)
     links.attach(worker, engine.post)
-    sends = Sends(
+    sends = PendingSends(
         lambda handoff_id: engine.post(
             lambda: scheduler.give_up_sending(handoff_id, "the call was cancelled")
         )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from kv_transfer.types import HandoffId
 
 
-class Sends:
+class PendingSends:
     """Pending sends. `give_up` is called for a hand-off whose call ends before its last write."""
 
     def __init__(self, give_up: Callable[[HandoffId], None]) -> None:

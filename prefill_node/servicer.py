@@ -11,7 +11,7 @@ from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import FinishReason, Output, RequestSpec
-from prefill_node.sends import Sends
+from prefill_node.sends import PendingSends
 from serving.call_streams import CallContext, serve_calls
 from serving.engine_calls import CLIENT_ID
 from serving.node_state import NodeState
@@ -25,7 +25,9 @@ HAS_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENG
 
 
 class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, state: NodeState, sends: Sends, tracing: NodeTracing = NO_TRACING) -> None:
+    def __init__(
+        self, state: NodeState, sends: PendingSends, tracing: NodeTracing = NO_TRACING
+    ) -> None:
         self._state = state
         self._sends = sends
         self._tracing = tracing

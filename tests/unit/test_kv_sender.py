@@ -411,7 +411,7 @@ def test_a_layer_in_flight_holds_its_source_when_the_pass_came_to_nothing() -> N
 def test_a_send_must_begin_with_the_blocks_that_were_to_come() -> None:
     sender = in_pass(10, coming=(5,))
 
-    with pytest.raises(ValueError, match="were to come"):
+    with pytest.raises(ValueError, match="differ from those of SendLayers"):
         sender.send(Send(ID, 0, ids(6)), now=0.0)
 
 
