@@ -32,7 +32,7 @@ IN_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SelectedTransport:
     """Transport that UCX selected for writes of a range of sizes to another process."""
 
     place: str  # intra-node or inter-node
@@ -52,7 +52,7 @@ def environment_for(folder: str) -> dict[str, str]:
     return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/{LOG_NAME.format(pid='%p')}"}
 
 
-def chosen_for_writes(log: str, num_bytes: int) -> Chosen | None:
+def chosen_for_writes(log: str, num_bytes: int) -> SelectedTransport | None:
     """Return UCX's last choice for writes of this size to another process; None if not logged."""
     choices = _parse_choices(log)
     matching = [
@@ -61,8 +61,8 @@ def chosen_for_writes(log: str, num_bytes: int) -> Chosen | None:
     return matching[-1] if matching else None
 
 
-def _parse_choices(log: str) -> list[Chosen]:
-    choices: list[Chosen] = []
+def _parse_choices(log: str) -> list[SelectedTransport]:
+    choices: list[SelectedTransport] = []
     place, is_write = "", False
     for line in log.splitlines():
         match = CELL.match(line)
@@ -80,13 +80,13 @@ def _parse_choices(log: str) -> list[Chosen]:
     return choices
 
 
-def _parse_row(place: str, sizes: str, how: str, transport: str) -> list[Chosen]:
+def _parse_row(place: str, sizes: str, how: str, transport: str) -> list[SelectedTransport]:
     match = RANGE.fullmatch(sizes)
     if match is None:
         return []  # the table's header
     last = match["last"] or match["first"]
     last_bytes = float("inf") if last == "inf" else float(_parse_size(last))
-    return [Chosen(place, _parse_size(match["first"]), last_bytes, how, transport)]
+    return [SelectedTransport(place, _parse_size(match["first"]), last_bytes, how, transport)]
 
 
 def _parse_size(text: str) -> int:
