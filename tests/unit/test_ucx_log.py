@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.ucx_log import Chosen, chosen_for_writes
+from kv_transfer.ucx_log import SelectedTransport, chosen_for_writes
 
 STAMP = "[1795258562.834488] [host:15005:1]   "
 
@@ -27,7 +27,7 @@ TCP = a_table(PEER, WRITE, "| 0..inf | zero-copy   | 52% on tcp/lo and 48% on tc
 
 
 def test_the_transport_of_writes_to_another_process_is_found() -> None:
-    assert chosen_for_writes(SELF + CMA, 32768) == Chosen(
+    assert chosen_for_writes(SELF + CMA, 32768) == SelectedTransport(
         "intra-node", 0, float("inf"), "zero-copy", "cma/memory"
     )
 
