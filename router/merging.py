@@ -1,4 +1,4 @@
-"""The answers to several calls as one stream of parts, each with the index of its call."""
+"""Merges the answers to several calls into one stream of parts with call indices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ IndexedParts = AsyncGenerator[tuple[int, Piece | Ending], None]
 
 
 async def merged(answers: Sequence[Answering]) -> IndexedParts:
-    """Until each has ended. One that fails ends them all; left early, all are left."""
+    """Yield the parts of all answers until each has ended.
+
+    If one answer fails, or the consumer stops early, all are cancelled.
+    """
     if len(answers) > 1:
         async for indexed in _of_several(answers):
             yield indexed
@@ -23,28 +26,28 @@ async def merged(answers: Sequence[Answering]) -> IndexedParts:
 
 
 async def _of_several(answers: Sequence[Answering]) -> IndexedParts:
-    # One place: whoever is ahead of the client waits, as with a single answer.
-    told: asyncio.Queue[tuple[int, Piece | Ending | Exception]] = asyncio.Queue(1)
+    # A queue of one: answers that are faster than the client wait, as with a single answer.
+    queue: asyncio.Queue[tuple[int, Piece | Ending | Exception]] = asyncio.Queue(1)
 
-    async def tell(index: int, answer: Answering) -> None:
+    async def forward(index: int, answer: Answering) -> None:
         try:
             async with answer as parts:
                 async for part in parts:
-                    await told.put((index, part))
-        except Exception as failure:  # noqa: BLE001 - raised where the answers are read
-            await told.put((index, failure))
+                    await queue.put((index, part))
+        except Exception as failure:  # noqa: BLE001 - raised again by the consumer
+            await queue.put((index, failure))
 
-    telling = [asyncio.ensure_future(tell(*each)) for each in enumerate(answers)]
+    tasks = [asyncio.ensure_future(forward(*indexed)) for indexed in enumerate(answers)]
     try:
         num_ended = 0
         while num_ended < len(answers):
-            index, part = await told.get()
+            index, part = await queue.get()
             if isinstance(part, Exception):
                 raise part
             num_ended += isinstance(part, Ending)
             yield index, part
-        await asyncio.gather(*telling)
+        await asyncio.gather(*tasks)
     finally:
-        for each in telling:
-            each.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The router's door for clients: messages to values and back, nothing else."""
+"""gRPC servicer of `InferenceService`: converts messages to values and back."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        given_id = request.request_id
-        request_id = given_id if is_name(given_id) else secrets.token_hex(ID_BYTES)
+        client_id = request.request_id
+        request_id = client_id if is_name(client_id) else secrets.token_hex(ID_BYTES)
         received = received_now(context.time_remaining())
         visit = self._visits.begin(request_id, context.invocation_metadata(), received)
         is_past = partial(is_late, context, received.received_s)
         async with named_errors(context, request_id=request_id, trace_id=visit.trace_id):
             with visit.before_the_call(is_past):
-                check_name("request_id", given_id)
+                check_name("request_id", client_id)
                 defaults = self._table.sampling_defaults(request.model)
                 max_model_len = self._table.max_model_len(request.model)
                 calls = calls_from(request, request_id, defaults, max_model_len)

@@ -1,4 +1,4 @@
-"""Clients' messages to the router's values and back. Pure."""
+"""Converts client messages to router values and back. Pure."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from router.values import (
 from serving.errors import EmptyPrompt
 from serving.translate import FINISH_TO_MESSAGE, logprobs_to, prompt_logprobs_to, sampling_from
 
-MOST_ANSWERS = 128  # to one request; each is a sequence of its own
+MOST_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 NUM_SEEDS = 1 << 64
 MOST_STOP_STRINGS = 64
 MOST_STOP_CHARACTERS = 1024
-MAX_STOP_ENTRIES = 1024  # empty ones included, which mean nothing
+MAX_STOP_ENTRIES = 1024  # including empty ones, which are ignored
 MOST_BAD_WORDS = 64
 MOST_BAD_CHARACTERS = 256
-MAX_POSITIONS_AT_ONCE = 256  # with logprobs, that are put into a message without a break
+MAX_POSITIONS_AT_ONCE = 256  # with logprobs, converted before the event loop gets a turn
 MAX_COUNTS = {
     "logit_bias": MAX_LOGIT_BIASES,
     "banned_token_ids": MAX_LISTED_TOKEN_IDS,
@@ -71,7 +71,10 @@ def calls_from(
     defaults: SamplingDefaults = NO_ADVICE,
     max_model_len: int | None = None,
 ) -> list[Call]:
-    """One for each answer. Raises what a bad request deserves."""
+    """Convert a request to one `Call` for each of its `n` answers.
+
+    Raises InvalidRequest and EmptyPrompt.
+    """
     num_answers = message.n if message.HasField("n") else 1
     if not 1 <= num_answers <= MOST_ANSWERS:
         raise InvalidRequest(f"n is {num_answers}; it must be from 1 to {MOST_ANSWERS}", "n")
@@ -90,7 +93,7 @@ def calls_from(
 
 
 def seed_of(seed: int | None, index: int) -> int | None:
-    """Each answer to a prompt has its own, and the first has the one that was given."""
+    """Return the seed of answer `index`: the request's seed for the first, another for each other."""
     return None if seed is None else (seed + index) % NUM_SEEDS
 
 
@@ -100,7 +103,7 @@ def call_from(
     defaults: SamplingDefaults = NO_ADVICE,
     max_model_len: int | None = None,
 ) -> Call:
-    """Raises what a bad request deserves."""
+    """Convert a request to a `Call`, without regard to `n`. Raises InvalidRequest and EmptyPrompt."""
     check_name("model", message.model)
     check_name("cache_salt", message.cache_salt)
     _check_counts(message.sampling)
@@ -123,11 +126,14 @@ def call_from(
 
 
 def _check_counts(message: sampling_pb2.SamplingParams) -> None:
-    """Before any of it is copied; SamplingParams has the same limits. Raises InvalidRequest."""
+    """Check the sizes of lists and maps before they are copied. Raises InvalidRequest.
+
+    `SamplingParams` checks the same limits again.
+    """
     for field, most in MAX_COUNTS.items():
         check_count(field, len(getattr(message, field)), most)
     check_count("allowed_token_ids", len(message.allowed_token_ids.ids), MAX_LISTED_TOKEN_IDS)
-    num_banned = sum(len(one.ids) for one in message.banned_sequences)
+    num_banned = sum(len(sequence.ids) for sequence in message.banned_sequences)
     check_count("banned_sequences", num_banned, MAX_BANNED_SEQUENCE_TOKENS)
     check_count("structured_outputs", len(message.structured_outputs.choice.texts), MOST_CHOICES)
     for name, value in message.extra_args.items():
@@ -135,35 +141,41 @@ def _check_counts(message: sampling_pb2.SamplingParams) -> None:
         check_count("extra_args", len(value.list_value.values), MAX_ARGUMENT_ENTRIES)
 
 
-def bad_words_from(given: Sequence[str]) -> tuple[str, ...]:
-    """Each of their spellings is looked for before each token."""
-    if len(given) > MOST_BAD_WORDS:
+def bad_words_from(texts: Sequence[str]) -> tuple[str, ...]:
+    """Check `bad_words`. Raises InvalidRequest.
+
+    Number and length are limited because every token is checked against each spelling.
+    """
+    if len(texts) > MOST_BAD_WORDS:
         raise InvalidRequest(
-            f"bad_words has {len(given)} texts; at most {MOST_BAD_WORDS} may be", "bad_words"
+            f"bad_words has {len(texts)} texts; at most {MOST_BAD_WORDS} are allowed", "bad_words"
         )
-    words = tuple(given)
+    words = tuple(texts)
     for word in words:
         if not 0 < len(word) <= MOST_BAD_CHARACTERS:
             raise InvalidRequest(
                 f"bad_words has a text of {len(word)} characters; from 1 to {MOST_BAD_CHARACTERS} "
-                "may be",
+                "are allowed",
                 "bad_words",
             )
     return words
 
 
-def stop_strings_from(given: Sequence[str]) -> tuple[str, ...]:
-    """All of them are looked for behind each token: neither many nor long ones are taken."""
-    check_count("stop", len(given), MAX_STOP_ENTRIES)
-    strings = tuple(string for string in given if string)
+def stop_strings_from(entries: Sequence[str]) -> tuple[str, ...]:
+    """Check stop strings and drop the empty ones. Raises InvalidRequest.
+
+    Number and length are limited because the text is searched for each of them after every token.
+    """
+    check_count("stop", len(entries), MAX_STOP_ENTRIES)
+    strings = tuple(entry for entry in entries if entry)
     if len(strings) > MOST_STOP_STRINGS:
         raise InvalidRequest(
-            f"stop has {len(strings)} strings; at most {MOST_STOP_STRINGS} may be", "stop"
+            f"stop has {len(strings)} strings; at most {MOST_STOP_STRINGS} are allowed", "stop"
         )
     longest = max(map(len, strings), default=0)
     if longest > MOST_STOP_CHARACTERS:
         raise InvalidRequest(
-            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} may be",
+            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} are allowed",
             "stop",
         )
     return strings
@@ -192,7 +204,7 @@ def tokenize_input_from(message: inference_pb2.TokenizeRequest) -> Prompt:
 
 def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
     check_count("messages", len(message.messages), MAX_CHAT_MESSAGES)
-    return ChatPrompt(tuple(ChatMessage(one.role, one.content) for one in message.messages))
+    return ChatPrompt(tuple(ChatMessage(entry.role, entry.content) for entry in message.messages))
 
 
 def response_to(
@@ -211,30 +223,36 @@ def response_to(
         first_index=part.first_index,
         token_ids=part.token_ids,
         text=part.text,
-        logprobs=[logprobs_to(one) for one in part.logprobs],
+        logprobs=[logprobs_to(entry) for entry in part.logprobs],
         prompt_logprobs=prompt_logprobs_to(part.prompt_logprobs),
     )
 
 
 class Responses:
-    """One answer's messages. Each is to be written before the next is asked for."""
+    """Builds the response messages of one answer.
+
+    A message is reused for the next part, so write each one before requesting the next.
+    """
 
     def __init__(self, request_id: str, index: int = 0) -> None:
         self._request_id = request_id
         self._index = index
-        # Filled anew for every token: making a message costs more than filling it.
-        self._plain = inference_pb2.GenerateResponse(request_id=request_id, index=index)
+        # Reused for every token: creating a message costs more than filling it.
+        self._reused = inference_pb2.GenerateResponse(request_id=request_id, index=index)
 
     def next(self, part: Piece | Ending) -> inference_pb2.GenerateResponse:
         if isinstance(part, Ending) or part.logprobs or part.prompt_logprobs:
             return response_to(self._request_id, part, self._index)
-        self._plain.first_index = part.first_index
-        self._plain.token_ids[:] = part.token_ids
-        self._plain.text = part.text
-        return self._plain
+        self._reused.first_index = part.first_index
+        self._reused.token_ids[:] = part.token_ids
+        self._reused.text = part.text
+        return self._reused
 
     async def next_in_slices(self, part: Piece) -> inference_pb2.GenerateResponse:
-        """The same for a piece with many logprobs: the event loop serves others in between."""
+        """Build the message of a piece with many prompt logprobs.
+
+        It is filled in slices, between which the event loop runs other requests.
+        """
         response = response_to(self._request_id, part._replace(prompt_logprobs=()), self._index)
         for first in range(0, len(part.prompt_logprobs), MAX_POSITIONS_AT_ONCE):
             entries = part.prompt_logprobs[first : first + MAX_POSITIONS_AT_ONCE]

@@ -1,4 +1,4 @@
-"""What the router takes and gives, as values."""
+"""Requests and answers of the router, as values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
 
-CHARACTERS_AROUND = 16  # each message of a chat, by its template
+CHARACTERS_AROUND = 16  # that a chat template adds around each message, estimated
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str
     content: str
-    others: Mapping[str, object] = field(default_factory=dict)  # for the template, as they came
+    others: Mapping[str, object] = field(default_factory=dict)  # other fields, for the template
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class TextPrompt:
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
-    variables: Mapping[str, object] = field(default_factory=dict)  # of the template; tools, too
+    variables: Mapping[str, object] = field(default_factory=dict)  # of the template, such as tools
 
     @property
     def num_characters(self) -> int:
-        """About as many as the template makes of it."""
-        said = sum(len(one.role) + len(one.content) for one in self.messages)
-        others = [self.variables, *(one.others for one in self.messages)]
-        written = sum(len(str(each)) for each in others if each)
-        return said + written + CHARACTERS_AROUND * len(self.messages)
+        """Estimated length of the rendered template."""
+        num_in_messages = sum(len(message.role) + len(message.content) for message in self.messages)
+        mappings = [self.variables, *(message.others for message in self.messages)]
+        num_in_mappings = sum(len(str(mapping)) for mapping in mappings if mapping)
+        return num_in_messages + num_in_mappings + CHARACTERS_AROUND * len(self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TokenPrompt:
 
     @property
     def num_characters(self) -> int:
-        """There is nothing to tokenise."""
+        """0: there is no text to tokenise."""
         return 0
 
 
@@ -62,24 +62,24 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One Generate call."""
+    """One generation request with one answer."""
 
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
     stop: StopRule = StopRule()
-    model: str = ""  # empty: whichever is served
+    model: str = ""  # empty: any model that is served
     priority: int = 0
     cache_salt: str = ""
-    bad_words: tuple[str, ...] = ()  # texts that it must not hold
-    shown_tokens: tuple[str, ...] = ()  # special tokens that its text shall show
-    # max_tokens was left out: the answer may take what the prompt leaves of the model's length
-    # and of the KV caches.
+    bad_words: tuple[str, ...] = ()  # texts that the answer must not contain
+    shown_tokens: tuple[str, ...] = ()  # special tokens to include in the text
+    # The client set no max_tokens: the answer is limited only by the model's context length and
+    # the KV caches, less the prompt.
     fills_context: bool = False
 
 
 class Piece(NamedTuple):
-    """The next part of an answer. A tuple, because one is made per token."""
+    """Part of an answer. A tuple because one is created per token."""
 
     first_index: int
     token_ids: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why an answer ended."""
+    """Finish reason of an answer."""
 
     reason: FinishReason
     stop_token_id: int | None = None
@@ -104,7 +104,7 @@ class PrefillPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DecodeSummary:
-    """What an answer took on its decode node, as that node tells it."""
+    """Statistics of an answer, reported by its decode node."""
 
     kv_bytes: int = 0
     kv_blocks: int = 0
@@ -117,23 +117,23 @@ class DecodeSummary:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSummary:
-    """Prompt accounting of a prefill node."""
+    """Statistics of a prompt, reported by its prefill node."""
 
     prompt_tokens_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who did the work."""
+    """Nodes that served a request, and their statistics."""
 
     prefill_node: str
     decode_node: str
     prefill: PrefillPlace
-    prefill_reason: str  # why it was local, if it was
+    prefill_reason: str  # for local prefill; else empty
     summary: DecodeSummary
     attempts: int
     trace_id: str = ""  # empty: not traced
-    prefill_summary: PrefillSummary | None = None  # None: no prefill node, or it was too late
+    prefill_summary: PrefillSummary | None = None  # None: no prefill node, or it reported too late
 
     @property
     def num_cached_on_prefill(self) -> int | None:
@@ -141,7 +141,7 @@ class Served:
 
     @property
     def num_cached_prompt_tokens(self) -> int | None:
-        """Prompt tokens read from the prefix cache of the node that computed the others."""
+        """Prompt tokens read from the prefix cache of the node that computed the prompt."""
         if self.prefill is PrefillPlace.LOCAL:
             return self.summary.prompt_tokens_cached
         return self.num_cached_on_prefill
@@ -149,7 +149,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds since the request was received; None for what did not happen."""
+    """Seconds since the request was received. None: it did not happen."""
 
     dispatched_s: float
     first_token_s: float | None
@@ -159,7 +159,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The last thing told of a request that did not fail."""
+    """Last part of an answer that completed: finish reason, usage and timings."""
 
     finish: Finish
     num_prompt_tokens: int

@@ -1,4 +1,4 @@
-"""A request at the router's door: what gRPC and HTTP do alike around the pipeline."""
+"""Scope of a request around the pipeline, shared by gRPC and HTTP: tracing, metrics, salts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def _never() -> bool:
 
 
 class Visit:
-    """One request, from its first byte to its end: all of it is traced and counted, once."""
+    """Scope of one request from its arrival to its end; traces and counts it once."""
 
     def __init__(self, pipeline: Pipeline, context: RequestContext, owner: str) -> None:
-        self.owner = owner  # empty where clients are not told apart
+        self.owner = owner  # empty without authentication
         self._pipeline = pipeline
         self._context = context
         self._trace = context.trace
 
     @property
     def trace_id(self) -> str:
-        """Empty if it is not traced."""
+        """Empty if the request is not traced."""
         return self._trace.trace_id
 
     @property
@@ -45,12 +45,12 @@ class Visit:
 
     @property
     def traceparent(self) -> str:
-        """Under which more of the same request's work may hang; empty if there is none."""
+        """Parent context for further work of this request; empty if it is not traced."""
         return self._trace.traceparent
 
     @contextmanager
     def before_the_call(self, is_late: Callable[[], bool] = _never) -> Iterator[None]:
-        """What cannot be read ends the request here."""
+        """End the request's trace if the block, which parses the request, raises."""
         try:
             yield
         except BaseException:
@@ -65,7 +65,7 @@ class Visit:
         shared: SharedPrompt | None = None,
         budget: LogprobBudget | None = None,
     ) -> AsyncIterator[Parts]:
-        """The answer; the request ends with the block."""
+        """Yield the parts of the answer. The request ends with the block."""
         with self._trace.ending(is_late):
             self._trace.asked(call)
             call = replace(call, cache_salt=own_salt(call.cache_salt, self.owner))
@@ -75,7 +75,10 @@ class Visit:
 
 
 class Visits:
-    """With `by_token`, clients are who their tokens say they are: a salt is its client's own."""
+    """Creates the scopes of requests.
+
+    With `by_token`, cache salts are bound to the client's token, so tenants never share KV.
+    """
 
     def __init__(
         self, pipeline: Pipeline, tracing: Tracing = TRACES_NOTHING, *, by_token: bool = False
@@ -95,20 +98,20 @@ class Visits:
         num_each: int,
         is_late: Callable[[], bool] = _never,
     ) -> list[Answering]:
-        """An answer to each call. Every `num_each` in a row have their prompt in common.
+        """Return one answer per call. Each `num_each` consecutive calls have the same prompt.
 
-        The first one is the visit's; the others hang under its trace.
+        The first call uses `visit`; the others get child scopes in the same trace.
         """
-        visits = [visit, *(self._beside(visit, call.request_id) for call in calls[1:])]
+        visits = [visit, *(self._begin_child(visit, call.request_id) for call in calls[1:])]
         num_prompts = len(calls) // num_each
         shared = [SharedPrompt(num_each) if num_each > 1 else None for _ in range(num_prompts)]
         budget = LogprobBudget()
         return [
-            one.answering(call, is_late, shared[place // num_each], budget)
-            for place, (one, call) in enumerate(zip(visits, calls, strict=True))
+            scope.answering(call, is_late, shared[place // num_each], budget)
+            for place, (scope, call) in enumerate(zip(visits, calls, strict=True))
         ]
 
-    def _beside(self, visit: Visit, request_id: str) -> Visit:
+    def _begin_child(self, visit: Visit, request_id: str) -> Visit:
         metadata = [(names.TRACEPARENT, visit.traceparent)]
         context = replace(received_now(), deadline_s=visit.deadline_s)
         return self._begin(request_id, metadata, context, visit.owner)
@@ -121,6 +124,6 @@ class Visits:
 
 
 def received_now(remaining_s: float | None = None) -> RequestContext:
-    """Clients tell how long they wait; the pipeline counts on its own clock."""
+    """Return the context of a request that arrives now, its deadline on the pipeline's clock."""
     now = time.monotonic()
     return RequestContext(now, None if remaining_s is None else now + remaining_s)
