@@ -1,4 +1,4 @@
-"""Lets requests wait for their turn: the line's clock and its alarm bells."""
+"""Asynchronous front of the admission queue: requests await their turn."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Admission:
         return self._line.num_in_flight
 
     def resize(self, num_run_at_once: int) -> None:
-        """The nodes run so many requests at once now."""
+        """Set how many requests the nodes run at once, and admit more if there is room."""
         for turn in self._line.resize(num_run_at_once):
             turn.set()
 
     @asynccontextmanager
     async def turn(self, priority: int) -> AsyncIterator[None]:
-        """From when it may go ahead to the end of the block. Raises QueueFull.
+        """Wait for admission, and hold the place until the end of the block. Raises QueueFull.
 
-        Cancelled while it waits, as by a client that left or a deadline that passed, it
-        leaves the line at once.
+        A request that is cancelled while it waits, such as by a disconnected client or a deadline,
+        leaves the queue at once.
         """
         turn = asyncio.Event()
         is_admitted = self._line.join(turn, priority)
@@ -41,6 +41,6 @@ class Admission:
                 await turn.wait()
             yield
         finally:
-            following = self._line.leave(turn, self._clock())
-            if following is not None:
-                following.set()
+            admitted = self._line.leave(turn, self._clock())
+            if admitted is not None:
+                admitted.set()

@@ -1,4 +1,4 @@
-"""Who may go ahead, who waits in line, and who is refused. Pure."""
+"""Priority admission queue: admits, queues or rejects requests. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Generic, TypeVar
 from engine.errors import InvalidConfig
 from serving.errors import QueueFull
 
-# How much of the estimate the newest interval between two ends makes up.
+# Weight of the newest interval between two ends in the moving average.
 NEWEST_SHARE = 0.1
 FIRST_GUESS_S = 1.0
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
-FIRST_ROOM = 1024  # until a decode node has told how many it runs
+FIRST_ROOM = 1024  # until a decode node has reported how many it runs
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class LineConfig:
-    # Requests that the nodes work on; None: as many as the decode nodes run at once. More would
-    # wait there, where priorities do not count and nobody is refused.
+    # Requests in flight on the nodes; None: as many as the decode nodes run at once. More would
+    # queue on the nodes, which do not order them by priority or reject any.
     max_in_flight: int | None = None
-    max_queue: int = 1024  # requests that wait for that; more are refused
+    max_queue: int = 1024  # requests that wait for admission; more are rejected
 
     def __post_init__(self) -> None:
         if self.max_in_flight is not None and self.max_in_flight < 1:
@@ -35,23 +35,23 @@ class LineConfig:
 
 
 class Line(Generic[K]):
-    """Each key joins once and leaves once, from wherever it stands then."""
+    """Queue of keys. Each key joins once and leaves once, whether it waits or is in flight."""
 
     def __init__(self, config: LineConfig) -> None:
         self._config = config
         self._in_flight: set[K] = set()
         self._place_by_waiting: dict[K, tuple[int, int]] = {}
-        # Those that left stay in the heap until they come up or outnumber the others.
+        # Keys that left stay in the heap until they reach its top or outnumber those that wait.
         self._heap: list[tuple[int, int, K]] = []
         self._numbers = itertools.count()
         self._last_end_s: float | None = None
         self._interval_s = FIRST_GUESS_S
-        self._room = config.max_in_flight or FIRST_ROOM
+        self._capacity = config.max_in_flight or FIRST_ROOM
 
     def resize(self, num_run_at_once: int) -> list[K]:
-        """Those who may go ahead now, since nodes run more at once. 0: nobody has told."""
+        """Set the capacity of the nodes and return the keys admitted by it. 0: not known yet."""
         if self._config.max_in_flight is None and num_run_at_once:
-            self._room = num_run_at_once
+            self._capacity = num_run_at_once
         return list(iter(self._admit_next, None))
 
     @property
@@ -63,8 +63,8 @@ class Line(Generic[K]):
         return len(self._place_by_waiting)
 
     def join(self, key: K, priority: int) -> bool:
-        """Whether it may go ahead at once. Raises QueueFull."""
-        if self.num_in_flight < self._room:
+        """Return whether the key is admitted at once. Raises QueueFull."""
+        if self.num_in_flight < self._capacity:
             self._in_flight.add(key)
             return True
         if self.num_waiting >= self._config.max_queue:
@@ -75,7 +75,7 @@ class Line(Generic[K]):
         return False
 
     def leave(self, key: K, now: float) -> K | None:
-        """Whoever may go ahead now instead."""
+        """Remove the key and return the one admitted in its place, if any."""
         if key in self._in_flight:
             self._in_flight.remove(key)
             self._note_end(now)
@@ -87,12 +87,12 @@ class Line(Generic[K]):
         return None
 
     def retry_after_s(self) -> float:
-        """About when there will be room: the line moves up at every end."""
+        """Estimate when the queue will have room: it moves up by one at every end."""
         wait_s = self._interval_s * (self.num_waiting + 1)
         return min(max(wait_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
 
     def _admit_next(self) -> K | None:
-        while self._heap and self.num_in_flight < self._room:
+        while self._heap and self.num_in_flight < self._capacity:
             *_, key = heapq.heappop(self._heap)
             if self._place_by_waiting.pop(key, None) is not None:
                 self._in_flight.add(key)

@@ -1,4 +1,4 @@
-"""Which nodes serve a request: one pure function of what is known of the nodes."""
+"""Routing policies: choose the nodes of a request from the node table. Pure."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from router.nodes import Node, NodeGroup, NodeTable, Revision
 from serving.errors import IncompatibleNodes, NoNodes
 from serving.node import NodeRole
 
-# What a request that a decode node already serves weighs against prompt tokens that would not
-# have to be moved there.
+# Cost of a request that a decode node already serves, in prompt tokens to move there.
 TOKENS_PER_DECODE = 64
-# A shorter match, as a share of the prompt, does not sway the choice: a chat template that every
-# prompt begins with would otherwise send all of them to one node.
+# Matches that cover a smaller share of the prompt are ignored: otherwise a common chat template
+# would send all prompts to one node.
 MIN_MATCH = 0.05
-# Tokens that an evicted token weighs: the chance that it would have been hit again.
+# Cost of an evicted token, in computed tokens: the probability of another hit.
 EVICTION_WEIGHT = 0.25
-# Decode computes what it lacks itself where prefill would compute at least so many times as much.
+# Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
 
 
 class Policy(Enum):
-    """How one of several nodes that could do it is chosen."""
+    """Policy that chooses one of several suitable nodes."""
 
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
-    POWER_OF_TWO = "power_of_two"  # the less loaded one of two drawn at random
-    PREFIX_AWARE = "prefix_aware"  # fewest tokens to compute or to move, those ahead included
+    POWER_OF_TWO = "power_of_two"  # the less loaded of two random nodes
+    PREFIX_AWARE = "prefix_aware"  # fewest tokens to compute or move, including queued requests
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     policy: Policy = Policy.PREFIX_AWARE
-    # Decode computes a prompt itself of which it lacks fewer tokens than this, those of other such
-    # prompts included, and prefill lacks many more; 0 is off.
+    # Decode computes a prompt itself if it misses fewer tokens than this, including those of other
+    # such prompts under way there, and prefill misses many more. 0 turns this off.
     local_prefill_below: int = 0
     seed: int = 0  # of the random draws
 
@@ -57,14 +56,14 @@ def policy_named(name: str) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a choice may depend on, beside the nodes."""
+    """Inputs of a routing decision apart from the nodes."""
 
     prompt_token_ids: tuple[int, ...]
-    number: int = 0  # counts the choices: whose turn it is, and what is drawn
+    number: int = 0  # counts the decisions: index for round robin and random draws
     prior_output_token_ids: tuple[int, ...] = ()
     model: str = ""
     cache_salt: str = ""
-    revision: Revision | None = None  # that began the answer: no other may go on with it
+    revision: Revision | None = None  # that started the answer and alone may continue it
 
     @property
     def num_tokens(self) -> int:
@@ -73,14 +72,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The nodes that serve one try. Without a prefill node, decode computes the prompt too."""
+    """Nodes of one attempt. Without a prefill node, the decode node computes the prompt too."""
 
     decode: Node
     prefill: Node | None
-    local_reason: str = ""  # why there is no prefill node
-    num_missing_tokens: int = 0  # that whoever computes the prompt is thought to lack
-    block_names: tuple[BlockHash, ...] = ()  # what both nodes will have; empty if not needed
-    is_paced: bool = False  # decode computes the prompt though prefill could: in small parts
+    local_reason: str = ""  # for having no prefill node
+    num_missing_tokens: int = 0  # expected to be computed by the node that computes the prompt
+    block_names: tuple[BlockHash, ...] = ()  # prefix blocks both nodes will hold; empty if unused
+    is_paced: bool = False  # decode computes the prompt in small chunks, though prefill could
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -91,51 +90,57 @@ class Route:
 def choose(
     table: NodeTable, routing: Routing, ask: Ask, without: frozenset[str] = frozenset()
 ) -> Route:
-    """Raises NoNodes and IncompatibleNodes. `without` names the addresses that just failed."""
+    """Choose the nodes of a request, excluding the addresses in `without`.
+
+    Raises NoNodes and IncompatibleNodes.
+    """
     groups = [_serving(group, ask.model) for group in table.groups(without)]
     groups = _of_revision([group for group in groups if group.decodes], ask.revision)
     if not groups:
         raise NoNodes("no decode node is reachable and open; start one, or try again later")
     paired = [group for group in groups if group.prefills]
     if not paired:
-        # A revision that has served with prefill nodes before one that never has.
+        # Prefer revisions that have had prefill nodes before.
         groups = [group for group in groups if table.was_paired(group)] or groups
     view = _view(table, routing, ask)
     decode = pick(routing, view, _joined([group.decodes for group in paired or groups]))
     names = view.names
     if not paired:
-        reason = _why_not_paired(table, groups, ask.revision)
+        reason = _unpaired_reason(table, groups, ask.revision)
         return Route(decode, None, reason, view.missing(decode), names)
     prefills = next(group.prefills for group in paired if decode in group.decodes)
     prefill = pick(routing, view, prefills)
-    reason = _why_local(routing, view, decode, prefill)
+    reason = _local_reason(routing, view, decode, prefill)
     if reason:
         return Route(decode, None, reason, view.surely_missing(decode), names, is_paced=True)
     return Route(decode, prefill, "", view.missing(prefill), names)
 
 
-def _why_local(routing: Routing, view: View, decode: Node, prefill: Node) -> str:
-    """Why decode computes what it lacks though prefill could; empty if it does not.
+def _local_reason(routing: Routing, view: View, decode: Node, prefill: Node) -> str:
+    """Return the reason to compute the prompt on decode instead of prefill; empty if there is none.
 
-    After each turn of a conversation its decode node has the answer's KV, and no other node does.
+    It applies to the next turn of a conversation: only the decode node has the answer's KV.
     """
-    few, many = view.surely_missing(decode), view.missing(prefill)
-    num_underway = view.table.burden(decode).num_sent_tokens
-    if few + num_underway >= routing.local_prefill_below or many < MIN_SAVING * few:
-        return ""
+    on_decode, on_prefill = view.surely_missing(decode), view.missing(prefill)
+    num_in_flight = view.table.burden(decode).num_sent_tokens
     limit = routing.local_prefill_below
-    return f"{few} tokens are missing on decode and {many} on prefill; the limit is {limit}"
+    if on_decode + num_in_flight >= limit or on_prefill < MIN_SAVING * on_decode:
+        return ""
+    return (
+        f"{on_decode} tokens are missing on decode and {on_prefill} on prefill; "
+        f"the limit is {limit}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The table as one request sees it."""
+    """Node table with the prefix hits of one request."""
 
     table: NodeTable
     ask: Ask
     names: tuple[BlockHash, ...] = ()
-    told: Mapping[str, int] | None = None  # tokens by address; None: not looked for
-    likely: Mapping[str, int] | None = None
+    told: Mapping[str, int] | None = None  # reported cached tokens by address; None: not computed
+    likely: Mapping[str, int] | None = None  # reported and expected ones
 
     def num_requests(self, node: Node) -> int:
         return self.table.burden(node).num_requests
@@ -147,9 +152,9 @@ class View:
         return self.ask.num_tokens - (self.told or {}).get(node.address, 0)
 
     def costs(self, nodes: Sequence[Node]) -> list[int]:
-        """Tokens to compute or to move before this request gets its next one, roughly.
+        """Estimate the tokens to compute or move on each node before the request's next token.
 
-        Evicting cached blocks counts too: later requests have to compute them again.
+        Evicted cache blocks count too, since later requests must compute them again.
         """
         cached, num_tokens = self.likely or {}, self.ask.num_tokens
         num_told, min_match = self.table.prefixes.num_told, MIN_MATCH * num_tokens
@@ -165,14 +170,14 @@ class View:
         return costs
 
     def _costs_ahead(self, nodes: Sequence[Node]) -> list[int]:
-        """Those of the requests that are there already."""
+        """Estimate the cost of the requests that each node already has."""
         burdens = [self.table.burden(node) for node in nodes]
         if nodes[0].card.role is NodeRole.DECODE:
             return [
                 burden.num_sent_tokens + TOKENS_PER_DECODE * burden.num_requests
                 for burden in burdens
             ]
-        num_tokens = self.ask.num_tokens  # requests of other routers are taken to be like this one
+        num_tokens = self.ask.num_tokens  # assumed for each request of other routers
         return [
             burden.num_sent_tokens + num_tokens * max(0, burden.num_told - burden.num_sent)
             for burden in burdens
@@ -180,7 +185,7 @@ class View:
 
 
 def pick(routing: Routing, view: View, nodes: Sequence[Node]) -> Node:
-    """One of these, which are at least one and of one role."""
+    """Choose one of `nodes`, which must not be empty and have one role."""
     number = view.ask.number
     match routing.policy:
         case Policy.ROUND_ROBIN:
@@ -196,7 +201,7 @@ def pick(routing: Routing, view: View, nodes: Sequence[Node]) -> Node:
 
 def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
     least = min(costs)
-    return [node for node, one in zip(nodes, costs, strict=True) if one == least]
+    return [node for node, cost in zip(nodes, costs, strict=True) if cost == least]
 
 
 def _least_recently_used(nodes: Sequence[Node], table: NodeTable) -> Sequence[Node]:
@@ -204,12 +209,12 @@ def _least_recently_used(nodes: Sequence[Node], table: NodeTable) -> Sequence[No
 
 
 def _next_of(equal: Sequence[Node], number: int) -> Node:
-    """Equal ones take turns."""
+    """Choose among equal nodes by round robin."""
     return equal[number % len(equal)]
 
 
 def _two(nodes: Sequence[Node], seed: int, number: int) -> tuple[Node, Node]:
-    """Two different ones, if there are two."""
+    """Draw two nodes, different ones if there are two."""
     drawn = _mixed(seed ^ _mixed(number))
     first = drawn % len(nodes)
     step = 1 + (drawn >> 32) % (len(nodes) - 1) if len(nodes) > 1 else 0
@@ -217,7 +222,7 @@ def _two(nodes: Sequence[Node], seed: int, number: int) -> tuple[Node, Node]:
 
 
 def _mixed(number: int) -> int:
-    """splitmix64: neighbouring numbers give results that look drawn at random."""
+    """Hash a number with splitmix64, so that consecutive numbers give pseudo-random results."""
     mixed = (number + 0x9E3779B97F4A7C15) & UINT64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & UINT64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & UINT64
@@ -232,10 +237,12 @@ def _view(table: NodeTable, routing: Routing, ask: Ask) -> View:
     names: list[BlockHash] = []
     token_ids = ask.prompt_token_ids + ask.prior_output_token_ids
     for naming in table.namings:
-        # The last token is always computed: it gives the next one.
+        # The last token is always computed: its logits give the next one.
         usable = naming.names(token_ids[:-1], len(ask.prompt_token_ids), ask.cache_salt)
-        for found, match in ((told, table.prefixes.told), (likely, table.prefixes.likely)):
-            found.update((who, num * naming.block_size) for who, num in match(usable).items())
+        for hits, match in ((told, table.prefixes.told), (likely, table.prefixes.likely)):
+            hits.update(
+                (address, num * naming.block_size) for address, num in match(usable).items()
+            )
         names += usable
     return View(table, ask, tuple(names), told, likely)
 
@@ -248,27 +255,27 @@ def _serving(group: NodeGroup, model: str) -> NodeGroup:
 
 
 def _of_revision(groups: list[NodeGroup], revision: Revision | None) -> list[NodeGroup]:
-    """Raises IncompatibleNodes if all that are left have other weights."""
+    """Return the groups of `revision`. Raises IncompatibleNodes if all have other weights."""
     if revision is None or not groups:
         return groups
-    alike = [group for group in groups if group.decodes[0].revision == revision]
-    if not alike:
+    matching = [group for group in groups if group.decodes[0].revision == revision]
+    if not matching:
         others = ", ".join(sorted({str(group.decodes[0].revision) for group in groups}))
         raise IncompatibleNodes(
             f"the answer was begun by model revision {revision}, and no decode node that is open "
             f"has it (there are: {others}): other weights must not go on with it; send it again"
         )
-    return alike
+    return matching
 
 
 def _joined(parts: Sequence[tuple[Node, ...]]) -> Sequence[Node]:
     return parts[0] if len(parts) == 1 else [node for part in parts for node in part]
 
 
-def _why_not_paired(
+def _unpaired_reason(
     table: NodeTable, groups: Sequence[NodeGroup], revision: Revision | None
 ) -> str:
-    """Raises IncompatibleNodes, unless a prefill node is just not there."""
+    """Return the reason for having no prefill node. Raises IncompatibleNodes if none fits."""
     decodes = [node for group in groups for node in group.decodes]
     models = {node.card.model for node in decodes}
     kinds = {node.kv_kind for node in decodes}
@@ -284,16 +291,16 @@ def _why_not_paired(
 
 
 def _mismatch(prefill: Node, decode: Node) -> str:
-    """What a person must make alike."""
+    """Describe the settings in which two nodes differ."""
     differing = [
-        f"{name} {getattr(prefill.card.fingerprint, name)} and {getattr(its, name)}"
-        for its in (decode.card.fingerprint,)
-        for name in (field.name for field in fields(its))
-        if getattr(prefill.card.fingerprint, name) != getattr(its, name)
+        f"{name} {getattr(prefill.card.fingerprint, name)} and {getattr(on_decode, name)}"
+        for on_decode in (decode.card.fingerprint,)
+        for name in (field.name for field in fields(on_decode))
+        if getattr(prefill.card.fingerprint, name) != getattr(on_decode, name)
     ]
     for name in ("block_bytes", "kv_transport"):
-        mine, its_own = getattr(prefill.card, name), getattr(decode.card, name)
-        if mine != its_own:
-            differing.append(f"{name} {mine} and {its_own}")
-    who = f"prefill node {prefill.card.node_id} and decode node {decode.card.node_id}"
-    return f"no prefill node's KV fits a decode node's: {who} differ in {'; '.join(differing)}"
+        prefill_value, decode_value = getattr(prefill.card, name), getattr(decode.card, name)
+        if prefill_value != decode_value:
+            differing.append(f"{name} {prefill_value} and {decode_value}")
+    pair = f"prefill node {prefill.card.node_id} and decode node {decode.card.node_id}"
+    return f"no prefill node's KV fits a decode node's: {pair} differ in {'; '.join(differing)}"

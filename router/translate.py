@@ -93,7 +93,7 @@ def calls_from(
 
 
 def seed_of(seed: int | None, index: int) -> int | None:
-    """Return the seed of answer `index`: the request's seed for the first, another for each other."""
+    """Return the seed of answer `index`. The first answer has the seed of the request."""
     return None if seed is None else (seed + index) % NUM_SEEDS
 
 
@@ -103,7 +103,7 @@ def call_from(
     defaults: SamplingDefaults = NO_ADVICE,
     max_model_len: int | None = None,
 ) -> Call:
-    """Convert a request to a `Call`, without regard to `n`. Raises InvalidRequest and EmptyPrompt."""
+    """Convert a request to a `Call`, ignoring `n`. Raises InvalidRequest and EmptyPrompt."""
     check_name("model", message.model)
     check_name("cache_salt", message.cache_salt)
     _check_counts(message.sampling)
@@ -175,7 +175,8 @@ def stop_strings_from(entries: Sequence[str]) -> tuple[str, ...]:
     longest = max(map(len, strings), default=0)
     if longest > MOST_STOP_CHARACTERS:
         raise InvalidRequest(
-            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} are allowed",
+            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} "
+            "are allowed",
             "stop",
         )
     return strings
