@@ -1,7 +1,7 @@
-"""One answer put together from what two nodes tell of it. Pure.
+"""Exactly-once assembly of an answer from the outputs of two nodes. Pure.
 
-Both legs, and every new try, count the answer's tokens alike. A token is passed on once,
-in its place, whoever brings it first.
+Both legs and all attempts number the answer's tokens in the same way. Each token is passed on once
+and in order, no matter which leg delivers it first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.values import Finish, Piece
 
 
 class Speller(Protocol):
-    """Token ids to text, bit by bit, never half a character."""
+    """Incremental detokenizer that never returns an incomplete character."""
 
     def push(self, *token_ids: int) -> str: ...
 
@@ -23,7 +23,7 @@ class Speller(Protocol):
 
 
 class NoSpeller:
-    """For callers that want token ids alone, where no tokenizer is at hand."""
+    """Detokenizer of a router without a tokenizer: returns no text."""
 
     def push(self, *token_ids: int) -> str:
         return ""
@@ -33,7 +33,7 @@ class NoSpeller:
 
 
 class Answer:
-    """Tokens wait for the logprobs of their prompt, if these are asked for: they stand in front."""
+    """Answer under assembly. Requested prompt logprobs are passed on before the first token."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Answer:
         self._stops = StopWatcher(stop or StopRule())
         self._token_ids: list[int] = []
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._end: tuple[int, Finish] | None = None  # told for when so many tokens are there
+        self._end: tuple[int, Finish] | None = None  # number of tokens at the end, and the finish
         self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._num_prompt_logprobs = num_prompt_logprobs
-        self._has_told_prompt = num_prompt_logprobs == 0
+        self._has_passed_prompt = num_prompt_logprobs == 0
         self.finish: Finish | None = None
 
     @property
@@ -56,15 +56,15 @@ class Answer:
         return tuple(self._token_ids)
 
     def begin_try(self) -> None:
-        """What a broken try told ahead of its turn is forgotten: the next one tells it again."""
+        """Drop out-of-order outputs of the failed attempt: the next attempt sends them again."""
         self._early.clear()
         self._end = None
 
     def take(self, *outputs: Output) -> Piece | None:
-        """What is new in them, if something is."""
+        """Add outputs of a leg and return the new part of the answer, if there is one."""
         if self.finish is not None:
             return None
-        if len(outputs) == 1 and self._is_plainly_next(outputs[0]):
+        if len(outputs) == 1 and self._is_plain_next(outputs[0]):
             return self._take_next(outputs[0])
         for output in outputs:
             self._note(output)
@@ -73,20 +73,20 @@ class Answer:
         first_index = len(self._token_ids)
         text, logprobs = self._advance()
         token_ids = tuple(self._token_ids[first_index:])
-        prompt_logprobs = self._untold_prompt_logprobs()
+        prompt_logprobs = self._pop_prompt_logprobs()
         if not (token_ids or text or prompt_logprobs):
             return None
         return Piece(first_index, token_ids, text, logprobs, prompt_logprobs)
 
-    def _is_plainly_next(self, output: Output) -> bool:
-        """Tokens alone, whose turn it is: nearly every output of an answer."""
-        is_first_said = output.first_index == len(self._token_ids) and not self._early
+    def _is_plain_next(self, output: Output) -> bool:
+        """True if the output is only the next token, as nearly all outputs are."""
+        is_next = output.first_index == len(self._token_ids) and not self._early
         has_more = output.logprobs or output.prompt_logprobs or output.finish_reason
-        is_in_turn = is_first_said and self._has_told_prompt and self._end is None
-        return is_in_turn and not has_more and len(output.token_ids) == 1
+        is_in_order = is_next and self._has_passed_prompt and self._end is None
+        return is_in_order and not has_more and len(output.token_ids) == 1
 
     def _take_next(self, output: Output) -> Piece:
-        """The short way for one token, because it is walked for each."""
+        """Add the next token: the fast path, taken for nearly every token."""
         (token_id,) = output.token_ids
         self._token_ids.append(token_id)
         text = self._stops.push(self._speller.push(token_id), len(self._token_ids))
@@ -106,7 +106,7 @@ class Answer:
             self._end = (num_tokens, Finish(output.finish_reason, output.stop_token_id))
 
     def _advance(self) -> tuple[str, tuple[TokenLogprobs, ...]]:
-        """Take the tokens whose turn it is."""
+        """Append the tokens that are next in order; return their text and logprobs."""
         text = ""
         logprobs: list[TokenLogprobs] = []
         while self._stops.found is None and len(self._token_ids) in self._early:
@@ -118,7 +118,7 @@ class Answer:
         return text + self._finish_if_due(), tuple(logprobs)
 
     def _finish_if_due(self) -> str:
-        """The text that was held back, if the answer ends here."""
+        """Finish the answer if it ends here. Return the text that was held back."""
         num_tokens, finish = self._end or (None, None)
         is_due = len(self._token_ids) == num_tokens
         rest = ""
@@ -131,8 +131,8 @@ class Answer:
             rest += self._stops.flush()
         return rest
 
-    def _untold_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        if self._has_told_prompt:
+    def _pop_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        if self._has_passed_prompt:
             return ()
-        self._has_told_prompt = True
+        self._has_passed_prompt = True
         return tuple(self._prompt_logprobs)

@@ -1,4 +1,4 @@
-"""One try to serve a request: both legs at the same time, under one hand-off id."""
+"""One attempt to serve a request: concurrent prefill and decode calls with one hand-off id."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from serving.errors import NodeFailed
 from serving.translate_sequence import Sequence
 
 
-def _nobody_listens() -> None:
-    """For those to whom it means nothing."""
+def _ignore() -> None:
+    """Default callback: do nothing."""
 
 
 class Attempt:
@@ -51,8 +51,8 @@ class Attempt:
         answer: Answer,
         context: RequestContext,
         clock: Callable[[], float],
-        on_prefilled: Callable[[], None] = _nobody_listens,
-        on_decoded: Callable[[], None] = _nobody_listens,
+        on_prefilled: Callable[[], None] = _ignore,
+        on_decoded: Callable[[], None] = _ignore,
     ) -> None:
         self._route = route
         self._handoff_id = handoff_id
@@ -61,7 +61,7 @@ class Attempt:
         self._context = context
         self._clock = clock
         self._on_prefilled = on_prefilled
-        self._on_decoded = on_decoded  # a first token from the decode node: all KV is there
+        self._on_decoded = on_decoded  # first token of the decode node: it has all KV
         self._under_way = {Leg.DECODE} if route.prefill is None else {Leg.PREFILL, Leg.DECODE}
         self._summary: DecodeSummary | None = None
         self._prefill_summary: PrefillSummary | None = None
@@ -71,16 +71,16 @@ class Attempt:
         self.failed_addresses: frozenset[str] = frozenset()
 
     async def run(self, node_calls: NodeCalls) -> AsyncGenerator[Piece | Ending, None]:
-        """Raises NodeFailed when a leg breaks off, and DeadlineExceeded when time is over.
+        """Run both legs and yield the pieces of the answer, then its `Ending`.
 
-        The other leg is cancelled with it.
+        Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
         """
         self._dispatched_s = self._since_received()
         self._answer.begin_try()
         events = Events()
         async with under_way(events, self._calls(node_calls, events.put)):
             while self._answer.finish is None:
-                piece = self._take(await events.next())
+                piece = self._handle(await events.next())
                 if piece is not None:
                     yield piece
             ending = self._ending(self._answer.finish)
@@ -91,15 +91,17 @@ class Attempt:
         route, handoff_id = self._route, self._handoff_id
         sequence, trace = self._sequence, self._context.trace
         timeout_s = self._context.remaining_s(self._clock())
-        around: dict[str, Any] = {"timeout_s": timeout_s, "trace": trace}
-        ask_decode, ask_prefill, peer = node_calls.decode, node_calls.prefill, route.prefill
-        decode = partial(ask_decode, route.decode, handoff_id, sequence, peer, deliver, **around)
+        options: dict[str, Any] = {"timeout_s": timeout_s, "trace": trace}
+        peer = route.prefill
+        decode = partial(
+            node_calls.decode, route.decode, handoff_id, sequence, peer, deliver, **options
+        )
         if peer is None:
             return {Leg.DECODE: decode}
-        prefill = partial(ask_prefill, peer, handoff_id, sequence, deliver, **around)
+        prefill = partial(node_calls.prefill, peer, handoff_id, sequence, deliver, **options)
         return {Leg.PREFILL: prefill, Leg.DECODE: decode}
 
-    def _take(self, event: LegEvent) -> Piece | None:
+    def _handle(self, event: LegEvent) -> Piece | None:
         if isinstance(event, LegOutput):
             return self._take_output(event)
         match event:
@@ -107,31 +109,35 @@ class Attempt:
                 self._summary = summary
             case LegSummary(PrefillSummary() as prefill_summary):
                 self._prefill_summary = prefill_summary
-            case LegFailed(Leg.PREFILL, NodeFailed()) if self._decode_goes_on:
-                self._end(Leg.PREFILL)
+            case LegFailed(Leg.PREFILL, NodeFailed()) if self._has_decode_progressed:
+                self._end_leg(Leg.PREFILL)
             case LegFailed(leg, error):
                 self._blame(leg)
                 raise error
             case LegEnded(leg):
-                self._end(leg)
+                self._end_leg(leg)
         return None
 
     @property
-    def _decode_goes_on(self) -> bool:
-        """It computed a token after the first: all KV is there, prefill is not needed any more."""
+    def _has_decode_progressed(self) -> bool:
+        """True if decode computed a second token: it has all KV and prefill is no longer needed."""
         num_new = len(self._answer.token_ids) - len(self._sequence.prior_output_token_ids)
         return num_new > 1
 
-    def _end(self, leg: Leg) -> None:
-        """Either leg may be the last: decode's words can overtake the first token."""
+    def _end_leg(self, leg: Leg) -> None:
+        """Record the end of a leg. Raises NodeFailed if both ended without finishing the answer.
+
+        Either leg can end last: messages of decode can arrive before the first token of prefill.
+        """
         self._under_way.discard(leg)
         if not self._under_way:
             self._blame(Leg.DECODE)
-            raise NodeFailed(f"decode node {self._route.decode.address} ended without a word")
+            address = self._route.decode.address
+            raise NodeFailed(f"decode node {address} ended without finishing the answer")
 
     def _take_output(self, event: LegOutput) -> Piece | None:
         if event.leg is Leg.PREFILL or self._route.prefill is None:
-            self._on_prefilled()  # it has its first token
+            self._on_prefilled()  # a token means that the prompt is computed
         piece = self._answer.take(*event.outputs)
         if piece is not None and piece.token_ids:
             self._context.trace.gave(len(piece.token_ids))

@@ -1,4 +1,4 @@
-"""The two calls that serve one try, and how they are listened to at once."""
+"""Prefill and decode calls of an attempt, merged into one queue of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.values import DecodeSummary, PrefillSummary
 from serving.errors import ClientTooSlow
 from serving.translate_sequence import Sequence as TokenSequence
 
-# Steps of an answer that may wait for a client which does not read: minutes of them.
+# Steps of an answer buffered for a client that does not read: enough for minutes.
 MOST_WAITING = 8192
 
 
@@ -28,7 +28,7 @@ class Leg(Enum):
 
 
 class LegOutput(NamedTuple):
-    """A tuple, because one is made per token."""
+    """Tokens from one leg. A tuple because one is created per token."""
 
     leg: Leg
     outputs: tuple[Output, ...]
@@ -41,7 +41,7 @@ class LegSummary:
 
 @dataclass(frozen=True, slots=True)
 class LegEnded:
-    """The call came to its proper end."""
+    """The call ended without an error."""
 
     leg: Leg
 
@@ -53,16 +53,16 @@ class LegFailed:
 
 
 LegEvent = LegOutput | LegSummary | LegEnded | LegFailed
-# Takes what came of a leg, as soon as it is there; must not wait.
+# Receives each event of a leg as soon as it arrives; must not block.
 Deliver = Callable[[LegEvent], None]
 LegCall = Callable[[], Awaitable[None]]
 
 
 class NodeCalls(Protocol):
-    """How nodes are asked. A call returns when it has ended, and raises one of `serving.errors`.
+    """RPCs to nodes. A call returns when it has ended, and raises one of `serving.errors`.
 
-    After `timeout_s` the node gives the request up by itself, and the call raises
-    DeadlineExceeded; None lets it go on.
+    After `timeout_s` the node cancels the request, and the call raises DeadlineExceeded. None: no
+    timeout.
     """
 
     async def prefill(
@@ -90,39 +90,38 @@ class NodeCalls(Protocol):
 
 
 class Events:
-    """What came of all legs, in the order it came.
+    """Queue of the events of both legs, in order of arrival.
 
-    Outputs without logprobs that wait are taken as one: whoever falls behind catches up with fewer
-    messages.
-    A client that does not read at all costs its own request, and nobody else anything.
+    Queued outputs without logprobs are merged, so that a slow client catches up with fewer
+    messages. The queue is bounded: a client that does not read at all loses its own request only.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[LegEvent] = deque()
-        self._came: asyncio.Future[None] | None = None  # while somebody waits
+        self._arrived: asyncio.Future[None] | None = None  # while `next` waits
 
     def put(self, event: LegEvent) -> None:
-        """Raises ClientTooSlow, which ends the leg, for an output too many."""
+        """Append an event. Raises ClientTooSlow, which ends the leg, if too many outputs wait."""
         if len(self._waiting) >= MOST_WAITING and isinstance(event, LegOutput):
             raise ClientTooSlow(f"the client left {MOST_WAITING} steps of its answer unread")
         self._waiting.append(event)
-        if self._came is not None and not self._came.done():
-            self._came.set_result(None)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     async def next(self) -> LegEvent:
         if not self._waiting:
-            self._came = asyncio.get_running_loop().create_future()
-            await self._came
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
         event = self._waiting.popleft()
         if isinstance(event, LegOutput) and self._waiting:
             if event.outputs[0].logprobs:
-                # Each has as much to write as many plain ones: the event loop goes on in between.
+                # As large as many plain events: let the event loop run in between.
                 await asyncio.sleep(0)
                 return event
-            return LegOutput(event.leg, event.outputs + tuple(self._more_of(event.leg)))
+            return LegOutput(event.leg, event.outputs + tuple(self._pop_more(event.leg)))
         return event
 
-    def _more_of(self, leg: Leg) -> Iterator[Output]:
+    def _pop_more(self, leg: Leg) -> Iterator[Output]:
         while self._waiting:
             event = self._waiting[0]
             if not isinstance(event, LegOutput) or event.leg is not leg:
@@ -135,8 +134,8 @@ class Events:
 
 @asynccontextmanager
 async def under_way(events: Events, calls: dict[Leg, LegCall]) -> AsyncIterator[None]:
-    """All legs at once, which deliver to `events`. Leaving the block cancels them."""
-    tasks = [asyncio.ensure_future(_ended(leg, call, events)) for leg, call in calls.items()]
+    """Run all legs concurrently, delivering to `events`. Leaving the block cancels them."""
+    tasks = [asyncio.ensure_future(_run_leg(leg, call, events)) for leg, call in calls.items()]
     try:
         yield
     finally:
@@ -145,10 +144,10 @@ async def under_way(events: Events, calls: dict[Leg, LegCall]) -> AsyncIterator[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ended(leg: Leg, call: LegCall, events: Events) -> None:
+async def _run_leg(leg: Leg, call: LegCall, events: Events) -> None:
     try:
         await call()
-    except Exception as error:  # noqa: BLE001 - whoever waits for the events raises it again
+    except Exception as error:  # noqa: BLE001 - raised again by the consumer of the events
         events.put(LegFailed(leg, error))
     else:
         events.put(LegEnded(leg))

@@ -1,4 +1,4 @@
-"""Calls to nodes over gRPC, as the pipeline's legs."""
+"""gRPC implementation of `NodeCalls`: prefill and decode calls to nodes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from serving.translate import output_from
 from serving.translate_sequence import Sequence, decode_order, engine_id, prefill_order
 from telemetry.names import DECODE, PREFILL
 
-# How long calls to an address that is forgotten may go on.
+# Grace period for calls to an address that is no longer used.
 LONGEST_CALL_S = 3600.0
 CONNECT_TIMEOUT_S = 5.0
 CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
 
-# What a broken connection ends its calls with, and how gRPC says that there was none.
+# Status codes of a broken connection, and gRPC's message when there was no connection.
 BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL})
 NEVER_THERE = "failed to connect"
 NOTHING_BEGAN = frozenset({reason_of(Draining), reason_of(EngineGone)})
@@ -52,7 +52,7 @@ KINDS = {
 
 
 class Connection:
-    """What the router has to one address: a channel, and the streams of calls on it."""
+    """Channel to one address, and the multiplexed streams of calls on it."""
 
     def __init__(self, channel: aio.Channel) -> None:
         prefills = node_pb2_grpc.PrefillServiceStub(channel)
@@ -62,7 +62,7 @@ class Connection:
         self.decode = NodeStream(decodes.Decode, node_pb2.DecodeRequest)
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Calls may come to their end for so long."""
+        """Close after the current calls have ended, at most after `grace_s`."""
         for stream in (self.prefill, self.decode):
             stream.close_when_idle()
         await self.channel.close(grace_s)
@@ -71,7 +71,7 @@ class Connection:
 
 
 class GrpcNodeCalls:
-    """One connection per address, from its first use until it is forgotten."""
+    """Calls nodes over one connection per address, opened at its first use."""
 
     def __init__(self, tls: TlsConfig = PLAIN) -> None:
         self._tls = tls
@@ -105,11 +105,11 @@ class GrpcNodeCalls:
         return frozenset(self._connection_by_address)
 
     async def trouble(self, address: str) -> str | None:
-        """What TLS has to do with it that nobody can be reached there."""
+        """Return the TLS problem that makes the address unreachable, if there is one."""
         return await asyncio.to_thread(tls_trouble, address, self._tls)
 
     def forget(self, address: str) -> None:
-        """Nobody new asks there. Calls that are under way come to their end."""
+        """Drop the connection to an address. Calls in flight may end first."""
         connection = self._connection_by_address.pop(address, None)
         if connection is not None:
             closing = asyncio.ensure_future(connection.close(LONGEST_CALL_S))
@@ -127,16 +127,16 @@ class GrpcNodeCalls:
         trace: Trace = UNTRACED,
     ) -> None:
         order, request_id = prefill_order(handoff_id, sequence), engine_id(handoff_id)
-        with _failures_named(node), trace.leg(PREFILL, node) as leg:
+        with _translating_errors(node), trace.leg(PREFILL, node) as leg:
             order.context.metadata.update(leg.metadata)
 
-            def take(event: node_pb2.CallEvent) -> None:
+            def handle(event: node_pb2.CallEvent) -> None:
                 if event.HasField("prefill_summary"):
                     num_cached = event.prefill_summary.prompt_tokens_cached
                     deliver(LegSummary(PrefillSummary(num_cached)))
                 deliver(LegOutput(Leg.PREFILL, (_output(event.output, request_id),)))
 
-            await self._connection(node.address).prefill.call(order, take, timeout_s)
+            await self._connection(node.address).prefill.call(order, handle, timeout_s)
 
     async def decode(
         self,
@@ -151,10 +151,10 @@ class GrpcNodeCalls:
     ) -> None:
         peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
         order, request_id = decode_order(handoff_id, sequence, peer), engine_id(handoff_id)
-        with _failures_named(node), trace.leg(DECODE, node) as leg:
+        with _translating_errors(node), trace.leg(DECODE, node) as leg:
             order.context.metadata.update(leg.metadata)
 
-            def take(event: node_pb2.CallEvent) -> None:
+            def handle(event: node_pb2.CallEvent) -> None:
                 if event.HasField("summary"):
                     deliver(LegSummary(_summary(event.summary)))
                 output = _output(event.output, request_id)
@@ -162,18 +162,19 @@ class GrpcNodeCalls:
                     leg.finished()
                 deliver(LegOutput(Leg.DECODE, (output,)))
 
-            await self._connection(node.address).decode.call(order, take, timeout_s)
+            await self._connection(node.address).decode.call(order, handle, timeout_s)
 
     async def connect(self, decode: Node, prefill: Node) -> None:
-        """Raises NodeFailed."""
+        """Have a decode node open its data path to a prefill node. Raises NodeFailed."""
         stub = node_pb2_grpc.DecodeServiceStub(self.channel(decode.address))
         peer = node_pb2.Peer(node_id=prefill.card.node_id, address=prefill.address)
-        with _failures_named(decode):
+        with _translating_errors(decode):
             await stub.Connect(node_pb2.ConnectRequest(prefill=peer), timeout=CONNECT_TIMEOUT_S)
 
 
 @contextmanager
-def _failures_named(node: Node) -> Iterator[None]:
+def _translating_errors(node: Node) -> Iterator[None]:
+    """Convert gRPC errors to named errors that mention the node."""
     try:
         yield
     except (grpc.RpcError, RemoteFailure) as error:
@@ -185,18 +186,18 @@ def _failures_named(node: Node) -> Iterator[None]:
             raise DeadlineExceeded(f"the client's deadline passed while {who} worked") from error
         if remote.reason == reason_of(MessageTooLarge):
             raise MessageTooLarge(remote.message) from error
-        told = f"{who}: {remote.code.name}: {remote.message}"
+        message = f"{who}: {remote.code.name}: {remote.message}"
         if remote.reason in NOTHING_BEGAN:
-            raise NodeDraining(told) from error
-        raise NodeFailed(told, failure_kind(remote)) from error
+            raise NodeDraining(message) from error
+        raise NodeFailed(message, failure_kind(remote)) from error
 
 
 def failure_kind(remote: RemoteError) -> FailureKind:
-    """Tell a node that reported its failure from one that broke off, or was not there."""
+    """Classify a failure: reported by the node, connection broken, or never connected."""
     if remote.reason is not None:
         return KINDS.get(remote.reason, FailureKind.OTHER)
-    was_there = NEVER_THERE not in remote.message.lower()
-    is_broken = remote.code in BROKEN and was_there
+    was_connected = NEVER_THERE not in remote.message.lower()
+    is_broken = remote.code in BROKEN and was_connected
     return FailureKind.VANISHED if is_broken else FailureKind.OTHER
 
 
@@ -205,7 +206,7 @@ def _output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
     if output.finish_reason is FinishReason.ERROR:
         raise GenerationFailed(output.error or "the engine gave no reason")
     if output.finish_reason is FinishReason.ABORT:
-        raise NodeFailed("the node gave the request up")
+        raise NodeFailed("the node aborted the request")
     return output
 
 

@@ -1,6 +1,6 @@
-"""The router's end of its stream to a node: all its calls to that node side by side.
+"""Client side of the multiplexed stream to a node, which carries all calls of this router.
 
-One message brings what a whole step of the node's engine gave, for all requests (ADR 0023).
+One message holds the output of a whole engine step for all requests (ADR 0023).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from serving.status import (
 
 ENDED = RemoteError(StatusCode.UNAVAILABLE, "the node ended the stream")
 CLOSED = RemoteError(StatusCode.UNAVAILABLE, "the router closed the stream")
-LATE = RemoteError(StatusCode.DEADLINE_EXCEEDED, "the node did not say in time that it is late")
+LATE = RemoteError(StatusCode.DEADLINE_EXCEEDED, "the node did not report the deadline in time")
 
 Request = node_pb2.PrefillRequest | node_pb2.DecodeRequest
 Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder
-# Hears of an event as soon as it is read; must not wait. What it raises ends the call.
+# Receives each event as soon as it is read; must not block. An exception from it ends the call.
 Take = Callable[[node_pb2.CallEvent], None]
 
 
 class NodeStream:
-    """Opened with the first call, and anew with the first one after it broke."""
+    """Stream to a node, opened by the first call and reopened by the next one after it broke."""
 
     def __init__(
         self, method: aio.StreamStreamMultiCallable[Any, Any], request: type[Request]
@@ -45,62 +45,62 @@ class NodeStream:
         self._method = method
         self._request: Any = request
         self._numbers = itertools.count(1)
-        self._life: _Life | None = None
+        self._stream: _Stream | None = None
 
     async def call(self, order: Order, take: Take, timeout_s: float | None = None) -> None:
-        """Returns when the call has ended. Cancelled before that, the node gives it up.
+        """Start a call and return when it has ended. Cancellation cancels it on the node.
 
-        Raises RemoteFailure, also for whatever breaks the stream, and MessageTooLarge.
+        Raises RemoteFailure, also if the stream breaks, and MessageTooLarge.
         """
         number = next(self._numbers)
         if timeout_s is not None:
             order.context.timeout_s = timeout_s
         request = self._request(call=number, start=order)
         if request.ByteSize() > MAX_EVENT_BYTES:
-            told = f"{request.ByteSize()} vs. {MAX_EVENT_BYTES}"
-            raise MessageTooLarge(f"{TOO_LARGE} ({told}); {TOO_LARGE_ADVICE}")
-        if self._life is None or self._life.is_over:
-            self._life = _Life(self._method)
-        life, call = self._life, _Call(take)
-        # The node keeps the time itself; this is for one that does not answer.
+            sizes = f"{request.ByteSize()} vs. {MAX_EVENT_BYTES}"
+            raise MessageTooLarge(f"{TOO_LARGE} ({sizes}); {TOO_LARGE_ADVICE}")
+        if self._stream is None or self._stream.is_over:
+            self._stream = _Stream(self._method)
+        stream, call = self._stream, _PendingCall(take)
+        # The node enforces the deadline; the timer covers a node that does not respond.
         timer = None if timeout_s is None else call.loop.call_later(timeout_s, call.fail, LATE)
-        life.begin(number, request, call)
+        stream.begin(number, request, call)
         try:
             await call.ended
         finally:
             if timer is not None:
                 timer.cancel()
-            life.end(number, self._request(call=number, cancel=node_pb2.CancelOrder()))
+            stream.end(number, self._request(call=number, cancel=node_pb2.CancelOrder()))
 
     def close_when_idle(self) -> None:
-        """No call follows; those that are under way come to their end."""
-        if self._life is not None:
-            self._life.close_when_idle()
+        """Close the stream once the calls in flight have ended. No new call may follow."""
+        if self._stream is not None:
+            self._stream.close_when_idle()
 
     async def closed(self) -> None:
-        """Returns when the channel below is closed and everybody has heard of it."""
-        if self._life is not None:
-            await self._life.over()
+        """Wait until the stream has ended and its calls have failed or ended."""
+        if self._stream is not None:
+            await self._stream.over()
 
 
-class _Call:
-    """One call under way."""
+class _PendingCall:
+    """Call in flight."""
 
     def __init__(self, take: Take) -> None:
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self.loop.create_future()
         self._take = take
 
-    def hear(self, event: node_pb2.CallEvent) -> bool:
-        """Whether that was its last."""
+    def handle(self, event: node_pb2.CallEvent) -> bool:
+        """Deliver an event. Return whether it was the last one."""
         if self.ended.done():
-            return False  # whoever waits for the end goes on in a moment
+            return False  # the waiter has been scheduled
         if event.HasField("end"):
             self._end(event.end.status)
             return True
         try:
             self._take(event)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the end raises it again
+        except Exception as error:  # noqa: BLE001 - raised again by the waiter
             self.ended.set_exception(error)
         return False
 
@@ -115,17 +115,17 @@ class _Call:
             self.ended.set_result(None)
 
 
-class _Life:
-    """One stream of gRPC's, until it breaks."""
+class _Stream:
+    """One gRPC stream, until it breaks."""
 
     def __init__(self, method: aio.StreamStreamMultiCallable[Any, Any]) -> None:
-        self._calls: dict[int, _Call] = {}  # those of which the node may have more to tell
+        self._calls: dict[int, _PendingCall] = {}  # that the node has not ended
         self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
         self._is_closing = False
         self._reading = asyncio.ensure_future(self._read(method(self._requests_in_order())))
         self.is_over = False
 
-    def begin(self, number: int, request: Request, call: _Call) -> None:
+    def begin(self, number: int, request: Request, call: _PendingCall) -> None:
         self._calls[number] = call
         self._requests.put_nowait(request)
 
@@ -155,7 +155,7 @@ class _Life:
             async for response in stream:
                 for event in response.events:
                     call = self._calls.get(event.call)
-                    if call is not None and call.hear(event):
+                    if call is not None and call.handle(event):
                         del self._calls[event.call]
         except grpc.RpcError as error:
             failure = remote_error(error)

@@ -1,4 +1,4 @@
-"""The nodes the router knows, how burdened they are, and which of them could serve. Pure."""
+"""Node table: the known nodes, their load, and whether they accept requests. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from router.prefixes import NodePrefixes
 from serving.node import NodeCard, NodeLoad, NodeRole
 from serving.prefixes import PrefixChanges
 
-KvKind = tuple[Fingerprint, int, str]  # with the bytes of a block and what carries it
+KvKind = tuple[Fingerprint, int, str]  # fingerprint, bytes of a block, KV transport
 
 
 class Revision(NamedTuple):
-    """One version of a model: nodes of the same revision give a request the same tokens."""
+    """Version of a model. Nodes of the same revision generate the same tokens for a request."""
 
     fingerprint: str  # of the configuration, the weights and the logits processors
     dtype: str
@@ -31,14 +31,14 @@ class Revision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that can be reached."""
+    """A reachable node."""
 
     address: str
     card: NodeCard
 
     @property
     def kv_kind(self) -> KvKind:
-        """Nodes may share KV when these are equal."""
+        """KV layout and transport. Nodes can exchange KV if theirs are equal."""
         return self.card.fingerprint, self.card.block_bytes, self.card.kv_transport
 
     @property
@@ -51,16 +51,17 @@ class Node:
 
 @dataclass(slots=True)
 class Burden:
-    """What a node has to do, as it told and as this router knows."""
+    """Load of a node, as reported by it and as known from this router's own requests."""
 
     told: NodeLoad = NodeLoad()
-    num_sent: int = 0  # requests of this router that are under way there
-    num_sent_tokens: int = 0  # of their prompts, that it has to compute
-    num_ended: int = 0  # requests of this router that ended since it told
-    last_use: int = 0  # number of the last request sent there, in NodeTable's count
+    num_sent: int = 0  # requests of this router in flight there
+    num_sent_tokens: int = 0  # prompt tokens of these that the node has yet to compute
+    num_ended: int = 0  # requests of this router that ended since the last report
+    last_use: int = 0  # NodeTable's sequence number of the last request sent there
 
     @property
     def num_told(self) -> int:
+        """Requests on the node by its last report, less those of this router that ended since."""
         return max(0, self.told.num_running + self.told.num_waiting - self.num_ended)
 
     def hear(self, told: NodeLoad) -> None:
@@ -68,47 +69,47 @@ class Burden:
         self.num_ended = 0
 
     def end_one(self) -> None:
-        """A request is over there, though the node's own word of it is still on its way."""
+        """Count a request that ended on the node before the node has reported it."""
         self.num_sent -= 1
         self.num_ended += 1
 
     @property
     def num_requests(self) -> int:
-        """What was sent is known at once; what others sent, when the node tells."""
+        """Requests on the node: own ones at once, those of other routers when reported."""
         return max(self.num_told, self.num_sent)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Open nodes whose KV means the same, in a steady order."""
+    """Open nodes with compatible KV, in a stable order."""
 
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
 
 
 class NodeTable:
-    """Joined, burdened and lost nodes, by address."""
+    """Nodes by address, with their load, health and prefixes."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
         self._burdens: dict[str, Burden] = {}
-        self.watched: frozenset[Member] = frozenset()  # those that cannot be reached, too
+        self.watched: frozenset[Member] = frozenset()  # including unreachable ones
         self._unready: set[str] = set()
         self._unlisted: frozenset[str] = frozenset()
         self._last_of_name: dict[NodeId, str] = {}
-        self._groups: tuple[NodeGroup, ...] | None = ()  # None: to be made anew
-        self._kinds_in_service: set[KvKind] = set()  # for which both roles were open at once
+        self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
+        self._kinds_in_service: set[KvKind] = set()  # that have had open nodes of both roles
         self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
         self.prefixes = NodePrefixes()
         self._num_uses = 0
 
     def join(self, address: str, card: NodeCard) -> None:
-        self._nodes.pop(address, None)  # who joins anew is the last to have joined
+        self._nodes.pop(address, None)  # a node that joins again moves to the end
         self._nodes[address] = Node(address, card)
         self._unready.discard(address)
         self._burdens[address] = Burden()
         self.prefixes.drop(address)
-        self._renew()
+        self._rebuild()
 
     def note_load(self, address: str, load: NodeLoad) -> None:
         burden = self._burdens.get(address)
@@ -119,18 +120,18 @@ class NodeTable:
         burden.hear(load)
 
     def note_ready(self, address: str, *, is_ready: bool) -> None:
-        """As the node's own health has it."""
+        """Record the health that the node reports."""
         if is_ready is (address in self._unready):
             self._groups = None
         (self._unready.discard if is_ready else self._unready.add)(address)
 
     def note_unlisted(self, addresses: frozenset[str]) -> None:
-        """No source of nodes names these any more: they get nothing new."""
+        """Set the addresses that no source lists any more: they get no new requests."""
         if addresses != self._unlisted:
             self._unlisted, self._groups = addresses, None
 
     def note_prefixes(self, address: str, changes: PrefixChanges) -> None:
-        """Raises PrefixGap."""
+        """Apply changes of a node's prefix cache. Raises PrefixGap."""
         if address in self._nodes:
             self.prefixes.take(address, changes)
 
@@ -139,16 +140,16 @@ class NodeTable:
         self._burdens.pop(address, None)
         self._unready.discard(address)
         self.prefixes.drop(address)
-        self._renew()
+        self._rebuild()
 
     def note_use(self, *nodes: Node) -> None:
-        """A request is sent to these nodes."""
+        """Record that a request is sent to these nodes."""
         self._num_uses += 1
         for node in nodes:
             self.burden(node).last_use = self._num_uses
 
     def burden(self, node: Node) -> Burden:
-        """Of a node that is there; of one that was lost since, an empty one."""
+        """Return the load of a node; an empty one if the node was lost."""
         return self._burdens.get(node.address) or Burden()
 
     @property
@@ -160,7 +161,7 @@ class NodeTable:
         return frozenset(node.card.model for node in self._nodes.values())
 
     def max_model_len(self, model: str) -> int | None:
-        """The longest that any decode node takes; None while there is none."""
+        """Return the largest context length of the decode nodes; None without any."""
         found = [
             node.card.max_model_len
             for node in self._nodes.values()
@@ -169,7 +170,7 @@ class NodeTable:
         return max(found, default=None)
 
     def max_sequence_len(self, model: str) -> int | None:
-        """Most tokens of prompt and answer that every decode node can hold; None without any."""
+        """Return the sequence length that fits on every decode node; None without any."""
         found = [
             node.card.longest_sequence
             for node in self._nodes.values()
@@ -178,16 +179,16 @@ class NodeTable:
         return min(found, default=None)
 
     def sampling_defaults(self, model: str) -> SamplingDefaults:
-        """Of the model of this name, or of any if it is empty."""
+        """Return the defaults of `model`, or of any model if the name is empty."""
         found = (node.card for node in self._nodes.values() if model in ("", node.card.model))
         card = next(found, None)
         return NO_ADVICE if card is None else card.sampling_defaults
 
     def is_open(self, node: Node) -> bool:
-        """Whether it takes new requests. Of one name, the node that joined last does."""
+        """Return whether the node accepts new requests. Of equal names, the last to join does."""
         is_draining = self.burden(node).told.is_draining
-        is_wanted = self.is_listed(node) and self.is_last_of_its_name(node)
-        return self.is_ready(node) and is_wanted and not is_draining
+        is_current = self.is_listed(node) and self.is_last_of_its_name(node)
+        return self.is_ready(node) and is_current and not is_draining
 
     def is_ready(self, node: Node) -> bool:
         return node.address not in self._unready
@@ -199,7 +200,7 @@ class NodeTable:
         return self._last_of_name.get(node.card.node_id) == node.address
 
     def open_nodes(self, role: NodeRole) -> list[Node]:
-        """Those that take new requests, in a steady order."""
+        """Return the nodes of a role that accept new requests, in a stable order."""
         found = [
             node for node in self._nodes.values() if node.card.role is role and self.is_open(node)
         ]
@@ -207,11 +208,11 @@ class NodeTable:
 
     @property
     def num_run_at_once(self) -> int:
-        """Requests in the batches of all open decode nodes."""
+        """Batch slots of all open decode nodes."""
         return sum(node.card.max_num_seqs for group in self.groups() for node in group.decodes)
 
     def partners(self, node: Node) -> list[Node]:
-        """Open nodes of the other role whose KV fits."""
+        """Return the open nodes of the other role with compatible KV."""
         return [
             other
             for other in self._all_open()
@@ -219,7 +220,7 @@ class NodeTable:
         ]
 
     def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
-        """The open nodes, but for these addresses, by the kind of their KV."""
+        """Return the open nodes, except those addresses, grouped by compatible KV."""
         if without:
             return _grouped([node for node in self._all_open() if node.address not in without])
         if self._groups is None:
@@ -229,10 +230,10 @@ class NodeTable:
         return self._groups
 
     def was_paired(self, group: NodeGroup) -> bool:
-        """Whether a prefill node whose KV fits these has ever been open with a decode node."""
+        """Return whether this kind of KV has ever had open nodes of both roles."""
         return any(node.kv_kind in self._kinds_in_service for node in group.decodes)
 
-    def _renew(self) -> None:
+    def _rebuild(self) -> None:
         self._groups = None
         self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
         namings = (node.card.prefix_naming for node in self._nodes.values())
@@ -243,8 +244,8 @@ class NodeTable:
 
 
 def _grouped(nodes: list[Node]) -> tuple[NodeGroup, ...]:
-    by_kind = sorted(nodes, key=_kind)  # keeps the order of those of one kind
-    return tuple(_group(tuple(alike)) for _, alike in groupby(by_kind, _kind))
+    by_kind = sorted(nodes, key=_kind)  # stable within a kind
+    return tuple(_group(tuple(members)) for _, members in groupby(by_kind, _kind))
 
 
 def _group(nodes: tuple[Node, ...]) -> NodeGroup:
