@@ -1,13 +1,13 @@
-"""Requests that were on nodes whose engines ended, and how the one at fault is found. Pure.
+"""Quarantine: identifies the request that crashes engines (the poison). Pure.
 
-When an engine ends, every request on it is a suspect. Each suspect is tested: it is tried once
-more, as the only request on its node that has not proven itself by a few tokens of this try. If
-that engine ends too, the suspect is the poison and fails; the others there are bystanders and go
-on elsewhere. So a poison ends two engines, whatever progress its tries make. It can end a third
-only if it passed its test, which takes longer each time.
+When an engine ends, every request on it becomes a suspect. Each suspect is tested: its next attempt
+is the only one on its node that is not yet proven by a few generated tokens. If that engine ends
+too, the suspect is the poison and fails; the other requests there are bystanders and continue on
+other nodes. So a poison ends two engines, whatever progress its attempts make. It can end a third
+only after passing its test, which takes more tokens each time.
 
-A node that vanishes may just have been killed, and all that was on it must not stand in line for
-that. There, a request is a suspect if two nodes in a row vanished before it proved itself.
+A node that vanishes may just have been killed, which must not put all its requests to the test.
+There, a request becomes a suspect only if two nodes in a row vanished before it was proven.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from router.policy import Route
 from serving.errors import FailureKind
 
 PROVEN_TOKENS = 4
-TEST_FACTOR, MAX_TEST_TOKENS = 4, 64  # each further test of a request takes so many times as long
+TEST_FACTOR, MAX_TEST_TOKENS = 4, 64  # each further test takes TEST_FACTOR times as many tokens
 MAX_VANISHED = 2
 MAX_FAILED_PASSES = 2
-MAX_ENGINES = 6  # that ended with it, on trial or not
+MAX_ENGINES = 6  # that ended with one request, tested or not
 
 
 class Verdict(Enum):
-    ORDINARY = "ordinary"  # a failure like any other
+    ORDINARY = "ordinary"  # a failure without suspicion
     BYSTANDER = "bystander"  # another request ended the engine
-    SUSPECT = "suspect"  # it may have ended the engine, and is tried once more
+    SUSPECT = "suspect"  # it may have ended the engine, and is tested
     POISON = "poison"
 
 
 @dataclass(slots=True, eq=False)
 class Kin:
-    """What the answers to one prompt have in common: if one is the poison, all of them are."""
+    """State shared by the answers to one prompt: if one is the poison, all are."""
 
     is_suspect: bool = False
     is_poisoned: bool = False
-    boardings: set[Boarding] = field(default_factory=set)  # tries under way
+    boardings: set[Boarding] = field(default_factory=set)  # current attempts
 
 
 class Suspicion:
-    """What is held against one request, over all its tries."""
+    """Suspicion against one request, kept across its attempts."""
 
     def __init__(self, kin: Kin | None = None) -> None:
         self.kin = kin or Kin()
-        self.is_suspect = False  # its next try, or the one under way, is a test
+        self.is_suspect = False  # its current or next attempt is a test
         self.num_tests = 0
         self.num_engines = 0  # that reported their own failure
-        self.num_vanished = 0  # in a row, before it proved itself
+        self.num_vanished = 0  # nodes in a row, before the request was proven
         self.num_failed_passes = 0
 
     def suspect(self) -> Verdict:
@@ -60,22 +60,23 @@ class Suspicion:
 
 
 class Boarding:
-    """One try, from the choice of its nodes to its end."""
+    """Presence of one attempt on its nodes, from their choice to its end."""
 
     def __init__(self, suspicion: Suspicion, route: Route) -> None:
         self.suspicion = suspicion
-        self.addresses = set(route.addresses)  # less those that have done their part
+        self.addresses = set(route.addresses)  # less the nodes that are done with it
         self.is_test = suspicion.is_suspect
         self.num_tokens = 0
         self.deaths: dict[str, _Death] = {}
 
     @property
     def is_proven(self) -> bool:
+        """True if the attempt has generated enough tokens to be thought harmless."""
         return self.num_tokens >= PROVEN_TOKENS
 
     @property
     def has_passed(self) -> bool:
-        """Others may board its nodes. Until one does, it stays on trial."""
+        """True if it passed its test. It stays a suspect until another attempt joins its nodes."""
         factor = TEST_FACTOR ** max(0, self.suspicion.num_tests - 1)
         return self.num_tokens >= min(int(PROVEN_TOKENS * factor), MAX_TEST_TOKENS)
 
@@ -85,44 +86,44 @@ class Boarding:
 
 @dataclass(frozen=True, slots=True)
 class _Death:
-    """The end of one engine, which each request on it reports by itself."""
+    """End of one engine, reported separately by each request on it."""
 
-    test: Boarding | None  # the only one without proof, if that was a suspect on trial
+    test: Boarding | None  # the only unproven attempt, if it was a test
     was_alone: bool
 
 
 class Quarantine:
     def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change  # those that wait should look again
+        self._on_change = on_change  # wakes the waiting requests
         self._aboard: dict[str, set[Boarding]] = {}
         self._reserved: dict[Suspicion, frozenset[str]] = {}
         self._num_waiting = 0
 
     def closed_to(self, suspicion: Suspicion) -> frozenset[str]:
-        """The addresses that this request must not be sent to now."""
+        """Return the addresses to which this request must not be sent now."""
         if suspicion.kin.is_suspect and not suspicion.num_tests:
             suspicion.is_suspect = True
         if suspicion.is_suspect:
-            return frozenset(a for a in self._aboard if self._keeps_out_suspect(a))
+            return frozenset(a for a in self._aboard if self._is_closed_to_suspects(a))
         held = (a for a in self._aboard if self._is_held_by_test(a))
         return frozenset(held).union(*self._reserved.values())
 
     def is_kin_tested(self, suspicion: Suspicion) -> bool:
-        """Another answer to its prompt is on trial; this one must wait for what becomes of it."""
-        aboard = (one for boardings in self._aboard.values() for one in boardings)
+        """True if another answer to its prompt is being tested, whose result it must await."""
+        aboard = (other for boardings in self._aboard.values() for other in boardings)
         return suspicion.is_suspect and any(
-            one.is_test and not one.has_passed and one.suspicion.kin is suspicion.kin
-            for one in aboard
+            other.is_test and not other.has_passed and other.suspicion.kin is suspicion.kin
+            for other in aboard
         )
 
     def kin_addresses(self, suspicion: Suspicion) -> frozenset[str]:
-        """Return the nodes on which other answers to its prompt are."""
-        others = (one for one in suspicion.kin.boardings if one.suspicion is not suspicion)
-        return frozenset(address for one in others for address in one.addresses)
+        """Return the addresses of the nodes that run other answers to the same prompt."""
+        others = (other for other in suspicion.kin.boardings if other.suspicion is not suspicion)
+        return frozenset(address for other in others for address in other.addresses)
 
     @contextmanager
     def waiting(self, suspicion: Suspicion, route: Route) -> Iterator[None]:
-        """It waits for these nodes. Meanwhile a suspect keeps newcomers from where it is tested."""
+        """Mark a request as waiting for these nodes. A suspect reserves them for its test."""
         self._num_waiting += 1
         if suspicion.is_suspect:
             self._reserved[suspicion] = frozenset(route.addresses)
@@ -131,10 +132,10 @@ class Quarantine:
         finally:
             self._num_waiting -= 1
             if self._reserved.pop(suspicion, None) is not None:
-                self._tell()
+                self._notify()
 
     def board(self, suspicion: Suspicion, route: Route) -> Boarding:
-        """A try begins. It ends the tests on its nodes, which have been passed."""
+        """Begin an attempt. Tests on its nodes, which have been passed, end."""
         for address in route.addresses:
             for other in self._aboard.get(address, ()):
                 if other.is_tested_at(address):
@@ -147,14 +148,14 @@ class Quarantine:
         return boarding
 
     def gave(self, boarding: Boarding, num_tokens: int) -> None:
-        """It has so many more tokens."""
+        """Add tokens that the attempt has generated."""
         before = boarding.is_proven, boarding.has_passed
         boarding.num_tokens += num_tokens
         if before != (boarding.is_proven, boarding.has_passed):
-            self._tell()
+            self._notify()
 
     def leave(self, boarding: Boarding, address: str) -> None:
-        """That node has done its part."""
+        """Take the attempt off a node that is done with it."""
         if address not in boarding.addresses:
             return
         boarding.addresses.discard(address)
@@ -162,16 +163,16 @@ class Quarantine:
         aboard.discard(boarding)
         if not aboard:
             del self._aboard[address]
-        self._tell()
+        self._notify()
 
     def close(self, boarding: Boarding) -> None:
-        """The try has ended."""
+        """End the attempt."""
         boarding.suspicion.kin.boardings.discard(boarding)
         for address in tuple(boarding.addresses):
             self.leave(boarding, address)
 
     def failed(self, boarding: Boarding, address: str, kind: FailureKind) -> Verdict:
-        """Judge a request whose try failed at this node. Call it before `close`."""
+        """Judge a request whose attempt failed on this node. Call before `close`."""
         verdict = self._verdict(boarding, address, kind)
         boarding.suspicion.kin.is_poisoned |= verdict is Verdict.POISON
         return verdict
@@ -187,32 +188,32 @@ class Quarantine:
         return Verdict.ORDINARY
 
     def _death(self, boarding: Boarding, address: str) -> _Death:
-        """As it was when the first of those aboard failed."""
+        """Return the engine's end, as seen when the first attempt on it failed."""
         if address not in boarding.deaths:
             aboard = self._aboard[address]
-            tests = [one for one in aboard if one.is_tested_at(address)]
-            without_proof = {one for one in aboard if not one.is_proven}
-            is_clear = len(tests) == 1 and without_proof <= set(tests)
+            tests = [other for other in aboard if other.is_tested_at(address)]
+            unproven = {other for other in aboard if not other.is_proven}
+            is_clear = len(tests) == 1 and unproven <= set(tests)
             death = _Death(tests[0] if is_clear else None, len(aboard) == 1)
-            for one in aboard:
-                one.deaths[address] = death
+            for other in aboard:
+                other.deaths[address] = death
         return boarding.deaths[address]
 
-    def _keeps_out_suspect(self, address: str) -> bool:
+    def _is_closed_to_suspects(self, address: str) -> bool:
         is_held = self._is_held_by_test(address)
-        return is_held or not all(one.is_proven for one in self._aboard[address])
+        return is_held or not all(other.is_proven for other in self._aboard[address])
 
     def _is_held_by_test(self, address: str) -> bool:
         aboard = self._aboard[address]
-        return any(one.is_tested_at(address) and not one.has_passed for one in aboard)
+        return any(other.is_tested_at(address) and not other.has_passed for other in aboard)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._num_waiting:
             self._on_change()
 
 
 def _failed_pass(suspicion: Suspicion) -> Verdict:
-    """The node has found out by itself which request it was, and lives."""
+    """Judge a request whose pass failed alone: the node identified it and keeps running."""
     suspicion.num_failed_passes += 1
     is_last = suspicion.num_failed_passes >= MAX_FAILED_PASSES or suspicion.num_engines
     return Verdict.POISON if is_last else Verdict.SUSPECT

@@ -1,4 +1,4 @@
-"""Keeps the table of nodes true: who is there, how busy, who is gone."""
+"""Watches nodes and keeps the node table up to date: reachability, load, health, prefixes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from serving.node import NodeCard, NodeRole, card_from, changes_from, load_from
 from serving.prefixes import PrefixGap
 from serving.status import remote_error
 
-# How soon a node that answered with an error is asked again; one that cannot be reached is
-# found again by its channel.
+# Pause before a node that returned an error is called again. gRPC itself reconnects to a node
+# that is unreachable.
 RETRY_S = 1.0
 
 OnChange = Callable[[], Awaitable[None]]
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """Where nodes are looked for, and how often."""
+    """Sources of nodes, and how often to resolve them."""
 
     role_by_source: Mapping[NodeSource, NodeRole]
     every_s: float = 5.0
@@ -44,25 +44,25 @@ class Discovery:
 async def watching(
     discovery: Discovery, table: NodeTable, node_calls: GrpcNodeCalls, on_change: OnChange
 ) -> AsyncIterator[None]:
-    """Finds and watches nodes from here to the end of the block."""
+    """Find and watch nodes until the end of the block."""
     watches = Watches(discovery, table, node_calls, on_change)
-    finding = [
+    tasks = [
         asyncio.ensure_future(follow(source, discovery.find, discovery.every_s, watches.found))
         for source in discovery.role_by_source
     ]
-    for task in finding:
-        task.add_done_callback(_tell_of_a_bug)
+    for task in tasks:
+        task.add_done_callback(_log_bug)
     try:
         yield
     finally:
-        for task in finding:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*finding, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await watches.close()
 
 
 class Watches:
-    """One task for each address that is listed or reachable."""
+    """Watch tasks, one for each address that is listed or reachable."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Watches:
         role = self._discovery.role_by_source[source]
         members = frozenset(Member(role, address) for address in addresses)
         self._membership.tell(source, members)
-        await self._changed()
+        await self._apply_membership()
 
     async def close(self) -> None:
         await self._introductions.close()
@@ -92,27 +92,27 @@ class Watches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _changed(self) -> None:
-        """Watch whom to watch, and tell the table who gets nothing new."""
+    async def _apply_membership(self) -> None:
+        """Start and stop watches, and mark unlisted nodes in the table."""
         watched = self._membership.watched
         for member in watched - self._task_by_member.keys():
             task = asyncio.ensure_future(self._watch(member))
-            task.add_done_callback(_tell_of_a_bug)
+            task.add_done_callback(_log_bug)
             self._task_by_member[member] = task
         for member in self._task_by_member.keys() - watched:
             self._end(self._task_by_member.pop(member))
             if all(other.address != member.address for other in watched):
                 self._node_calls.forget(member.address)
         self._table.watched = watched
-        self._table.note_unlisted(frozenset(one.address for one in self._membership.unlisted))
+        self._table.note_unlisted(frozenset(member.address for member in self._membership.unlisted))
         await self._on_change()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        if task is not asyncio.current_task():  # which sees for itself that it is not wanted
+        if task is not asyncio.current_task():  # the current task ends by itself
             task.cancel()
 
     async def _watch(self, member: Member) -> None:
-        """For as long as the node is listed or there."""
+        """Watch an address for as long as it is listed or reachable."""
         while self._task_by_member.get(member) is asyncio.current_task():
             try:
                 await self._watch_once(member)
@@ -120,35 +120,35 @@ class Watches:
                 reason = remote_error(error).message
                 log.warning("lost %s node %s: %s", member.role.value, member.address, reason)
             except PrefixGap as gap:
-                log.warning("the watch of %s begins again: %s", member.address, gap)
-                continue  # it is there, and joins anew
+                log.warning("restarting the watch of %s: %s", member.address, gap)
+                continue  # it is reachable, and joins again
             if self._membership.is_there(member):
                 self._table.lose(member.address)
                 self._membership.lost(member)
-                await self._changed()
+                await self._apply_membership()
             await asyncio.sleep(RETRY_S)
 
     async def _watch_once(self, member: Member) -> None:
-        """One life of one node's process."""
+        """Watch one process of a node until it ends or the connection breaks."""
         channel = self._node_calls.channel(member.address)
         stub = node_pb2_grpc.NodeServiceStub(channel)
-        card = await self._ask_for_card(member, stub)
+        card = await self._fetch_card(member, stub)
         if card.role is not member.role:
             names = card.role.value, member.role.value
             log.error("%s is a %s node, not a %s node", member.address, *names)
             return
         async with _health_at(channel) as health:
-            if not await _is_well_at_last(health):
+            if not await _wait_until_healthy(health):
                 return
             self._join(member, card)
-            await _until_one_ends(
+            await _run_until_first_end(
                 self._follow_load(member, stub), self._follow_health(member, health)
             )
 
-    async def _ask_for_card(
+    async def _fetch_card(
         self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub
     ) -> NodeCard:
-        """Once it can be reached. What keeps it from that by TLS would be waited out in silence."""
+        """Wait until the node is reachable and return its card. TLS errors are logged once."""
         request = node_pb2.GetNodeRequest()
         try:
             return card_from(await stub.GetNode(request))
@@ -182,33 +182,33 @@ class Watches:
             await self._on_change()
 
     async def _follow_health(self, member: Member, health: AsyncIterator[bool]) -> None:
-        async for is_well in health:
-            self._table.note_ready(member.address, is_ready=is_well)
+        async for is_healthy in health:
+            self._table.note_ready(member.address, is_ready=is_healthy)
             await self._on_change()
 
 
 @asynccontextmanager
 async def _health_at(channel: aio.Channel) -> AsyncIterator[AsyncIterator[bool]]:
-    """Whether the node is well, now and at each change."""
+    """Yield the health of the node: now, and at each change."""
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     serving = health_pb2.HealthCheckResponse.SERVING
     try:
-        async with aclosing(one.status == serving async for one in watch) as health:
+        async with aclosing(update.status == serving async for update in watch) as health:
             yield health
     finally:
         watch.cancel()
 
 
-async def _is_well_at_last(health: AsyncIterator[bool]) -> bool:
-    """Waits until it is; false if the node went away before."""
-    while (is_well := await anext(health, None)) is not None:
-        if is_well:
+async def _wait_until_healthy(health: AsyncIterator[bool]) -> bool:
+    """Wait until the node is healthy. Return False if the watch ends first."""
+    while (is_healthy := await anext(health, None)) is not None:
+        if is_healthy:
             return True
     return False
 
 
-async def _until_one_ends(*jobs: Coroutine[None, None, None]) -> None:
-    """Side by side; the others are cancelled then."""
+async def _run_until_first_end(*jobs: Coroutine[None, None, None]) -> None:
+    """Run jobs concurrently until one ends, cancel the others, and raise its error."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -220,6 +220,6 @@ async def _until_one_ends(*jobs: Coroutine[None, None, None]) -> None:
         task.result()
 
 
-def _tell_of_a_bug(task: asyncio.Task[None]) -> None:
+def _log_bug(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("the watch of a node stopped on a bug", exc_info=task.exception())
+        log.error("the watch of a node stopped because of a bug", exc_info=task.exception())
