@@ -1,4 +1,4 @@
-"""The router: takes clients' requests, sends them to the nodes, streams the answers back."""
+"""Router process: accepts client requests, dispatches them to nodes, streams the answers."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ log = logging.getLogger(__name__)
 class RouterOptions:
     decode_nodes: tuple[NodeSource, ...]
     prefill_nodes: tuple[NodeSource, ...] = ()
-    find_every_s: float = 5.0  # how often names are resolved and lists are read again
-    node_patience_s: float = 5.0  # how long a request waits for a decode node to be there
-    drain_timeout_s: float = DRAIN_TIMEOUT_S  # when told to end; then it ends at once
+    find_every_s: float = 5.0  # interval at which names are resolved and lists are read
+    node_patience_s: float = 5.0  # how long a request waits for a decode node
+    drain_timeout_s: float = DRAIN_TIMEOUT_S  # after SIGTERM; then remaining requests are dropped
     host: str = "127.0.0.1"
-    port: int = 50051  # 0 takes any that is free
-    http_port: int | None = None  # of OpenAI's API; None: gRPC alone
-    http_host: str = ""  # empty: as host
+    port: int = 50051  # 0: any free port
+    http_port: int | None = None  # of the OpenAI API; None: gRPC only
+    http_host: str = ""  # empty: same as `host`
     parsing: Parsing = ALL_IS_CONTENT
-    model: str = ""  # whose tokenizer to use; empty takes token ids only
+    model: str = ""  # folder or name of the tokenizer; empty: accept token ids only
     routing: Routing = field(default_factory=Routing)
     line: LineConfig = field(default_factory=LineConfig)
     tls: TlsConfig = PLAIN
-    tokens: AcceptedTokens | None = None  # None: whoever can connect is a client
+    tokens: AcceptedTokens | None = None  # None: no authentication
     telemetry: TelemetryOptions = TelemetryOptions()
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class RouterOptions:
 
 
 def main(options: RouterOptions) -> None:
-    """Serves until SIGTERM. Raises named errors for what cannot work."""
+    """Serve until SIGTERM. Raises named errors for options that cannot work."""
     text: TextBoundary = TokenIdsOnly()
     if options.model:
         text = ModelText(Tokenizer.from_folder(resolve_model_folder(options.model)))
@@ -144,7 +144,7 @@ async def serve(
             options.port,
             services,
             tls=options.tls,
-            interceptors=_gates(options, metrics),
+            interceptors=_interceptors(options, metrics),
             for_clients=True,
         ) as server,
         node_calls,
@@ -163,7 +163,7 @@ async def serve(
             _later(PREFILL_PATIENCE_S, note_change),
         ):
             with compiler, _metrics(options, process, metrics, read):
-                async with _http_door(
+                async with _http_server(
                     options, metrics, pipeline, table, visits, server.health, resets
                 ):
                     await _until_drained(server, pipeline, options.drain_timeout_s)
@@ -171,7 +171,7 @@ async def serve(
 
 @asynccontextmanager
 async def _later(wait_s: float, do: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Does something once, unless the block ends before that."""
+    """Call `do` once after `wait_s`, unless the block ends before."""
 
     async def wait_and_do() -> None:
         await asyncio.sleep(wait_s)
@@ -197,7 +197,7 @@ def _metrics(
 
 
 @asynccontextmanager
-async def _http_door(
+async def _http_server(
     options: RouterOptions,
     metrics: RouterMetrics | None,
     pipeline: Pipeline,
@@ -206,11 +206,11 @@ async def _http_door(
     health: Health,
     resets: PrefixResets,
 ) -> AsyncIterator[None]:
-    """OpenAI's API beside gRPC, if it is wanted."""
+    """Serve the OpenAI API over HTTP if a port is configured."""
     if options.http_port is None or metrics is None:
         yield
         return
-    # Loaded late: most of what it takes is of no use to those who speak gRPC.
+    # Imported late: routers that only serve gRPC do not need the HTTP stack.
     from router.openai.app import http_app
     from router.openai.server import http_serving
 
@@ -240,7 +240,7 @@ def _reading(pipeline: Pipeline, table: NodeTable, tracer: Tracer) -> Reading:
     }
 
 
-def _gates(
+def _interceptors(
     options: RouterOptions, metrics: RouterMetrics | None
 ) -> Sequence[aio.ServerInterceptor]:
     if options.tokens is None:
@@ -252,9 +252,9 @@ def _gates(
 
 
 async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) -> None:
-    async with stop_signal() as told:
+    async with stop_signal() as stopped:
         announce("router", server.address)
-        await told.wait()
+        await stopped.wait()
         with Grace(timeout_s) as grace:
             grace.begin(lambda: pipeline.num_in_flight + pipeline.num_waiting)
             await server.health.set_ready(False)

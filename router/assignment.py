@@ -1,4 +1,4 @@
-"""What one try lays on its nodes, from the choice to the end. Pure."""
+"""Accounts the load of one attempt on its nodes, from routing to its end. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from router.policy import Route
 
 
 class Assignment:
-    """Known at once to the next choice, which would else wait for the nodes to tell of it."""
+    """Load and expected prefixes of one attempt, known to routing before the nodes report them."""
 
     def __init__(self, table: NodeTable, route: Route) -> None:
         self._table = table
@@ -24,7 +24,7 @@ class Assignment:
             table.prefixes.expect(address, route.block_names)
 
     def prompt_done(self) -> None:
-        """Its KV is computed."""
+        """Remove the prompt from the load once its KV is computed."""
         if self._is_prompt_done:
             return
         self._is_prompt_done = True
@@ -33,7 +33,10 @@ class Assignment:
             self._prompt.end_one()
 
     def close(self) -> None:
-        """Once. A prompt that was not computed is expected nowhere any more."""
+        """Remove the attempt from the load. Call once.
+
+        The prefix of a prompt that was not computed is no longer expected.
+        """
         if not self._is_prompt_done:
             for address in self._addresses:
                 self._table.prefixes.expect_no_more(address, self._route.block_names)

@@ -1,4 +1,4 @@
-"""Limits on what one request may hold, the same over gRPC and HTTP. Pure."""
+"""Size limits of one request, the same over gRPC and HTTP. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
 
-MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts, which reach logs and metrics
+MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
 MAX_CHAT_MESSAGES = 1 << 14
 MAX_TOOLS = 1 << 10
 MAX_EXTRA_ARGS = 64
 MAX_TOKENS_TO_DETOKENIZE = 1 << 20
-# Size of the sampling parameters of all answers together: each has its own copy.
+# Total size of the sampling parameters of all answers, each of which has its own copy.
 MAX_SAMPLING_SIZE = 1 << 18
-MAX_LOGPROBS_PER_POSITION = 1 << 11  # of all answers together: what each step gives the router
+MAX_LOGPROBS_PER_POSITION = 1 << 11  # of all answers together, that one step can return
 
 
 def is_name(value: str) -> bool:
@@ -22,12 +22,12 @@ def is_name(value: str) -> bool:
 
 
 def check_name(field: str, value: str) -> None:
-    """Raises InvalidRequest for a name that is too long or would break a line of a log."""
+    """Raises InvalidRequest for a name that is too long or not printable, which breaks logs."""
     if value and is_name(value):
         return
     if len(value) > MAX_NAME_CHARACTERS:
         raise InvalidRequest(
-            f"{field} has {len(value)} characters; at most {MAX_NAME_CHARACTERS} may be", field
+            f"{field} has {len(value)} characters; at most {MAX_NAME_CHARACTERS} are allowed", field
         )
     if not value.isprintable():
         raise InvalidRequest(
@@ -38,11 +38,11 @@ def check_name(field: str, value: str) -> None:
 def check_count(field: str, count: int, most: int) -> None:
     """Raises InvalidRequest for a list or map that is too long."""
     if count > most:
-        raise InvalidRequest(f"{field} has {count} entries; at most {most} may be", field)
+        raise InvalidRequest(f"{field} has {count} entries; at most {most} are allowed", field)
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int | None) -> None:
-    """Before the token ids are looked at. Raises InvalidRequest."""
+    """Check the length before the token ids are read. Raises InvalidRequest."""
     if max_model_len is not None and num_tokens > max_model_len:
         raise InvalidRequest(
             f"the prompt has {num_tokens} tokens; max_model_len is {max_model_len}: shorten it",
@@ -51,20 +51,20 @@ def check_prompt_length(num_tokens: int, max_model_len: int | None) -> None:
 
 
 def check_copies_fit(sampling: SamplingParams, bad_words: Sequence[str], num_answers: int) -> None:
-    """Raises InvalidRequest when all answers together would be too much to pass on."""
-    # A word is spelled in two ways, each a sequence of a token for each character at most.
+    """Raises InvalidRequest if the parameters or logprobs of all answers are too large."""
+    # A word has two spellings, each with at most one token per character.
     size = sampling.size + 2 * sum(8 + len(word) for word in bad_words)
     if size * num_answers > MAX_SAMPLING_SIZE:
         raise InvalidRequest(
-            f"the lists and maps of the sampling parameters are worth {size} token ids; those of "
-            f"{num_answers} answers may be worth {MAX_SAMPLING_SIZE} together: ask for fewer "
-            "answers, or name fewer tokens",
+            f"the lists and maps of the sampling parameters have the size of {size} token ids; "
+            f"those of {num_answers} answers may have {MAX_SAMPLING_SIZE} together: request fewer "
+            "answers, or list fewer tokens",
             "n",
         )
     num_logprobs = 0 if sampling.logprobs is None else (sampling.logprobs + 1) * num_answers
     if num_logprobs > MAX_LOGPROBS_PER_POSITION:
         raise InvalidRequest(
             f"{num_answers} answers with {sampling.logprobs} logprobs are {num_logprobs} logprobs "
-            f"for each token; at most {MAX_LOGPROBS_PER_POSITION} may be: lower logprobs or n",
+            f"for each token; at most {MAX_LOGPROBS_PER_POSITION} are allowed: lower logprobs or n",
             "logprobs",
         )

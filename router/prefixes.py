@@ -1,4 +1,4 @@
-"""Which node has which prefixes: what nodes tell of, and what was sent there. Pure."""
+"""Index of the prefix blocks on each node, reported and expected. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from engine.hashing import BlockHash
 from serving.prefixes import PrefixChanges, PrefixGap
 
-# A node's expected blocks are forgotten beyond this many, the oldest first.
+# Limit of expected blocks per node; the oldest are dropped first.
 MAX_EXPECTED = 4096
 
 
 class PrefixIndex:
-    """Names of blocks by holder, and holders by name."""
+    """Bidirectional index of block names and their holders."""
 
     def __init__(self) -> None:
         self._holders_by_name: dict[BlockHash, set[str]] = {}
         self._names_by_holder: dict[str, OrderedDict[BlockHash, None]] = {}
 
     def names(self, holder: str) -> Iterable[BlockHash]:
-        """Those it holds, the one that was added first before the others."""
+        """Return the blocks of a holder in the order in which they were added."""
         return self._names_by_holder.get(holder, OrderedDict()).keys()
 
     def add(self, holder: str, names: Iterable[BlockHash]) -> None:
@@ -37,13 +37,14 @@ class PrefixIndex:
                 self._forget(holder, name)
 
     def drop(self, holder: str) -> None:
-        """It holds nothing any more."""
+        """Remove all blocks of a holder."""
         for name in self._names_by_holder.pop(holder, ()):
             self._forget(holder, name)
 
-    def trim(self, holder: str, longest: int) -> None:
+    def trim(self, holder: str, max_names: int) -> None:
+        """Drop the oldest blocks of a holder beyond `max_names`."""
         held = self._names_by_holder.get(holder, OrderedDict())
-        while len(held) > longest:
+        while len(held) > max_names:
             name, _ = held.popitem(last=False)
             self._forget(holder, name)
 
@@ -51,17 +52,17 @@ class PrefixIndex:
         return len(self._names_by_holder.get(holder, ()))
 
     def match(self, names: Sequence[BlockHash]) -> dict[str, int]:
-        """How many of the first names, without a gap, each holder has; none if not one."""
+        """Return for each holder how many of the leading names it has without a gap, if any."""
         matched: dict[str, int] = {}
-        alive: set[str] | None = None
+        matching: set[str] | None = None
         for place, name in enumerate(names):
             holders = self._holders_by_name.get(name, set())
-            still = holders if alive is None else alive & holders
-            matched.update(dict.fromkeys((alive or set()) - still, place))
-            alive = still
-            if not alive:
+            remaining = holders if matching is None else matching & holders
+            matched.update(dict.fromkeys((matching or set()) - remaining, place))
+            matching = remaining
+            if not matching:
                 return matched
-        matched.update(dict.fromkeys(alive or (), len(names)))
+        matched.update(dict.fromkeys(matching or (), len(names)))
         return matched
 
     def _forget(self, holder: str, name: BlockHash) -> None:
@@ -72,26 +73,26 @@ class PrefixIndex:
 
 
 class NodePrefixes:
-    """What each node has, as it told, and what it is about to have.
+    """Prefix blocks of all nodes: those they have reported, and those they are about to have.
 
-    A node tells of a prompt's blocks when they are computed. Until then they are expected
-    where the prompt was sent, or the next prompt of a burst would be sent elsewhere.
+    A node reports the blocks of a prompt once they are computed. Until then they are expected on
+    the node to which the prompt was sent, so that the following prompts of a burst go there too.
     """
 
     def __init__(self) -> None:
-        self._told = PrefixIndex()
+        self._reported = PrefixIndex()
         self._expected = PrefixIndex()
         self._sequence_by_address: dict[str, int] = {}
 
     def take(self, address: str, changes: PrefixChanges) -> None:
-        """Raises PrefixGap if changes before these were lost: ask for all there is."""
+        """Apply reported changes. Raises PrefixGap if earlier ones were lost: watch again."""
         if changes.is_snapshot:
             self.drop(address)
         elif changes.sequence != self._sequence_by_address.get(address, 0) + 1:
-            raise PrefixGap(f"{address} told change {changes.sequence}, out of turn")
+            raise PrefixGap(f"{address} sent prefix change {changes.sequence} out of order")
         self._sequence_by_address[address] = changes.sequence
-        self._told.remove(address, changes.removed)
-        self._told.add(address, changes.stored)
+        self._reported.remove(address, changes.removed)
+        self._reported.add(address, changes.stored)
         self._expected.remove(address, (*changes.removed, *changes.stored))
 
     def expect(self, address: str, names: Iterable[BlockHash]) -> None:
@@ -102,21 +103,21 @@ class NodePrefixes:
         self._expected.remove(address, names)
 
     def drop(self, address: str) -> None:
-        self._told.drop(address)
+        self._reported.drop(address)
         self._expected.drop(address)
         self._sequence_by_address.pop(address, None)
 
     def num_told(self, address: str) -> int:
-        """Cached blocks of this node."""
-        return self._told.num_names(address)
+        """Return how many cached blocks the node has reported."""
+        return self._reported.num_names(address)
 
     def told(self, names: Sequence[BlockHash]) -> dict[str, int]:
-        """Leading blocks that each node has for sure."""
-        return self._told.match(names)
+        """Return the number of leading blocks that each node has reported."""
+        return self._reported.match(names)
 
     def likely(self, names: Sequence[BlockHash]) -> Mapping[str, int]:
-        """Leading blocks that each node has or is about to have."""
-        likely = self._told.match(names)
+        """Return the number of leading blocks that each node has or is about to have."""
+        likely = self._reported.match(names)
         for address, count in self._expected.match(names).items():
             likely[address] = max(count, likely.get(address, 0))
         return likely

@@ -1,4 +1,4 @@
-"""Every node that the router knows of, and why it gets requests or none. Pure."""
+"""Reports of all known nodes, with the reason if one gets no requests. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NodeState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """`card` is None for a node that cannot be reached."""
+    """State of a node. `card` is None if it is unreachable."""
 
     role: NodeRole
     address: str
@@ -32,9 +32,9 @@ class NodeReport:
 
 
 def roster(table: NodeTable) -> tuple[NodeReport, ...]:
-    """Prefill nodes first, each role by address."""
+    """Return the reports of all nodes, prefill nodes first, then by address."""
     joined = {Member(node.card.role, node.address): node for node in table.nodes}
-    members = sorted(table.watched | joined.keys(), key=_place)
+    members = sorted(table.watched | joined.keys(), key=_sort_key)
     return tuple(_report(table, member, joined.get(member)) for member in members)
 
 
@@ -47,15 +47,15 @@ def _report(table: NodeTable, member: Member, node: Node | None) -> NodeReport:
 
 
 def _state(table: NodeTable, node: Node) -> NodeState:
-    """The first reason that holds."""
+    """Return the first state that applies."""
     reasons = {
         NodeState.DRAINING: table.burden(node).told.is_draining,
         NodeState.NOT_READY: not table.is_ready(node),
         NodeState.REPLACED: not table.is_last_of_its_name(node),
         NodeState.UNLISTED: not table.is_listed(node),
     }
-    return next((state for state, holds in reasons.items() if holds), NodeState.READY)
+    return next((state for state, applies in reasons.items() if applies), NodeState.READY)
 
 
-def _place(member: Member) -> tuple[bool, str]:
+def _sort_key(member: Member) -> tuple[bool, str]:
     return member.role is not NodeRole.PREFILL, member.address

@@ -1,4 +1,6 @@
-"""Whose cached KV a request may hit: a salt is its client's own where clients show tokens. Pure."""
+"""Prefix-cache salts. With authentication, a salt is bound to the client's token, so tenants never
+share KV. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from serving.token import HEADER
 
 
 def owner_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Tells clients apart by their tokens, without telling the tokens; empty if none is shown."""
-    shown = next((value for key, value in metadata if key == HEADER), "")
-    token = (shown.decode() if isinstance(shown, bytes) else shown).partition(" ")[2].strip()
+    """Return the hash of the client's token; empty without a token."""
+    header = next((value for key, value in metadata if key == HEADER), "")
+    token = (header.decode() if isinstance(header, bytes) else header).partition(" ")[2].strip()
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def own_salt(salt: str, owner: str) -> str:
-    """No other owner's salt is the same. Without a salt all share; without owners, salts do."""
+    """Bind a salt to its owner. Requests without a salt share KV with all others without one."""
     return f"{owner}:{salt}" if salt and owner else salt

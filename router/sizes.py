@@ -1,26 +1,29 @@
-"""Size limits on what one request may ask to be returned. Pure."""
+"""Size limits of what one request may have returned. Pure."""
 
 from __future__ import annotations
 
 from engine.errors import InvalidRequest
 from serving.sizes import MAX_MESSAGE_BYTES
 
-# The most that protobuf takes for one entry of TokenLogprobs.top, and for what is around them.
+# Upper bounds of protobuf's bytes for an entry of TokenLogprobs.top, and for the rest of a token.
 TOP_BYTES = 17
 TOKEN_BYTES = 40
-# Logprobs of its tokens that a request may have in one HTTP body, and of its prompts as many
-# again: each kind is about 35 MB of JSON.
+# Limit of the logprobs in one HTTP body, for generated tokens and prompts separately. Each makes
+# about 35 MB of JSON.
 MAX_LOGPROBS_PER_REQUEST = 1 << 19
 
 
 class LogprobBudget:
-    """Prompt logprobs that the answers of one request may still repeat, all of them together."""
+    """Remaining number of prompt logprobs that the answers of one request may return in total."""
 
     def __init__(self, num_left: int = MAX_LOGPROBS_PER_REQUEST) -> None:
         self._num_left = num_left
 
     def spend(self, num_prompt_tokens: int, prompt_logprobs: int | None, num_answers: int) -> None:
-        """Raises InvalidRequest. Each answer to a prompt repeats the logprobs of that prompt."""
+        """Deduct the prompt's logprobs for each answer, which all repeat them.
+
+        Raises InvalidRequest if too few are left.
+        """
         if prompt_logprobs is None:
             return
         num_logprobs = num_prompt_tokens * (prompt_logprobs + 1) * num_answers
@@ -36,19 +39,22 @@ class LogprobBudget:
 
 
 def max_tokens_with_logprobs(logprobs: int, num_answers: int) -> int:
-    """The longest that each answer may be for the logprobs of all to fit into one HTTP body."""
+    """Return the largest `max_tokens` with which the logprobs of all answers fit one HTTP body."""
     return max(1, MAX_LOGPROBS_PER_REQUEST // ((logprobs + 1) * num_answers))
 
 
 def check_prompt_logprobs_fit(num_prompt_tokens: int, prompt_logprobs: int | None) -> None:
-    """They are told all at once, with the first token. Raises InvalidRequest."""
+    """Check that prompt logprobs fit one message: they are sent together with the first token.
+
+    Raises InvalidRequest.
+    """
     if prompt_logprobs is None:
         return
     per_token = TOKEN_BYTES + TOP_BYTES * prompt_logprobs
     if num_prompt_tokens * per_token > MAX_MESSAGE_BYTES:
-        num_most = max(0, (MAX_MESSAGE_BYTES // num_prompt_tokens - TOKEN_BYTES) // TOP_BYTES)
+        num_max = max(0, (MAX_MESSAGE_BYTES // num_prompt_tokens - TOKEN_BYTES) // TOP_BYTES)
         raise InvalidRequest(
             f"prompt_logprobs is {prompt_logprobs}: with {num_prompt_tokens} prompt tokens that is "
             f"more than a message may hold ({MAX_MESSAGE_BYTES >> 20} MiB); ask for at most "
-            f"{num_most}, or leave it out"
+            f"{num_max}, or leave it out"
         )

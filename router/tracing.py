@@ -1,4 +1,4 @@
-"""What the router notes of a request on its way, for its trace."""
+"""Records the timeline of each request in the router, for its trace and metrics."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ log = logging.getLogger(__name__)
 
 
 class LegTrace:
-    """What one call to a node carries, and whether it has said all there is to say."""
+    """Trace of one call to a node: the metadata to send, and whether the call has finished."""
 
     def __init__(self, metadata: Metadata = ()) -> None:
         self.metadata = metadata
         self.is_finished = False
 
     def finished(self) -> None:
-        """Whatever follows is of no account, such as who hangs up first."""
+        """Mark the call as successful: later errors, such as of its cancellation, are ignored."""
         self.is_finished = True
 
 
 class Trace:
-    """Hears how a request fares, and forgets it: for requests that are not traced."""
+    """Trace interface; this base class records nothing, for requests that are not traced."""
 
     trace_id = ""
     traceparent = ""
@@ -67,21 +67,21 @@ class Trace:
     def try_failed(self) -> None: ...
 
     def judged(self, verdict: str, address: str) -> None:
-        """The engine there ended, or a pass failed, with this request."""
+        """Record the quarantine's verdict after an engine or a pass failed with this request."""
 
     def gave(self, num_tokens: int) -> None:
-        """So many more tokens of the answer are passed on."""
+        """Record tokens that are passed on to the client."""
 
     def served(self, ending: Ending) -> None: ...
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
-        """One call to a node, from here to the end of the block."""
+        """Trace one call to a node, which ends with the block."""
         yield LegTrace()
 
     @contextmanager
     def ending(self, is_late: Callable[[], bool]) -> Iterator[None]:
-        """The whole request ends, one way or another, with the block."""
+        """Record the outcome of the request, which ends with the block."""
         yield
 
 
@@ -89,7 +89,7 @@ UNTRACED = Trace()
 
 
 class RecordedTrace(Trace):
-    """Writes a request's timeline and gives it to the tracer at the end."""
+    """Records the timeline of a request and exports it at the end."""
 
     def __init__(
         self, timeline: RequestTimeline, tracer: Tracer, metrics: RouterMetrics | None
@@ -119,8 +119,8 @@ class RecordedTrace(Trace):
         self._timeline.admitted_s = time.monotonic()
 
     def try_began(self, number: int, num_prior_tokens: int) -> None:
-        one = TryTimeline(number, num_prior_tokens, new_span_id(), new_span_id())
-        self._timeline.tries.append(one)
+        attempt = TryTimeline(number, num_prior_tokens, new_span_id(), new_span_id())
+        self._timeline.tries.append(attempt)
 
     def routed(self, route: Route, policy: Policy, table: NodeTable) -> None:
         num_tokens = self._timeline.num_prompt_tokens or 0
@@ -151,7 +151,7 @@ class RecordedTrace(Trace):
     def served(self, ending: Ending) -> None:
         served, summary = ending.served, ending.served.summary
         place = "remote" if served.prefill is PrefillPlace.REMOTE else "local"
-        is_migrated = any(one.num_prior_tokens for one in self._timeline.tries)
+        is_migrated = any(attempt.num_prior_tokens for attempt in self._timeline.tries)
         self._timeline.usage = Usage(
             finish_reason=ending.finish.reason.value,
             served="migrated" if is_migrated else place,
@@ -163,7 +163,7 @@ class RecordedTrace(Trace):
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
-        one = self._timeline.tries[-1]
+        attempt = self._timeline.tries[-1]
         leg = LegTimeline(
             name=name,
             span_id=new_span_id(),
@@ -172,16 +172,16 @@ class RecordedTrace(Trace):
             address=node.address,
             began_s=time.monotonic(),
         )
-        one.legs.append(leg)
-        whole = self._timeline.context
-        context = TraceContext(whole.trace_id, leg.span_id, whole.is_sampled)
-        push = f"{one.kv_push_span_id:016x}"
-        told = LegTrace(((names.TRACEPARENT, context.traceparent), (names.KV_PUSH_SPAN, push)))
+        attempt.legs.append(leg)
+        parent = self._timeline.context
+        context = TraceContext(parent.trace_id, leg.span_id, parent.is_sampled)
+        push = f"{attempt.kv_push_span_id:016x}"
+        leg_trace = LegTrace(((names.TRACEPARENT, context.traceparent), (names.KV_PUSH_SPAN, push)))
         try:
-            yield told
-            leg.end = _well()
+            yield leg_trace
+            leg.end = _ok()
         except BaseException as error:
-            leg.end = _well() if told.is_finished else end_of(error)
+            leg.end = _ok() if leg_trace.is_finished else end_of(error)
             raise
 
     @contextmanager
@@ -189,7 +189,7 @@ class RecordedTrace(Trace):
         end = End(time.monotonic())
         try:
             yield
-            end = _well()
+            end = _ok()
         except BaseException as error:
             end = end_of(error, is_late=is_late(), is_refused=self._is_refused(error))
             raise
@@ -202,13 +202,13 @@ class RecordedTrace(Trace):
                 self._tracer.take(self._timeline)
 
     def _is_refused(self, error: BaseException) -> bool:
-        """By the router, or by the nodes, which find some faults of a client only then."""
+        """Return whether the request was refused, by the router or as invalid by a node."""
         is_invalid = isinstance(error, InvalidRequest) and not self._timeline.num_output_tokens
         return is_invalid or not self._timeline.was_dispatched
 
 
 class Tracing:
-    """Decides which requests are traced. All of them are counted."""
+    """Begins the traces of sampled requests. With metrics, all requests are counted."""
 
     def __init__(self, tracer: Tracer, metrics: RouterMetrics | None = None) -> None:
         self._tracer = tracer
@@ -232,7 +232,7 @@ class Tracing:
 
 
 def log_end(timeline: RequestTimeline, trace_id: str) -> None:
-    """Those that ended well are told to whoever wants to know more than usual."""
+    """Log the end of a request; successful ones at debug level only."""
     end, usage = timeline.end, timeline.usage
     if end is None:
         return
@@ -257,5 +257,5 @@ def log_end(timeline: RequestTimeline, trace_id: str) -> None:
 TRACES_NOTHING = Tracing(NO_TRACER)
 
 
-def _well() -> End:
+def _ok() -> End:
     return End(time.monotonic(), rpc_status="OK")
