@@ -1,4 +1,4 @@
-"""Which nodes are avoided for having failed again and again, and when they are tried anew. Pure."""
+"""Circuit breakers: avoid nodes that failed repeatedly and probe them periodically. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.errors import InvalidConfig
 
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
-    num_failures: int = 3  # in a row, from which on a node is avoided
-    first_pause_s: float = 0.5  # doubled with each failure that follows
+    num_failures: int = 3  # consecutive failures after which a node is avoided
+    first_pause_s: float = 0.5  # doubled with each further failure
     longest_pause_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -31,11 +31,11 @@ class _Record:
 
 
 class Breakers:
-    """Nodes by address. One that is avoided gets one request after each pause, as a probe."""
+    """Breakers by address. An avoided node gets one request after each pause, as a probe."""
 
     def __init__(self, config: BreakerConfig = BreakerConfig()) -> None:
         self._config = config
-        self._records: dict[str, _Record] = {}  # of those whose last request failed
+        self._records: dict[str, _Record] = {}  # of nodes whose last request failed
 
     def avoided(self, now: float) -> frozenset[str]:
         return frozenset(
@@ -43,7 +43,7 @@ class Breakers:
         )
 
     def sent(self, addresses: Iterable[str], now: float) -> None:
-        """Whoever goes to a node whose pause is over goes alone."""
+        """Restart the pauses of these nodes, so that only one request probes each."""
         for address in addresses:
             record = self._records.get(address)
             if record is not None:

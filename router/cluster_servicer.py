@@ -1,4 +1,4 @@
-"""The router's door for people who look after the cluster: messages from values, nothing else."""
+"""gRPC servicer of `ClusterService`, for operators: converts values to messages."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         context: aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.ResetPrefixCachesResponse:
         async with named_errors(context):
-            done = await self._resets.reset_all()
+            resets = await self._resets.reset_all()
         return cluster_pb2.ResetPrefixCachesResponse(
-            nodes=[cluster_pb2.NodeReset(**asdict(one)) for one in done]
+            nodes=[cluster_pb2.NodeReset(**asdict(reset)) for reset in resets]
         )
 
 

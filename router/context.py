@@ -1,4 +1,4 @@
-"""What a request carries through the whole pipeline beside what it asks."""
+"""Context of a request in the pipeline: deadline, trace, and state shared between answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from serving.errors import DeadlineExceeded
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     received_s: float
-    deadline_s: float | None = None  # on the same clock; None: the client waits for ever
+    deadline_s: float | None = None  # on the same clock; None: no deadline
     trace: Trace = UNTRACED
-    shared: SharedPrompt | None = None  # with the other answers to its prompt
-    logprob_budget: LogprobBudget | None = None  # of the whole request; None: one of its own
+    shared: SharedPrompt | None = None  # by all answers to its prompt; None: there is one
+    logprob_budget: LogprobBudget | None = None  # of the whole client request; None: separate
 
     def remaining_s(self, now: float) -> float | None:
-        """The time that is left for nodes. Raises DeadlineExceeded when there is none."""
+        """Return the time until the deadline. Raises DeadlineExceeded if it has passed."""
         if self.deadline_s is None:
             return None
         if now >= self.deadline_s:
-            raise DeadlineExceeded("the client's deadline passed before the answer was whole")
+            raise DeadlineExceeded("the client's deadline passed before the answer was complete")
         return self.deadline_s - now

@@ -1,4 +1,4 @@
-"""Asks the sources of nodes for addresses, again and again, without holding up anybody."""
+"""Resolves the sources of nodes periodically, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from serving.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-# The addresses of a source now. Raises SourceFailed.
+# Returns the current addresses of a source. Raises SourceFailed.
 Find = Callable[[NodeSource], Awaitable[frozenset[str]]]
 OnFound = Callable[[NodeSource, frozenset[str]], Awaitable[None]]
 
 
 class SourceFailed(ServiceError):
-    """A source of nodes could not be asked; the nodes known from it are kept."""
+    """A source of nodes could not be resolved. The nodes known from it are kept."""
 
 
 async def follow(source: NodeSource, find: Find, every_s: float, on_found: OnFound) -> None:
-    """Tells of what a source has whenever that has changed; a source that fails, of nothing."""
-    told: frozenset[str] | None = None
+    """Call `on_found` when the addresses of a source change. Failures change nothing."""
+    known: frozenset[str] | None = None
     trouble = ""
     while True:
         try:
@@ -39,9 +39,9 @@ async def follow(source: NodeSource, find: Find, every_s: float, on_found: OnFou
                 log.warning("%s; the nodes known from it are kept", trouble)
         else:
             trouble = ""
-            if found != told:
+            if found != known:
                 log.info("%s names %s", source, ", ".join(sorted(found)) or "no node")
-                told = found
+                known = found
                 await on_found(source, found)
         if isinstance(source, FixedNode):
             return
@@ -49,7 +49,7 @@ async def follow(source: NodeSource, find: Find, every_s: float, on_found: OnFou
 
 
 async def find_addresses(source: NodeSource) -> frozenset[str]:
-    """Raises SourceFailed."""
+    """Return the current addresses of a source. Raises SourceFailed."""
     match source:
         case FixedNode(address):
             return frozenset({address})
@@ -77,20 +77,20 @@ def _read(path: str) -> frozenset[str]:
 
 
 async def _in_thread(call: Callable[[], frozenset[str]]) -> frozenset[str]:
-    """In a thread of its own that the end of the process does not wait for.
+    """Run `call` in a separate thread that does not delay the end of the process.
 
-    The system's resolver cannot be cancelled, and with a dead name server it takes half a minute.
+    The system's resolver cannot be cancelled, and takes half a minute if the name server is down.
     """
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[frozenset[str]] = loop.create_future()
+    result: asyncio.Future[frozenset[str]] = loop.create_future()
 
     def run() -> None:
         try:
-            tell = partial(answer.set_result, call())
-        except Exception as error:  # noqa: BLE001 - whoever waits for the answer raises it again
-            tell = partial(answer.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed: the process ends
-            loop.call_soon_threadsafe(lambda: None if answer.done() else tell())
+            deliver = partial(result.set_result, call())
+        except Exception as error:  # noqa: BLE001 - raised again by the awaiting task
+            deliver = partial(result.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(lambda: None if result.done() else deliver())
 
     threading.Thread(target=run, name="find nodes", daemon=True).start()
-    return await answer
+    return await result

@@ -1,22 +1,22 @@
-"""How long a request that comes now would wait for its first token, as measured. Pure."""
+"""Forecast of the wait for the first token of a new request. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
-# First tokens come in bunches, a step's prompts at once: how fast they come, only many tell.
+# First tokens arrive in bunches, one per step: a rate needs many of them.
 NUM_LOOKED_AT = 64
 
 
 class Forecast:
-    """Counts those that have no first token yet, and how fast these come."""
+    """Counts the requests without a first token, and the rate at which first tokens arrive."""
 
     def __init__(self) -> None:
         self._num_by_priority: Counter[int] = Counter()
-        # On a clock that stands still while nobody waits: when the last first tokens came.
+        # Times of the latest first tokens, on a clock that stops while no request waits.
         self._marks_s: deque[float] = deque([0.0], maxlen=NUM_LOOKED_AT + 1)
-        self._awaited_s = 0.0  # what that clock showed
-        self._since_s = 0.0  # at this time
+        self._awaited_s = 0.0  # reading of that clock
+        self._since_s = 0.0  # time of that reading
 
     def came(self, priority: int, now: float) -> None:
         if not self._num_by_priority:
@@ -24,21 +24,21 @@ class Forecast:
         self._num_by_priority[priority] += 1
 
     def began(self, priority: int, now: float) -> None:
-        """It has its first token."""
+        """Record the first token of a request."""
         self._awaited_s += now - self._since_s
         self._since_s = now
         self._marks_s.append(self._awaited_s)
         self.left(priority)
 
     def left(self, priority: int) -> None:
-        """It will not get one."""
+        """Remove a request from those that wait for a first token."""
         self._num_by_priority[priority] -= 1
         if not self._num_by_priority[priority]:
             del self._num_by_priority[priority]
 
     def wait_s(self, priority: int) -> float:
-        """0 when nobody is ahead: whoever comes then shows how fast it goes now."""
-        ahead = sum(num for one, num in self._num_by_priority.items() if one <= priority)
+        """Estimate the wait; 0 if no request is ahead, so that the current rate can be measured."""
+        ahead = sum(num for other, num in self._num_by_priority.items() if other <= priority)
         return (ahead + 1) * self._interval_s if ahead else 0.0
 
     @property

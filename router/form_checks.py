@@ -1,6 +1,6 @@
-"""Whether a form can be kept to is looked at before a node is asked, beside the router's loop.
+"""Checks structured-output forms on a separate thread before a request is sent to nodes.
 
-Nodes look at it again, for their own model's tokenizer.
+Nodes check them again with their own model's tokenizer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ RETRY_AFTER_S = 1.0
 
 class FormChecks(Protocol):
     async def check(self, form: StructuredOutputs | None) -> None:
-        """Raises InvalidRequest, and QueueFull when too many wait for their turn."""
+        """Raises InvalidRequest for a form that cannot be used, and QueueFull if too many wait."""
         ...
 
 
 class NoFormChecks:
+    """Accepts all forms, which nodes check anyway."""
+
     async def check(self, form: StructuredOutputs | None) -> None:
         pass
 
@@ -35,7 +37,7 @@ NODES_WILL_TELL = NoFormChecks()
 
 
 class ThreadedFormChecks:
-    """What was found to be well is remembered as long as the compiler remembers it."""
+    """Checks forms with a grammar compiler, which caches its results."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class ThreadedFormChecks:
         num_characters = self._num_waiting_characters + size
         if self._num_waiting >= self._max_waiting or num_characters > self._max_waiting_characters:
             raise QueueFull(
-                f"the forms of {self._num_waiting} requests wait already to be looked at; send "
+                f"the forms of {self._num_waiting} requests already wait to be checked; send "
                 "this one later",
                 RETRY_AFTER_S,
             )
@@ -73,15 +75,15 @@ class ThreadedFormChecks:
 
     async def _outcome(self, form: StructuredOutputs) -> Checked | InvalidRequest:
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[Checked | InvalidRequest] = loop.create_future()
+        result: asyncio.Future[Checked | InvalidRequest] = loop.create_future()
 
-        def take(outcome: Checked | InvalidRequest) -> None:
-            if not found.done():
-                found.set_result(outcome)
+        def set_result(outcome: Checked | InvalidRequest) -> None:
+            if not result.done():
+                result.set_result(outcome)
 
-        def tell(outcome: Checked | InvalidRequest) -> None:
-            with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-                loop.call_soon_threadsafe(take, outcome)
+        def deliver(outcome: Checked | InvalidRequest) -> None:
+            with suppress(RuntimeError):  # the loop is closed: no task waits any more
+                loop.call_soon_threadsafe(set_result, outcome)
 
-        self._compiler.start(form, tell)
-        return await found
+        self._compiler.start(form, deliver)
+        return await result

@@ -1,4 +1,4 @@
-"""Has nodes link up when they join: the first hand-off of a pair would else wait for that."""
+"""Connects pairs of nodes when they join, so that their first hand-off does not wait for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.nodes import Node, NodeTable
 from serving.errors import ServiceError
 from serving.node import NodeRole
 
-# A link takes memory at both ends, so that in a large cluster not everybody gets to know everybody.
+# A connection takes memory at both ends, so large clusters are not connected completely.
 MOST_PARTNERS = 16
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Introductions:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def introduce(self, node: Node) -> None:
-        """To those it could share KV with."""
+        """Connect a new node with nodes of the other role that have compatible KV."""
         partners = self._table.partners(node)
         for partner in random.sample(partners, min(len(partners), MOST_PARTNERS)):
             decode, prefill = node, partner
@@ -43,4 +43,4 @@ class Introductions:
         try:
             await self._node_calls.connect(decode, prefill)
         except ServiceError as failure:
-            log.info("not linked up with %s yet: %s", prefill.address, failure)
+            log.info("not connected with %s yet: %s", prefill.address, failure)

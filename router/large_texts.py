@@ -1,4 +1,4 @@
-"""Large texts are read on threads, a few at once: the loop that streams tokens never waits."""
+"""Tokenises large texts on a few threads, so that the event loop is never blocked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class LargeTextConfig:
-    small_size: int = 2048  # characters or tokens; up to here it takes less than a thread would
+    small_size: int = 2048  # characters or tokens that are faster to process without a thread
     num_threads: int = 2
-    max_waiting: int = 64  # each holds its text in memory
+    max_waiting: int = 64  # limited because each holds its text in memory
 
     def __post_init__(self) -> None:
         if self.num_threads < 1:
@@ -33,19 +33,19 @@ class LargeTexts:
         self._num_waiting = 0
 
     async def read(self, size: int, work: Callable[[], Result]) -> Result:
-        """What `work` returns or raises. Raises QueueFull when too many wait already."""
+        """Run `work`, on a thread if `size` is large. Raises QueueFull if too many wait."""
         if size <= self._config.small_size:
             return work()
-        await self._turn()
-        ended = asyncio.get_running_loop().run_in_executor(None, work)
-        ended.add_done_callback(self._ended)
-        # Who is cancelled goes at once; the thread is free when it is, and not before.
-        return await asyncio.shield(ended)
+        await self._acquire_thread()
+        result = asyncio.get_running_loop().run_in_executor(None, work)
+        result.add_done_callback(self._release_thread)
+        # A cancelled request ends at once, but its thread is busy until `work` returns.
+        return await asyncio.shield(result)
 
-    async def _turn(self) -> None:
+    async def _acquire_thread(self) -> None:
         if self._num_waiting >= self._config.max_waiting:
             raise QueueFull(
-                f"{self._num_waiting} large texts wait already to be read; send this one later",
+                f"{self._num_waiting} large texts already wait to be read; send this one later",
                 RETRY_AFTER_S,
             )
         self._num_waiting += 1
@@ -54,7 +54,7 @@ class LargeTexts:
         finally:
             self._num_waiting -= 1
 
-    def _ended(self, ended: asyncio.Future[Result]) -> None:
+    def _release_thread(self, result: asyncio.Future[Result]) -> None:
         self._threads.release()
-        if not ended.cancelled():
-            ended.exception()  # seen, should nobody wait for it any more
+        if not result.cancelled():
+            result.exception()  # mark as retrieved, in case the request was cancelled

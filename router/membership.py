@@ -1,8 +1,7 @@
-"""Which addresses to watch, from what the sources tell and from who is really there. Pure.
+"""Set of addresses to watch: those that a source lists or that are still reachable. Pure.
 
-An address is watched as long as a source lists it, or the node behind it can still be reached.
-A node that is there and not listed any more finishes what it has and gets nothing new: service
-names drop a node that is on its way out or not well, well before it is gone.
+A reachable node that is no longer listed finishes its requests and gets no new ones: service names
+drop a node that is shutting down or unhealthy long before it is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class Membership:
         self._there: set[Member] = set()
 
     def tell(self, source: NodeSource, members: frozenset[Member]) -> None:
-        """A source has answered. One that cannot answer is not told of: what it said stands."""
+        """Set the members of a source. A source that fails keeps its last members."""
         self._listed_by_source[source] = members
 
     def joined(self, member: Member) -> None:
@@ -38,5 +37,5 @@ class Membership:
 
     @property
     def unlisted(self) -> frozenset[Member]:
-        """Still there, but not to be given anything new."""
+        """Members that are reachable but no longer listed."""
         return frozenset(self._there) - self.listed

@@ -1,4 +1,4 @@
-"""Where nodes are looked for, as a person writes it. Pure."""
+"""Sources of nodes, as given on the command line. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRITE_IT = "write host:port, dns:///name:port or file:///path"
 
 @dataclass(frozen=True, slots=True)
 class FixedNode:
-    """One node, whose address stays as it is."""
+    """Node with a fixed address."""
 
     address: str
 
@@ -27,7 +27,7 @@ class FixedNode:
 
 @dataclass(frozen=True, slots=True)
 class DnsName:
-    """Every address behind a name is a node of its own."""
+    """DNS name, each address of which is a separate node."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class DnsName:
 
 @dataclass(frozen=True, slots=True)
 class ListFile:
-    """A file with a host:port on each line; # begins a comment."""
+    """File with a host:port on each line; # begins a comment."""
 
     path: str
 
@@ -51,28 +51,28 @@ NodeSource = FixedNode | DnsName | ListFile
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An address where a node of this role should be."""
+    """Address at which a node of this role is expected."""
 
     role: NodeRole
     address: str
 
 
-def parse_sources(written: str) -> tuple[NodeSource, ...]:
-    """Parts with commas between. Raises InvalidConfig."""
-    return tuple(_parse_source(part.strip()) for part in written.split(",") if part.strip())
+def parse_sources(text: str) -> tuple[NodeSource, ...]:
+    """Parse a comma-separated list of sources. Raises InvalidConfig."""
+    return tuple(_parse_source(part.strip()) for part in text.split(",") if part.strip())
 
 
 def parse_list(text: str) -> frozenset[str]:
-    """The addresses in a list file. Raises InvalidConfig."""
+    """Parse the addresses in a list file. Raises InvalidConfig."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return frozenset(_checked(line) for line in lines if line)
 
 
 def refuse_two_roles(prefills: Iterable[NodeSource], decodes: Iterable[NodeSource]) -> None:
-    """Raises InvalidConfig: a node has one role."""
+    """Raises InvalidConfig if a source is listed for both roles."""
     both = sorted(map(str, set(prefills) & set(decodes)))
     if both:
-        raise InvalidConfig(f"{both[0]} is named both as prefill and as decode node")
+        raise InvalidConfig(f"{both[0]} is listed both as a prefill node and as a decode node")
 
 
 def join_address(host: str, port: int) -> str:
@@ -94,7 +94,7 @@ def _parse_dns(written: str) -> DnsName:
     rest = written.removeprefix(DNS)
     if rest.startswith("//") and not rest.startswith("///"):
         raise InvalidConfig(
-            f"node name {written!r} names a DNS server; the system's is asked: "
+            f"node name {written!r} has a DNS server; the system's resolver is used: "
             "write dns:///name:port"
         )
     host, _, port = _checked(rest.removeprefix("///"), written).rpartition(":")
@@ -102,7 +102,7 @@ def _parse_dns(written: str) -> DnsName:
 
 
 def _checked(address: str, written: str = "") -> str:
-    """host:port as it is. Raises InvalidConfig."""
+    """Return a host:port address unchanged. Raises InvalidConfig if it is malformed."""
     host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
         raise InvalidConfig(f"node address {written or address!r}: {WRITE_IT}")

@@ -51,7 +51,7 @@ def policy_named(name: str) -> Policy:
         return Policy(name)
     except ValueError:
         known = ", ".join(policy.value for policy in Policy)
-        raise InvalidConfig(f"no policy is called {name!r}; choose one of: {known}") from None
+        raise InvalidConfig(f"unknown policy {name!r}; choose one of: {known}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ def _unpaired_reason(
     if not prefills:
         return "no prefill node of this model is reachable"
     if any(node.kv_kind in kinds for node in prefills):
-        return "every prefill node that fits drains, is unwell or has just failed"
+        return "every compatible prefill node is draining, unhealthy or has just failed"
     raise IncompatibleNodes(_mismatch(prefills[0], decodes[0]))
 
 
@@ -303,4 +303,6 @@ def _mismatch(prefill: Node, decode: Node) -> str:
         if prefill_value != decode_value:
             differing.append(f"{name} {prefill_value} and {decode_value}")
     pair = f"prefill node {prefill.card.node_id} and decode node {decode.card.node_id}"
-    return f"no prefill node's KV fits a decode node's: {pair} differ in {'; '.join(differing)}"
+    return (
+        f"no prefill node has KV that fits a decode node: {pair} differ in {'; '.join(differing)}"
+    )

@@ -1,4 +1,4 @@
-"""Reset of the prefix caches of all nodes."""
+"""Resets the prefix caches of all nodes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ TIMEOUT_S = 10.0  # a node answers between two steps of its engine
 
 @dataclass(frozen=True, slots=True)
 class NodeReset:
-    """A node that forgot its cached prefixes."""
+    """Result of one node's reset."""
 
     address: str
     node_id: str
-    num_blocks: int  # that could be hit before
+    num_blocks: int  # dropped from the cache
 
 
 class PrefixResets:
-    """Reaches every node that the router has joined, whether or not it takes new requests."""
+    """Resets every known node, whether or not it accepts new requests."""
 
     def __init__(self, table: NodeTable, channel: Callable[[str], aio.Channel]) -> None:
         self._table = table
         self._channel = channel
 
     async def reset_all(self) -> list[NodeReset]:
-        """Raises NodeFailed if a node did not; the others have. It can be repeated."""
+        """Reset all nodes. Raises NodeFailed after resetting the others if any fails."""
         nodes = sorted(self._table.nodes, key=lambda node: node.address)
         outcomes = await asyncio.gather(*(self._reset(node) for node in nodes))
-        failures = [one for one in outcomes if isinstance(one, str)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if failures:
             raise NodeFailed(
                 f"{len(failures)} of {len(nodes)} nodes did not reset their prefix cache "
                 f"({'; '.join(failures)}); try again"
             )
-        return [one for one in outcomes if isinstance(one, NodeReset)]
+        return [outcome for outcome in outcomes if isinstance(outcome, NodeReset)]
 
     async def _reset(self, node: Node) -> NodeReset | str:
-        """The reason if it fails."""
+        """Reset one node. Return the reason if it fails."""
         stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
         try:
             response = await stub.ResetPrefixCache(

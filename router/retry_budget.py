@@ -1,4 +1,4 @@
-"""How many tries beyond the first there may be: an outage must not double the load. Pure."""
+"""Budget for retries, so that an outage does not multiply the load. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from engine.errors import InvalidConfig
 
 
 class RetryBudget:
-    """Each request that comes saves a share of a retry, up to `most`; it begins full.
+    """Token bucket: starts full with `most` retries, and each new request adds `share` of one.
 
-    Full, it holds a retry for every request under way, so that all survive the death of one node.
+    When full, it allows one retry for each request in flight, so that all survive the loss of a
+    node.
     """
 
     def __init__(self, most: int, share: float = 0.2) -> None:
         if most < 1 or share < 0:
-            raise InvalidConfig(f"a budget of {most} retries and a share of {share} is none")
+            raise InvalidConfig(f"retry budget {most} and share {share} must be at least 1 and 0")
         self._most = float(most)
         self._share = share
         self._saved = self._most
@@ -22,7 +23,7 @@ class RetryBudget:
         self._saved = min(self._most, self._saved + self._share)
 
     def spend(self) -> bool:
-        """Whether there was one left."""
+        """Take one retry. Return whether one was left."""
         if self._saved < 1:
             return False
         self._saved -= 1

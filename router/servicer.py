@@ -79,7 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with named_errors(context):
             nodes = self._table.open_nodes(NodeRole.DECODE)
             if not nodes:
-                raise NoNodes("no decode node is reachable; which model is served is not known")
+                raise NoNodes("no decode node is reachable, so the served model is unknown")
         card = nodes[0].card
         return inference_pb2.GetModelResponse(
             model=card.model,

@@ -1,8 +1,8 @@
-"""Several answers to one prompt: the first has it computed and handed over, the others go there.
+"""Several answers (`n`) to one prompt: the first has it computed, the others reuse its KV.
 
-Its decode node keeps the prompt's blocks in its prefix cache, where all answers hold them
-together; each of the others computes what the last, partial block has. Each answer remains a
-request of its own: it may fail, stop and go on elsewhere without the others.
+The decode node of the first answer keeps the prompt's blocks in its prefix cache, where all answers
+share them. Each other answer computes only the last, partial block. Each answer remains a separate
+request, which can fail, stop or migrate without the others.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from router.values import Ending, Piece
 
 
 class SharedPrompt:
+    """State shared by the answers to one prompt."""
+
     def __init__(self, num_answers: int = 1) -> None:
         self.num_answers = num_answers
         self._is_led = False
-        self._is_told = asyncio.Event()
+        self._is_settled = asyncio.Event()
         self._decode: Node | None = None
         self._failure: Exception | None = None  # of the first answer
-        self.token_ids: tuple[int, ...] | None = None  # once one has them
-        # Empty until the first answer has them, and where none are asked for.
+        self.token_ids: tuple[int, ...] | None = None  # None: not tokenised yet
+        # Empty until the first answer has them, and if none are requested.
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self.kin = Kin()
-        self.revision: Revision | None = None  # of all answers, from the first try of any on
+        self.revision: Revision | None = None  # of all answers, set by the first attempt
 
     @contextmanager
     def led(self) -> Iterator[bool]:
-        """Whether this answer is the first. When the first ends, the others wait no longer."""
+        """Yield whether this answer is the first. When the first ends, the others stop waiting."""
         leads = not self._is_led
         self._is_led = True
         try:
@@ -43,12 +45,12 @@ class SharedPrompt:
             raise
         finally:
             if leads:
-                self._is_told.set()
+                self._is_settled.set()
 
     async def with_prompt_logprobs(
         self, parts: AsyncGenerator[Piece | Ending, None]
     ) -> AsyncGenerator[Piece | Ending, None]:
-        """One answer's parts; the first has the prompt's logprobs, which are computed only once."""
+        """Add the prompt logprobs, which are computed only once, to the first part of an answer."""
         is_first = True
         async with aclosing(parts):
             async for part in parts:
@@ -60,17 +62,17 @@ class SharedPrompt:
                     yield part
 
     def is_at(self, decode: Node) -> None:
-        """All of the prompt's KV is on this node."""
-        if not self._is_told.is_set():
+        """Record that all of the prompt's KV is on this node."""
+        if not self._is_settled.is_set():
             self._decode = decode
-            self._is_told.set()
+            self._is_settled.set()
 
     async def decode_node(self) -> Node | None:
-        """The node that has it; None if the first answer ended before it was anywhere.
+        """Wait for the decode node that has the prompt; None if the first answer ended before.
 
-        Raises what the first answer failed with: a request ends with the first failure.
+        Raises the error of the first answer if it failed: a request ends with the first failure.
         """
-        await self._is_told.wait()
+        await self._is_settled.wait()
         if self._failure is not None:
             raise self._failure
         return self._decode

@@ -1,4 +1,4 @@
-"""The text boundary as the pipeline sees it: prompts in, token ids out, and back."""
+"""Text boundary of the pipeline: prompts to token ids and back."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from serving.errors import UnsupportedInput
 
 class TextBoundary(Protocol):
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Refuses, before it reads it, a text that cannot be of so few tokens."""
+        """Tokenise a prompt.
+
+        Raises InvalidRequest, before tokenising, for a text that must exceed `max_tokens`.
+        """
         ...
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
-        """The tokens that spell it, within a word and at the beginning of one."""
+        """Return the token sequences of `word`, inside and at the beginning of a word."""
         ...
 
     def text(self, token_ids: tuple[int, ...]) -> str: ...
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the chat template reads `tools`."""
+        """True if the chat template reads `tools`."""
         ...
 
     def token(self, token_id: int) -> TokenText:
-        """One token by itself, special ones by their names."""
+        """Return the text of a single token, or the name of a special token."""
         ...
 
     def speller(self, shown: Collection[str] = ()) -> Speller:
-        """Return a new one for each answer. Special tokens named in `shown` are spelled, too."""
+        """Return a new detokenizer for one answer. It includes the special tokens in `shown`."""
         ...
 
 
 class ModelText:
-    """The boundary of a router that knows the model's tokenizer."""
+    """Text boundary of a router with the model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -53,7 +56,10 @@ class ModelText:
                 return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
             case ChatPrompt(messages, add_generation_prompt, variables):
                 text = self._tokenizer.render_chat(
-                    [{"role": one.role, "content": one.content, **one.others} for one in messages],
+                    [
+                        {"role": message.role, "content": message.content, **message.others}
+                        for message in messages
+                    ],
                     add_generation_prompt=add_generation_prompt,
                     variables=variables,
                 )
@@ -63,17 +69,17 @@ class ModelText:
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None:
             return
-        most = max_tokens * self._tokenizer.longest_token
-        if len(text) > most:
+        max_characters = max_tokens * self._tokenizer.longest_token
+        if len(text) > max_characters:
             raise InvalidRequest(
-                f"the prompt has {len(text)} characters: the model takes {max_tokens} tokens, and "
-                f"these spell {most} at the most; shorten it"
+                f"the prompt has {len(text)} characters: the model takes {max_tokens} tokens, "
+                f"which make at most {max_characters} characters; shorten it"
             )
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         texts = (word, f" {word.lstrip()}")
-        found = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return frozenset(filter(None, found))
+        encoded = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return frozenset(filter(None, encoded))
 
     def text(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -90,7 +96,7 @@ class ModelText:
 
 
 class TokenIdsOnly:
-    """The boundary of a router that was given no tokenizer."""
+    """Text boundary of a router without a tokenizer: accepts token ids only."""
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         if isinstance(prompt, TokenPrompt):
@@ -115,7 +121,7 @@ class TokenIdsOnly:
 
 
 def by_id(token_id: int) -> TokenText:
-    """For whoever cannot spell it, or shall not."""
+    """Return a placeholder text for a token that is not decoded."""
     name = f"token_id:{token_id}"
     return TokenText(name, name.encode())
 
