@@ -22,9 +22,9 @@ class Admission:
     def num_in_flight(self) -> int:
         return self._line.num_in_flight
 
-    def resize(self, num_run_at_once: int) -> None:
+    def resize(self, num_batch_slots: int) -> None:
         """Set how many requests the nodes run at once, and admit more if there is room."""
-        for turn in self._line.resize(num_run_at_once):
+        for turn in self._line.resize(num_batch_slots):
             turn.set()
 
     @asynccontextmanager

@@ -22,7 +22,7 @@ class Speller(Protocol):
     def finish(self) -> str: ...
 
 
-class NoSpeller:
+class NoDetokenizer:
     """Detokenizer of a router without a tokenizer: returns no text."""
 
     def push(self, *token_ids: int) -> str:
@@ -41,7 +41,7 @@ class Answer:
         stop: StopRule | None = None,
         num_prompt_logprobs: int = 0,
     ) -> None:
-        self._speller = speller or NoSpeller()
+        self._speller = speller or NoDetokenizer()
         self._stops = StopWatcher(stop or StopRule())
         self._token_ids: list[int] = []
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
@@ -55,7 +55,7 @@ class Answer:
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._token_ids)
 
-    def begin_try(self) -> None:
+    def begin_attempt(self) -> None:
         """Drop out-of-order outputs of the failed attempt: the next attempt sends them again."""
         self._early.clear()
         self._end = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 # Weight of the newest answer in the moving averages.
-NEWEST_SHARE = 0.1
-FEWEST_TOKENS = 2  # that an answer needs for its pace to count
+NEWEST_WEIGHT = 0.1
+MIN_MEASURED_TOKENS = 2  # that an answer needs for its pace to count
 
 
 class AnswerForecast:
@@ -22,7 +22,7 @@ class AnswerForecast:
         The pace of incomplete answers counts too: otherwise nothing would be learnt while all
         requests exceed their deadlines.
         """
-        if num_tokens >= FEWEST_TOKENS:
+        if num_tokens >= MIN_MEASURED_TOKENS:
             token_s = lasted_s / num_tokens
             is_first = not self._token_s
             self._num_concurrent = _average(self._num_concurrent, num_under_way, is_first=is_first)
@@ -45,4 +45,4 @@ class AnswerForecast:
 
 
 def _average(before: float, newest: float, *, is_first: bool) -> float:
-    return newest if is_first else before + NEWEST_SHARE * (newest - before)
+    return newest if is_first else before + NEWEST_WEIGHT * (newest - before)

@@ -30,7 +30,7 @@ class Assignment:
         self._is_prompt_done = True
         self._prompt.num_sent_tokens -= self._route.num_missing_tokens
         if self._route.prefill is not None:
-            self._prompt.end_one()
+            self._prompt.note_request_ended()
 
     def close(self) -> None:
         """Remove the attempt from the load. Call once.
@@ -39,9 +39,9 @@ class Assignment:
         """
         if not self._is_prompt_done:
             for address in self._addresses:
-                self._table.prefixes.expect_no_more(address, self._route.block_names)
+                self._table.prefixes.cancel_expected(address, self._route.block_names)
         self.prompt_done()
-        self._decode.end_one()
+        self._decode.note_request_ended()
 
     @property
     def _nodes(self) -> list[Node]:

@@ -76,7 +76,7 @@ class Attempt:
         Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
         """
         self._dispatched_s = self._since_received()
-        self._answer.begin_try()
+        self._answer.begin_attempt()
         events = Events()
         async with under_way(events, self._calls(node_calls, events.put)):
             while self._answer.finish is None:
@@ -84,7 +84,7 @@ class Attempt:
                 if piece is not None:
                     yield piece
             ending = self._ending(self._answer.finish)
-            self._context.trace.served(ending)
+            self._context.trace.note_completed(ending)
             yield ending
 
     def _calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
@@ -140,7 +140,7 @@ class Attempt:
             self._on_prefilled()  # a token means that the prompt is computed
         piece = self._answer.take(*event.outputs)
         if piece is not None and piece.token_ids:
-            self._context.trace.gave(len(piece.token_ids))
+            self._context.trace.note_tokens(len(piece.token_ids))
             self._note_time(event.leg)
         return piece
 

@@ -17,7 +17,7 @@ from serving.node import ROLE_TO_MESSAGE, totals_to
 from serving.status import named_errors
 from serving.streamed import streamed
 
-LEAST_INTERVAL_S = 0.1
+MIN_INTERVAL_S = 0.1
 
 STATE_TO_MESSAGE = {
     NodeState.READY: cluster_pb2.NODE_STATE_READY,
@@ -43,7 +43,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             yield cluster_pb2.WatchNodesResponse(nodes=reports)
             if not request.interval_s > 0:
                 return
-            await asyncio.sleep(max(LEAST_INTERVAL_S, request.interval_s))
+            await asyncio.sleep(max(MIN_INTERVAL_S, request.interval_s))
 
     async def ResetPrefixCaches(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Prefill returns a token in each attempt, so one token does not show that decode works.
-LEAST_PROGRESS = 2
+MIN_PROGRESS_TOKENS = 2
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Failures:
     is_paid: bool = True  # the last one made progress or is free: no retry budget needed
 
     def note(self, addresses: frozenset[str], num_new_tokens: int, *, is_free: bool) -> None:
-        has_progress = num_new_tokens >= LEAST_PROGRESS
+        has_progress = num_new_tokens >= MIN_PROGRESS_TOKENS
         if has_progress:
             self.addresses, self.num = frozenset(), 0
         self.addresses |= addresses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 # First tokens arrive in bunches, one per step: a rate needs many of them.
-NUM_LOOKED_AT = 64
+WINDOW_SIZE = 64
 
 
 class Forecast:
@@ -14,7 +14,7 @@ class Forecast:
     def __init__(self) -> None:
         self._num_by_priority: Counter[int] = Counter()
         # Times of the latest first tokens, on a clock that stops while no request waits.
-        self._marks_s: deque[float] = deque([0.0], maxlen=NUM_LOOKED_AT + 1)
+        self._marks_s: deque[float] = deque([0.0], maxlen=WINDOW_SIZE + 1)
         self._awaited_s = 0.0  # reading of that clock
         self._since_s = 0.0  # time of that reading
 

@@ -16,7 +16,7 @@ from engine.structured_outputs import StructuredOutputs
 from serving.errors import QueueFull
 
 MOST_WAITING = 1024
-MOST_WAITING_CHARACTERS = 1 << 26
+MAX_WAITING_CHARACTERS = 1 << 26
 RETRY_AFTER_S = 1.0
 
 
@@ -33,7 +33,7 @@ class NoFormChecks:
         pass
 
 
-NODES_WILL_TELL = NoFormChecks()
+NO_FORM_CHECKS = NoFormChecks()
 
 
 class ThreadedFormChecks:
@@ -44,7 +44,7 @@ class ThreadedFormChecks:
         compiler: GrammarCompiler[Checked],
         *,
         max_waiting: int = MOST_WAITING,
-        max_waiting_characters: int = MOST_WAITING_CHARACTERS,
+        max_waiting_characters: int = MAX_WAITING_CHARACTERS,
     ) -> None:
         self._compiler = compiler
         self._max_waiting = max_waiting

@@ -12,12 +12,12 @@ from serving.errors import ServiceError
 from serving.node import NodeRole
 
 # A connection takes memory at both ends, so large clusters are not connected completely.
-MOST_PARTNERS = 16
+MAX_PARTNERS = 16
 
 log = logging.getLogger(__name__)
 
 
-class Introductions:
+class PeerWarmups:
     def __init__(self, table: NodeTable, node_calls: GrpcNodeCalls) -> None:
         self._table = table
         self._node_calls = node_calls
@@ -26,7 +26,7 @@ class Introductions:
     def introduce(self, node: Node) -> None:
         """Connect a new node with nodes of the other role that have compatible KV."""
         partners = self._table.partners(node)
-        for partner in random.sample(partners, min(len(partners), MOST_PARTNERS)):
+        for partner in random.sample(partners, min(len(partners), MAX_PARTNERS)):
             decode, prefill = node, partner
             if node.card.role is NodeRole.PREFILL:
                 decode, prefill = partner, node

@@ -12,10 +12,10 @@ from engine.errors import InvalidConfig
 from serving.errors import QueueFull
 
 # Weight of the newest interval between two ends in the moving average.
-NEWEST_SHARE = 0.1
-FIRST_GUESS_S = 1.0
-SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
-FIRST_ROOM = 1024  # until a decode node has reported how many it runs
+NEWEST_WEIGHT = 0.1
+INITIAL_INTERVAL_S = 1.0
+MIN_RETRY_AFTER_S, LONGEST_RETRY_S = 0.1, 60.0
+INITIAL_CAPACITY = 1024  # until a decode node has reported how many it runs
 
 K = TypeVar("K", bound=Hashable)
 
@@ -45,13 +45,13 @@ class Line(Generic[K]):
         self._heap: list[tuple[int, int, K]] = []
         self._numbers = itertools.count()
         self._last_end_s: float | None = None
-        self._interval_s = FIRST_GUESS_S
-        self._capacity = config.max_in_flight or FIRST_ROOM
+        self._interval_s = INITIAL_INTERVAL_S
+        self._capacity = config.max_in_flight or INITIAL_CAPACITY
 
-    def resize(self, num_run_at_once: int) -> list[K]:
+    def resize(self, num_batch_slots: int) -> list[K]:
         """Set the capacity of the nodes and return the keys admitted by it. 0: not known yet."""
-        if self._config.max_in_flight is None and num_run_at_once:
-            self._capacity = num_run_at_once
+        if self._config.max_in_flight is None and num_batch_slots:
+            self._capacity = num_batch_slots
         return list(iter(self._admit_next, None))
 
     @property
@@ -89,7 +89,7 @@ class Line(Generic[K]):
     def retry_after_s(self) -> float:
         """Estimate when the queue will have room: it moves up by one at every end."""
         wait_s = self._interval_s * (self.num_waiting + 1)
-        return min(max(wait_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+        return min(max(wait_s, MIN_RETRY_AFTER_S), LONGEST_RETRY_S)
 
     def _admit_next(self) -> K | None:
         while self._heap and self.num_in_flight < self._capacity:
@@ -101,7 +101,7 @@ class Line(Generic[K]):
 
     def _note_end(self, now: float) -> None:
         if self._last_end_s is not None:
-            self._interval_s += NEWEST_SHARE * (now - self._last_end_s - self._interval_s)
+            self._interval_s += NEWEST_WEIGHT * (now - self._last_end_s - self._interval_s)
         self._last_end_s = now
 
     def _refusal(self) -> QueueFull:

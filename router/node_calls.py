@@ -37,14 +37,14 @@ from serving.translate_sequence import Sequence, decode_order, engine_id, prefil
 from telemetry.names import DECODE, PREFILL
 
 # Grace period for calls to an address that is no longer used.
-LONGEST_CALL_S = 3600.0
+CLOSE_GRACE_S = 3600.0
 CONNECT_TIMEOUT_S = 5.0
-CLIENTS_FAULT = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+CLIENT_ERROR_CODES = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
 
 # Status codes of a broken connection, and gRPC's message when there was no connection.
 BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL})
-NEVER_THERE = "failed to connect"
-NOTHING_BEGAN = frozenset({reason_of(Draining), reason_of(EngineGone)})
+NEVER_CONNECTED = "failed to connect"
+NOT_STARTED_REASONS = frozenset({reason_of(Draining), reason_of(EngineGone)})
 KINDS = {
     reason_of(EngineStopped): FailureKind.ENGINE_FAILED,
     reason_of(PassFailed): FailureKind.PASS_FAILED,
@@ -112,7 +112,7 @@ class GrpcNodeCalls:
         """Drop the connection to an address. Calls in flight may end first."""
         connection = self._connection_by_address.pop(address, None)
         if connection is not None:
-            closing = asyncio.ensure_future(connection.close(LONGEST_CALL_S))
+            closing = asyncio.ensure_future(connection.close(CLOSE_GRACE_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
@@ -180,14 +180,14 @@ def _translating_errors(node: Node) -> Iterator[None]:
     except (grpc.RpcError, RemoteFailure) as error:
         remote = remote_error(error)
         who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
-        if remote.code in CLIENTS_FAULT:
+        if remote.code in CLIENT_ERROR_CODES:
             raise InvalidRequest(remote.message) from error
         if remote.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlineExceeded(f"the client's deadline passed while {who} worked") from error
         if remote.reason == reason_of(MessageTooLarge):
             raise MessageTooLarge(remote.message) from error
         message = f"{who}: {remote.code.name}: {remote.message}"
-        if remote.reason in NOTHING_BEGAN:
+        if remote.reason in NOT_STARTED_REASONS:
             raise NodeDraining(message) from error
         raise NodeFailed(message, failure_kind(remote)) from error
 
@@ -196,7 +196,7 @@ def failure_kind(remote: RemoteError) -> FailureKind:
     """Classify a failure: reported by the node, connection broken, or never connected."""
     if remote.reason is not None:
         return KINDS.get(remote.reason, FailureKind.OTHER)
-    was_connected = NEVER_THERE not in remote.message.lower()
+    was_connected = NEVER_CONNECTED not in remote.message.lower()
     is_broken = remote.code in BROKEN and was_connected
     return FailureKind.VANISHED if is_broken else FailureKind.OTHER
 

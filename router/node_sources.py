@@ -10,7 +10,7 @@ from engine.errors import InvalidConfig
 from serving.node import NodeRole
 
 DNS, FILE = "dns:", "file:"
-LARGEST_PORT = 65535
+MAX_PORT = 65535
 HOST = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:,]+")
 WRITE_IT = "write host:port, dns:///name:port or file:///path"
 
@@ -106,8 +106,8 @@ def _checked(address: str, written: str = "") -> str:
     host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
         raise InvalidConfig(f"node address {written or address!r}: {WRITE_IT}")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) <= LARGEST_PORT):
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise InvalidConfig(
-            f"node address {written or address!r}: its port must be from 1 to {LARGEST_PORT}"
+            f"node address {written or address!r}: its port must be from 1 to {MAX_PORT}"
         )
     return address

@@ -68,7 +68,7 @@ class Burden:
         self.told = told
         self.num_ended = 0
 
-    def end_one(self) -> None:
+    def note_request_ended(self) -> None:
         """Count a request that ended on the node before the node has reported it."""
         self.num_sent -= 1
         self.num_ended += 1
@@ -187,7 +187,7 @@ class NodeTable:
     def is_open(self, node: Node) -> bool:
         """Return whether the node accepts new requests. Of equal names, the last to join does."""
         is_draining = self.burden(node).told.is_draining
-        is_current = self.is_listed(node) and self.is_last_of_its_name(node)
+        is_current = self.is_listed(node) and self.is_latest_of_name(node)
         return self.is_ready(node) and is_current and not is_draining
 
     def is_ready(self, node: Node) -> bool:
@@ -196,7 +196,7 @@ class NodeTable:
     def is_listed(self, node: Node) -> bool:
         return node.address not in self._unlisted
 
-    def is_last_of_its_name(self, node: Node) -> bool:
+    def is_latest_of_name(self, node: Node) -> bool:
         return self._last_of_name.get(node.card.node_id) == node.address
 
     def open_nodes(self, role: NodeRole) -> list[Node]:
@@ -207,7 +207,7 @@ class NodeTable:
         return sorted(found, key=_address)
 
     @property
-    def num_run_at_once(self) -> int:
+    def num_batch_slots(self) -> int:
         """Batch slots of all open decode nodes."""
         return sum(node.card.max_num_seqs for group in self.groups() for node in group.decodes)
 

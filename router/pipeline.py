@@ -21,13 +21,13 @@ from router.breakers import BreakerConfig, Breakers
 from router.context import RequestContext
 from router.failures import Failures
 from router.forecast import Forecast
-from router.form_checks import NODES_WILL_TELL, FormChecks
+from router.form_checks import NO_FORM_CHECKS, FormChecks
 from router.large_texts import LargeTextConfig, LargeTexts
 from router.legs import NodeCalls
-from router.line import FIRST_ROOM, LineConfig
+from router.line import INITIAL_CAPACITY, LineConfig
 from router.nodes import Node, NodeTable
 from router.policy import Ask, Route, Routing, choose
-from router.quarantine import Boarding, Quarantine, Suspicion, Verdict
+from router.quarantine import Quarantine, Suspicion, TrackedAttempt, Verdict
 from router.retry_budget import RetryBudget
 from router.shared_prompt import SharedPrompt
 from router.sizes import LogprobBudget, check_prompt_logprobs_fit
@@ -53,7 +53,7 @@ SEED_BITS = 63
 NONCE_BYTES = 8
 MARGIN = 1.25  # forecasts are inexact, and requests of a higher priority overtake
 # During a rollout, many nodes in a row may refuse before they have reported that they drain.
-MOST_TRIES = 50
+MAX_TOTAL_ATTEMPTS = 50
 MAX_REMEMBERED_BAD_WORDS = 16
 
 
@@ -78,7 +78,7 @@ class Pipeline:
         text: TextBoundary,
         clock: Callable[[], float],
         config: PipelineConfig,
-        forms: FormChecks = NODES_WILL_TELL,
+        forms: FormChecks = NO_FORM_CHECKS,
     ) -> None:
         self._table = table
         self._node_calls = node_calls
@@ -95,7 +95,7 @@ class Pipeline:
         self._answers = AnswerForecast()
         self._breakers = Breakers(config.breakers)
         self._quarantine = Quarantine(self._wake)
-        self._retry_budget = RetryBudget(config.line.max_in_flight or FIRST_ROOM)
+        self._retry_budget = RetryBudget(config.line.max_in_flight or INITIAL_CAPACITY)
         self._ids_in_use: set[str] = set()
         self._became_idle = asyncio.Event()
         self._became_idle.set()
@@ -104,7 +104,7 @@ class Pipeline:
 
     def nodes_changed(self) -> None:
         """Handle a change of the table: admit up to the new capacity, wake waiting requests."""
-        self._admission.resize(self._table.num_run_at_once)
+        self._admission.resize(self._table.num_batch_slots)
         self._wake()
 
     def _wake(self) -> None:
@@ -149,7 +149,7 @@ class Pipeline:
                 async with self._admission.turn(call.priority), aclosing(attempts) as pieces:
                     # The wait may have exceeded the forecast: do not start work that is too late.
                     self._refuse_if_too_late(call, context, 0.0, self.num_in_flight - 1)
-                    context.trace.admitted()
+                    context.trace.note_admitted()
                     with self._measuring_pace() as note_part:
                         async for piece in pieces:
                             note_began()
@@ -187,7 +187,7 @@ class Pipeline:
         """Return the prompt's token ids, tokenised once for all answers. Raises EmptyPrompt."""
         prompt = shared.token_ids or await self.token_ids(call.prompt, call.model)
         shared.token_ids = prompt
-        context.trace.tokenized(len(prompt), self._admission.num_waiting)
+        context.trace.note_tokenized(len(prompt), self._admission.num_waiting)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         return prompt
@@ -309,30 +309,30 @@ class Pipeline:
         request = _Request(call, prompt, context, shared, shared_decode, answer)
         for number in itertools.count(1):
             num_before = len(answer.token_ids)
-            context.trace.try_began(number, num_before)
+            context.trace.note_attempt_began(number, num_before)
             route = await self._next_route(request, number)
-            context.trace.routed(route, self._config.routing.policy, self._table)
+            context.trace.note_routed(route, self._config.routing.policy, self._table)
             assignment = Assignment(self._table, route)
-            boarding = self._quarantine.board(request.suspicion, route)
+            tracked = self._quarantine.track(request.suspicion, route)
             self._breakers.sent(route.addresses, self._clock())
-            attempt = self._create_attempt(request, number, route, assignment, boarding)
+            attempt = self._create_attempt(request, number, route, assignment, tracked)
             try:
                 with closing(assignment):
                     async with aclosing(attempt.run(self._node_calls)) as pieces:
                         async for piece in pieces:
                             if isinstance(piece, Piece):
-                                self._quarantine.gave(boarding, len(piece.token_ids))
+                                self._quarantine.note_tokens(tracked, len(piece.token_ids))
                             yield piece
                 self._breakers.succeeded(route.addresses)
                 return
             except NodeFailed as failure:
-                context.trace.try_failed()
+                context.trace.note_attempt_failed()
                 num_new = len(answer.token_ids) - num_before
-                self._note_failure(request, attempt, boarding, failure, num_new)
-                if number == MOST_TRIES or not self._may_retry(request.failures):
+                self._note_failure(request, attempt, tracked, failure, num_new)
+                if number == MAX_TOTAL_ATTEMPTS or not self._may_retry(request.failures):
                     raise
             finally:
-                self._quarantine.close(boarding)
+                self._quarantine.end(tracked)
 
     async def _next_route(self, request: _Request, number: int) -> Route:
         """Choose the nodes of an attempt. All attempts keep to the model revision of the first.
@@ -342,7 +342,7 @@ class Pipeline:
         route = (
             self._route_to_shared(request.shared_decode, request.prompt) if number == 1 else None
         )
-        closed = self._quarantine.closed_to(request.suspicion)
+        closed = self._quarantine.closed_addresses(request.suspicion)
         if route is None or route.decode.address in closed or request.suspicion.is_suspect:
             prior, revision = request.answer.token_ids, request.shared.revision
             call, count = request.call, next(self._numbers)
@@ -357,12 +357,12 @@ class Pipeline:
         number: int,
         route: Route,
         assignment: Assignment,
-        boarding: Boarding,
+        tracked: TrackedAttempt,
     ) -> Attempt:
         def prompt_done() -> None:
             assignment.prompt_done()
             if route.prefill is not None:
-                self._quarantine.leave(boarding, route.prefill.address)
+                self._quarantine.release_node(tracked, route.prefill.address)
 
         return Attempt(
             route=route,
@@ -376,20 +376,20 @@ class Pipeline:
             context=request.context,
             clock=self._clock,
             on_prefilled=prompt_done,
-            on_decoded=partial(request.shared.is_at, route.decode),
+            on_decoded=partial(request.shared.set_decode_node, route.decode),
         )
 
     def _note_failure(
         self,
         request: _Request,
         attempt: Attempt,
-        boarding: Boarding,
+        tracked: TrackedAttempt,
         failure: NodeFailed,
         num_new_tokens: int,
     ) -> None:
         """Record a failed attempt with the request and the breakers. Raises PoisonedRequest."""
         is_drained = isinstance(failure, NodeDraining)
-        verdict = self._judge(request, attempt, boarding, failure)
+        verdict = self._judge(request, attempt, tracked, failure)
         # Engine failures need no retry limit here: the quarantine limits them for each request.
         is_ended = verdict is not Verdict.ORDINARY and failure.kind is not FailureKind.PASS_FAILED
         is_free = is_drained or is_ended
@@ -400,14 +400,14 @@ class Pipeline:
             request.shared.revision = None  # the answer has no token yet
 
     def _judge(
-        self, request: _Request, attempt: Attempt, boarding: Boarding, failure: NodeFailed
+        self, request: _Request, attempt: Attempt, tracked: TrackedAttempt, failure: NodeFailed
     ) -> Verdict:
         """Return the quarantine's verdict on a failed attempt. Raises PoisonedRequest."""
         verdict = Verdict.ORDINARY
         for address in attempt.failed_addresses:
-            verdict = self._quarantine.failed(boarding, address, failure.kind)
+            verdict = self._quarantine.judge(tracked, address, failure.kind)
             if verdict is not Verdict.ORDINARY:
-                request.context.trace.judged(verdict.value, address)
+                request.context.trace.note_verdict(verdict.value, address)
         if verdict is Verdict.POISON:
             raise PoisonedRequest(
                 f"nodes fail when they run this request; it is not tried again, nor should it be "
@@ -434,10 +434,10 @@ class Pipeline:
         give_up_s = loop.time() + self._config.quarantine_patience_s
         while True:
             route = await self._route(ask, failed)
-            if suspicion.kin.is_poisoned:
+            if suspicion.group.is_poisoned:
                 raise PoisonedRequest("nodes fail when they run another answer to the same prompt")
-            closed = self._quarantine.closed_to(suspicion)
-            is_held = self._quarantine.is_kin_tested(suspicion) or self._is_kin_lost(suspicion)
+            closed = self._quarantine.closed_addresses(suspicion)
+            is_held = self._quarantine.is_group_tested(suspicion) or self._is_group_lost(suspicion)
             if loop.time() >= give_up_s or not (is_held or closed & set(route.addresses)):
                 return route
             detour = None if is_held else self._route_around(ask, route, failed, closed)
@@ -448,9 +448,9 @@ class Pipeline:
                 async with asyncio.timeout_at(give_up_s):
                     await changed.wait()
 
-    def _is_kin_lost(self, suspicion: Suspicion) -> bool:
+    def _is_group_lost(self, suspicion: Suspicion) -> bool:
         """Return whether another answer to its prompt is on a lost node and not judged yet."""
-        addresses = self._quarantine.kin_addresses(suspicion)
+        addresses = self._quarantine.group_addresses(suspicion)
         return bool(addresses) and not addresses <= {node.address for node in self._table.nodes}
 
     def _route_around(
@@ -550,7 +550,7 @@ class _Request:
         seed = call.sampling.seed
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self.failures = Failures()
-        self.suspicion = Suspicion((context.shared or shared).kin)
+        self.suspicion = Suspicion((context.shared or shared).group)
         # Unique across routers: clients choose request ids, and hand-offs of different requests
         # must not share an id.
         self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
@@ -560,7 +560,7 @@ class _Request:
 def _sharing(context: RequestContext) -> Iterator[tuple[SharedPrompt, bool]]:
     """Yield the state shared by all answers to the prompt, and whether this is the first."""
     shared = context.shared or SharedPrompt()
-    with shared.led() as leads:
+    with shared.first_answer() as leads:
         yield shared, leads
 
 

@@ -13,7 +13,7 @@ from serving.errors import IncompatibleNodes, NoNodes
 from serving.node import NodeRole
 
 # Cost of a request that a decode node already serves, in prompt tokens to move there.
-TOKENS_PER_DECODE = 64
+DECODE_COST_TOKENS = 64
 # Matches that cover a smaller share of the prompt are ignored: otherwise a common chat template
 # would send all prompts to one node.
 MIN_MATCH = 0.05
@@ -112,7 +112,7 @@ def choose(
     prefill = pick(routing, view, prefills)
     reason = _local_reason(routing, view, decode, prefill)
     if reason:
-        return Route(decode, None, reason, view.surely_missing(decode), names, is_paced=True)
+        return Route(decode, None, reason, view.missing_from_reported(decode), names, is_paced=True)
     return Route(decode, prefill, "", view.missing(prefill), names)
 
 
@@ -121,7 +121,7 @@ def _local_reason(routing: Routing, view: View, decode: Node, prefill: Node) -> 
 
     It applies to the next turn of a conversation: only the decode node has the answer's KV.
     """
-    on_decode, on_prefill = view.surely_missing(decode), view.missing(prefill)
+    on_decode, on_prefill = view.missing_from_reported(decode), view.missing(prefill)
     num_in_flight = view.table.burden(decode).num_sent_tokens
     limit = routing.local_prefill_below
     if on_decode + num_in_flight >= limit or on_prefill < MIN_SAVING * on_decode:
@@ -148,7 +148,7 @@ class View:
     def missing(self, node: Node) -> int:
         return self.ask.num_tokens - (self.likely or {}).get(node.address, 0)
 
-    def surely_missing(self, node: Node) -> int:
+    def missing_from_reported(self, node: Node) -> int:
         return self.ask.num_tokens - (self.told or {}).get(node.address, 0)
 
     def costs(self, nodes: Sequence[Node]) -> list[int]:
@@ -174,7 +174,7 @@ class View:
         burdens = [self.table.burden(node) for node in nodes]
         if nodes[0].card.role is NodeRole.DECODE:
             return [
-                burden.num_sent_tokens + TOKENS_PER_DECODE * burden.num_requests
+                burden.num_sent_tokens + DECODE_COST_TOKENS * burden.num_requests
                 for burden in burdens
             ]
         num_tokens = self.ask.num_tokens  # assumed for each request of other routers

@@ -99,7 +99,7 @@ class NodePrefixes:
         self._expected.add(address, names)
         self._expected.trim(address, MAX_EXPECTED)
 
-    def expect_no_more(self, address: str, names: Iterable[BlockHash]) -> None:
+    def cancel_expected(self, address: str, names: Iterable[BlockHash]) -> None:
         self._expected.remove(address, names)
 
     def drop(self, address: str) -> None:

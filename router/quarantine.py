@@ -35,19 +35,19 @@ class Verdict(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Kin:
+class PromptGroup:
     """State shared by the answers to one prompt: if one is the poison, all are."""
 
     is_suspect: bool = False
     is_poisoned: bool = False
-    boardings: set[Boarding] = field(default_factory=set)  # current attempts
+    attempts: set[TrackedAttempt] = field(default_factory=set)  # those that are running
 
 
 class Suspicion:
     """Suspicion against one request, kept across its attempts."""
 
-    def __init__(self, kin: Kin | None = None) -> None:
-        self.kin = kin or Kin()
+    def __init__(self, group: PromptGroup | None = None) -> None:
+        self.group = group or PromptGroup()
         self.is_suspect = False  # its current or next attempt is a test
         self.num_tests = 0
         self.num_engines = 0  # that reported their own failure
@@ -55,19 +55,19 @@ class Suspicion:
         self.num_failed_passes = 0
 
     def suspect(self) -> Verdict:
-        self.is_suspect = self.kin.is_suspect = True
+        self.is_suspect = self.group.is_suspect = True
         return Verdict.SUSPECT
 
 
-class Boarding:
-    """Presence of one attempt on its nodes, from their choice to its end."""
+class TrackedAttempt:
+    """One attempt on its nodes, from their choice to its end."""
 
     def __init__(self, suspicion: Suspicion, route: Route) -> None:
         self.suspicion = suspicion
         self.addresses = set(route.addresses)  # less the nodes that are done with it
         self.is_test = suspicion.is_suspect
         self.num_tokens = 0
-        self.deaths: dict[str, _Death] = {}
+        self.engine_ends: dict[str, _EngineEnd] = {}
 
     @property
     def is_proven(self) -> bool:
@@ -85,40 +85,40 @@ class Boarding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Death:
+class _EngineEnd:
     """End of one engine, reported separately by each request on it."""
 
-    test: Boarding | None  # the only unproven attempt, if it was a test
+    test: TrackedAttempt | None  # the only unproven attempt, if it was a test
     was_alone: bool
 
 
 class Quarantine:
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change  # wakes the waiting requests
-        self._aboard: dict[str, set[Boarding]] = {}
+        self._attempts_by_address: dict[str, set[TrackedAttempt]] = {}
         self._reserved: dict[Suspicion, frozenset[str]] = {}
         self._num_waiting = 0
 
-    def closed_to(self, suspicion: Suspicion) -> frozenset[str]:
+    def closed_addresses(self, suspicion: Suspicion) -> frozenset[str]:
         """Return the addresses to which this request must not be sent now."""
-        if suspicion.kin.is_suspect and not suspicion.num_tests:
+        if suspicion.group.is_suspect and not suspicion.num_tests:
             suspicion.is_suspect = True
         if suspicion.is_suspect:
-            return frozenset(a for a in self._aboard if self._is_closed_to_suspects(a))
-        held = (a for a in self._aboard if self._is_held_by_test(a))
+            return frozenset(a for a in self._attempts_by_address if self._is_closed_to_suspects(a))
+        held = (a for a in self._attempts_by_address if self._is_held_by_test(a))
         return frozenset(held).union(*self._reserved.values())
 
-    def is_kin_tested(self, suspicion: Suspicion) -> bool:
+    def is_group_tested(self, suspicion: Suspicion) -> bool:
         """True if another answer to its prompt is being tested, whose result it must await."""
-        aboard = (other for boardings in self._aboard.values() for other in boardings)
+        others = (other for group in self._attempts_by_address.values() for other in group)
         return suspicion.is_suspect and any(
-            other.is_test and not other.has_passed and other.suspicion.kin is suspicion.kin
-            for other in aboard
+            other.is_test and not other.has_passed and other.suspicion.group is suspicion.group
+            for other in others
         )
 
-    def kin_addresses(self, suspicion: Suspicion) -> frozenset[str]:
+    def group_addresses(self, suspicion: Suspicion) -> frozenset[str]:
         """Return the addresses of the nodes that run other answers to the same prompt."""
-        others = (other for other in suspicion.kin.boardings if other.suspicion is not suspicion)
+        others = (other for other in suspicion.group.attempts if other.suspicion is not suspicion)
         return frozenset(address for other in others for address in other.addresses)
 
     @contextmanager
@@ -134,78 +134,78 @@ class Quarantine:
             if self._reserved.pop(suspicion, None) is not None:
                 self._notify()
 
-    def board(self, suspicion: Suspicion, route: Route) -> Boarding:
+    def track(self, suspicion: Suspicion, route: Route) -> TrackedAttempt:
         """Begin an attempt. Tests on its nodes, which have been passed, end."""
         for address in route.addresses:
-            for other in self._aboard.get(address, ()):
+            for other in self._attempts_by_address.get(address, ()):
                 if other.is_tested_at(address):
                     other.is_test = other.suspicion.is_suspect = False
         suspicion.num_tests += suspicion.is_suspect
-        boarding = Boarding(suspicion, route)
-        suspicion.kin.boardings.add(boarding)
+        tracked = TrackedAttempt(suspicion, route)
+        suspicion.group.attempts.add(tracked)
         for address in route.addresses:
-            self._aboard.setdefault(address, set()).add(boarding)
-        return boarding
+            self._attempts_by_address.setdefault(address, set()).add(tracked)
+        return tracked
 
-    def gave(self, boarding: Boarding, num_tokens: int) -> None:
+    def note_tokens(self, tracked: TrackedAttempt, num_tokens: int) -> None:
         """Add tokens that the attempt has generated."""
-        before = boarding.is_proven, boarding.has_passed
-        boarding.num_tokens += num_tokens
-        if before != (boarding.is_proven, boarding.has_passed):
+        before = tracked.is_proven, tracked.has_passed
+        tracked.num_tokens += num_tokens
+        if before != (tracked.is_proven, tracked.has_passed):
             self._notify()
 
-    def leave(self, boarding: Boarding, address: str) -> None:
+    def release_node(self, tracked: TrackedAttempt, address: str) -> None:
         """Take the attempt off a node that is done with it."""
-        if address not in boarding.addresses:
+        if address not in tracked.addresses:
             return
-        boarding.addresses.discard(address)
-        aboard = self._aboard[address]
-        aboard.discard(boarding)
-        if not aboard:
-            del self._aboard[address]
+        tracked.addresses.discard(address)
+        attempts = self._attempts_by_address[address]
+        attempts.discard(tracked)
+        if not attempts:
+            del self._attempts_by_address[address]
         self._notify()
 
-    def close(self, boarding: Boarding) -> None:
+    def end(self, tracked: TrackedAttempt) -> None:
         """End the attempt."""
-        boarding.suspicion.kin.boardings.discard(boarding)
-        for address in tuple(boarding.addresses):
-            self.leave(boarding, address)
+        tracked.suspicion.group.attempts.discard(tracked)
+        for address in tuple(tracked.addresses):
+            self.release_node(tracked, address)
 
-    def failed(self, boarding: Boarding, address: str, kind: FailureKind) -> Verdict:
-        """Judge a request whose attempt failed on this node. Call before `close`."""
-        verdict = self._verdict(boarding, address, kind)
-        boarding.suspicion.kin.is_poisoned |= verdict is Verdict.POISON
+    def judge(self, tracked: TrackedAttempt, address: str, kind: FailureKind) -> Verdict:
+        """Judge a request whose attempt failed on this node. Call before `end`."""
+        verdict = self._verdict(tracked, address, kind)
+        tracked.suspicion.group.is_poisoned |= verdict is Verdict.POISON
         return verdict
 
-    def _verdict(self, boarding: Boarding, address: str, kind: FailureKind) -> Verdict:
+    def _verdict(self, tracked: TrackedAttempt, address: str, kind: FailureKind) -> Verdict:
         match kind:
             case FailureKind.PASS_FAILED:
-                return _failed_pass(boarding.suspicion)
-            case FailureKind.ENGINE_FAILED if address in boarding.addresses:
-                return _engine_failed(boarding, self._death(boarding, address))
-            case FailureKind.VANISHED if address in boarding.addresses:
-                return _vanished(boarding, self._death(boarding, address))
+                return _failed_pass(tracked.suspicion)
+            case FailureKind.ENGINE_FAILED if address in tracked.addresses:
+                return _engine_failed(tracked, self._engine_end(tracked, address))
+            case FailureKind.VANISHED if address in tracked.addresses:
+                return _vanished(tracked, self._engine_end(tracked, address))
         return Verdict.ORDINARY
 
-    def _death(self, boarding: Boarding, address: str) -> _Death:
+    def _engine_end(self, tracked: TrackedAttempt, address: str) -> _EngineEnd:
         """Return the engine's end, as seen when the first attempt on it failed."""
-        if address not in boarding.deaths:
-            aboard = self._aboard[address]
-            tests = [other for other in aboard if other.is_tested_at(address)]
-            unproven = {other for other in aboard if not other.is_proven}
+        if address not in tracked.engine_ends:
+            attempts = self._attempts_by_address[address]
+            tests = [other for other in attempts if other.is_tested_at(address)]
+            unproven = {other for other in attempts if not other.is_proven}
             is_clear = len(tests) == 1 and unproven <= set(tests)
-            death = _Death(tests[0] if is_clear else None, len(aboard) == 1)
-            for other in aboard:
-                other.deaths[address] = death
-        return boarding.deaths[address]
+            engine_end = _EngineEnd(tests[0] if is_clear else None, len(attempts) == 1)
+            for other in attempts:
+                other.engine_ends[address] = engine_end
+        return tracked.engine_ends[address]
 
     def _is_closed_to_suspects(self, address: str) -> bool:
         is_held = self._is_held_by_test(address)
-        return is_held or not all(other.is_proven for other in self._aboard[address])
+        return is_held or not all(other.is_proven for other in self._attempts_by_address[address])
 
     def _is_held_by_test(self, address: str) -> bool:
-        aboard = self._aboard[address]
-        return any(other.is_tested_at(address) and not other.has_passed for other in aboard)
+        attempts = self._attempts_by_address[address]
+        return any(other.is_tested_at(address) and not other.has_passed for other in attempts)
 
     def _notify(self) -> None:
         if self._num_waiting:
@@ -219,11 +219,11 @@ def _failed_pass(suspicion: Suspicion) -> Verdict:
     return Verdict.POISON if is_last else Verdict.SUSPECT
 
 
-def _engine_failed(boarding: Boarding, death: _Death) -> Verdict:
-    suspicion = boarding.suspicion
-    if death.test is not None and not death.test.has_passed:
-        return Verdict.POISON if death.test is boarding else Verdict.BYSTANDER
-    if death.test is boarding and death.was_alone:
+def _engine_failed(tracked: TrackedAttempt, engine_end: _EngineEnd) -> Verdict:
+    suspicion = tracked.suspicion
+    if engine_end.test is not None and not engine_end.test.has_passed:
+        return Verdict.POISON if engine_end.test is tracked else Verdict.BYSTANDER
+    if engine_end.test is tracked and engine_end.was_alone:
         return Verdict.POISON
     suspicion.num_engines += 1
     if suspicion.num_engines >= MAX_ENGINES:
@@ -231,13 +231,13 @@ def _engine_failed(boarding: Boarding, death: _Death) -> Verdict:
     return suspicion.suspect()
 
 
-def _vanished(boarding: Boarding, death: _Death) -> Verdict:
-    suspicion = boarding.suspicion
-    if death.test is not None and not death.test.has_passed:
-        return Verdict.POISON if death.test is boarding else Verdict.BYSTANDER
-    if boarding.is_proven:
+def _vanished(tracked: TrackedAttempt, engine_end: _EngineEnd) -> Verdict:
+    suspicion = tracked.suspicion
+    if engine_end.test is not None and not engine_end.test.has_passed:
+        return Verdict.POISON if engine_end.test is tracked else Verdict.BYSTANDER
+    if tracked.is_proven:
         suspicion.num_vanished = 0
-        suspicion.is_suspect &= not boarding.has_passed
+        suspicion.is_suspect &= not tracked.has_passed
         return Verdict.ORDINARY
     suspicion.num_vanished += 1
     if suspicion.num_vanished < MAX_VANISHED:

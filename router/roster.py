@@ -51,7 +51,7 @@ def _state(table: NodeTable, node: Node) -> NodeState:
     reasons = {
         NodeState.DRAINING: table.burden(node).told.is_draining,
         NodeState.NOT_READY: not table.is_ready(node),
-        NodeState.REPLACED: not table.is_last_of_its_name(node),
+        NodeState.REPLACED: not table.is_latest_of_name(node),
         NodeState.UNLISTED: not table.is_listed(node),
     }
     return next((state for state, applies in reasons.items() if applies), NodeState.READY)

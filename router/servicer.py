@@ -54,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             async with aclosing(merged(answers)) as parts:
                 async for index, part in parts:
                     if isinstance(part, Piece) and part.prompt_logprobs:
-                        yield await responses[index].next_in_slices(part)
+                        yield await responses[index].build_in_slices(part)
                     else:
                         yield responses[index].next(part)
 

@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager
 
 from kv_transfer.types import TokenLogprobs
 from router.nodes import Node, Revision
-from router.quarantine import Kin
+from router.quarantine import PromptGroup
 from router.values import Ending, Piece
 
 
@@ -29,11 +29,11 @@ class SharedPrompt:
         self.token_ids: tuple[int, ...] | None = None  # None: not tokenised yet
         # Empty until the first answer has them, and if none are requested.
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        self.kin = Kin()
+        self.group = PromptGroup()
         self.revision: Revision | None = None  # of all answers, set by the first attempt
 
     @contextmanager
-    def led(self) -> Iterator[bool]:
+    def first_answer(self) -> Iterator[bool]:
         """Yield whether this answer is the first. When the first ends, the others stop waiting."""
         leads = not self._is_led
         self._is_led = True
@@ -61,7 +61,7 @@ class SharedPrompt:
                 else:
                     yield part
 
-    def is_at(self, decode: Node) -> None:
+    def set_decode_node(self, decode: Node) -> None:
         """Record that all of the prompt's KV is on this node."""
         if not self._is_settled.is_set():
             self._decode = decode

@@ -8,7 +8,7 @@ from typing import Protocol
 from baton.spelling import TokenText
 from baton.text import Tokenizer
 from engine.errors import InvalidRequest
-from router.answer import NoSpeller, Speller
+from router.answer import NoDetokenizer, Speller
 from router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from serving.errors import UnsupportedInput
 
@@ -117,7 +117,7 @@ class TokenIdsOnly:
         return by_id(token_id)
 
     def speller(self, shown: Collection[str] = ()) -> Speller:
-        return NoSpeller()
+        return NoDetokenizer()
 
 
 def by_id(token_id: int) -> TokenText:

@@ -54,25 +54,25 @@ class Trace:
     trace_id = ""
     traceparent = ""
 
-    def asked(self, call: Call) -> None: ...
+    def note_call(self, call: Call) -> None: ...
 
-    def tokenized(self, num_tokens: int, num_ahead: int) -> None: ...
+    def note_tokenized(self, num_tokens: int, num_ahead: int) -> None: ...
 
-    def admitted(self) -> None: ...
+    def note_admitted(self) -> None: ...
 
-    def try_began(self, number: int, num_prior_tokens: int) -> None: ...
+    def note_attempt_began(self, number: int, num_prior_tokens: int) -> None: ...
 
-    def routed(self, route: Route, policy: Policy, table: NodeTable) -> None: ...
+    def note_routed(self, route: Route, policy: Policy, table: NodeTable) -> None: ...
 
-    def try_failed(self) -> None: ...
+    def note_attempt_failed(self) -> None: ...
 
-    def judged(self, verdict: str, address: str) -> None:
+    def note_verdict(self, verdict: str, address: str) -> None:
         """Record the quarantine's verdict after an engine or a pass failed with this request."""
 
-    def gave(self, num_tokens: int) -> None:
+    def note_tokens(self, num_tokens: int) -> None:
         """Record tokens that are passed on to the client."""
 
-    def served(self, ending: Ending) -> None: ...
+    def note_completed(self, ending: Ending) -> None: ...
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
@@ -100,7 +100,7 @@ class RecordedTrace(Trace):
         self.trace_id = timeline.context.trace_hex if timeline.context.is_sampled else ""
         self.traceparent = timeline.context.traceparent
 
-    def asked(self, call: Call) -> None:
+    def note_call(self, call: Call) -> None:
         is_chat = isinstance(call.prompt, ChatPrompt)
         self._timeline.asked |= {
             names.OPERATION: "chat" if is_chat else "text_completion",
@@ -110,19 +110,19 @@ class RecordedTrace(Trace):
             names.TOP_P: call.sampling.top_p,
         }
 
-    def tokenized(self, num_tokens: int, num_ahead: int) -> None:
+    def note_tokenized(self, num_tokens: int, num_ahead: int) -> None:
         self._timeline.tokenized_s = time.monotonic()
         self._timeline.num_prompt_tokens = num_tokens
         self._timeline.queue_position = num_ahead
 
-    def admitted(self) -> None:
+    def note_admitted(self) -> None:
         self._timeline.admitted_s = time.monotonic()
 
-    def try_began(self, number: int, num_prior_tokens: int) -> None:
+    def note_attempt_began(self, number: int, num_prior_tokens: int) -> None:
         attempt = TryTimeline(number, num_prior_tokens, new_span_id(), new_span_id())
         self._timeline.tries.append(attempt)
 
-    def routed(self, route: Route, policy: Policy, table: NodeTable) -> None:
+    def note_routed(self, route: Route, policy: Policy, table: NodeTable) -> None:
         num_tokens = self._timeline.num_prompt_tokens or 0
         self._timeline.asked.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
         self._timeline.tries[-1].choice = Choice(
@@ -136,19 +136,19 @@ class RecordedTrace(Trace):
             num_predicted_hit_tokens=max(0, num_tokens - route.num_missing_tokens),
         )
 
-    def try_failed(self) -> None:
+    def note_attempt_failed(self) -> None:
         self._timeline.tries[-1].end = End(time.monotonic(), Outcome.FAILED, "NODE_FAILED")
 
-    def judged(self, verdict: str, address: str) -> None:
+    def note_verdict(self, verdict: str, address: str) -> None:
         self._timeline.judgements.append(Judgement(time.monotonic(), verdict, address))
 
-    def gave(self, num_tokens: int) -> None:
+    def note_tokens(self, num_tokens: int) -> None:
         timeline = self._timeline
         timeline.num_output_tokens += num_tokens
         if timeline.first_token_s is None:
             timeline.first_token_s = time.monotonic()
 
-    def served(self, ending: Ending) -> None:
+    def note_completed(self, ending: Ending) -> None:
         served, summary = ending.served, ending.served.summary
         place = "remote" if served.prefill is PrefillPlace.REMOTE else "local"
         is_migrated = any(attempt.num_prior_tokens for attempt in self._timeline.tries)

@@ -49,8 +49,8 @@ NUM_SEEDS = 1 << 64
 MOST_STOP_STRINGS = 64
 MOST_STOP_CHARACTERS = 1024
 MAX_STOP_ENTRIES = 1024  # including empty ones, which are ignored
-MOST_BAD_WORDS = 64
-MOST_BAD_CHARACTERS = 256
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 256
 MAX_POSITIONS_AT_ONCE = 256  # with logprobs, converted before the event loop gets a turn
 MAX_COUNTS = {
     "logit_bias": MAX_LOGIT_BIASES,
@@ -146,16 +146,16 @@ def bad_words_from(texts: Sequence[str]) -> tuple[str, ...]:
 
     Number and length are limited because every token is checked against each spelling.
     """
-    if len(texts) > MOST_BAD_WORDS:
+    if len(texts) > MAX_BAD_WORDS:
         raise InvalidRequest(
-            f"bad_words has {len(texts)} texts; at most {MOST_BAD_WORDS} are allowed", "bad_words"
+            f"bad_words has {len(texts)} texts; at most {MAX_BAD_WORDS} are allowed", "bad_words"
         )
     words = tuple(texts)
     for word in words:
-        if not 0 < len(word) <= MOST_BAD_CHARACTERS:
+        if not 0 < len(word) <= MAX_BAD_WORD_CHARACTERS:
             raise InvalidRequest(
-                f"bad_words has a text of {len(word)} characters; from 1 to {MOST_BAD_CHARACTERS} "
-                "are allowed",
+                f"bad_words has a text of {len(word)} characters; from 1 to "
+                f"{MAX_BAD_WORD_CHARACTERS} are allowed",
                 "bad_words",
             )
     return words
@@ -249,7 +249,7 @@ class Responses:
         self._reused.text = part.text
         return self._reused
 
-    async def next_in_slices(self, part: Piece) -> inference_pb2.GenerateResponse:
+    async def build_in_slices(self, part: Piece) -> inference_pb2.GenerateResponse:
         """Build the message of a piece with many prompt logprobs.
 
         It is filled in slices, between which the event loop runs other requests.

@@ -12,7 +12,7 @@ from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
 
-CHARACTERS_AROUND = 16  # that a chat template adds around each message, estimated
+TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ChatPrompt:
         num_in_messages = sum(len(message.role) + len(message.content) for message in self.messages)
         mappings = [self.variables, *(message.others for message in self.messages)]
         num_in_mappings = sum(len(str(mapping)) for mapping in mappings if mapping)
-        return num_in_messages + num_in_mappings + CHARACTERS_AROUND * len(self.messages)
+        return num_in_messages + num_in_mappings + TEMPLATE_CHARACTERS * len(self.messages)
 
 
 @dataclass(frozen=True, slots=True)

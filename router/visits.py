@@ -67,7 +67,7 @@ class Visit:
     ) -> AsyncIterator[Parts]:
         """Yield the parts of the answer. The request ends with the block."""
         with self._trace.ending(is_late):
-            self._trace.asked(call)
+            self._trace.note_call(call)
             call = replace(call, cache_salt=own_salt(call.cache_salt, self.owner))
             context = replace(self._context, shared=shared, logprob_budget=budget)
             async with aclosing(self._pipeline.generate(call, context)) as parts:

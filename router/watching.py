@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.finding import Find, find_addresses, follow
-from router.introductions import Introductions
+from router.introductions import PeerWarmups
 from router.membership import Membership
 from router.node_calls import GrpcNodeCalls
 from router.node_sources import Member, NodeSource
@@ -45,9 +45,9 @@ async def watching(
     discovery: Discovery, table: NodeTable, node_calls: GrpcNodeCalls, on_change: OnChange
 ) -> AsyncIterator[None]:
     """Find and watch nodes until the end of the block."""
-    watches = Watches(discovery, table, node_calls, on_change)
+    watcher = NodeWatcher(discovery, table, node_calls, on_change)
     tasks = [
-        asyncio.ensure_future(follow(source, discovery.find, discovery.every_s, watches.found))
+        asyncio.ensure_future(follow(source, discovery.find, discovery.every_s, watcher.found))
         for source in discovery.role_by_source
     ]
     for task in tasks:
@@ -58,10 +58,10 @@ async def watching(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await watches.close()
+        await watcher.close()
 
 
-class Watches:
+class NodeWatcher:
     """Watch tasks, one for each address that is listed or reachable."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Watches:
         self._node_calls = node_calls
         self._on_change = on_change
         self._membership = Membership()
-        self._introductions = Introductions(table, node_calls)
+        self._peer_warmups = PeerWarmups(table, node_calls)
         self._task_by_member: dict[Member, asyncio.Task[None]] = {}
 
     async def found(self, source: NodeSource, addresses: frozenset[str]) -> None:
@@ -86,7 +86,7 @@ class Watches:
         await self._apply_membership()
 
     async def close(self) -> None:
-        await self._introductions.close()
+        await self._peer_warmups.close()
         tasks = list(self._task_by_member.values())
         for task in tasks:
             task.cancel()
@@ -170,7 +170,7 @@ class Watches:
                 )
         self._table.join(member.address, card)
         self._membership.joined(member)
-        self._introductions.introduce(Node(member.address, card))
+        self._peer_warmups.introduce(Node(member.address, card))
         log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
 
     async def _follow_load(self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub) -> None:
