@@ -37,11 +37,11 @@ class Answer:
 
     def __init__(
         self,
-        speller: Speller | None = None,
+        detokenizer: Speller | None = None,
         stop: StopRule | None = None,
         num_prompt_logprobs: int = 0,
     ) -> None:
-        self._speller = speller or NoDetokenizer()
+        self._detokenizer = detokenizer or NoDetokenizer()
         self._stops = StopWatcher(stop or StopRule())
         self._token_ids: list[int] = []
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
@@ -89,7 +89,7 @@ class Answer:
         """Add the next token: the fast path, taken for nearly every token."""
         (token_id,) = output.token_ids
         self._token_ids.append(token_id)
-        text = self._stops.push(self._speller.push(token_id), len(self._token_ids))
+        text = self._stops.push(self._detokenizer.push(token_id), len(self._token_ids))
         return Piece(output.first_index, output.token_ids, text + self._finish_if_due())
 
     def _note(self, output: Output) -> None:
@@ -112,7 +112,7 @@ class Answer:
         while self._stops.found is None and len(self._token_ids) in self._early:
             token_id, logprob = self._early.pop(len(self._token_ids))
             self._token_ids.append(token_id)
-            text += self._stops.push(self._speller.push(token_id), len(self._token_ids))
+            text += self._stops.push(self._detokenizer.push(token_id), len(self._token_ids))
             if logprob is not None:
                 logprobs.append(logprob)
         return text + self._finish_if_due(), tuple(logprobs)
@@ -123,7 +123,7 @@ class Answer:
         is_due = len(self._token_ids) == num_tokens
         rest = ""
         if is_due and self._stops.found is None:
-            rest = self._stops.push(self._speller.finish(), len(self._token_ids))
+            rest = self._stops.push(self._detokenizer.finish(), len(self._token_ids))
         if self._stops.found is not None:
             self.finish = Finish(FinishReason.STOP, stop_string=self._stops.found)
         elif is_due:

@@ -1,4 +1,4 @@
-"""Forecast of the duration of an answer, from its admission to its end. Pure."""
+"""Estimates the duration of an answer, from its admission to its end. Pure."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class _Record:
 
 
 class Breakers:
-    """Breakers by address. An avoided node gets one request after each pause, as a probe."""
+    """Circuit breakers by address. An avoided node gets one probe request after each pause."""
 
     def __init__(self, config: BreakerConfig = BreakerConfig()) -> None:
         self._config = config

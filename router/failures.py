@@ -9,7 +9,7 @@ MIN_PROGRESS_TOKENS = 2
 
 
 @dataclass(slots=True)
-class Failures:
+class AttemptFailures:
     """Consecutive failures without progress. An attempt with progress resets them."""
 
     addresses: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Forecast of the wait for the first token of a new request. Pure."""
+"""Estimates the wait for the first token of a new request. Pure."""
 
 from __future__ import annotations
 

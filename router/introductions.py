@@ -23,7 +23,7 @@ class PeerWarmups:
         self._node_calls = node_calls
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def introduce(self, node: Node) -> None:
+    def warm_up(self, node: Node) -> None:
         """Connect a new node with nodes of the other role that have compatible KV."""
         partners = self._table.partners(node)
         for partner in random.sample(partners, min(len(partners), MAX_PARTNERS)):

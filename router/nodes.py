@@ -50,22 +50,22 @@ class Node:
 
 
 @dataclass(slots=True)
-class Burden:
+class LoadEstimate:
     """Load of a node, as reported by it and as known from this router's own requests."""
 
-    told: NodeLoad = NodeLoad()
+    reported: NodeLoad = NodeLoad()
     num_sent: int = 0  # requests of this router in flight there
     num_sent_tokens: int = 0  # prompt tokens of these that the node has yet to compute
     num_ended: int = 0  # requests of this router that ended since the last report
     last_use: int = 0  # NodeTable's sequence number of the last request sent there
 
     @property
-    def num_told(self) -> int:
+    def num_reported(self) -> int:
         """Requests on the node by its last report, less those of this router that ended since."""
-        return max(0, self.told.num_running + self.told.num_waiting - self.num_ended)
+        return max(0, self.reported.num_running + self.reported.num_waiting - self.num_ended)
 
-    def hear(self, told: NodeLoad) -> None:
-        self.told = told
+    def note_report(self, reported: NodeLoad) -> None:
+        self.reported = reported
         self.num_ended = 0
 
     def note_request_ended(self) -> None:
@@ -76,7 +76,7 @@ class Burden:
     @property
     def num_requests(self) -> int:
         """Requests on the node: own ones at once, those of other routers when reported."""
-        return max(self.num_told, self.num_sent)
+        return max(self.num_reported, self.num_sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class NodeTable:
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
-        self._burdens: dict[str, Burden] = {}
+        self._loads: dict[str, LoadEstimate] = {}
         self.watched: frozenset[Member] = frozenset()  # including unreachable ones
         self._unready: set[str] = set()
         self._unlisted: frozenset[str] = frozenset()
@@ -107,17 +107,17 @@ class NodeTable:
         self._nodes.pop(address, None)  # a node that joins again moves to the end
         self._nodes[address] = Node(address, card)
         self._unready.discard(address)
-        self._burdens[address] = Burden()
+        self._loads[address] = LoadEstimate()
         self.prefixes.drop(address)
         self._rebuild()
 
     def note_load(self, address: str, load: NodeLoad) -> None:
-        burden = self._burdens.get(address)
+        burden = self._loads.get(address)
         if burden is None:
             return
-        if load.is_draining != burden.told.is_draining:
+        if load.is_draining != burden.reported.is_draining:
             self._groups = None
-        burden.hear(load)
+        burden.note_report(load)
 
     def note_ready(self, address: str, *, is_ready: bool) -> None:
         """Record the health that the node reports."""
@@ -137,7 +137,7 @@ class NodeTable:
 
     def lose(self, address: str) -> None:
         self._nodes.pop(address, None)
-        self._burdens.pop(address, None)
+        self._loads.pop(address, None)
         self._unready.discard(address)
         self.prefixes.drop(address)
         self._rebuild()
@@ -148,9 +148,9 @@ class NodeTable:
         for node in nodes:
             self.burden(node).last_use = self._num_uses
 
-    def burden(self, node: Node) -> Burden:
+    def burden(self, node: Node) -> LoadEstimate:
         """Return the load of a node; an empty one if the node was lost."""
-        return self._burdens.get(node.address) or Burden()
+        return self._loads.get(node.address) or LoadEstimate()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -186,7 +186,7 @@ class NodeTable:
 
     def is_open(self, node: Node) -> bool:
         """Return whether the node accepts new requests. Of equal names, the last to join does."""
-        is_draining = self.burden(node).told.is_draining
+        is_draining = self.burden(node).reported.is_draining
         is_current = self.is_listed(node) and self.is_latest_of_name(node)
         return self.is_ready(node) and is_current and not is_draining
 

@@ -19,7 +19,7 @@ from router.assignment import Assignment
 from router.attempt import Attempt
 from router.breakers import BreakerConfig, Breakers
 from router.context import RequestContext
-from router.failures import Failures
+from router.failures import AttemptFailures
 from router.forecast import Forecast
 from router.form_checks import NO_FORM_CHECKS, FormChecks
 from router.large_texts import LargeTextConfig, LargeTexts
@@ -27,7 +27,7 @@ from router.legs import NodeCalls
 from router.line import INITIAL_CAPACITY, LineConfig
 from router.nodes import Node, NodeTable
 from router.policy import Ask, Route, Routing, choose
-from router.quarantine import Quarantine, Suspicion, TrackedAttempt, Verdict
+from router.quarantine import Quarantine, QuarantineVerdict, Suspicion, TrackedAttempt
 from router.retry_budget import RetryBudget
 from router.shared_prompt import SharedPrompt
 from router.sizes import LogprobBudget, check_prompt_logprobs_fit
@@ -92,7 +92,7 @@ class Pipeline:
         self._numbers = itertools.count()
         self._admission = Admission(config.line, clock)
         self._forecast = Forecast()
-        self._answers = AnswerForecast()
+        self._answer_forecast = AnswerForecast()
         self._breakers = Breakers(config.breakers)
         self._quarantine = Quarantine(self._wake)
         self._retry_budget = RetryBudget(config.line.max_in_flight or INITIAL_CAPACITY)
@@ -256,7 +256,9 @@ class Pipeline:
             yield note_part
         finally:
             duration_s = last_s - began_s
-            self._answers.given(num_tokens, duration_s, self.num_in_flight, is_whole=is_complete)
+            self._answer_forecast.given(
+                num_tokens, duration_s, self.num_in_flight, is_whole=is_complete
+            )
 
     def _refuse_if_too_late(
         self, call: Call, context: RequestContext, wait_s: float, num_others: int
@@ -268,7 +270,7 @@ class Pipeline:
         remaining_s = context.remaining_s(self._clock())
         if remaining_s is None:
             return
-        answer_s = self._answers.lasts_s(call.sampling.max_tokens, num_others)
+        answer_s = self._answer_forecast.lasts_s(call.sampling.max_tokens, num_others)
         if MARGIN * (wait_s + answer_s) > remaining_s:
             raise TooLate(
                 f"its turn would come in about {wait_s:.1f} s and the answer take "
@@ -391,7 +393,10 @@ class Pipeline:
         is_drained = isinstance(failure, NodeDraining)
         verdict = self._judge(request, attempt, tracked, failure)
         # Engine failures need no retry limit here: the quarantine limits them for each request.
-        is_ended = verdict is not Verdict.ORDINARY and failure.kind is not FailureKind.PASS_FAILED
+        is_ended = (
+            verdict is not QuarantineVerdict.ORDINARY
+            and failure.kind is not FailureKind.PASS_FAILED
+        )
         is_free = is_drained or is_ended
         request.failures.note(attempt.failed_addresses, num_new_tokens, is_free=is_free)
         if not is_drained:
@@ -401,21 +406,21 @@ class Pipeline:
 
     def _judge(
         self, request: _Request, attempt: Attempt, tracked: TrackedAttempt, failure: NodeFailed
-    ) -> Verdict:
+    ) -> QuarantineVerdict:
         """Return the quarantine's verdict on a failed attempt. Raises PoisonedRequest."""
-        verdict = Verdict.ORDINARY
+        verdict = QuarantineVerdict.ORDINARY
         for address in attempt.failed_addresses:
             verdict = self._quarantine.judge(tracked, address, failure.kind)
-            if verdict is not Verdict.ORDINARY:
+            if verdict is not QuarantineVerdict.ORDINARY:
                 request.context.trace.note_verdict(verdict.value, address)
-        if verdict is Verdict.POISON:
+        if verdict is QuarantineVerdict.POISON:
             raise PoisonedRequest(
                 f"nodes fail when they run this request; it is not tried again, nor should it be "
                 f"sent again before the cause is found. The last failure was: {failure}"
             ) from failure
         return verdict
 
-    def _may_retry(self, failures: Failures) -> bool:
+    def _may_retry(self, failures: AttemptFailures) -> bool:
         """Return whether another attempt is allowed.
 
         Retries after progress, and those caused by draining or by an engine's end, do not count
@@ -549,7 +554,7 @@ class _Request:
         self.answer = answer
         seed = call.sampling.seed
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
-        self.failures = Failures()
+        self.failures = AttemptFailures()
         self.suspicion = Suspicion((context.shared or shared).group)
         # Unique across routers: clients choose request ids, and hand-offs of different requests
         # must not share an id.

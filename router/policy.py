@@ -1,4 +1,4 @@
-"""Routing policies: choose the nodes of a request from the node table. Pure."""
+"""Policies that choose the nodes of a request from the node table. Pure."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def choose(
     return Route(decode, prefill, "", view.missing(prefill), names)
 
 
-def _local_reason(routing: Routing, view: View, decode: Node, prefill: Node) -> str:
+def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: Node) -> str:
     """Return the reason to compute the prompt on decode instead of prefill; empty if there is none.
 
     It applies to the next turn of a conversation: only the decode node has the answer's KV.
@@ -133,30 +133,31 @@ def _local_reason(routing: Routing, view: View, decode: Node, prefill: Node) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RoutingView:
     """Node table with the prefix hits of one request."""
 
     table: NodeTable
     ask: Ask
     names: tuple[BlockHash, ...] = ()
-    told: Mapping[str, int] | None = None  # reported cached tokens by address; None: not computed
-    likely: Mapping[str, int] | None = None  # reported and expected ones
+    # Cached tokens by address: reported ones, and those together with expected ones. None: unused.
+    reported: Mapping[str, int] | None = None
+    expected: Mapping[str, int] | None = None
 
     def num_requests(self, node: Node) -> int:
         return self.table.burden(node).num_requests
 
     def missing(self, node: Node) -> int:
-        return self.ask.num_tokens - (self.likely or {}).get(node.address, 0)
+        return self.ask.num_tokens - (self.expected or {}).get(node.address, 0)
 
     def missing_from_reported(self, node: Node) -> int:
-        return self.ask.num_tokens - (self.told or {}).get(node.address, 0)
+        return self.ask.num_tokens - (self.reported or {}).get(node.address, 0)
 
     def costs(self, nodes: Sequence[Node]) -> list[int]:
         """Estimate the tokens to compute or move on each node before the request's next token.
 
         Evicted cache blocks count too, since later requests must compute them again.
         """
-        cached, num_tokens = self.likely or {}, self.ask.num_tokens
+        cached, num_tokens = self.expected or {}, self.ask.num_tokens
         num_told, min_match = self.table.prefixes.num_told, MIN_MATCH * num_tokens
         costs = self._costs_ahead(nodes)
         for place, node in enumerate(nodes):
@@ -179,12 +180,12 @@ class View:
             ]
         num_tokens = self.ask.num_tokens  # assumed for each request of other routers
         return [
-            burden.num_sent_tokens + num_tokens * max(0, burden.num_told - burden.num_sent)
+            burden.num_sent_tokens + num_tokens * max(0, burden.num_reported - burden.num_sent)
             for burden in burdens
         ]
 
 
-def pick(routing: Routing, view: View, nodes: Sequence[Node]) -> Node:
+def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
     """Choose one of `nodes`, which must not be empty and have one role."""
     number = view.ask.number
     match routing.policy:
@@ -229,22 +230,22 @@ def _mixed(number: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _view(table: NodeTable, routing: Routing, ask: Ask) -> View:
+def _view(table: NodeTable, routing: Routing, ask: Ask) -> RoutingView:
     if routing.policy is not Policy.PREFIX_AWARE and not routing.local_prefill_below:
-        return View(table, ask)
-    told: dict[str, int] = {}
-    likely: dict[str, int] = {}
+        return RoutingView(table, ask)
+    reported: dict[str, int] = {}
+    expected: dict[str, int] = {}
     names: list[BlockHash] = []
     token_ids = ask.prompt_token_ids + ask.prior_output_token_ids
     for naming in table.namings:
         # The last token is always computed: its logits give the next one.
         usable = naming.names(token_ids[:-1], len(ask.prompt_token_ids), ask.cache_salt)
-        for hits, match in ((told, table.prefixes.told), (likely, table.prefixes.likely)):
+        for hits, match in ((reported, table.prefixes.told), (expected, table.prefixes.likely)):
             hits.update(
                 (address, num * naming.block_size) for address, num in match(usable).items()
             )
         names += usable
-    return View(table, ask, tuple(names), told, likely)
+    return RoutingView(table, ask, tuple(names), reported, expected)
 
 
 def _serving(group: NodeGroup, model: str) -> NodeGroup:

@@ -27,7 +27,7 @@ MAX_FAILED_PASSES = 2
 MAX_ENGINES = 6  # that ended with one request, tested or not
 
 
-class Verdict(Enum):
+class QuarantineVerdict(Enum):
     ORDINARY = "ordinary"  # a failure without suspicion
     BYSTANDER = "bystander"  # another request ended the engine
     SUSPECT = "suspect"  # it may have ended the engine, and is tested
@@ -54,9 +54,9 @@ class Suspicion:
         self.num_vanished = 0  # nodes in a row, before the request was proven
         self.num_failed_passes = 0
 
-    def suspect(self) -> Verdict:
+    def suspect(self) -> QuarantineVerdict:
         self.is_suspect = self.group.is_suspect = True
-        return Verdict.SUSPECT
+        return QuarantineVerdict.SUSPECT
 
 
 class TrackedAttempt:
@@ -171,13 +171,15 @@ class Quarantine:
         for address in tuple(tracked.addresses):
             self.release_node(tracked, address)
 
-    def judge(self, tracked: TrackedAttempt, address: str, kind: FailureKind) -> Verdict:
+    def judge(self, tracked: TrackedAttempt, address: str, kind: FailureKind) -> QuarantineVerdict:
         """Judge a request whose attempt failed on this node. Call before `end`."""
         verdict = self._verdict(tracked, address, kind)
-        tracked.suspicion.group.is_poisoned |= verdict is Verdict.POISON
+        tracked.suspicion.group.is_poisoned |= verdict is QuarantineVerdict.POISON
         return verdict
 
-    def _verdict(self, tracked: TrackedAttempt, address: str, kind: FailureKind) -> Verdict:
+    def _verdict(
+        self, tracked: TrackedAttempt, address: str, kind: FailureKind
+    ) -> QuarantineVerdict:
         match kind:
             case FailureKind.PASS_FAILED:
                 return _failed_pass(tracked.suspicion)
@@ -185,7 +187,7 @@ class Quarantine:
                 return _engine_failed(tracked, self._engine_end(tracked, address))
             case FailureKind.VANISHED if address in tracked.addresses:
                 return _vanished(tracked, self._engine_end(tracked, address))
-        return Verdict.ORDINARY
+        return QuarantineVerdict.ORDINARY
 
     def _engine_end(self, tracked: TrackedAttempt, address: str) -> _EngineEnd:
         """Return the engine's end, as seen when the first attempt on it failed."""
@@ -212,34 +214,38 @@ class Quarantine:
             self._on_change()
 
 
-def _failed_pass(suspicion: Suspicion) -> Verdict:
+def _failed_pass(suspicion: Suspicion) -> QuarantineVerdict:
     """Judge a request whose pass failed alone: the node identified it and keeps running."""
     suspicion.num_failed_passes += 1
     is_last = suspicion.num_failed_passes >= MAX_FAILED_PASSES or suspicion.num_engines
-    return Verdict.POISON if is_last else Verdict.SUSPECT
+    return QuarantineVerdict.POISON if is_last else QuarantineVerdict.SUSPECT
 
 
-def _engine_failed(tracked: TrackedAttempt, engine_end: _EngineEnd) -> Verdict:
+def _engine_failed(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
     suspicion = tracked.suspicion
     if engine_end.test is not None and not engine_end.test.has_passed:
-        return Verdict.POISON if engine_end.test is tracked else Verdict.BYSTANDER
+        return (
+            QuarantineVerdict.POISON if engine_end.test is tracked else QuarantineVerdict.BYSTANDER
+        )
     if engine_end.test is tracked and engine_end.was_alone:
-        return Verdict.POISON
+        return QuarantineVerdict.POISON
     suspicion.num_engines += 1
     if suspicion.num_engines >= MAX_ENGINES:
-        return Verdict.POISON
+        return QuarantineVerdict.POISON
     return suspicion.suspect()
 
 
-def _vanished(tracked: TrackedAttempt, engine_end: _EngineEnd) -> Verdict:
+def _vanished(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
     suspicion = tracked.suspicion
     if engine_end.test is not None and not engine_end.test.has_passed:
-        return Verdict.POISON if engine_end.test is tracked else Verdict.BYSTANDER
+        return (
+            QuarantineVerdict.POISON if engine_end.test is tracked else QuarantineVerdict.BYSTANDER
+        )
     if tracked.is_proven:
         suspicion.num_vanished = 0
         suspicion.is_suspect &= not tracked.has_passed
-        return Verdict.ORDINARY
+        return QuarantineVerdict.ORDINARY
     suspicion.num_vanished += 1
     if suspicion.num_vanished < MAX_VANISHED:
-        return Verdict.ORDINARY
+        return QuarantineVerdict.ORDINARY
     return suspicion.suspect()

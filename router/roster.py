@@ -43,13 +43,15 @@ def _report(table: NodeTable, member: Member, node: Node | None) -> NodeReport:
         return NodeReport(member.role, member.address, NodeState.UNREACHABLE)
     burden = table.burden(node)
     state = _state(table, node)
-    return NodeReport(member.role, member.address, state, node.card, burden.told, burden.num_sent)
+    return NodeReport(
+        member.role, member.address, state, node.card, burden.reported, burden.num_sent
+    )
 
 
 def _state(table: NodeTable, node: Node) -> NodeState:
     """Return the first state that applies."""
     reasons = {
-        NodeState.DRAINING: table.burden(node).told.is_draining,
+        NodeState.DRAINING: table.burden(node).reported.is_draining,
         NodeState.NOT_READY: not table.is_ready(node),
         NodeState.REPLACED: not table.is_latest_of_name(node),
         NodeState.UNLISTED: not table.is_listed(node),

@@ -15,7 +15,7 @@ from router.limits import MAX_TOKENS_TO_DETOKENIZE, check_count, check_name, is_
 from router.merging import merged
 from router.nodes import NodeTable
 from router.pipeline import Pipeline
-from router.translate import Responses, calls_from, tokenize_input_from
+from router.translate import ResponseBuilder, calls_from, tokenize_input_from
 from router.values import Piece
 from router.visits import Visits, received_now
 from serving.ends import is_late
@@ -49,14 +49,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 defaults = self._table.sampling_defaults(request.model)
                 max_model_len = self._table.max_model_len(request.model)
                 calls = calls_from(request, request_id, defaults, max_model_len)
-            responses = [Responses(request_id, index) for index in range(len(calls))]
+            builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = self._visits.answering(visit, calls, len(calls), is_past)
             async with aclosing(merged(answers)) as parts:
                 async for index, part in parts:
                     if isinstance(part, Piece) and part.prompt_logprobs:
-                        yield await responses[index].build_in_slices(part)
+                        yield await builders[index].build_in_slices(part)
                     else:
-                        yield responses[index].next(part)
+                        yield builders[index].next(part)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]

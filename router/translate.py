@@ -229,7 +229,7 @@ def response_to(
     )
 
 
-class Responses:
+class ResponseBuilder:
     """Builds the response messages of one answer.
 
     A message is reused for the next part, so write each one before requesting the next.

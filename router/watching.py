@@ -170,7 +170,7 @@ class NodeWatcher:
                 )
         self._table.join(member.address, card)
         self._membership.joined(member)
-        self._peer_warmups.introduce(Node(member.address, card))
+        self._peer_warmups.warm_up(Node(member.address, card))
         log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
 
     async def _follow_load(self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub) -> None:
