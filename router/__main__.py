@@ -157,10 +157,10 @@ async def serve(
             is_ready = readiness.is_ready(table, time.monotonic())
             await server.health.set_ready(is_ready and not pipeline.is_draining)
 
-        read = partial(_reading, pipeline, table, tracer)
+        read = partial(_read_metrics, pipeline, table, tracer)
         async with (
             watching(options.discovery, table, node_calls, note_change),
-            _later(PREFILL_PATIENCE_S, note_change),
+            _call_later(PREFILL_PATIENCE_S, note_change),
         ):
             with compiler, _metrics(options, process, metrics, read):
                 async with _http_server(
@@ -170,7 +170,7 @@ async def serve(
 
 
 @asynccontextmanager
-async def _later(wait_s: float, do: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def _call_later(wait_s: float, do: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Call `do` once after `wait_s`, unless the block ends before."""
 
     async def wait_and_do() -> None:
@@ -231,7 +231,7 @@ async def _http_server(
         yield
 
 
-def _reading(pipeline: Pipeline, table: NodeTable, tracer: Tracer) -> Reading:
+def _read_metrics(pipeline: Pipeline, table: NodeTable, tracer: Tracer) -> Reading:
     return {
         metric_names.QUEUE_DEPTH: pipeline.num_waiting,
         metric_names.IN_FLIGHT: pipeline.num_in_flight,

@@ -78,16 +78,16 @@ class Attempt:
         self._dispatched_s = self._since_received()
         self._answer.begin_attempt()
         events = Events()
-        async with under_way(events, self._calls(node_calls, events.put)):
+        async with under_way(events, self._build_calls(node_calls, events.put)):
             while self._answer.finish is None:
                 piece = self._handle(await events.next())
                 if piece is not None:
                     yield piece
-            ending = self._ending(self._answer.finish)
+            ending = self._build_ending(self._answer.finish)
             self._context.trace.note_completed(ending)
             yield ending
 
-    def _calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
+    def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
         route, handoff_id = self._route, self._handoff_id
         sequence, trace = self._sequence, self._context.trace
         timeout_s = self._context.remaining_s(self._clock())
@@ -156,7 +156,7 @@ class Attempt:
         if node is not None:
             self.failed_addresses = frozenset({node.address})
 
-    def _ending(self, finish: Finish) -> Ending:
+    def _build_ending(self, finish: Finish) -> Ending:
         return Ending(
             finish=finish,
             num_prompt_tokens=len(self._sequence.prompt_token_ids),
@@ -167,10 +167,10 @@ class Attempt:
                 self._first_decoded_token_s,
                 self._since_received(),
             ),
-            served=self._served(),
+            served=self._build_served(),
         )
 
-    def _served(self) -> Served:
+    def _build_served(self) -> Served:
         route, summary = self._route, self._summary or DecodeSummary()
         place, reason = PrefillPlace.REMOTE, ""
         if route.prefill is None:

@@ -54,9 +54,9 @@ async def find_addresses(source: NodeSource) -> frozenset[str]:
         case FixedNode(address):
             return frozenset({address})
         case DnsName(host, port):
-            return await _in_thread(lambda: _resolve(host, port))
+            return await _run_in_thread(lambda: _resolve(host, port))
         case ListFile(path):
-            return await _in_thread(lambda: _read(path))
+            return await _run_in_thread(lambda: _read_list(path))
 
 
 def _resolve(host: str, port: int) -> frozenset[str]:
@@ -67,7 +67,7 @@ def _resolve(host: str, port: int) -> frozenset[str]:
     return frozenset(join_address(str(address[0]), port) for *_, address in found)
 
 
-def _read(path: str) -> frozenset[str]:
+def _read_list(path: str) -> frozenset[str]:
     try:
         return parse_list(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
@@ -76,7 +76,7 @@ def _read(path: str) -> frozenset[str]:
         raise SourceFailed(f"the node list {path}: {error}") from error
 
 
-async def _in_thread(call: Callable[[], frozenset[str]]) -> frozenset[str]:
+async def _run_in_thread(call: Callable[[], frozenset[str]]) -> frozenset[str]:
     """Run `call` in a separate thread that does not delay the end of the process.
 
     The system's resolver cannot be cancelled, and takes half a minute if the name server is down.

@@ -134,7 +134,7 @@ class GrpcNodeCalls:
                 if event.HasField("prefill_summary"):
                     num_cached = event.prefill_summary.prompt_tokens_cached
                     deliver(LegSummary(PrefillSummary(num_cached)))
-                deliver(LegOutput(Leg.PREFILL, (_output(event.output, request_id),)))
+                deliver(LegOutput(Leg.PREFILL, (_parse_output(event.output, request_id),)))
 
             await self._connection(node.address).prefill.call(order, handle, timeout_s)
 
@@ -156,8 +156,8 @@ class GrpcNodeCalls:
 
             def handle(event: node_pb2.CallEvent) -> None:
                 if event.HasField("summary"):
-                    deliver(LegSummary(_summary(event.summary)))
-                output = _output(event.output, request_id)
+                    deliver(LegSummary(_parse_summary(event.summary)))
+                output = _parse_output(event.output, request_id)
                 if output.finish_reason is not None:
                     leg.finished()
                 deliver(LegOutput(Leg.DECODE, (output,)))
@@ -201,7 +201,7 @@ def failure_kind(remote: RemoteError) -> FailureKind:
     return FailureKind.VANISHED if is_broken else FailureKind.OTHER
 
 
-def _output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
+def _parse_output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
     output = output_from(message, request_id)
     if output.finish_reason is FinishReason.ERROR:
         raise GenerationFailed(output.error or "the engine gave no reason")
@@ -210,7 +210,7 @@ def _output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
     return output
 
 
-def _summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
+def _parse_summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
     return DecodeSummary(
         kv_bytes=message.kv_bytes,
         kv_blocks=message.kv_blocks,

@@ -122,7 +122,7 @@ class _Stream:
         self._calls: dict[int, _PendingCall] = {}  # that the node has not ended
         self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
         self._is_closing = False
-        self._reading = asyncio.ensure_future(self._read(method(self._requests_in_order())))
+        self._reading = asyncio.ensure_future(self._read(method(self._pop_requests())))
         self.is_over = False
 
     def begin(self, number: int, request: Request, call: _PendingCall) -> None:
@@ -145,7 +145,7 @@ class _Stream:
         if self._is_closing and not self._calls:
             self._requests.put_nowait(None)
 
-    async def _requests_in_order(self) -> AsyncIterator[Request]:
+    async def _pop_requests(self) -> AsyncIterator[Request]:
         while (request := await self._requests.get()) is not None:
             yield request
 

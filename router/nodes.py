@@ -222,9 +222,11 @@ class NodeTable:
     def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
         """Return the open nodes, except those addresses, grouped by compatible KV."""
         if without:
-            return _grouped([node for node in self._all_open() if node.address not in without])
+            return _group_by_kind(
+                [node for node in self._all_open() if node.address not in without]
+            )
         if self._groups is None:
-            self._groups = _grouped(self._all_open())
+            self._groups = _group_by_kind(self._all_open())
             pairs = [group for group in self._groups if group.prefills and group.decodes]
             self._kinds_in_service.update(group.decodes[0].kv_kind for group in pairs)
         return self._groups
@@ -243,7 +245,7 @@ class NodeTable:
         return [node for role in NodeRole for node in self.open_nodes(role)]
 
 
-def _grouped(nodes: list[Node]) -> tuple[NodeGroup, ...]:
+def _group_by_kind(nodes: list[Node]) -> tuple[NodeGroup, ...]:
     by_kind = sorted(nodes, key=_kind)  # stable within a kind
     return tuple(_group(tuple(members)) for _, members in groupby(by_kind, _kind))
 

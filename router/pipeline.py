@@ -136,12 +136,12 @@ class Pipeline:
         if self.is_draining:
             raise Draining("this router is shutting down; send the request to another one")
         self.check_model(call.model)
-        with self._reserve_id(call.request_id), _sharing(context) as (shared, leads):
-            shared_decode = None if leads else await shared.decode_node()
-            call = self._without_bad_words(call)
-            prompt = await self._prompt(call, context, shared)
-            call = self._within_context(call, len(prompt))
-            if leads:
+        with self._reserve_id(call.request_id), _sharing(context) as (shared, is_first):
+            shared_decode = None if is_first else await shared.decode_node()
+            call = self._ban_bad_words(call)
+            prompt = await self._tokenize_prompt(call, context, shared)
+            call = self._cap_max_tokens(call, len(prompt))
+            if is_first:
                 _check_prompt_logprobs(call, len(prompt), context, shared)
             await self._forms.check(call.sampling.structured_outputs)
             attempts = self._run_sharing_prompt(call, prompt, context, shared, shared_decode)
@@ -181,7 +181,7 @@ class Pipeline:
         """Return the text of a single token, for logprobs."""
         return self._text.token(token_id)
 
-    async def _prompt(
+    async def _tokenize_prompt(
         self, call: Call, context: RequestContext, shared: SharedPrompt
     ) -> tuple[int, ...]:
         """Return the prompt's token ids, tokenised once for all answers. Raises EmptyPrompt."""
@@ -192,7 +192,7 @@ class Pipeline:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         return prompt
 
-    def _within_context(self, call: Call, num_prompt_tokens: int) -> Call:
+    def _cap_max_tokens(self, call: Call, num_prompt_tokens: int) -> Call:
         """Lower a default `max_tokens` to what the KV cache of every decode node can hold."""
         longest = self._table.max_sequence_len(call.model)
         if not call.fills_context or longest is None:
@@ -203,7 +203,7 @@ class Pipeline:
             return call
         return replace(call, sampling=replace(call.sampling, max_tokens=max_tokens))
 
-    def _without_bad_words(self, call: Call) -> Call:
+    def _ban_bad_words(self, call: Call) -> Call:
         """Replace `bad_words` by banned token sequences: nodes have no tokenizer."""
         if not call.bad_words:
             return call
@@ -349,7 +349,9 @@ class Pipeline:
             prior, revision = request.answer.token_ids, request.shared.revision
             call, count = request.call, next(self._numbers)
             ask = Ask(request.prompt, count, prior, call.model, call.cache_salt, revision)
-            route = await self._open_route(ask, request.failures.addresses, request.suspicion)
+            route = await self._choose_open_route(
+                ask, request.failures.addresses, request.suspicion
+            )
         request.shared.revision = route.decode.revision
         return route
 
@@ -430,15 +432,18 @@ class Pipeline:
             return False
         return failures.is_paid or self._retry_budget.spend()
 
-    async def _open_route(self, ask: Ask, failed: frozenset[str], suspicion: Suspicion) -> Route:
+    async def _choose_open_route(
+        self, ask: Ask, failed: frozenset[str], suspicion: Suspicion
+    ) -> Route:
         """Choose nodes that the quarantine does not close to this request.
 
-        Waits for such nodes up to `quarantine_patience_s`, then takes any. Raises as `_route` does.
+        Waits up to `quarantine_patience_s` for such nodes, then takes any. Raises what
+        `_choose_route` raises.
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._config.quarantine_patience_s
         while True:
-            route = await self._route(ask, failed)
+            route = await self._choose_route(ask, failed)
             if suspicion.group.is_poisoned:
                 raise PoisonedRequest("nodes fail when they run another answer to the same prompt")
             closed = self._quarantine.closed_addresses(suspicion)
@@ -469,7 +474,7 @@ class Pipeline:
                     return detour
         return None
 
-    async def _route(self, ask: Ask, failed: frozenset[str]) -> Route:
+    async def _choose_route(self, ask: Ask, failed: frozenset[str]) -> Route:
         """Choose nodes, avoiding those that failed where possible.
 
         Raises NoNodes and IncompatibleNodes if there are none for `node_patience_s`.
@@ -565,8 +570,8 @@ class _Request:
 def _sharing(context: RequestContext) -> Iterator[tuple[SharedPrompt, bool]]:
     """Yield the state shared by all answers to the prompt, and whether this is the first."""
     shared = context.shared or SharedPrompt()
-    with shared.first_answer() as leads:
-        yield shared, leads
+    with shared.first_answer() as is_first:
+        yield shared, is_first
 
 
 def _sequence(call: Call, prompt: tuple[int, ...], seed: int, prior: tuple[int, ...]) -> Sequence:

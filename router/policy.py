@@ -94,16 +94,16 @@ def choose(
 
     Raises NoNodes and IncompatibleNodes.
     """
-    groups = [_serving(group, ask.model) for group in table.groups(without)]
-    groups = _of_revision([group for group in groups if group.decodes], ask.revision)
+    groups = [_filter_by_model(group, ask.model) for group in table.groups(without)]
+    groups = _filter_by_revision([group for group in groups if group.decodes], ask.revision)
     if not groups:
         raise NoNodes("no decode node is reachable and open; start one, or try again later")
     paired = [group for group in groups if group.prefills]
     if not paired:
         # Prefer revisions that have had prefill nodes before.
         groups = [group for group in groups if table.was_paired(group)] or groups
-    view = _view(table, routing, ask)
-    decode = pick(routing, view, _joined([group.decodes for group in paired or groups]))
+    view = _build_view(table, routing, ask)
+    decode = pick(routing, view, _concatenate([group.decodes for group in paired or groups]))
     names = view.names
     if not paired:
         reason = _unpaired_reason(table, groups, ask.revision)
@@ -159,7 +159,7 @@ class RoutingView:
         """
         cached, num_tokens = self.expected or {}, self.ask.num_tokens
         num_told, min_match = self.table.prefixes.num_told, MIN_MATCH * num_tokens
-        costs = self._costs_ahead(nodes)
+        costs = self._queued_costs(nodes)
         for place, node in enumerate(nodes):
             card, num_cached = node.card, cached.get(node.address, 0)
             num_missing = num_tokens - num_cached
@@ -170,7 +170,7 @@ class RoutingView:
             costs[place] += num_missing if num_cached >= min_match else num_tokens
         return costs
 
-    def _costs_ahead(self, nodes: Sequence[Node]) -> list[int]:
+    def _queued_costs(self, nodes: Sequence[Node]) -> list[int]:
         """Estimate the cost of the requests that each node already has."""
         burdens = [self.table.burden(node) for node in nodes]
         if nodes[0].card.role is NodeRole.DECODE:
@@ -192,12 +192,12 @@ def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
         case Policy.ROUND_ROBIN:
             return nodes[number % len(nodes)]
         case Policy.LEAST_LOADED:
-            return _next_of(_least(nodes, [view.num_requests(node) for node in nodes]), number)
+            return _round_robin(_least(nodes, [view.num_requests(node) for node in nodes]), number)
         case Policy.POWER_OF_TWO:
-            return min(_two(nodes, routing.seed, number), key=view.num_requests)
+            return min(_draw_two(nodes, routing.seed, number), key=view.num_requests)
         case Policy.PREFIX_AWARE:
             cheapest = _least(nodes, view.costs(nodes))
-            return _next_of(_least_recently_used(cheapest, view.table), number)
+            return _round_robin(_least_recently_used(cheapest, view.table), number)
 
 
 def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
@@ -209,28 +209,28 @@ def _least_recently_used(nodes: Sequence[Node], table: NodeTable) -> Sequence[No
     return _least(nodes, [table.burden(node).last_use for node in nodes])
 
 
-def _next_of(equal: Sequence[Node], number: int) -> Node:
+def _round_robin(equal: Sequence[Node], number: int) -> Node:
     """Choose among equal nodes by round robin."""
     return equal[number % len(equal)]
 
 
-def _two(nodes: Sequence[Node], seed: int, number: int) -> tuple[Node, Node]:
+def _draw_two(nodes: Sequence[Node], seed: int, number: int) -> tuple[Node, Node]:
     """Draw two nodes, different ones if there are two."""
-    drawn = _mixed(seed ^ _mixed(number))
+    drawn = _splitmix64(seed ^ _splitmix64(number))
     first = drawn % len(nodes)
     step = 1 + (drawn >> 32) % (len(nodes) - 1) if len(nodes) > 1 else 0
     return nodes[first], nodes[(first + step) % len(nodes)]
 
 
-def _mixed(number: int) -> int:
-    """Hash a number with splitmix64, so that consecutive numbers give pseudo-random results."""
+def _splitmix64(number: int) -> int:
+    """Hash a number, so that consecutive numbers give pseudo-random results."""
     mixed = (number + 0x9E3779B97F4A7C15) & UINT64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & UINT64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & UINT64
     return mixed ^ (mixed >> 31)
 
 
-def _view(table: NodeTable, routing: Routing, ask: Ask) -> RoutingView:
+def _build_view(table: NodeTable, routing: Routing, ask: Ask) -> RoutingView:
     if routing.policy is not Policy.PREFIX_AWARE and not routing.local_prefill_below:
         return RoutingView(table, ask)
     reported: dict[str, int] = {}
@@ -248,14 +248,14 @@ def _view(table: NodeTable, routing: Routing, ask: Ask) -> RoutingView:
     return RoutingView(table, ask, tuple(names), reported, expected)
 
 
-def _serving(group: NodeGroup, model: str) -> NodeGroup:
+def _filter_by_model(group: NodeGroup, model: str) -> NodeGroup:
     if not model:
         return group
     decodes = tuple(node for node in group.decodes if node.card.model == model)
     return NodeGroup(group.prefills, decodes)
 
 
-def _of_revision(groups: list[NodeGroup], revision: Revision | None) -> list[NodeGroup]:
+def _filter_by_revision(groups: list[NodeGroup], revision: Revision | None) -> list[NodeGroup]:
     """Return the groups of `revision`. Raises IncompatibleNodes if all have other weights."""
     if revision is None or not groups:
         return groups
@@ -269,7 +269,7 @@ def _of_revision(groups: list[NodeGroup], revision: Revision | None) -> list[Nod
     return matching
 
 
-def _joined(parts: Sequence[tuple[Node, ...]]) -> Sequence[Node]:
+def _concatenate(parts: Sequence[tuple[Node, ...]]) -> Sequence[Node]:
     return parts[0] if len(parts) == 1 else [node for part in parts for node in part]
 
 

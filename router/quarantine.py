@@ -135,7 +135,7 @@ class Quarantine:
                 self._notify()
 
     def track(self, suspicion: Suspicion, route: Route) -> TrackedAttempt:
-        """Begin an attempt. Tests on its nodes, which have been passed, end."""
+        """Begin an attempt, which ends the tests on its nodes: they have passed."""
         for address in route.addresses:
             for other in self._attempts_by_address.get(address, ()):
                 if other.is_tested_at(address):

@@ -22,7 +22,7 @@ class SharedPrompt:
 
     def __init__(self, num_answers: int = 1) -> None:
         self.num_answers = num_answers
-        self._is_led = False
+        self._has_first = False
         self._is_settled = asyncio.Event()
         self._decode: Node | None = None
         self._failure: Exception | None = None  # of the first answer
@@ -35,16 +35,16 @@ class SharedPrompt:
     @contextmanager
     def first_answer(self) -> Iterator[bool]:
         """Yield whether this answer is the first. When the first ends, the others stop waiting."""
-        leads = not self._is_led
-        self._is_led = True
+        is_first_answer = not self._has_first
+        self._has_first = True
         try:
-            yield leads
+            yield is_first_answer
         except Exception as failure:
-            if leads:
+            if is_first_answer:
                 self._failure = failure
             raise
         finally:
-            if leads:
+            if is_first_answer:
                 self._is_settled.set()
 
     async def with_prompt_logprobs(

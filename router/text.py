@@ -101,13 +101,13 @@ class TokenIdsOnly:
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
-        raise _no_tokenizer()
+        raise _no_tokenizer_error()
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
-        raise _no_tokenizer()
+        raise _no_tokenizer_error()
 
     def text(self, token_ids: tuple[int, ...]) -> str:
-        raise _no_tokenizer()
+        raise _no_tokenizer_error()
 
     @property
     def shows_tools(self) -> bool:
@@ -126,5 +126,5 @@ def by_id(token_id: int) -> TokenText:
     return TokenText(name, name.encode())
 
 
-def _no_tokenizer() -> UnsupportedInput:
+def _no_tokenizer_error() -> UnsupportedInput:
     return UnsupportedInput("this router has no tokenizer: send token ids, or give it --model")

@@ -100,14 +100,14 @@ class NodeWatcher:
             task.add_done_callback(_log_bug)
             self._task_by_member[member] = task
         for member in self._task_by_member.keys() - watched:
-            self._end(self._task_by_member.pop(member))
+            self._cancel_unless_current(self._task_by_member.pop(member))
             if all(other.address != member.address for other in watched):
                 self._node_calls.forget(member.address)
         self._table.watched = watched
         self._table.note_unlisted(frozenset(member.address for member in self._membership.unlisted))
         await self._on_change()
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _cancel_unless_current(self, task: asyncio.Task[None]) -> None:
         if task is not asyncio.current_task():  # the current task ends by itself
             task.cancel()
 
