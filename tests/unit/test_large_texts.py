@@ -89,7 +89,7 @@ def test_no_more_texts_wait_than_may() -> None:
         await work.await_begun(2)
         readers += [asyncio.ensure_future(texts.read(LARGE, work)) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="3 large texts wait"):
+        with pytest.raises(QueueFull, match="3 large texts already wait"):
             await texts.read(LARGE, work)
         assert await texts.read(SMALL, lambda: "small") == "small"
         work.may_end.set()
@@ -128,7 +128,7 @@ def test_more_text_than_the_model_could_take_is_refused_unread(
 ) -> None:
     text = ModelText(cast("Tokenizer", Unread()))
 
-    with pytest.raises(InvalidRequest, match=r"41 characters.* 10 tokens.* 40 at the most"):
+    with pytest.raises(InvalidRequest, match=r"41 characters.* 10 tokens.* at most 40"):
         text.token_ids(prompt("x" * 41), max_tokens=10)
     with pytest.raises(AssertionError, match="tokenised"):
         text.token_ids(prompt("x" * 40), max_tokens=10)
