@@ -1,7 +1,7 @@
-"""A node's end of the streams that routers open: many calls side by side on each.
+"""Node side of the router streams, each of which multiplexes many calls.
 
-What all calls of a stream have to tell at one moment, such as after a step of the engine, goes
-out as one message: a message costs far more than what is in it (ADR 0023).
+Events that the calls of a stream produce at the same time, such as after an engine step, are
+sent as one message, because the cost per message far exceeds the cost per event (ADR 0023).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What gRPC would tell of a call of its own."""
+    """Metadata and deadline of one multiplexed call, as gRPC provides them for a plain call."""
 
     metadata: tuple[tuple[str, str], ...] = ()
     deadline_s: float | None = None  # on the monotonic clock
@@ -38,18 +38,19 @@ class CallContext:
 
 Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder
 Request = node_pb2.PrefillRequest | node_pb2.DecodeRequest
-# Takes the order of a `start`: a PrefillOrder or a DecodeOrder.
+# The first argument is the order of a `start`: a PrefillOrder or a DecodeOrder.
 Serve = Callable[[Any, CallContext], AsyncGenerator[node_pb2.CallEvent, None]]
-# Counts a call, or refuses it, for whoever has to wait for its end.
+# Context of one call: counts it, so that a drain can wait for its end, or raises Draining.
 Count = Callable[[], AbstractContextManager[None]]
 
 
 async def serve_calls(
     requests: AsyncIterator[Request], serve: Serve, count: Count, **metadata: str
 ) -> AsyncGenerator[list[node_pb2.CallEvent], None]:
-    """What the stream has to tell, bit by bit, until its last call has ended.
+    """Yield batches of events until the stream's last call has ended.
 
-    `metadata` is told with each call that fails. Left early, every call is cancelled.
+    `metadata` is attached to the status of each failed call. Closing the generator early cancels
+    all calls.
     """
     calls = _Calls(serve, count, metadata)
     reading = asyncio.ensure_future(calls.read(requests))
@@ -64,7 +65,7 @@ async def serve_calls(
 
 
 class _Calls:
-    """The calls of one stream; each is a task."""
+    """Calls of one stream. Each call runs as a task."""
 
     def __init__(self, serve: Serve, count: Count, metadata: dict[str, str]) -> None:
         self._serve = serve
@@ -75,12 +76,12 @@ class _Calls:
         self.outbox = _Outbox()
 
     async def read(self, requests: AsyncIterator[Request]) -> None:
-        """Does what the router orders, until it has no more to say."""
+        """Start and cancel calls as requested, until the router closes its side of the stream."""
         try:
             async for request in requests:
-                self._obey(request)
+                self._handle(request)
         except UnsupportedInput:
-            self.outbox.close()  # the stream cannot be trusted any more
+            self.outbox.close()  # the router violated the protocol
             raise
         finally:
             self._is_read = True
@@ -92,13 +93,13 @@ class _Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _obey(self, request: Request) -> None:
+    def _handle(self, request: Request) -> None:
         kind = request.WhichOneof("order")
         if kind is None:
             raise UnsupportedInput(f"call {request.call}: neither `start` nor `cancel` is set")
         task = self._task_by_call.get(request.call)
         if kind == "start" and task is not None:
-            raise UnsupportedInput(f"call {request.call} is under way; count on for each new one")
+            raise UnsupportedInput(f"call {request.call} is under way; use a new number per call")
         if kind == "start":
             self._start(request.call, request.start)
         elif task is not None:
@@ -120,16 +121,16 @@ class _Calls:
     async def _run(self, call: int, order: Order) -> None:
         try:
             with self._count():
-                self._end(call, await self._served(call, order))
-                # Whoever waits for the last call may close the server then.
+                self._end(call, await self._serve_to_status(call, order))
+                # The server can close as soon as the last call is no longer counted.
                 await self.outbox.flushed()
         except Draining as refusal:
             self._end(call, status_of(refusal, self._metadata))
 
-    async def _served(self, call: int, order: Order) -> status_pb2.Status | None:
-        """How it failed, if it did."""
+    async def _serve_to_status(self, call: int, order: Order) -> status_pb2.Status | None:
+        """Serve the call. Return the status of its failure, or None if it succeeded."""
         try:
-            await self._tell(call, order)
+            await self._forward_events(call, order)
         except NAMED as error:
             return status_of(error, self._metadata)
         except Exception as bug:
@@ -137,7 +138,7 @@ class _Calls:
             return status_pb2.Status(code=code_pb2.UNKNOWN, message=f"{type(bug).__name__}: {bug}")
         return None
 
-    async def _tell(self, call: int, order: Order) -> None:
+    async def _forward_events(self, call: int, order: Order) -> None:
         context = _context_from(order.context)
         timer = asyncio.timeout_at(context.deadline_s)
         try:
@@ -151,56 +152,56 @@ class _Calls:
             raise DeadlineExceeded("the deadline passed before the call had ended") from None
 
     def _end(self, call: int, status: status_pb2.Status | None) -> None:
-        told = b"" if status is None else status.SerializeToString()
-        self.outbox.put(node_pb2.CallEvent(call=call, end=node_pb2.CallEnd(status=told)))
+        serialized = b"" if status is None else status.SerializeToString()
+        self.outbox.put(node_pb2.CallEvent(call=call, end=node_pb2.CallEnd(status=serialized)))
 
 
 class _Outbox:
-    """Events on their way to the router.
+    """Queue of events to the router.
 
-    It holds no more than the answers of the calls under way, however slow the router reads.
+    If the router reads slowly, the queue is bounded by the answers of the calls in flight.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[node_pb2.CallEvent, int]] = deque()  # with their sizes
-        self._came = asyncio.Event()
+        self._queued: deque[tuple[node_pb2.CallEvent, int]] = deque()  # with their sizes
+        self._wakeup = asyncio.Event()
         self._flushed = asyncio.Event()
         self._is_closed = False
 
     def put(self, event: node_pb2.CallEvent) -> None:
-        """Raises MessageTooLarge: sent, it would break the stream for all its calls."""
+        """Raises MessageTooLarge: sending the event would break the stream for all calls."""
         num_bytes = event.ByteSize()
         if num_bytes > MAX_EVENT_BYTES:
             raise MessageTooLarge(
                 f"{TOO_LARGE} ({num_bytes} vs. {MAX_EVENT_BYTES}); {TOO_LARGE_ADVICE}"
             )
-        self._waiting.append((event, num_bytes))
-        self._came.set()
+        self._queued.append((event, num_bytes))
+        self._wakeup.set()
         self._flushed.clear()
 
     def close(self) -> None:
-        """Once all is told, no more comes."""
+        """End the stream after the events that are queued."""
         self._is_closed = True
-        self._came.set()
+        self._wakeup.set()
 
     async def flushed(self) -> None:
-        """Returns when everything that was put has been written."""
+        """Return when all queued events have been written."""
         await self._flushed.wait()
 
     async def next_batch(self) -> list[node_pb2.CallEvent]:
-        """All that waits, as far as a message may hold it. Empty: there is no more.
+        """Return the queued events, up to the size limit of a message. Empty: the stream ends.
 
-        Asking for the next one tells that the one before is written.
+        A call implies that the batch before has been written.
         """
-        if not self._waiting:
+        if not self._queued:
             self._flushed.set()
             if not self._is_closed:
-                self._came.clear()
-                await self._came.wait()
+                self._wakeup.clear()
+                await self._wakeup.wait()
         batch: list[node_pb2.CallEvent] = []
         num_bytes = 0
-        while self._waiting and num_bytes < MAX_BATCH_BYTES:
-            event, size = self._waiting.popleft()
+        while self._queued and num_bytes < MAX_BATCH_BYTES:
+            event, size = self._queued.popleft()
             batch.append(event)
             num_bytes += size
         return batch

@@ -1,4 +1,4 @@
-"""How processes and clients talk gRPC: sizes, keepalive, TLS, and every channel made alike."""
+"""gRPC channels and server options: message sizes, keepalive, reconnection, TLS."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Options = tuple[tuple[str, int | str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """Pings on a connection with calls: one that breaks in silence is found out, on both sides."""
+    """HTTP/2 pings on connections with calls. Both sides detect a silently broken connection."""
 
     every_s: float = 10.0
-    patience_s: float = 10.0  # for the answer to a ping; a machine may be very busy
+    patience_s: float = 10.0  # timeout of a ping's acknowledgement, long enough for a busy machine
 
     @property
     def options(self) -> Options:
         return (
             ("grpc.keepalive_time_ms", round(self.every_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.patience_s * 1000)),
-            # gRPC 1.85 heeds this one; without it, a lost ping is waited for a whole minute.
+            # gRPC 1.85 uses this option. Without it, the timeout of a lost ping is one minute.
             ("grpc.http2.ping_timeout_ms", round(self.patience_s * 1000)),
-            # While a call waits for its next token, no data is sent.
+            # No data is sent while a call waits for its next token.
             ("grpc.http2.max_pings_without_data", 0),
         )
 
     @property
     def server_options(self) -> Options:
-        """A client that pings more than twice as often is sent away with `too_many_pings`."""
+        """Options that close clients which ping more than twice as often, by `too_many_pings`."""
         return (
             *self.options,
             ("grpc.http2.min_ping_interval_without_data_ms", round(self.every_s * 500)),
@@ -52,11 +52,11 @@ SIZES: Options = (
 
 @dataclass(frozen=True, slots=True)
 class ServerConnections:
-    """Number of connections that a server accepts, and how long an unused one keeps its place."""
+    """Limits of a server's connections: their number, handshake time and idle time."""
 
-    max_connections: int | None = None  # None: what the limit of descriptors allows
-    handshake_s: float = 10.0  # to become a connection of HTTP/2
-    idle_s: float = 75.0  # without calls; clients open another when they need it
+    max_connections: int | None = None  # None: derived from the limit of file descriptors
+    handshake_s: float = 10.0  # timeout of the HTTP/2 handshake
+    idle_s: float = 75.0  # without calls; clients reconnect when they need to
 
     @property
     def options(self) -> Options:
@@ -69,7 +69,7 @@ class ServerConnections:
 
 
 CONNECTIONS = ServerConnections()
-# A node that comes back on its address is found again soon.
+# Bounds the time until a node that restarts on the same address is reachable again.
 LONGEST_RECONNECT_S = 2.0
 RECONNECTION: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -86,7 +86,7 @@ def server_options(
         SIZES[0],
         ("grpc.max_receive_message_length", max_request_bytes),
         *keepalive.server_options,
-        # Two servers on one port would share its connections without anyone noticing.
+        # With SO_REUSEPORT, two servers on one port would share its connections unnoticed.
         ("grpc.so_reuseport", 0),
         *connections.options,
     )
@@ -95,7 +95,7 @@ def server_options(
 def open_channel(
     address: str, tls: TlsConfig = PLAIN, keepalive: Keepalive = KEEPALIVE
 ) -> aio.Channel:
-    """To `host:port` or `dns:///name:port`; that host is what a certificate must carry."""
+    """Open a channel to `host:port` or `dns:///name:port`. The certificate must name that host."""
     credentials = channel_credentials(tls)
     if credentials is None:
         return aio.insecure_channel(address, options=_options(tls, keepalive))
@@ -103,7 +103,7 @@ def open_channel(
 
 
 def open_blocking_channel(address: str, tls: TlsConfig = PLAIN) -> grpc.Channel:
-    """The same for callers without an asyncio loop."""
+    """Like `open_channel`, for callers without an asyncio loop."""
     credentials = channel_credentials(tls)
     if credentials is None:
         return grpc.insecure_channel(address, options=_options(tls))
@@ -111,12 +111,12 @@ def open_blocking_channel(address: str, tls: TlsConfig = PLAIN) -> grpc.Channel:
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
-    """None: plain text."""
+    """Return the server's TLS credentials, or None for plain text."""
     return ServerCertificates(tls).credentials() if tls.listens else None
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials | None:
-    """None: plain text."""
+    """Return a client's TLS credentials, or None for plain text."""
     if tls.ca is None:
         return None
     if tls.cert is None or tls.key is None:

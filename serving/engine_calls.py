@@ -1,4 +1,4 @@
-"""The engine's outputs as one stream per request, on the asyncio side of the wall."""
+"""Per-request output streams of the engine, on the asyncio thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIENT_ID = ClientId("grpc")
 
 
 class Engine(Protocol):
-    """What a servicer may ask of the engine's loop."""
+    """Engine interface that servicers use."""
 
     @property
     def failure(self) -> BaseException | None: ...
@@ -31,7 +31,7 @@ class Engine(Protocol):
 
 
 class EngineCalls:
-    """Sends requests to the engine and hands each one's outputs to whoever waits for them."""
+    """Submits requests to the engine and routes outputs to the stream of their request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,27 +56,29 @@ class EngineCalls:
         return len(self._inbox_by_request)
 
     def next_change(self) -> asyncio.Event:
-        """Set when a request comes or goes after this call."""
+        """Return an event that is set when a request is added or removed after this call."""
         return self._changed
 
     def touch(self) -> None:
-        """Wake whoever waits for a change."""
+        """Set the current `next_change` event and replace it."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def touch_from_engine(self) -> None:
-        """The same, from the engine's thread."""
+        """Like `touch`, from the engine's thread."""
         self._loop.call_soon_threadsafe(self.touch)
 
     async def outputs(self, spec: RequestSpec) -> AsyncGenerator[Output, None]:
-        """Whatever the request gets, to its end. Left early, the request is aborted.
+        """Yield the request's outputs until it finishes. Closing the generator early aborts it.
 
-        Raises EngineStopped if the engine dies of something: that is no fault of the request,
-        and another node can go on with it; KvLoadFailed likewise; PassFailed if passes fail with
-        this request alone, which another node may be tried for; and InvalidRequest if it is found
-        out, only now, to be one that cannot be served.
+        Raises:
+            EngineStopped: the engine failed for a reason unrelated to the request, which can
+                continue on another node.
+            KvLoadFailed: the KV did not arrive; the request can continue on another node.
+            PassFailed: forward passes fail with this request alone; another node can be tried.
+            InvalidRequest: the engine found that it can never serve the request.
         """
-        inbox = self._open(spec.request_id)
+        inbox = self._register(spec.request_id)
         is_finished = False
         try:
             self._engine.submit(spec)
@@ -95,9 +97,9 @@ class EngineCalls:
         finally:
             if not is_finished:
                 self._engine.abort(spec.request_id)
-            self._shut(spec.request_id)
+            self._unregister(spec.request_id)
 
-    def _open(self, request_id: RequestId) -> asyncio.Queue[Output]:
+    def _register(self, request_id: RequestId) -> asyncio.Queue[Output]:
         if request_id in self._inbox_by_request:
             raise RequestIdInUse(f"request {request_id} is under way; choose another id")
         inbox: asyncio.Queue[Output] = asyncio.Queue()
@@ -105,15 +107,15 @@ class EngineCalls:
         self.touch()
         return inbox
 
-    def _shut(self, request_id: RequestId) -> None:
+    def _unregister(self, request_id: RequestId) -> None:
         del self._inbox_by_request[request_id]
         self.touch()
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Called on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._sort, outputs)
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
-    def _sort(self, outputs: list[Output]) -> None:
+    def _dispatch(self, outputs: list[Output]) -> None:
         for output in outputs:
             inbox = self._inbox_by_request.get(output.request_id)
             if inbox is not None:

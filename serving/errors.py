@@ -1,4 +1,4 @@
-"""What a service refuses or fails with, by name. Their gRPC codes are in `serving/status.py`."""
+"""Named errors of the services. `serving/status.py` maps them to gRPC codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class ServiceError(Exception):
-    """The root of every error that a service raises on purpose, beside the engine's own."""
+    """Base class of all errors that a service raises on purpose, except the engine's own."""
 
 
 class UnknownModel(ServiceError):
@@ -14,43 +14,43 @@ class UnknownModel(ServiceError):
 
 
 class EmptyPrompt(ServiceError):
-    """There is nothing to continue."""
+    """The prompt has no tokens to continue."""
 
 
 class UnsupportedInput(ServiceError):
-    """The request asks for something that this service does not do."""
+    """The request uses a feature that this service does not support."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
-        self.field = field  # by which it asks, where it is one
+        self.field = field  # name of the request's field, if a single field is the cause
 
 
 class RequestIdInUse(ServiceError):
-    """Another request of that id is under way."""
+    """Another request with this id is in flight."""
 
 
 class Unauthenticated(ServiceError):
-    """The caller has shown no token, or none that is taken here."""
+    """The caller sent no token, or one that this server does not accept."""
 
 
 class Unreadable(ServiceError):
-    """What came is no message of this method."""
+    """The request is not a valid message of this method."""
 
 
 class MessageTooLarge(ServiceError):
-    """A message is larger than one may be; another try would be as large."""
+    """A message exceeds the size limit. A retry would be equally large."""
 
 
 class BodyTimeout(ServiceError):
-    """The request's body did not come within the time that it may take."""
+    """The request's body did not arrive within its time limit."""
 
 
 class DeadlineExceeded(ServiceError):
-    """The time that the client gave was over before the answer was whole."""
+    """The client's deadline passed before the answer was complete."""
 
 
 class QueueFull(ServiceError):
-    """More requests wait already than may; there is no room for this one now."""
+    """The admission queue is full. The client can retry after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class QueueFull(ServiceError):
 
 
 class TooLate(QueueFull):
-    """The client's deadline would pass before its first token, as fast as these come now."""
+    """The forecast time to the first token exceeds the client's deadline."""
 
 
 class ClientGone(ServiceError):
@@ -66,32 +66,32 @@ class ClientGone(ServiceError):
 
 
 class ClientTooSlow(ServiceError):
-    """The client has left too much of its answer unread; what it did not read is given up."""
+    """The client left too much of its answer unread. The unread part is dropped."""
 
 
 class NoNodes(ServiceError):
-    """No node that could serve the request is known and reachable."""
+    """No node that can serve the request is known and reachable."""
 
 
 class TooManyConnects(ServiceError):
-    """A node is making as many links ahead of their first hand-off as it may at a time."""
+    """A node already opens as many links ahead of their first hand-off as its limit allows."""
 
 
 class IncompatibleNodes(ServiceError):
-    """Prefill nodes are there, and none of them could hand its KV to any decode node."""
+    """Prefill nodes exist, but none can transfer its KV to any decode node."""
 
 
 class FailureKind(Enum):
-    """What a try failed with on its node, as far as that tells whether the request is at fault."""
+    """Cause of a failed attempt, as needed to decide whether the request is at fault."""
 
     OTHER = "other"
-    VANISHED = "vanished"  # the connection broke: killed, crashed or cut off
-    ENGINE_FAILED = "engine failed"  # the node reported it, and will be restarted
-    PASS_FAILED = "pass failed"  # of this request alone: the node goes on
+    VANISHED = "vanished"  # the connection broke: the node was killed, crashed or cut off
+    ENGINE_FAILED = "engine failed"  # reported by the node, which will be restarted
+    PASS_FAILED = "pass failed"  # of this request alone; the node keeps running
 
 
 class NodeFailed(ServiceError):
-    """A node broke off, and no other try is left."""
+    """A node failed, and no further attempt is left."""
 
     def __init__(self, message: str = "", kind: FailureKind = FailureKind.OTHER) -> None:
         super().__init__(message)
@@ -99,19 +99,19 @@ class NodeFailed(ServiceError):
 
 
 class NodeDraining(NodeFailed):
-    """A node refused a request before it began anything: it is on its way out."""
+    """A draining node rejected a request before it started any work."""
 
 
 class KvLoadFailed(ServiceError):
-    """The KV of a prompt did not arrive, and this node does not compute prompts in its place."""
+    """The KV of a prompt did not arrive, and this node does not recompute it."""
 
 
 class PoisonedRequest(ServiceError):
-    """Engines end, or passes fail, when they run this request; it is not tried a third time."""
+    """The request has ended engines or failed passes twice. It is not retried again."""
 
 
 class Draining(ServiceError):
-    """The process takes no new requests: it is on its way out."""
+    """The process is draining and accepts no new requests."""
 
 
 class GenerationFailed(ServiceError):
@@ -119,4 +119,4 @@ class GenerationFailed(ServiceError):
 
 
 class AddressInUse(ServiceError):
-    """The port is taken, or the address is not this machine's; the process stops at start."""
+    """The port is in use, or the address is not this machine's. The process exits at start."""

@@ -1,9 +1,9 @@
-"""Carries the control links of the KV worker over gRPC streams.
+"""Control links of the KV worker over gRPC streams.
 
-The worker half calls `dial`, `send` and `close` on the engine's thread; the streams live on
-the asyncio loop; what comes in goes to the worker's inbox, which any thread may fill. No other
-state is shared: whatever crosses does so through `call_soon_threadsafe` one way, and through the
-inbox and the engine's mailbox the other.
+The KV worker calls `dial`, `send` and `close` on the engine's thread. The streams run on the
+asyncio loop. Received messages go to the worker's inbox, which is thread-safe. The threads share
+no other state: calls to the loop use `call_soon_threadsafe`, calls to the engine's thread use the
+inbox and the engine's mailbox.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 from serving.translate_link import link_message_from, link_message_to
 
-# How long a silent peer may hold up the end of a link.
+# Time for links to close in order before their streams are cancelled.
 CLOSE_TIMEOUT_S = 1.0
 PULSE_S = 1.0
 
@@ -33,16 +33,16 @@ Post = Callable[[Callable[[], None]], None]
 
 
 def _wake() -> None:
-    """A letter that says no more than: look again."""
+    """Empty mailbox message that wakes the engine's thread."""
 
 
 Outbox = asyncio.Queue[LinkMessage | None]  # None: nothing more will be sent
 
 
 class GrpcLinks:
-    """All links of one process, dialled and accepted, from `async with` to its end.
+    """All links of one process, dialled and accepted. Use as an async context manager.
 
-    Made before the worker that uses it; `attach` closes the circle before the first use.
+    Created before the KV worker that uses it. `attach` connects the two before the first use.
     """
 
     def __init__(self, tls: TlsConfig = PLAIN) -> None:
@@ -53,16 +53,16 @@ class GrpcLinks:
         self._streams: set[asyncio.Task[None]] = set()
 
     def attach(self, events: LinkEvents, post: Post) -> None:
-        """From now on `events` is told on the asyncio loop, and `post` wakes its thread.
+        """Deliver received messages to `events` from now on, and wake its thread by `post`.
 
-        Told at once and not by letter: the engine reads no letters inside a step, but its KV
-        worker looks between two layers, and a grant or a renewal shall not wait for seconds.
+        Messages bypass the engine's mailbox. The engine reads its mailbox only between steps,
+        whereas its KV worker polls between layers: a grant or a renewal must not wait for seconds.
         """
         self._events = events
         self._post = post
 
     async def __aenter__(self) -> GrpcLinks:
-        self._pulse = asyncio.ensure_future(self._beat())
+        self._pulse = asyncio.ensure_future(self._send_pulses())
         return self
 
     async def __aexit__(
@@ -71,7 +71,7 @@ class GrpcLinks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End every link after what was sent on it."""
+        """Close all links after their queued messages have been sent."""
         self._pulse.cancel()
         for link_id in list(self._outbox_by_link):
             self._close(link_id)
@@ -80,11 +80,11 @@ class GrpcLinks:
             for stream in stuck:
                 stream.cancel()
 
-    # --- Called on the engine's thread; `send` on any. ---
+    # --- Called on the engine's thread; `send` on any thread. ---
 
     def dial(self, address: str) -> LinkId:
         link_id = LinkId(next(self._ids))
-        self._loop.call_soon_threadsafe(self._begin, link_id, address)
+        self._loop.call_soon_threadsafe(self._start_dial, link_id, address)
         return link_id
 
     def send(self, link_id: LinkId, message: LinkMessage) -> None:
@@ -98,32 +98,33 @@ class GrpcLinks:
     async def accept(
         self, requests: AsyncIterator[kv_link_pb2.LinkRequest]
     ) -> AsyncGenerator[kv_link_pb2.LinkResponse, None]:
-        """One accepted stream, for as long as either side wants it. Raises what is named of a
-        message that cannot be believed.
+        """Serve one accepted stream until either side closes it.
+
+        Raises the named error of an invalid message.
         """
         link_id = LinkId(next(self._ids))
         outbox = self._outbox_by_link[link_id] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read(link_id, requests))
-        self._keep(reading)
+        self._track(reading)
         try:
             while (message := await outbox.get()) is not None:
                 yield kv_link_pb2.LinkResponse(message=link_message_to(message))
             if reading.done():
-                reading.result()  # tells what cannot be believed
+                reading.result()  # raises the error of an invalid message
         finally:
             reading.cancel()
             self._lose(link_id, "the peer broke off the link")
 
-    async def _beat(self) -> None:
+    async def _send_pulses(self) -> None:
         while True:
             await asyncio.sleep(PULSE_S)
             self._events.pulse()
 
-    def _begin(self, link_id: LinkId, address: str) -> None:
+    def _start_dial(self, link_id: LinkId, address: str) -> None:
         outbox = self._outbox_by_link[link_id] = asyncio.Queue()
-        self._keep(asyncio.ensure_future(self._dialled(link_id, address, outbox)))
+        self._track(asyncio.ensure_future(self._run_dialled(link_id, address, outbox)))
 
-    async def _dialled(self, link_id: LinkId, address: str, outbox: Outbox) -> None:
+    async def _run_dialled(self, link_id: LinkId, address: str, outbox: Outbox) -> None:
         async with open_channel(address, self._tls) as channel:
             call = kv_link_pb2_grpc.KvLinkServiceStub(channel).Link(_requests(outbox))
             await self._read(link_id, call, address)
@@ -142,14 +143,14 @@ class GrpcLinks:
                     self._post(_wake)
         except RpcError as error:
             reason = remote_error(error).message
-            # A link that was made is told lost at once: requests wait to go on elsewhere.
+            # The loss of an established link is reported at once: requests wait to be retried.
             if not is_made and dialled is not None and error.code() is StatusCode.UNAVAILABLE:
                 trouble = await asyncio.to_thread(tls_trouble, dialled, self._tls)
                 reason = trouble or reason
         except NAMED as error:
             reason = str(error)
             if dialled is None:
-                raise  # who dialled is told
+                raise  # becomes the status that the dialling peer receives
         finally:
             self._lose(link_id, reason)
 
@@ -164,14 +165,14 @@ class GrpcLinks:
             outbox.put_nowait(None)
 
     def _lose(self, link_id: LinkId, reason: str) -> None:
-        """Tells of the end of a link once, and not at all if this side closed it."""
+        """Report the end of a link once. Links that this side closed are not reported."""
         if link_id not in self._outbox_by_link:
             return
         self._close(link_id)
         self._events.lost(link_id, reason)
         self._post(_wake)
 
-    def _keep(self, stream: asyncio.Task[None]) -> None:
+    def _track(self, stream: asyncio.Task[None]) -> None:
         self._streams.add(stream)
         stream.add_done_callback(self._streams.discard)
 

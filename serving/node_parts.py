@@ -1,4 +1,4 @@
-"""The parts that both kinds of node are wired from, made from the options and the model."""
+"""Builders for the components that prefill and decode nodes share."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ log = logging.getLogger(__name__)
 
 
 def pin(cpus: tuple[int, ...]) -> None:
-    """Before any thread is started: threads inherit it. Raises InvalidConfig."""
+    """Set the process's CPU affinity. Raises InvalidConfig.
+
+    Call it before any thread starts, since threads inherit the affinity.
+    """
     if not cpus:
         return
     allowed = os.sched_getaffinity(0)
-    with suppress(OSError):  # none of them is there; some that are not go by in silence
+    with suppress(OSError):  # raised if no CPU of them exists; single missing ones are ignored
         os.sched_setaffinity(0, cpus)
     if os.sched_getaffinity(0) != set(cpus):
         wanted, free = (",".join(map(str, sorted(some))) for some in (cpus, allowed))
@@ -132,7 +135,7 @@ def region_of(runner: TorchRunner) -> Region:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What is put around a node's link and transport, such as a wire that loses things."""
+    """Decorators of a node's link and transport, such as fault injection."""
 
     link: Callable[[Link], Link] = lambda link: link
     transport: Callable[[Transport, Region], Transport] = lambda transport, _: transport
@@ -159,7 +162,7 @@ def make_kv_worker(
 
 
 class BetweenLayers:
-    """A pass hook that lets bytes move, and the heart beat, in steps that take long."""
+    """Forward-pass hook that drives KV transfers and the heartbeat during long steps."""
 
     def __init__(self, worker: KvTransferWorker, beat: Callable[[], None]) -> None:
         self._worker = worker

@@ -1,4 +1,4 @@
-"""One gRPC server's life: bind, serve with health and reflection, withdraw, finish, close."""
+"""gRPC server lifecycle: bind, serve with health and reflection, drain, close."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from serving.tls import PLAIN, TlsConfig
 from serving.unreadable import NamesUnreadable
 
 READY_PREFIX = "baton ready:"
-# How long calls that outlived the drain may go on, such as watches: they are cut off anyway.
+# Grace period for calls that outlive the drain, such as watches. They are cancelled after it.
 CLOSE_GRACE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A servicer and its full name, as reflection tells it."""
+    """A servicer and its full name, as reported by reflection."""
 
     name: str
     add_to: Callable[[aio.Server], None]
@@ -43,7 +43,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    address: str  # host:port, the port that was really taken
+    address: str  # host:port with the port that was bound
     health: Health
 
 
@@ -59,10 +59,10 @@ async def serving(
     interceptors: Sequence[aio.ServerInterceptor] = (),
     for_clients: bool = False,
 ) -> AsyncIterator[Running]:
-    """Serves from here to the end of the block, not ready until told so.
+    """Serve until the block ends. Health starts as not ready.
 
-    With `for_clients`, messages are limited as what anyone may send; else as between processes
-    of one cluster.
+    With `for_clients`, requests are limited to MAX_REQUEST_BYTES; otherwise to MAX_MESSAGE_BYTES,
+    as between processes of one cluster.
     """
     names = tuple(service.name for service in services)
     health = Health(names)
@@ -75,21 +75,21 @@ async def serving(
         service.add_to(server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)
     enable_reflection((*names, HEALTH), server)
-    taken = _bind(server, host, port, tls)
+    bound_port = _bind(server, host, port, tls)
     await server.start()
     try:
-        yield Running(f"{host}:{taken}", health)
+        yield Running(f"{host}:{bound_port}", health)
     finally:
         await server.stop(CLOSE_GRACE_S)
 
 
 def announce(role: str, address: str) -> None:
-    """The line by which a parent process learns the port."""
+    """Print the line from which a parent process reads the port."""
     print(f"{READY_PREFIX} {role} {address}", flush=True)
 
 
 def parse_announcement(line: str) -> tuple[str, str] | None:
-    """The role and the address; None for any other line."""
+    """Return the role and the address, or None for any other line."""
     if not line.startswith(READY_PREFIX):
         return None
     role, address = line.removeprefix(READY_PREFIX).split()
@@ -98,23 +98,26 @@ def parse_announcement(line: str) -> tuple[str, str] | None:
 
 @asynccontextmanager
 async def stop_signal() -> AsyncIterator[asyncio.Event]:
-    """Set by the first SIGTERM or SIGINT; a second one ends the process at once."""
-    told = asyncio.Event()
+    """Yield an event that is set by the first SIGTERM or SIGINT.
+
+    A second signal ends the process at once.
+    """
+    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        told.set()
+        stopped.set()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    yield told
+    yield stopped
 
 
 def _bind(server: aio.Server, host: str, port: int, tls: TlsConfig) -> int:
-    check_port(host, port)  # gRPC tells no reasons
+    check_port(host, port)  # gRPC's own error gives no reason
     credentials = server_credentials(tls)
     try:
         if credentials is None:

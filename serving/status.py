@@ -1,4 +1,4 @@
-"""The one table from named errors to gRPC statuses, and the way back."""
+"""Map named errors to gRPC statuses, and failed calls back to `RemoteError`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from serving.errors import (
 )
 
 DOMAIN = "baton"
-# How gRPC tells of a message over the limit, which is the same on all sides.
+# gRPC's error text for a message over the limit. The limit is the same on all sides.
 TOO_LARGE = "message larger than max"
 TOO_LARGE_ADVICE = "ask for less at once: a shorter prompt, or fewer logprobs"
 DETAILS_KEY = "grpc-status-details-bin"
 CODE_BY_NUMBER: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
-# The reason is for programs, and never changes; the message is for people, and may.
+# Reasons are for programs and never change. Messages are for people and can change.
 CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     InvalidRequest: (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
     EmptyPrompt: (StatusCode.INVALID_ARGUMENT, "EMPTY_PROMPT"),
@@ -81,23 +81,23 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
 }
 NAMED = (ServiceError, EngineError, KvTransferError)
-# A status travels in a header, and those are small: what quotes a client may be long.
+# A status is sent in a header, which is limited in size. Texts that quote a client can be long.
 MOST_MESSAGE_CHARACTERS, MOST_FIELD_CHARACTERS = 1000, 200
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteError:
-    """What a call to another process failed with."""
+    """Status of a failed call to another process."""
 
     code: StatusCode
     message: str
-    reason: str | None = None  # None: not one of ours, as when the connection broke
+    reason: str | None = None  # None: not one of Baton's errors, such as a broken connection
     metadata: dict[str, str] = field(default_factory=dict)
-    retry_after_s: float | None = None  # when it was told
+    retry_after_s: float | None = None  # None: the server did not send a RetryInfo
 
 
 class RemoteFailure(Exception):
-    """A call that shares its stream with others failed, by itself or with the stream."""
+    """Failure of one call on a shared stream, alone or together with the stream."""
 
     def __init__(self, remote: RemoteError) -> None:
         super().__init__(remote.message)
@@ -108,7 +108,7 @@ class RemoteFailure(Exception):
 async def named_errors(
     context: aio.ServicerContext[Any, Any], **metadata: str
 ) -> AsyncIterator[None]:
-    """Ends the call with the named error's status; a bug passes through untouched."""
+    """Abort the call with the status of a named error. Other exceptions propagate unchanged."""
     try:
         yield
     except NAMED as error:
@@ -117,28 +117,30 @@ async def named_errors(
 
 def status_of(error: Exception, metadata: dict[str, str] | None = None) -> status_pb2.Status:
     code, reason = code_and_reason(error)
-    fields = {name: _cut(text, MOST_FIELD_CHARACTERS) for name, text in (metadata or {}).items()}
+    fields = {
+        name: _truncate(text, MOST_FIELD_CHARACTERS) for name, text in (metadata or {}).items()
+    }
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=fields)
-    details = [_packed(info)]
+    details = [_pack(info)]
     if isinstance(error, QueueFull):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
-        details.append(_packed(retry))
+        details.append(_pack(retry))
     number: int = code.value[0]
     message = message_of(error)
     return status_pb2.Status(code=number, message=message, details=details)
 
 
 def message_of(error: Exception) -> str:
-    """For people. It may quote a client, so it is cut to a length that fits everywhere."""
-    return _cut(str(error), MOST_MESSAGE_CHARACTERS)
+    """Return the error's text, cut to a length that fits into a header."""
+    return _truncate(str(error), MOST_MESSAGE_CHARACTERS)
 
 
-def _cut(text: str, most: int) -> str:
+def _truncate(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _packed(message: Message) -> any_pb2.Any:
+def _pack(message: Message) -> any_pb2.Any:
     detail = any_pb2.Any()
     detail.Pack(message)
     return detail
@@ -152,12 +154,12 @@ def code_and_reason(error: Exception) -> tuple[StatusCode, str]:
 
 
 def reason_of(kind: type[Exception]) -> str:
-    """How another process is told of it."""
+    """Return the reason string that other processes receive for this error type."""
     return CODE_AND_REASON[kind][1]
 
 
 def remote_error(error: grpc.RpcError | RemoteFailure) -> RemoteError:
-    """Reads a failed call, of either kind of channel."""
+    """Return the status of a failed call, from asyncio, blocking and shared-stream calls."""
     if isinstance(error, RemoteFailure):
         return error.remote
     if not isinstance(error, (aio.AioRpcError, grpc.Call)):

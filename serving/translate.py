@@ -1,4 +1,4 @@
-"""Messages to values and back: sampling, tokens, hand-offs, sequences. Pure."""
+"""Conversion between protobuf messages and values: sampling, tokens, hand-offs. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.structured_outputs import StructuredOutputs
 from kv_transfer.messages import Fingerprint
 from kv_transfer.types import HandoffId, NodeId, Peer, TokenLogprobs
 
-# Fields that mean the same on both sides and may be left out of the message.
+# Fields with the same name and meaning on both sides, optional in the message.
 SCALARS = (
     "max_tokens",
     "min_tokens",
@@ -45,12 +45,12 @@ FINISH_FROM_MESSAGE = {number: reason for reason, number in FINISH_TO_MESSAGE.it
 def sampling_from(
     message: sampling_pb2.SamplingParams, defaults: SamplingDefaults = NO_ADVICE
 ) -> SamplingParams:
-    """Raises InvalidRequest. Stop strings are not the engine's; they stay in the message."""
+    """Raises InvalidRequest. Stop strings are not converted, since the engine has none."""
     present_fields = {descriptor.name: value for descriptor, value in message.ListFields()}
-    given = {name: present_fields[name] for name in SCALARS if name in present_fields}
+    scalars = {name: present_fields[name] for name in SCALARS if name in present_fields}
     has_allowed = message.HasField("allowed_token_ids")
     return defaults.params(
-        **given,
+        **scalars,
         logit_bias=dict(message.logit_bias),
         allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
         banned_token_ids=tuple(message.banned_token_ids),
@@ -65,12 +65,12 @@ def sampling_from(
 def argument_from(value: struct_pb2.Value) -> Argument:
     """Raises InvalidRequest."""
     if value.WhichOneof("kind") == "list_value":
-        return argument_of([_one_from(one) for one in value.list_value.values])
-    return argument_of(_one_from(value))
+        return argument_of([_scalar_from(one) for one in value.list_value.values])
+    return argument_of(_scalar_from(value))
 
 
-def _one_from(value: struct_pb2.Value) -> object:
-    """Whatever was set; what may not be has no place in an argument."""
+def _scalar_from(value: struct_pb2.Value) -> object:
+    """Return the value that is set. `argument_of` rejects types that are not allowed."""
     kind = value.WhichOneof("kind")
     return None if kind in (None, "null_value") else getattr(value, kind)
 
@@ -90,22 +90,22 @@ def structured_outputs_from(message: sampling_pb2.SamplingParams) -> StructuredO
     """Raises InvalidRequest."""
     if not message.HasField("structured_outputs"):
         return None
-    told = message.structured_outputs
-    form = told.WhichOneof("form")
-    given: Any = {} if form is None else {form: getattr(told, form)}
+    outputs = message.structured_outputs
+    form = outputs.WhichOneof("form")
+    form_args: Any = {} if form is None else {form: getattr(outputs, form)}
     if form == "choice":
-        given = {form: tuple(told.choice.texts)}
-    return StructuredOutputs(**given, disable_any_whitespace=told.disable_any_whitespace)
+        form_args = {form: tuple(outputs.choice.texts)}
+    return StructuredOutputs(**form_args, disable_any_whitespace=outputs.disable_any_whitespace)
 
 
 def structured_outputs_to(value: StructuredOutputs | None) -> sampling_pb2.StructuredOutputs | None:
     if value is None:
         return None
-    given: Any = {value.form: getattr(value, value.form)}
+    form_args: Any = {value.form: getattr(value, value.form)}
     if value.choice:
-        given = {"choice": sampling_pb2.Choice(texts=value.choice)}
+        form_args = {"choice": sampling_pb2.Choice(texts=value.choice)}
     return sampling_pb2.StructuredOutputs(
-        **given, disable_any_whitespace=value.disable_any_whitespace
+        **form_args, disable_any_whitespace=value.disable_any_whitespace
     )
 
 
@@ -169,7 +169,7 @@ def prompt_logprobs_to(
 def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
     first_index, token_ids = message.first_index, tuple(message.token_ids[:])
     if not (message.finish_reason or message.logprobs or message.prompt_logprobs):
-        return Output(request_id, first_index, token_ids)  # nearly all
+        return Output(request_id, first_index, token_ids)  # fast path for nearly all messages
     return Output(
         request_id=request_id,
         first_index=first_index,
@@ -239,5 +239,5 @@ def fingerprint_to(value: Fingerprint) -> node_pb2.Fingerprint:
 
 
 def present(message: Message, name: str, value: int) -> int | None:
-    """A field whose absence differs from its being zero."""
+    """Return `value`, or None if the message's optional field `name` is unset."""
     return value if message.HasField(name) else None

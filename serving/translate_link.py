@@ -1,4 +1,4 @@
-"""The control link's messages to values and back. Pure."""
+"""Conversion between protobuf messages and values of the KV control link. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from serving.translate import (
 
 
 def link_message_from(message: kv_link_pb2.LinkMessage) -> LinkMessage | None:
-    """None for what a newer peer may say and this side does not know."""
+    """Return the value, or None for a message type that only a newer peer knows."""
     kind = message.WhichOneof("message")
     if kind is None:
         return None
@@ -176,7 +176,7 @@ def _writing_to(value: Writing) -> kv_link_pb2.Writing:
     )
 
 
-# A codec takes one kind of message only; which one, the key says and mypy cannot.
+# Each codec accepts one message type, given by its key. mypy cannot express that.
 FROM_MESSAGE: dict[str, Callable[[Any], LinkMessage]] = {
     "hello": _hello_from,
     "grant": _grant_from,

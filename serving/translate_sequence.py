@@ -1,4 +1,4 @@
-"""A node's requests to the engine's, and back. Pure."""
+"""Conversion between orders of the node protocol and engine requests. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from serving.translate import handoff_from, handoff_to, peer_from, sampling_from
 MAX_AGE_S = 1e9
 
 
-# Clients have 256; routers add their own: a number, the answer's index, the client's token hash.
+# Clients may use 256. Routers append the attempt, the answer's index and the client's token hash.
 MAX_NAME_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """What the router asks a node to continue."""
+    """Tokens and parameters of a request that the router sends to a node."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -29,12 +29,12 @@ class Sequence:
     prior_output_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
-    is_paced: bool = False  # its prompt is computed in small parts beside those that decode
+    is_paced: bool = False  # the prompt is computed in small chunks while other requests decode
     age_s: float = 0.0  # since the router received the request
 
 
 def engine_id(handoff_id: HandoffId) -> RequestId:
-    """What a request is called inside a node: two tries of one request never meet."""
+    """Return the request id inside a node. It is unique per attempt."""
     return RequestId(str(handoff_id))
 
 
@@ -78,11 +78,11 @@ def _spec(
     for name in (handoff_id.request_id, message.cache_salt):
         if len(name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(
-                f"a request id or cache salt has {len(name)} characters; at most "
-                f"{MAX_NAME_CHARACTERS} may be"
+                f"a request id or cache salt has {len(name)} characters; the limit is "
+                f"{MAX_NAME_CHARACTERS}"
             )
     if message.sampling.stop:
-        raise UnsupportedInput("a node knows no text: stop strings are the router's to watch for")
+        raise UnsupportedInput("nodes have no tokenizer: the router must apply stop strings")
     return RequestSpec(
         request_id=engine_id(handoff_id),
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -114,5 +114,5 @@ def _sequence_to(sequence: Sequence) -> node_pb2.Sequence:
 
 
 def _age_s(message: node_pb2.Sequence) -> float:
-    """Never negative or not a number: it would upset the order of everyone else."""
+    """Return the age, or 0 if it is negative or NaN, which would break the order of the queue."""
     return message.age_s if 0 <= message.age_s < MAX_AGE_S else 0.0
