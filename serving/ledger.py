@@ -1,7 +1,7 @@
-"""What each request took on this node, noted where plans and KV reports pass by.
+"""Per-request accounting of computed, cached and received tokens on this node.
 
-The ledger stands between the engine and its two workers, looks at what goes through and
-changes nothing. Engine and workers know nothing of it.
+The ledger wraps the engine's runner and KV worker and observes plans, orders and reports without
+changing them. The engine and its workers do not depend on it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ NO_REPORTS = KvReports()
 
 @dataclass(slots=True)
 class Entry:
-    """One request's account on this node, preemptions included."""
+    """Counters of one request on this node, including recomputation after preemptions."""
 
-    num_computed_prompt_tokens: int = 0  # run through the model here
-    num_cached_prompt_tokens: int = 0  # found in the prefix cache when it first ran
-    num_received_blocks: int = 0  # written by a peer
+    num_computed_prompt_tokens: int = 0  # by this node's model
+    num_cached_prompt_tokens: int = 0  # prefix-cache hits at the first run
+    num_received_blocks: int = 0  # KV blocks written by a peer
     num_received_bytes: int = 0
 
 
 class Ledger:
-    """Entries are written on the engine's thread, and true once an output came of them.
+    """Accounting entries of the requests in flight.
 
-    A request's hand-off carries its id: on a node, the request of hand-off `a#1` is `a#1`.
+    Entries are written on the engine's thread. An entry is up to date for each output that has
+    been delivered. The id of a hand-off is the id of its request on this node, such as `a#1`.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -46,11 +47,11 @@ class Ledger:
         self._on_change: OnChange | None = None
 
     def tell_when_sent(self, on_sent: OnSent) -> None:
-        """From now on `on_sent` hears of each hand-off whose last write has ended."""
+        """Call `on_sent` for each hand-off whose last write has completed."""
         self._on_sent = on_sent
 
     def tell_of_changes(self, on_change: OnChange) -> None:
-        """From now on `on_change` hears when requests were given blocks, or blocks came back."""
+        """Call `on_change` when requests are given blocks or blocks are freed."""
         self._on_change = on_change
 
     @contextmanager
@@ -62,7 +63,7 @@ class Ledger:
             del self._entries[request_id]
 
     def note_plan(self, plan: Plan) -> None:
-        self._tell_change()
+        self._notify_change()
         for row in plan.started:
             entry = self._entries.get(row.request_id)
             if entry is None:
@@ -74,7 +75,7 @@ class Ledger:
 
     def note_orders(self, orders: KvOrders) -> None:
         if orders.receives:
-            self._tell_change()
+            self._notify_change()
         for receive in orders.receives:
             entry = self._entries.get(RequestId(str(receive.handoff_id)))
             if entry is not None:
@@ -88,18 +89,18 @@ class Ledger:
 
     def note_reports(self, reports: KvReports) -> None:
         if reports != NO_REPORTS:
-            self._tell_change()
+            self._notify_change()
         if self._on_sent is not None:
             for handoff_id in reports.finished_sending:
                 self._on_sent(handoff_id)
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         if self._on_change is not None:
             self._on_change()
 
 
 class LedgerRunner:
-    """A runner whose plans are noted."""
+    """Runner decorator that records plans in the ledger."""
 
     def __init__(self, runner: Runner, ledger: Ledger) -> None:
         self._runner = runner
@@ -112,7 +113,7 @@ class LedgerRunner:
 
 
 class LedgerKvWorker:
-    """A KV worker whose reports are noted."""
+    """KV worker decorator that records orders, transfers and reports in the ledger."""
 
     def __init__(self, worker: RecordingKvWorker, ledger: Ledger) -> None:
         self._worker = worker

@@ -1,4 +1,4 @@
-"""A node as others see it: who it is, what it holds, how busy it is."""
+"""A node's description, totals and load, and their conversion to and from messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROLE_FROM_MESSAGE = {number: role for role, number in ROLE_TO_MESSAGE.items()}
 
 @dataclass(frozen=True, slots=True)
 class NodeCard:
-    """What stays true of a node as long as its process lives."""
+    """Properties of a node that are constant while its process lives."""
 
     node_id: NodeId
     incarnation: Incarnation
@@ -46,27 +46,27 @@ class NodeCard:
     num_blocks: int
     block_bytes: int
     kv_transport: str
-    prefix_naming: PrefixNaming | None = None  # None: it keeps no prefixes
+    prefix_naming: PrefixNaming | None = None  # None: prefix caching is off
     version: str = ""
     sampling_defaults: SamplingDefaults = NO_ADVICE
-    max_num_seqs: int = 0  # requests in its batch at once; 0: not told
-    max_sequence_len: int = 0  # what max_model_len and the KV cache allow; 0: not reported
+    max_num_seqs: int = 0  # batch size limit; 0: not reported
+    max_sequence_len: int = 0  # limit by max_model_len and KV cache; 0: not reported
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer together."""
         return self.max_sequence_len or self.max_model_len
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTotals:
-    """What a node did since its process began."""
+    """Counters of a node since its process started."""
 
-    num_prompt_tokens: int = 0  # of the requests that got blocks
-    num_hit_tokens: int = 0  # of these, found in the prefix cache
+    num_prompt_tokens: int = 0  # of requests that were given blocks
+    num_hit_tokens: int = 0  # of num_prompt_tokens, found in the prefix cache
     num_sampled_tokens: int = 0
-    num_proposed_tokens: int = 0  # by speculation
-    num_accepted_tokens: int = 0  # of these: they came true
+    num_proposed_tokens: int = 0  # draft tokens of speculative decoding
+    num_accepted_tokens: int = 0  # of num_proposed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class NodeLoad:
     num_waiting: int = 0
     num_free_blocks: int = 0
     is_draining: bool = False
-    # Told beside what changed; they change with each step, and nobody is told for their sake.
+    # Sent along with other changes. They change with each step and trigger no update themselves.
     totals: NodeTotals = field(default=NodeTotals(), compare=False)
 
 
@@ -163,9 +163,12 @@ def news_to(load: NodeLoad, changes: PrefixChanges | None = None) -> node_pb2.Wa
 def changes_from(message: node_pb2.WatchResponse) -> PrefixChanges | None:
     if not message.HasField("prefixes"):
         return None
-    told = message.prefixes
+    prefixes = message.prefixes
     return PrefixChanges(
-        told.sequence, told.is_snapshot, unpack_names(told.stored), unpack_names(told.removed)
+        prefixes.sequence,
+        prefixes.is_snapshot,
+        unpack_names(prefixes.stored),
+        unpack_names(prefixes.removed),
     )
 
 
@@ -183,9 +186,9 @@ def _changes_to(changes: PrefixChanges | None) -> node_pb2.PrefixChanges | None:
 def _naming_from(message: node_pb2.GetNodeResponse) -> PrefixNaming | None:
     if not message.HasField("prefix_naming"):
         return None
-    told = message.prefix_naming
-    limit = present(told, "max_shareable_prompt_len", told.max_shareable_prompt_len)
-    return PrefixNaming(told.block_size, told.model_salt, told.hash_seed, limit)
+    naming = message.prefix_naming
+    limit = present(naming, "max_shareable_prompt_len", naming.max_shareable_prompt_len)
+    return PrefixNaming(naming.block_size, naming.model_salt, naming.hash_seed, limit)
 
 
 def _naming_to(naming: PrefixNaming | None) -> node_pb2.PrefixNaming | None:

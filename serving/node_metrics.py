@@ -1,4 +1,4 @@
-"""What a node tells at each scrape, beside what it counts."""
+"""Gauges of a node that are read at each scrape, in addition to its counters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node_metrics(
     scheduler: Scheduler,
     worker: KvTransferWorker,
 ) -> Iterator[None]:
-    """Can be read from here to the end of the block, if somebody wants to."""
+    """Serve the node's metrics until the block ends, if metrics are enabled."""
     if traced.metrics is None:
         yield
         return
@@ -35,7 +35,7 @@ def node_metrics(
     on_engine = AskedOn(engine.post, lambda: read_node(scheduler, worker))
 
     def read() -> Reading:
-        """Those that do not need the engine come even while it has no time."""
+        """Gauges that need no engine are current even while the engine is busy."""
         silence = {counted.SILENCE: engine.since_last_beat_s()}
         return {**facts, **silence, counted.TRACES_LOST: traced.num_lost, **on_engine()}
 
@@ -76,7 +76,10 @@ def read_node(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
 
 
 def blocks_by_state(stats: SchedulerStats, num_fenced: int) -> dict[str, float]:
-    """Each block once. To the scheduler, fenced ones are granted still."""
+    """Return block counts by state, each block counted once.
+
+    The scheduler counts fenced blocks as granted.
+    """
     num_lent = max(stats.num_granted_blocks, num_fenced)
     return {
         "free": stats.num_free_blocks - stats.num_cached_free_blocks,

@@ -1,4 +1,4 @@
-"""Follows the engine: how busy it is, and which prefixes it has. One reader, many watchers."""
+"""Reads load and KV events from the engine's thread, for one reader with many watchers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from serving.node import NodeLoad, NodeTotals
 
 @dataclass(frozen=True, slots=True)
 class NodeNews:
-    """The load now, and what became of the cached prefixes since the last news."""
+    """Current load, and changes of the prefix cache since the last read."""
 
     load: NodeLoad
     kv_events: tuple[KvEvent, ...] = ()
 
 
 ReadNews = Callable[[], Awaitable[NodeNews]]
-ResetPrefixCache = Callable[[], Awaitable[int]]  # returns how many blocks were cached
+ResetPrefixCache = Callable[[], Awaitable[int]]  # returns the number of blocks that were cached
 Answer = TypeVar("Answer")
 
 
 def news_reader(engine: EngineLoop, scheduler: Scheduler) -> ReadNews:
-    """Asks the engine's thread between two of its steps. KV events are told to one reader once."""
+    """Return a function that reads between engine steps.
+
+    A read consumes the KV events, so there must be a single reader.
+    """
     loop = asyncio.get_running_loop()
 
     async def read() -> NodeNews:
@@ -40,7 +43,7 @@ def news_reader(engine: EngineLoop, scheduler: Scheduler) -> ReadNews:
 
 
 def prefix_cache_resetter(engine: EngineLoop, scheduler: Scheduler) -> ResetPrefixCache:
-    """Resets on the engine's thread, between two of its steps."""
+    """Return a function that resets the prefix cache on the engine's thread, between steps."""
     loop = asyncio.get_running_loop()
 
     async def reset() -> int:
@@ -54,11 +57,11 @@ def prefix_cache_resetter(engine: EngineLoop, scheduler: Scheduler) -> ResetPref
 
 
 def _answer(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Answer], value: Answer) -> None:
-    def tell() -> None:
+    def resolve() -> None:
         if not answer.cancelled():
             answer.set_result(value)
 
-    loop.call_soon_threadsafe(tell)
+    loop.call_soon_threadsafe(resolve)
 
 
 def _news_of(scheduler: Scheduler) -> NodeNews:

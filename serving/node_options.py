@@ -1,4 +1,4 @@
-"""What a person may choose for a node. The command line is read once, into this."""
+"""Options of a node. The command line is parsed once, into `NodeOptions`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serving.tls import PLAIN, TlsConfig
 from telemetry.options import TelemetryOptions
 
 KV_TRANSPORTS = ("nixl", "ucxx")
-PUSH_GRAINS = ("layer", "chunk")  # each layer of a chunk as it ends, or all of it at its end
+PUSH_GRAINS = ("layer", "chunk")  # send each computed layer at once, or all at the chunk's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +23,23 @@ class NodeOptions:
     runner: RunnerConfig
     scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
     host: str = "127.0.0.1"
-    port: int = 0  # 0 takes any that is free
+    port: int = 0  # 0: any free port
     tls: TlsConfig = PLAIN
-    node_id: str = ""  # empty draws one
-    model_name: str = ""  # empty takes the model folder's name
+    node_id: str = ""  # empty: random
+    model_name: str = ""  # empty: the model folder's name
     kv_transport: str = "nixl"
-    kv_tls: str = ""  # what UCX may use, such as "tcp"; empty lets it choose
+    kv_tls: str = ""  # UCX_TLS, such as "tcp"; empty: UCX chooses
     kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`
-    kv_verify: bool = True  # digest what is sent and what has landed
-    push: str = "layer"  # what a prefill node sends as soon as it is computed; see PUSH_GRAINS
-    kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and patience
-    # The engine's heart beats with each step and each layer: a step may take longer than this.
+    kv_verify: bool = True  # compare digests of sent and received KV
+    push: str = "layer"  # unit that a prefill node sends once it is computed; see PUSH_GRAINS
+    kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and timeouts
+    # The engine's heart beats with each step and each layer, so a step can take longer than this.
     stuck_after_s: float = 60.0
-    drain_timeout_s: float = DRAIN_TIMEOUT_S  # when told to end; then it ends at once
+    drain_timeout_s: float = DRAIN_TIMEOUT_S  # from the stop signal to a forced exit
     enable_prefix_caching: bool = True
-    cpus: tuple[int, ...] = ()  # to stay on; empty leaves the choice to the system
+    cpus: tuple[int, ...] = ()  # CPU affinity; empty: any CPU
     telemetry: TelemetryOptions = TelemetryOptions()
-    trace_step_ratio: float = 0.0  # of the engine's steps; each is a trace of its own
+    trace_step_ratio: float = 0.0  # share of engine steps that get a trace of their own
 
     def __post_init__(self) -> None:
         if not self.stuck_after_s > HEARTBEAT_S:
@@ -60,9 +60,10 @@ class NodeOptions:
 
     @property
     def kv_device(self) -> str:
-        """Where UCX listens, too; empty: on every network that the machine has.
+        """Network device on which UCX listens; empty: all devices.
 
-        Whoever dials a loopback address is on this machine, so nobody else needs to get in.
+        If the node listens on a loopback address, all peers are on this machine and UCX listens on
+        the loopback device alone.
         """
         return self.kv_net_device or ("lo" if _is_loopback(self.host) else "")
 

@@ -1,4 +1,4 @@
-"""What a node's process knows of itself: who it is, how busy, whether it is on its way out."""
+"""State of a node that it reports: its card, load, cached prefixes and draining."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serving.node import NodeCard, NodeLoad
 from serving.node_news import ReadNews
 from serving.prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 
-# Changes that come closer together than this are told as one.
+# Minimum interval between updates. Changes within it are sent as one.
 PACE_S = 0.01
 
 
@@ -35,7 +35,7 @@ class NodeState:
         return self._drain_wanted.is_set()
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new calls from now on."""
         self._drain_wanted.set()
         self.calls.touch()
 
@@ -48,9 +48,9 @@ class NodeState:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call, which a drain waits for. Raises Draining."""
+        """Count a call, for whose end a drain waits. Raises Draining."""
         if self.is_draining:
-            raise Draining(f"node {self.card.node_id} is on its way out; send it elsewhere")
+            raise Draining(f"node {self.card.node_id} is draining; use another node")
         self._num_calls += 1
         self._became_idle.clear()
         try:
@@ -61,11 +61,11 @@ class NodeState:
                 self._became_idle.set()
 
     async def idle(self) -> None:
-        """Returns when no call is under way: those that wait for their last write count."""
+        """Return when no call is in flight. Calls that wait for their last KV write count."""
         await self._became_idle.wait()
 
     async def follow(self) -> None:
-        """Keeps what is told of this node true, whether or not anybody watches."""
+        """Publish the node's load and prefixes at each change, with or without watchers."""
         while True:
             changed = self.calls.next_change()
             news = await self._read_news()
@@ -77,8 +77,8 @@ class NodeState:
             await changed.wait()
 
     async def news(self) -> AsyncGenerator[tuple[NodeLoad, PrefixChanges | None], None]:
-        """The load and the prefixes now, and again whenever they changed."""
-        told: NodeLoad | None = None
+        """Yield the current load and prefixes, then each change."""
+        last_load: NodeLoad | None = None
         prefixes = PrefixWatcher(self._prefixes)
         published = self._published
         self.calls.touch()
@@ -86,6 +86,6 @@ class NodeState:
             await published.wait()
             published = self._published
             load, changes = self._load, prefixes.next()
-            if load != told or changes is not None:
+            if load != last_load or changes is not None:
                 yield load, changes
-                told = load
+                last_load = load

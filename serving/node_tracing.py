@@ -1,7 +1,7 @@
-"""What a node notes of its calls, for their traces.
+"""Trace recording of a node's calls.
 
-It stands between the engine and its two workers only when something is traced, and looks at a
-request only if that one is.
+The recorders wrap the engine's runner and KV worker only if tracing or metrics are enabled, and
+record a request only if it is sampled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAILED = {
 
 
 class RecordingKvWorker(Protocol):
-    """The engine's KvWorker, with an account of what it did."""
+    """The engine's KvWorker, with records of its transfers."""
 
     def start(self, orders: KvOrders, now: float) -> None: ...
 
@@ -48,10 +48,10 @@ class RecordingKvWorker(Protocol):
 
 
 class CallTrace:
-    """Hears what a call gives, and forgets it: for calls that are not traced."""
+    """Output recorder that records nothing, for calls that are not traced."""
 
     def gave(self, output: Output) -> None:
-        """The first output and the last one; those between them need not be told."""
+        """Record an output. Only the first and the last output of a call are required."""
 
 
 NOT_TRACED = CallTrace()
@@ -88,9 +88,9 @@ class NodeTracing:
         self.metrics = metrics
         self._step_ratio = step_ratio
         self.num_steps = 0
-        # From a call's beginning until all is known of it. Each thread adds and takes single keys.
+        # From a call's start until its timeline is complete. Threads add and remove single keys.
         self._timelines: dict[RequestId, NodeTimeline] = {}
-        self._computing: dict[RequestId, NodeTimeline] = {}  # the engine's alone
+        self._computing: dict[RequestId, NodeTimeline] = {}  # used on the engine's thread only
 
     @property
     def num_lost(self) -> int:
@@ -106,14 +106,14 @@ class NodeTracing:
         return TracedKvWorker(worker, self) if is_on else worker
 
     def core(self, scheduler: Scheduler, runner: Runner, kv_worker: KvWorker) -> EngineCore:
-        """With nothing of tracing around its steps unless some of them are traced."""
+        """Return an EngineCore, with step tracing only if it is enabled."""
         if not self._tracer.is_on or not self._step_ratio:
             return EngineCore(scheduler, runner, kv_worker)
         steps = StepTracing(self._tracer, self._facts, self._step_ratio, self.context_of)
         return steps.core(scheduler, runner, kv_worker)
 
     def context_of(self, request_id: RequestId) -> TraceContext | None:
-        """Of this node's leg of a request under way; None if that is not traced."""
+        """Return the trace context of a request in flight, or None if it is not traced."""
         timeline = self._timelines.get(request_id)
         return None if timeline is None else timeline.context
 
@@ -123,7 +123,7 @@ class NodeTracing:
     def call(
         self, context: CallContext, handoff_id: HandoffId, spec: RequestSpec
     ) -> Iterator[CallTrace]:
-        """One call of the router, from here to the end of the block."""
+        """Record a router's call until the block ends."""
         timeline = self._begin(context.metadata, handoff_id, spec.arrival_s)
         if timeline is None:
             yield NOT_TRACED
@@ -134,10 +134,10 @@ class NodeTracing:
         end = End(spec.arrival_s, Outcome.FAILED)
         try:
             yield trace
-            end = trace.failed or _well()
+            end = trace.failed or _ok()
         except BaseException as error:
             end = (
-                _well()
+                _ok()
                 if trace.is_finished
                 else end_of(error, is_late=is_late(context, spec.arrival_s))
             )
@@ -165,9 +165,9 @@ class NodeTracing:
         if not plan.is_retry:
             self.num_steps += 1
             for request_id in plan.dropped:
-                self._dropped(request_id, now_s)
+                self._note_dropped(request_id, now_s)
             for row in plan.started:
-                self._started(row, now_s)
+                self._note_started(row, now_s)
         if not self._computing:
             return run(plan)
         result = run(plan)
@@ -197,20 +197,20 @@ class NodeTracing:
         if timeline is not None and timeline.note_record(record):
             self._close(request_id, timeline)
 
-    def _dropped(self, request_id: RequestId, now_s: float) -> None:
+    def _note_dropped(self, request_id: RequestId, now_s: float) -> None:
         timeline = self._timelines.get(request_id)
         if timeline is not None:
             timeline.dropped_s.append(now_s)
             self._computing.pop(request_id, None)
 
-    def _started(self, row: Row, now_s: float) -> None:
+    def _note_started(self, row: Row, now_s: float) -> None:
         timeline = self._timelines.get(row.request_id)
         if timeline is None:
             return
         num_missing = len(row.token_ids) - row.num_computed_tokens
         start = Start(now_s, row.num_computed_tokens, num_missing, self.num_steps)
         timeline.starts.append(start)
-        # With its KV from elsewhere it goes on at once with its newest token.
+        # A request whose KV was received computes no prompt: only its newest token is missing.
         if num_missing > 1 or timeline.record is None:
             timeline.num_missing_tokens = num_missing
             self._computing[row.request_id] = timeline
@@ -260,7 +260,7 @@ def _span_id(written: str) -> int | None:
         return None
 
 
-def _well() -> End:
+def _ok() -> End:
     return End(time.monotonic(), rpc_status="OK")
 
 

@@ -1,7 +1,7 @@
-"""Links to prefill nodes made ahead of their first hand-off, a few at a time.
+"""Opens links to prefill nodes ahead of their first hand-off, a few at a time.
 
-Opening a data path takes tens of milliseconds of the engine's thread and some memory. So an
-address has to answer as a prefill node before, and one data path is opened between two steps.
+Opening a data path takes memory and tens of milliseconds of the engine's thread. So the address
+must first report the role of a prefill node, and at most one data path is opened between two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serving.node import NodeRole, card_from
 from serving.status import remote_error
 from serving.tls import TlsConfig
 
-MAX_IN_FLIGHT = 32  # twice as many as one router introduces to a node
+MAX_IN_FLIGHT = 32  # twice as many as one router requests of a node
 TIMEOUT_S = 4.0
 
 RoleOf = Callable[[str], Awaitable[NodeRole]]  # raises PeerUnreachable and InvalidRequest
@@ -47,13 +47,13 @@ class PeerWarmup:
         self._engine_turn = asyncio.Lock()
 
     async def connect(self, address: str) -> None:
-        """Raises TooManyConnects and PeerUnreachable. Returns when the link is being made."""
+        """Start a link and return. Raises TooManyConnects and PeerUnreachable."""
         if address in self._in_flight:
             return
         if len(self._in_flight) >= self._max_in_flight:
             raise TooManyConnects(
-                f"{self._max_in_flight} links are being made; try again in a second, or leave it "
-                "to the first hand-off"
+                f"{self._max_in_flight} links are being opened; try again in a second, or let the "
+                "first hand-off open it"
             )
         self._in_flight.add(address)
         try:
@@ -95,7 +95,7 @@ def role_over_grpc(tls: TlsConfig) -> RoleOf:
 
 
 def link_by_engine(engine: EngineLoop, worker: KvTransferWorker) -> LinkUp:
-    """To be called on the asyncio loop."""
+    """Return a function that links on the engine's thread. Call this on the asyncio loop."""
     loop = asyncio.get_running_loop()
 
     async def link_up(address: str) -> None:

@@ -1,7 +1,7 @@
-"""Which prefixes a node can hit, told to whoever watches as changes, or as all there is. Pure.
+"""Cached prefixes of a node, sent to watchers as changes or as snapshots. Pure.
 
-A log of changes is kept as long as it is shorter than the whole: a watcher that comes late or
-falls behind gets the whole. Changes that undo each other are never told.
+The log of changes is kept no longer than the set of names. A watcher that starts late or falls
+behind receives a snapshot. Changes that cancel each other out are not sent.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import islice
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.hashing import HASH_BYTES, BlockHash
 
-# A log of this many names is kept even of a small cache.
+# Minimum length of the log, for small caches.
 LEAST_LOG_LEN = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChanges:
-    """What one watcher is told at once."""
+    """One update to a watcher."""
 
     sequence: int
     is_snapshot: bool
@@ -29,15 +29,15 @@ class PrefixChanges:
 
 
 class PrefixGap(Exception):
-    """Changes were lost on the way: what is known of the node's prefixes is wrong."""
+    """A watcher missed updates, so its view of the node's prefixes is wrong."""
 
 
 class CachedPrefixes:
-    """The names of the blocks that can be hit, and how they came to be those."""
+    """Names of the blocks in the prefix cache, with a log of changes."""
 
     def __init__(self) -> None:
         self._names: set[BlockHash] = set()
-        self._log: deque[tuple[BlockHash, bool]] = deque()  # the name, and whether it is new
+        self._log: deque[tuple[BlockHash, bool]] = deque()  # the name, and True if it was added
         self._version = 0  # of the state after the log's last entry
         self._oldest_version = 0  # of the state before the log's first entry
 
@@ -54,16 +54,16 @@ class CachedPrefixes:
             match event:
                 case BlockStored():
                     for name in event.block_hashes:
-                        self._note(name, is_new=True)
+                        self._record(name, is_new=True)
                 case BlockRemoved():
                     for name in event.block_hashes:
-                        self._note(name, is_new=False)
+                        self._record(name, is_new=False)
                 case AllBlocksCleared():
                     self._clear()
-        self._forget_old()
+        self._trim_log()
 
     def since(self, version: int) -> tuple[set[BlockHash], set[BlockHash]] | None:
-        """Names that came and names that went since then; None if that is too long ago."""
+        """Return names added and removed since `version`; None if the log does not reach back."""
         if version < self._oldest_version:
             return None
         was_there: dict[BlockHash, bool] = {}
@@ -73,7 +73,7 @@ class CachedPrefixes:
         removed = {name for name, was in was_there.items() if was and name not in self._names}
         return stored, removed
 
-    def _note(self, name: BlockHash, *, is_new: bool) -> None:
+    def _record(self, name: BlockHash, *, is_new: bool) -> None:
         if is_new == (name in self._names):
             return
         (self._names.add if is_new else self._names.remove)(name)
@@ -86,7 +86,7 @@ class CachedPrefixes:
         self._version += 1
         self._oldest_version = self._version
 
-    def _forget_old(self) -> None:
+    def _trim_log(self) -> None:
         longest = max(LEAST_LOG_LEN, len(self._names))
         while len(self._log) > longest:
             self._log.popleft()
@@ -94,7 +94,7 @@ class CachedPrefixes:
 
 
 class PrefixWatcher:
-    """What one watcher was told already."""
+    """Position of one watcher in the changes."""
 
     def __init__(self, cached: CachedPrefixes) -> None:
         self._cached = cached
@@ -102,19 +102,19 @@ class PrefixWatcher:
         self._sequence = 0
 
     def next(self) -> PrefixChanges | None:
-        """What it must be told now; None if that is nothing."""
+        """Return the watcher's next update, or None if nothing has changed."""
         if self._version == self._cached.version:
             return None
         changes = self._cached.since(self._version)
         self._version = self._cached.version
         if changes is None:
-            return self._tell(is_snapshot=True, stored=self._cached.names)
+            return self._update(is_snapshot=True, stored=self._cached.names)
         stored, removed = (frozenset(names) for names in changes)
         if not (stored or removed):
             return None
-        return self._tell(is_snapshot=False, stored=stored, removed=removed)
+        return self._update(is_snapshot=False, stored=stored, removed=removed)
 
-    def _tell(
+    def _update(
         self,
         *,
         is_snapshot: bool,

@@ -1,9 +1,9 @@
-"""TLS of one process: what it shows to others, and whom it trusts.
+"""TLS configuration of one process: its certificate and the authorities that it trusts.
 
-One meaning for every process and client. With `cert` and `key` it listens by TLS, and shows the
-certificate to those whom it dials too. With `ca` it dials by TLS and trusts what these
-authorities signed. With `client_ca` it serves only those who show a certificate that those
-signed. KV bytes go over UCX, not over these channels: TLS does not encrypt them.
+The options have the same meaning for every process and client. With `cert` and `key`, the process
+listens by TLS and also presents the certificate to servers that it dials. With `ca`, it dials by
+TLS and trusts certificates signed by these authorities. With `client_ca`, it serves only clients
+with a certificate signed by these authorities. TLS does not encrypt KV data, which is sent by UCX.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from engine.errors import InvalidConfig
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files, read and checked when this is made. Raises InvalidConfig."""
+    """PEM files, read and validated at construction. Raises InvalidConfig."""
 
-    cert: Path | None = None  # this process's certificate, those between it and its CA below it
+    cert: Path | None = None  # this process's certificate, followed by its intermediates
     key: Path | None = None  # of the certificate; not encrypted
     ca: Path | None = None  # None: dials in plain text
-    client_ca: Path | None = None  # None: serves whoever comes
-    # What the certificates of those it dials must carry; else it is the host that was dialled.
+    client_ca: Path | None = None  # None: serves clients without certificates
+    # Host name expected in the certificates of dialled servers; empty: the dialled host.
     server_name: str = ""
-    # Kept: a file that is replaced or gone later on does not come between two processes.
+    # Cached, so that a file that is replaced or removed later does not break new channels.
     _pem_by_path: Mapping[Path, bytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._check_what_belongs_together()
+        self._check_combinations()
         object.__setattr__(self, "_pem_by_path", dict(self._read_files()))
         if self.cert is not None and self.key is not None:
             _check_pair(self.cert, self.key)
@@ -39,7 +39,7 @@ class TlsConfig:
                 _check_authorities(name, path)
 
     def pem(self, path: Path) -> bytes:
-        """What one of its files held."""
+        """Return the cached content of one of the files."""
         return self._pem_by_path[path]
 
     @property
@@ -56,18 +56,18 @@ class TlsConfig:
             if path is not None:
                 yield path, _read(name, path)
 
-    def _check_what_belongs_together(self) -> None:
+    def _check_combinations(self) -> None:
         if (self.cert is None) != (self.key is None):
             given, lacking = ("cert", "key") if self.key is None else ("key", "cert")
             raise InvalidConfig(f"--tls-{given} is given without --tls-{lacking}; give both")
         if self.client_ca is not None and self.cert is None:
             raise InvalidConfig(
                 "--tls-client-ca needs --tls-cert and --tls-key: without a certificate of its own "
-                "a server cannot ask others for theirs"
+                "a server cannot request client certificates"
             )
         if self.server_name and self.ca is None:
             raise InvalidConfig(
-                "--tls-server-name needs --tls-ca: nobody's certificate is looked at without it"
+                "--tls-server-name needs --tls-ca: without it, no certificate is checked"
             )
 
 
@@ -101,7 +101,7 @@ def _check_pair(cert: Path, key: Path) -> None:
 
 
 def _no_password() -> str:
-    """Without this, an encrypted key would ask on the terminal and the start would hang."""
+    """Prevent OpenSSL from prompting for the password of an encrypted key, which would hang."""
     return ""
 
 

@@ -1,7 +1,7 @@
-"""Why two processes cannot talk when TLS is the reason: found out by trying, and said plainly.
+"""Diagnosis of failed TLS connections by a second handshake.
 
-gRPC tells of a refused connection in the words of its libraries, or as "Socket closed". Asked
-after a call has failed, this shakes hands once more with Python's own TLS, whose errors have names.
+gRPC reports a refused connection in the words of its libraries, or as "Socket closed". After a
+failed call, this module repeats the handshake with Python's `ssl`, which has specific errors.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # IPv
 PROBE_TIMEOUT_S = 3.0
 HTTPS_PORT = 443
 TARGET = re.compile(r"(?:dns:(?://[^/]*/)?|ipv4:|ipv6:)?\[?([^/]*?)\]?(?::(\d+))?")
-# OpenSSL's numbers for why a certificate does not do.
+# OpenSSL's verification error codes.
 EXPIRED = 10
-NAME_MISMATCHES = (62, 64)  # of a host name, of an address
-# The first bytes of any HTTP/2 server, if the handshake was the end of the matter.
+NAME_MISMATCHES = (62, 64)  # host name, IP address
+# Length of the first frame that an HTTP/2 server sends if it accepts the handshake.
 SETTINGS_FRAME_BYTES = 9
 
 
 def tls_trouble(target: str, tls: TlsConfig, patience_s: float = PROBE_TIMEOUT_S) -> str | None:
-    """What to do about it; None when TLS is not the reason. Waits for the server."""
+    """Return the cause and its remedy, or None if TLS is not the cause. Blocks on the network."""
     parsed = TARGET.fullmatch(target)
     if parsed is None or not parsed[1]:
         return None
     host, port = parsed[1], int(parsed[2] or HTTPS_PORT)
-    with suppress(OSError):  # nobody is there, which is what gRPC said
+    with suppress(OSError):  # not reachable, as gRPC has reported already
         for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family) as connection:
                 connection.settimeout(patience_s)
@@ -49,14 +49,14 @@ def _trouble_at(
     secured = _context(tls).wrap_socket(connection, server_hostname=tls.server_name or host)
     try:
         with secured:
-            # Not before: of a peer that goes meanwhile, wrap_socket leaves the socket open.
+            # wrap_socket on a connected socket would leak it if the peer disconnects meanwhile.
             secured.connect(address)
             if not tls.dials:
                 return f"{target} speaks TLS only; give --tls-ca (`tls=TlsConfig(ca=…)` in Python)"
-            if _is_sent_away(secured):
-                return _wants_certificate(target, tls)
+            if _is_rejected(secured):
+                return _client_certificate_advice(target, tls)
     except ssl.SSLCertVerificationError as error:
-        return _bad_certificate(target, tls.server_name or host, tls, error)
+        return _server_certificate_advice(target, tls.server_name or host, tls, error)
     except ssl.SSLError:
         if tls.dials:
             return f"{target} does not speak TLS; leave --tls-ca out, or start it with --tls-cert"
@@ -76,8 +76,11 @@ def _context(tls: TlsConfig) -> ssl.SSLContext:
     return context
 
 
-def _is_sent_away(secured: ssl.SSLSocket) -> bool:
-    """A server tells by a closed door, after the handshake, that a certificate does not do."""
+def _is_rejected(secured: ssl.SSLSocket) -> bool:
+    """Return whether the server closes the connection after the handshake.
+
+    That is how a server rejects a client certificate.
+    """
     try:
         return not secured.recv(SETTINGS_FRAME_BYTES)
     except TimeoutError:
@@ -86,7 +89,7 @@ def _is_sent_away(secured: ssl.SSLSocket) -> bool:
         return True
 
 
-def _wants_certificate(target: str, tls: TlsConfig) -> str:
+def _client_certificate_advice(target: str, tls: TlsConfig) -> str:
     if tls.cert is None:
         return f"{target} wants a client certificate; give --tls-cert and --tls-key"
     return (
@@ -95,7 +98,7 @@ def _wants_certificate(target: str, tls: TlsConfig) -> str:
     )
 
 
-def _bad_certificate(
+def _server_certificate_advice(
     target: str, name: str, tls: TlsConfig, error: ssl.SSLCertVerificationError
 ) -> str:
     if error.verify_code in NAME_MISMATCHES:

@@ -1,4 +1,4 @@
-"""Bearer tokens: how a client shows one, and which of them a server takes. Never logged."""
+"""Bearer tokens: sending by clients and checking by servers. Tokens are never logged."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SCHEME = "bearer"
 
 
 def authorization(token: str) -> tuple[str, str]:
-    """The metadata that shows it."""
+    """Return the metadata entry that carries the token."""
     return HEADER, f"Bearer {token}"
 
 
 def check_token(token: str, where: str) -> None:
-    """Raises InvalidConfig, which does not quote it."""
+    """Raises InvalidConfig, which does not quote the token."""
     if not (token and token.isascii() and token.isprintable() and " " not in token):
         raise InvalidConfig(f"{where} must be of visible ASCII characters, without spaces")
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """One in each line; empty lines do not count. Raises InvalidConfig."""
+    """Read one token per line, without empty lines. Raises InvalidConfig."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -43,12 +43,12 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedTokens:
-    """Any of these opens the door."""
+    """Tokens that a server accepts."""
 
     tokens: tuple[str, ...] = field(repr=False)
 
     def check(self, shown: str | None) -> None:
-        """Raises Unauthenticated. Takes equally long wherever a wrong token differs."""
+        """Raises Unauthenticated. The comparison takes constant time."""
         if shown is None:
             raise Unauthenticated(
                 "no token was sent; send one as the metadata `authorization: Bearer TOKEN` "

@@ -1,4 +1,4 @@
-"""Lets in whoever shows a token that is taken here."""
+"""gRPC interceptor that checks bearer tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from serving.health import HEALTH
 from serving.status import reason_of, status_of
 from serving.token import HEADER, AcceptedTokens
 
-# In quotes: gRPC's own class takes no parameters.
+# In quotes, since gRPC's class is not generic at run time.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
-# By whether requests and responses are streams.
+# Keys: requests are a stream, responses are a stream.
 MAKE_HANDLER = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -27,17 +27,17 @@ MAKE_HANDLER = {
 
 
 def nobody_counts(_reason: str) -> None:
-    """For servers without metrics."""
+    """Ignore the refusal, for servers without metrics."""
 
 
 class TokenGate(aio.ServerInterceptor):
-    """Before every service but health, whose probes carry no tokens and learn nothing else."""
+    """Requires a token for every service except health, whose probes send none."""
 
     def __init__(
         self, accepted: AcceptedTokens, on_refusal: Callable[[str], None] = nobody_counts
     ) -> None:
         self._accepted = accepted
-        self._on_refusal = on_refusal  # hears the reason
+        self._on_refusal = on_refusal  # called with the reason
 
     async def intercept_service(
         self,
@@ -48,22 +48,22 @@ class TokenGate(aio.ServerInterceptor):
         if handler is None or handler_call_details.method.startswith(f"/{HEALTH}/"):
             return handler
         try:
-            self._accepted.check(_shown(handler_call_details))
+            self._accepted.check(_sent_token(handler_call_details))
         except Unauthenticated as refusal:
             self._on_refusal(reason_of(Unauthenticated))
-            return _refusing(handler, refusal)
+            return _refusing_handler(handler, refusal)
         return handler
 
 
-def _shown(details: grpc.HandlerCallDetails) -> str | None:
+def _sent_token(details: grpc.HandlerCallDetails) -> str | None:
     for key, value in details.invocation_metadata:
         if key == HEADER and isinstance(value, str):
             return value
     return None
 
 
-def _refusing(handler: Handler, refusal: Unauthenticated) -> Handler:
-    """Refuses in place of the handler, whatever shape that has."""
+def _refusing_handler(handler: Handler, refusal: Unauthenticated) -> Handler:
+    """Return a handler of the same arity that refuses every call."""
     status = rpc_status.to_status(status_of(refusal))
 
     async def refuse(_request: object, context: aio.ServicerContext[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Names what gRPC would end as an unknown failure: bytes that are no message of their method."""
+"""Interceptor that refuses invalid protobuf messages with `Unreadable` instead of UNKNOWN."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 @dataclass(frozen=True, slots=True)
-class _NoMessage:
-    """In the place of a message that could not be read, or is not to be."""
+class _Refused:
+    """Placeholder for a message that was refused while it was deserialized."""
 
     refusal: ServiceError
 
 
 class NamesUnreadable(aio.ServerInterceptor):
-    """With `is_gauged`, messages of very many fields are refused before they are parsed."""
+    """Refuses invalid messages; with `is_gauged`, also those with too many fields."""
 
     def __init__(self, *, is_gauged: bool = False) -> None:
         self._is_gauged = is_gauged
@@ -43,7 +43,7 @@ class NamesUnreadable(aio.ServerInterceptor):
             return handler  # type: ignore[no-any-return]
         kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
         changed = {
-            "request_deserializer": _lenient(
+            "request_deserializer": _refusing_deserializer(
                 handler.request_deserializer, is_gauged=self._is_gauged
             ),
             kind: _checked(getattr(handler, kind)),
@@ -51,31 +51,33 @@ class NamesUnreadable(aio.ServerInterceptor):
         return handler._replace(**changed)  # type: ignore[no-any-return]
 
 
-def _lenient(read: Callable[[bytes], Any], *, is_gauged: bool) -> Callable[[bytes], Any]:
-    kind: Any = getattr(read, "__self__", None)  # of FromString, the message's class
+def _refusing_deserializer(
+    read: Callable[[bytes], Any], *, is_gauged: bool
+) -> Callable[[bytes], Any]:
+    kind: Any = getattr(read, "__self__", None)  # message class of a bound FromString
 
-    def read_or_tell(raw: bytes) -> Any:
+    def read_or_refuse(raw: bytes) -> Any:
         try:
             if is_gauged and kind is not None:
                 check_num_fields(raw, kind.DESCRIPTOR)
             return read(raw)
         except ServiceError as refusal:
-            return _NoMessage(refusal)
+            return _Refused(refusal)
         except DecodeError as error:
-            return _NoMessage(Unreadable(str(error)))
+            return _Refused(Unreadable(str(error)))
 
-    return read_or_tell
+    return read_or_refuse
 
 
-def _checked(behave: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
-    """Takes one request or a stream of them, as the method does."""
+def _checked(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+    """Wrap a method, unary or streaming, to raise the refusals of its requests."""
 
     async def checked(request: Any, context: Context) -> Any:
         async with named_errors(context):
-            given = _readable(request)
-        if not inspect.isasyncgenfunction(behave):
-            return await behave(given, context)
-        async for response in behave(given, context):
+            readable = _readable(request)
+        if not inspect.isasyncgenfunction(method):
+            return await method(readable, context)
+        async for response in method(readable, context):
             await context.write(response)
         return None
 
@@ -85,7 +87,7 @@ def _checked(behave: Callable[[Any, Context], Any]) -> Callable[[Any, Context], 
 def _readable(request: Any) -> Any:
     if isinstance(request, AsyncIterator):
         return _each_readable(request)
-    if isinstance(request, _NoMessage):
+    if isinstance(request, _Refused):
         raise request.refusal
     return request
 

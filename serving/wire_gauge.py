@@ -1,6 +1,6 @@
-"""Number of fields in a protobuf message, counted before it is parsed. Pure.
+"""Limit on the number of fields of a protobuf message, checked before parsing. Pure.
 
-An empty message in a list takes two bytes on the wire and thirty times as many once it is parsed.
+An empty message in a list takes two bytes on the wire and thirty times as many once parsed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from google.protobuf.descriptor import Descriptor
 
 from serving.errors import MessageTooLarge, Unreadable
 
-# Messages up to here are parsed as they are.
+# Messages up to this size are not checked.
 SMALL_BYTES = 1 << 16
-# Entries of maps and lists, of messages and what is in them; packed numbers are one field together.
+# Includes entries of maps and lists, at every depth. A packed list of numbers is one field.
 MAX_FIELDS = 1 << 16
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
 
 def check_num_fields(raw: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
-    """Raises MessageTooLarge, and Unreadable for what no message of ours holds.
+    """Raises MessageTooLarge, or Unreadable for wire types that Baton's messages do not use.
 
-    What is malformed otherwise passes: parsing tells what is wrong with it.
+    Other malformed messages pass: the parser reports their errors.
     """
     if len(raw) <= SMALL_BYTES:
         return
@@ -45,7 +45,7 @@ def _check(raw: bytes, kind: Descriptor, most: int) -> None:
                     f"the message has more than {most} fields, entries of lists and maps included; "
                     "send shorter ones"
                 )
-            # Numbers of one byte, as most are, without a call: this is walked for each field.
+            # Fast path for one-byte varints, which most are, in this per-field loop.
             tag = raw[at]
             tag, at = (tag, at + 1) if tag < 0x80 else _varint(raw, at)
             wire_type = tag & 7
@@ -61,17 +61,17 @@ def _check(raw: bytes, kind: Descriptor, most: int) -> None:
             elif wire_type in (FIXED64, FIXED32):
                 at += 8 if wire_type == FIXED64 else 4
             else:
-                raise Unreadable(f"wire type {wire_type} is in no message of this method")
+                raise Unreadable(f"wire type {wire_type} does not occur in messages of this method")
 
 
 @lru_cache(maxsize=64)
 def _messages(kind: Descriptor) -> Mapping[int, Descriptor]:
-    """The types of its fields that are messages, by number."""
+    """Return the message types of the fields that are messages, by field number."""
     return {one.number: one.message_type for one in kind.fields if one.message_type is not None}
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number at this place, and the place behind it."""
+    """Return the varint at `at` and the index after it."""
     byte = raw[at]
     if byte < 0x80:
         return byte, at + 1
