@@ -1,4 +1,4 @@
-"""What a server shows by TLS, read again when its files have changed."""
+"""TLS certificates of a server, reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import grpc
 from engine.errors import InvalidConfig
 from serving.tls import TlsConfig
 
-# Of each file: which one it is, when it was written, how long it is.
+# For each file: inode, modification time, size.
 Stamp = tuple[tuple[int, int, int], ...]
 
 log = logging.getLogger(__name__)
 
 
 class Renewals:
-    """Asked at each new connection, on any thread, whether the files have changed."""
+    """Detects changed certificate files, checked at each new connection. Thread-safe."""
 
     def __init__(self, tls: TlsConfig) -> None:
         self._tls = tls
@@ -29,7 +29,11 @@ class Renewals:
         self._seen = self._stamp()
 
     def renewed(self) -> TlsConfig | None:
-        """None: as before. Files that do not go together, such as half of a change, wait."""
+        """Return the reloaded configuration, or None if there is no valid change.
+
+        Files that do not match, such as halfway through a replacement, are skipped until they
+        change again.
+        """
         with self._lock:
             stamp = self._stamp()
             if stamp is None or stamp == self._seen:
@@ -40,11 +44,11 @@ class Renewals:
             except InvalidConfig as error:
                 log.warning("the old certificate stays in use: %s", error)
                 return None
-        log.info("%s is shown from now on", self._tls.cert)
+        log.info("the certificate %s was reloaded", self._tls.cert)
         return self._tls
 
     def _stamp(self) -> Stamp | None:
-        """None: one of them is not there, as in the middle of a change."""
+        """Return None if a file is missing, such as during a replacement."""
         try:
             return tuple(_stamp_of(path) for path in self._files())
         except OSError:
@@ -57,7 +61,7 @@ class Renewals:
 
 
 class ServerCertificates:
-    """What gRPC shows."""
+    """Certificates for gRPC's servers."""
 
     def __init__(self, tls: TlsConfig) -> None:
         self._tls = tls
@@ -66,11 +70,11 @@ class ServerCertificates:
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._tls),
-            self._changed,  # type: ignore[arg-type]  # gRPC takes None for "as before"
+            self._reloaded,  # type: ignore[arg-type]  # gRPC accepts None for "unchanged"
             require_client_authentication=self._tls.client_ca is not None,
         )
 
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+    def _reloaded(self) -> grpc.ServerCertificateConfiguration | None:
         renewed = self._renewals.renewed()
         return None if renewed is None else _configuration(renewed)
 

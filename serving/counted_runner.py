@@ -1,4 +1,4 @@
-"""What an engine computes, counted step by step."""
+"""Metrics of engine steps: duration, batch size and computed prompt tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from telemetry.metrics import NodeMetrics
 
 
 class PromptTokens:
-    """Tells how many tokens of prompts each plan computes; it has to see all of them.
+    """Counts the prompt tokens that each plan computes. It must receive every plan.
 
-    A request is looked at until its prompt is through.
+    A request is tracked until its prompt is computed.
     """
 
     def __init__(self) -> None:
-        self._num_missing: dict[RequestId, int] = {}  # of the prompts that are not through
+        self._num_missing: dict[RequestId, int] = {}  # of the prompts that are partly computed
 
     def computed_by(self, plan: Plan) -> int:
         if plan.is_retry:
-            return 0  # the pass that failed has counted them
+            return 0  # counted at the failed pass
         for request_id in plan.dropped:
             self._num_missing.pop(request_id, None)
         for row in plan.started:
@@ -41,7 +41,7 @@ class PromptTokens:
 
 
 class CountedRunner:
-    """Counts per step."""
+    """Runner decorator that reports each step to the metrics."""
 
     def __init__(self, runner: Runner, metrics: NodeMetrics) -> None:
         self._runner = runner

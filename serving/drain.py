@@ -1,4 +1,4 @@
-"""The life of a node between its start and its end: ready, told to go, finishing."""
+"""Main loop of a node: serve, drain on request, finish."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from serving.server import Running, announce, stop_signal
 async def until_drained(
     server: Running, state: NodeState, engine: HasHeartbeat, stuck_after_s: float, grace: Grace
 ) -> None:
-    """Serves until told to stop, then takes nothing new and finishes what there is.
+    """Serve until a signal, a drain request or an engine failure; then drain.
 
-    From then on it has the grace's time, to the end of the process.
-
+    The drain starts the time limit of `grace`, which covers the rest of the process's life.
     Raises EngineStopped if the engine fails.
     """
-    async with stop_signal() as told:
+    async with stop_signal() as stop_requested:
         heartbeat = asyncio.ensure_future(follow_heartbeat(engine, server.health, stuck_after_s))
         following = asyncio.ensure_future(state.follow())
         try:
             announce(state.card.role.value, server.address)
-            await _first(told.wait(), state.drain_wanted(), _wait(heartbeat), _wait(following))
+            await _first(
+                stop_requested.wait(), state.drain_wanted(), _wait(heartbeat), _wait(following)
+            )
             if following.done():
-                following.result()  # a bug: it never ends by itself
+                following.result()  # raises: it ends only by a bug
             grace.begin(lambda: state.num_calls)
             if not heartbeat.done():
                 await _drain(server, state, heartbeat)

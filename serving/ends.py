@@ -1,4 +1,4 @@
-"""How a call ended, read from what was raised in it."""
+"""Conversion of the exception that ended a call to the end of its span."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from serving.errors import ClientGone, DeadlineExceeded
 from serving.status import NAMED, RemoteFailure, code_and_reason, remote_error
 from telemetry.spans import End, Outcome
 
-ROUNDED_BY = 0.01  # of a deadline, at most
-UNDER_WAY_S = 0.02  # a call on a machine that is near
+ROUNDED_BY = 0.01  # maximum rounding error, as a share of the deadline
+UNDER_WAY_S = 0.02  # network latency of a call from a nearby machine
 
 
 class Timed(Protocol):
@@ -23,7 +23,7 @@ class Timed(Protocol):
 
 
 def end_of(error: BaseException, *, is_late: bool = False, is_refused: bool = False) -> End:
-    """Now, by this error. `is_late`: the call's deadline has passed."""
+    """Return the end for this error, at the current time. `is_late`: the deadline has passed."""
     now_s = time.monotonic()
     is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit | ClientGone)
     if isinstance(error, DeadlineExceeded) or (is_cancelled and is_late):
@@ -43,9 +43,10 @@ def end_of(error: BaseException, *, is_late: bool = False, is_refused: bool = Fa
 
 
 def is_late(call: Timed, began_s: float) -> bool:
-    """Whether a call that began then is past its deadline, or so close that its end is no accident.
+    """Return whether a call that began at `began_s` is past its deadline, within a tolerance.
 
-    The client's clock strikes first: it began earlier, and gRPC rounds up what it tells us.
+    The client's deadline expires first, since its call began earlier and gRPC rounds the timeout
+    up. So a cancellation shortly before the deadline counts as its expiry.
     """
     remaining_s = call.time_remaining()
     if remaining_s is None:

@@ -1,4 +1,4 @@
-"""How long the end of a process may take. What hangs is not waited for beyond that."""
+"""Time limit of a process's shutdown."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Grace:
-    """Around all that a process does: once begun, the process is over when the time is.
+    """Context of a process's whole run. Once `begin` is called, the process exits in time.
 
-    A thread that hangs, such as an engine's in a forward pass, cannot be ended from within, and
-    nothing that it works on can be given back. So the process ends at once, as by a signal.
+    A hanging thread, such as the engine's in a forward pass, cannot be ended from within the
+    process, nor can its resources be released. So the process exits at once, as by a signal.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -42,12 +42,12 @@ class Grace:
             self._timer.cancel()
 
     def begin(self, num_unfinished: Callable[[], int]) -> None:
-        """The time runs from now on."""
+        """Start the timer."""
         self._timer = threading.Timer(self._timeout_s, self._cut_off, (num_unfinished,))
         self._timer.daemon = True
         self._timer.start()
 
     def _cut_off(self, num_unfinished: Callable[[], int]) -> None:
-        what = f"{num_unfinished()} requests unfinished"
-        log.error("not at its end after %g s, %s: it is cut off", self._timeout_s, what)
+        unfinished = f"{num_unfinished()} requests unfinished"
+        log.error("the drain took longer than %g s, %s: exiting", self._timeout_s, unfinished)
         os._exit(CUT_OFF)

@@ -1,4 +1,4 @@
-"""Whether this process can serve, and every change of that for whoever watches."""
+"""Readiness and liveness of this process, with a stream of readiness changes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 HEALTH = "grpc.health.v1.Health"
-# What a probe asks for when it would restart the process: not whether it is ready, which it is
-# not while it drains or while a router has no nodes.
+# Service name of liveness probes, which restart the process when they fail. Readiness does not
+# qualify for that: it is false while the process drains or while a router has no nodes.
 LIVENESS = "live"
 
 
 class Health:
-    """The readiness of the whole process, told alike for each of its services."""
+    """Readiness of the whole process, reported for each of its services."""
 
     def __init__(self, services: tuple[str, ...]) -> None:
         self.services = frozenset({"", *services})
@@ -31,7 +31,7 @@ class Health:
                 self._changed.notify_all()
 
     async def changes(self) -> AsyncGenerator[bool, None]:
-        """What it is now, and each change after it."""
+        """Yield the current readiness, then each change."""
         is_ready = self._is_ready
         while True:
             yield is_ready

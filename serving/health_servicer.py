@@ -1,4 +1,4 @@
-"""grpc.health.v1 as a servicer. The packaged one loses watchers when another one leaves."""
+"""Servicer of grpc.health.v1. The packaged one loses watchers when another one disconnects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         if request.service not in self._health.services:
             unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             yield health_pb2.HealthCheckResponse(status=unknown)
-            await asyncio.Event().wait()  # the protocol wants the stream kept open
+            await asyncio.Event().wait()  # the protocol requires an open stream
         async for is_ready in self._health.changes():
             yield _response(is_ready)
 

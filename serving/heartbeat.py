@@ -1,4 +1,4 @@
-"""Readiness follows the engine's own heartbeat, not the socket."""
+"""Readiness and liveness derived from the engine's heartbeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from serving.health import Health
 
 CHECK_S = 0.5
-# An engine that is stuck for so many times as long as makes it unready will not come back.
+# Multiple of `stuck_after_s` without a heartbeat after which the process counts as dead.
 DEAD_FACTOR = 5
 
 log = logging.getLogger(__name__)
@@ -25,13 +25,15 @@ class HasHeartbeat(Protocol):
 async def follow_heartbeat(
     engine: HasHeartbeat, health: Health, stuck_after_s: float
 ) -> BaseException:
-    """Keeps health true until the engine fails, and returns why it did."""
+    """Update `health` from the heartbeat until the engine fails. Return the engine's failure."""
     while engine.failure is None:
         silence_s = engine.since_last_beat_s()
         health.is_alive = silence_s < DEAD_FACTOR * stuck_after_s
         is_ready = silence_s < stuck_after_s
         if health.is_ready and not is_ready:
-            log.warning("the engine has not moved for %.1f s: not ready until it does", silence_s)
+            log.warning(
+                "no heartbeat of the engine for %.1f s: not ready until the next", silence_s
+            )
         await health.set_ready(is_ready)
         await asyncio.sleep(CHECK_S)
     await health.set_ready(False)

@@ -1,4 +1,4 @@
-"""TLS of servers that speak HTTP: the same files and the same meaning as for gRPC."""
+"""TLS of HTTP servers, from the same configuration as for gRPC."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ log = logging.getLogger(__name__)
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
-    """Shows a renewed certificate from the next handshake on. Raises InvalidConfig."""
+    """Return an SSL context that reloads changed certificates at each handshake.
+
+    Raises InvalidConfig.
+    """
     context = _context(tls)
-    # OpenSSL asks before it picks a certificate, also when a client names no server.
-    context.sni_callback = _picker(context, Renewals(tls))
+    # OpenSSL calls this before it picks a certificate, also when a client sends no server name.
+    context.sni_callback = _certificate_callback(context, Renewals(tls))
     return context
 
 
-def _picker(
+def _certificate_callback(
     first: ssl.SSLContext, renewals: Renewals
 ) -> Callable[[ssl.SSLObject, str | None, ssl.SSLContext], None]:
     current = first
@@ -45,7 +48,7 @@ def _context(tls: TlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.cert, tls.key)
-    except OSError as error:  # files that went together a moment ago
+    except OSError as error:  # files that changed after they were validated
         raise InvalidConfig(f"--tls-cert {tls.cert} cannot be used: {error}") from error
     if tls.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED

@@ -1,4 +1,4 @@
-"""Whether an address can be listened on, told in words before anything depends on it."""
+"""Listening sockets, with clear errors for addresses that cannot be bound."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
 
 
 def listening_socket(host: str, port: int, option: str) -> socket.socket:
-    """Raises AddressInUse, which names the option that chooses another."""
+    """Return a listening socket. Raises AddressInUse, which names the option to change."""
     try:
         [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         return socket.create_server(found[4][:2], family=found[0])
     except OSError as error:
-        raise AddressInUse(_told(host, port, option, error)) from error
+        raise AddressInUse(_error_message(host, port, option, error)) from error
 
 
-def _told(host: str, port: int, option: str, error: OSError) -> str:
+def _error_message(host: str, port: int, option: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} of {host} is in use; choose another {option}, or {option} 0 for any"
     number = error.errno or 0
-    reason = os.strerror(number) if number > 0 else error.strerror  # no words around it
+    reason = os.strerror(number) if number > 0 else error.strerror  # the bare reason
     return f"cannot listen on {host}:{port}: {reason}"

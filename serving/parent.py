@@ -1,4 +1,4 @@
-"""How a process ends by the will of the one that started it."""
+"""Process termination by the parent process: its death, or SIGTERM during the start."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """SIGTERM for this process when the parent is gone, however it went. Linux alone has this."""
+    """Have the kernel send SIGTERM to this process when its parent ends. Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # gone before we could ask
+    if os.getppid() != parent_pid:  # the parent ended before the prctl call
         sys.exit("the parent process is gone")
 
 
 def end_when_told() -> None:
-    """Until `stop_signal` takes over, SIGTERM ends the process with the code that shells give.
+    """Exit on SIGTERM with the shells' exit code, until `stop_signal` replaces the handler.
 
-    Without this the first process of a container, which has no handlers of the system's, would
-    sit through it: while a model is loaded, until SIGKILL.
+    PID 1 of a container has no default signal handlers. Without this handler it would ignore
+    SIGTERM while a model is loaded, until SIGKILL.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

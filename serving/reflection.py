@@ -1,4 +1,4 @@
-"""Server reflection as v1 and as v1alpha: newer clients ask for the first, older for the second."""
+"""Server reflection, as v1 for newer clients and as v1alpha for older ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 V1, V1_FILE = "grpc.reflection.v1", "grpc/reflection/v1/reflection.proto"
 V1ALPHA = "grpc.reflection.v1alpha"
 V1_SERVICE = f"{V1}.ServerReflection"
-# What errors carry: no service's file imports it, so it must be in the pool by itself.
+# Error details. No service's file imports this one, so it must be added to the pool explicitly.
 ERROR_DETAILS_FILE = error_details_pb2.DESCRIPTOR.name
 
 
 def enable_reflection(service_names: Sequence[str], server: aio.Server) -> None:
-    """Describe these services and reflection itself. Both versions have the same messages."""
+    """Enable reflection for these services and itself. Both versions have the same messages."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer(
         (*service_names, V1_SERVICE, reflection.SERVICE_NAME)
@@ -34,7 +34,7 @@ def enable_reflection(service_names: Sequence[str], server: aio.Server) -> None:
 
 
 def _describe_v1() -> None:
-    """Add v1's file, which grpcio-reflection lacks, to the pool that is reflected."""
+    """Add v1's file, which grpcio-reflection lacks, to the default descriptor pool."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(V1_FILE)

@@ -1,4 +1,4 @@
-"""A router's address: how it may be written, and why calls to it did not arrive. Pure."""
+"""Parsing of a router's address, and error texts for failed connections to it. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DNS = re.compile(r"dns:(?://[^/]*/)?")
 OTHER_GRPC_TARGETS = ("ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
 HOST = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:,]+")
 WRITE_IT = f"write host:port, such as 127.0.0.1:{DEFAULT_PORT}"
-# In gRPC's words for a connection that failed.
+# Keys: fragments of gRPC's messages for failed connections.
 REASONS = {
     "Domain name not found": "there is no such host",
     "Connection refused": "connection refused",
@@ -25,9 +25,9 @@ MET_HTTP_1 = "http1.x server"
 
 
 def router_target(written: str) -> str:
-    """The gRPC target of an address that a person wrote. Raises InvalidConfig.
+    """Return the gRPC target of an address given by a user. Raises InvalidConfig.
 
-    A port that is left out is the router's default one; gRPC's would be 443.
+    The default port is the router's, whereas gRPC's would be 443.
     """
     address = written.strip()
     if address.startswith(OTHER_GRPC_TARGETS):
@@ -44,14 +44,14 @@ def router_target(written: str) -> str:
 
 
 def unreachable(address: str, details: str) -> str:
-    """Why no connection came about, by gRPC's `details`."""
+    """Return an error text for a failed connection, from gRPC's `details`."""
     if MET_HTTP_1 in details:
         return (
             f"{address} speaks HTTP and not gRPC; if it is a router's --http-port, give its --port "
-            "(baton up tells both)"
+            "(baton up prints both)"
         )
-    known = next((told for words, told in REASONS.items() if words in details), details)
-    return f"{address} cannot be reached: {known}; is a router running there? baton up starts one"
+    reason = next((text for fragment, text in REASONS.items() if fragment in details), details)
+    return f"{address} cannot be reached: {reason}; is a router running there? baton up starts one"
 
 
 def _with_port(address: str, written: str) -> str:
@@ -63,7 +63,7 @@ def _with_port(address: str, written: str) -> str:
     if ":" in address.rpartition("]")[2]:
         host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
-        raise InvalidConfig(f"address {written!r} has no host that can be; {WRITE_IT}")
+        raise InvalidConfig(f"address {written!r} has no valid host; {WRITE_IT}")
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise InvalidConfig(f"address {written!r}: its port must be from 1 to {MAX_PORT}")
     return f"{host}:{port}"

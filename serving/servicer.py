@@ -1,4 +1,4 @@
-"""Servicers that both kinds of node share: the KV control link, and the node's own state."""
+"""Servicers of both node roles: KV control link and node state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serving.streamed import streamed
 
 
 class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
-    """Lets decode nodes dial this node."""
+    """Accepts control links from decode nodes."""
 
     def __init__(self, links: GrpcLinks) -> None:
         self._links = links
@@ -38,7 +38,7 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Reports who this node is and how busy; drains it and resets its prefix cache."""
+    """Reports the node's card and load; drains it and resets its prefix cache."""
 
     def __init__(self, state: NodeState, reset_prefix_cache: ResetPrefixCache) -> None:
         self._state = state

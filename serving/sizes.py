@@ -1,11 +1,11 @@
-"""How large a gRPC message may be, on all sides."""
+"""Size limits of gRPC messages, the same for servers and clients."""
 
 from __future__ import annotations
 
-# Holds a prompt of 13 million token ids. `router/sizes.py` refuses what could be larger.
+# Enough for a prompt of 13 million token ids. `router/sizes.py` refuses larger messages early.
 MAX_MESSAGE_BYTES = 64 << 20
-# What a client may send at once. Empty messages in lists take 30 times their bytes once parsed.
+# Limit for clients' requests. Empty messages in lists take 30 times their bytes once parsed.
 MAX_REQUEST_BYTES = 8 << 20
-# Events of many calls share a message: with all that fits and one more it is no larger than above.
+# A message batches events of many calls. A full batch plus one event fits MAX_MESSAGE_BYTES.
 MAX_BATCH_BYTES = 1 << 20
 MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2 * MAX_BATCH_BYTES

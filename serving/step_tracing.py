@@ -1,7 +1,7 @@
-"""Traces of engine steps: one step in so many notes what it did, and when its parts ended.
+"""Traces of engine steps. A sample of the steps records its work and the times of its phases.
 
-It stands around an engine only when steps are traced. All of it is the engine's thread's alone;
-the span is made elsewhere (ADR 0011).
+The decorators wrap an engine only when steps are traced. They run on the engine's thread only;
+spans are created on another thread (ADR 0011).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from telemetry.spans import TraceContext
 from telemetry.step_timeline import StepTimeline
 from telemetry.tracer import Tracer, new_span_id, new_trace_id
 
-MAX_LINKS = 128  # what OpenTelemetry's SDKs keep of a span's links
+MAX_LINKS = 128  # default limit of links per span in OpenTelemetry's SDKs
 
-# Where a request's spans of this node hang; None if it is not traced.
+# Returns the parent context of a request's spans on this node; None if it is not traced.
 ContextOf = Callable[[RequestId], TraceContext | None]
 
 
@@ -38,7 +38,7 @@ class StepTracing:
         self._context_of = context_of
         self._prompts = PromptTokens()
         self._number = 0
-        self.step: StepTimeline | None = None  # the one under way, if it is traced
+        self.step: StepTimeline | None = None  # the current step, if it is traced
 
     def core(self, scheduler: Scheduler, runner: Runner, kv_worker: KvWorker) -> EngineCore:
         around = _TimedRunner(runner, self), _TimedKvWorker(kv_worker, self)
@@ -51,7 +51,7 @@ class StepTracing:
 
     def runs(self, plan: Plan) -> None:
         if plan.is_retry:
-            return  # the pass that failed was noted
+            return  # recorded at the failed pass
         self._number += 1
         num_prompt_tokens = self._prompts.computed_by(plan)
         step = self.step
@@ -61,7 +61,7 @@ class StepTracing:
         step.num_rows = len(plan.num_scheduled_tokens)
         step.num_prefill_tokens = num_prompt_tokens
         step.num_decode_tokens = sum(plan.num_scheduled_tokens.values()) - num_prompt_tokens
-        # Now: of a request that ends in the meantime, nothing would be known any more.
+        # Contexts are read before the pass: a request that ends during it loses its context.
         found = [self._context_of(request_id) for request_id in plan.num_scheduled_tokens]
         requests = [context for context in found if context is not None]
         step.requests = tuple(requests[:MAX_LINKS])

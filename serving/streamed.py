@@ -1,4 +1,4 @@
-"""Streaming servicer methods whose end is certain."""
+"""Decorator that closes the generators of streaming servicer methods."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Context = aio.ServicerContext[Any, Any]
 def streamed(
     method: Callable[[S, Request, Context], AsyncGenerator[Response, None]],
 ) -> Callable[[S, Request, Context], AsyncIterator[Response]]:
-    """Closes the method's generator when the call ends, however it ends.
+    """Close the method's generator when the call ends, also by cancellation.
 
-    gRPC drops a generator whose call is cancelled between two responses and leaves its end to
-    the garbage collector: the request behind it would go on until then.
+    gRPC drops a generator whose call is cancelled between two responses without closing it. The
+    request behind it would continue until the garbage collector runs.
     """
 
     @wraps(method)
@@ -30,5 +30,5 @@ def streamed(
             async for response in responses:
                 await context.write(response)
 
-    # gRPC takes both shapes; the generated base class knows one.
+    # gRPC accepts coroutines and generators, but the generated base class declares generators only.
     return cast("Callable[[S, Request, Context], AsyncIterator[Response]]", write_all)

@@ -48,7 +48,7 @@ class AcceptedTokens:
     tokens: tuple[str, ...] = field(repr=False)
 
     def check(self, shown: str | None) -> None:
-        """Raises Unauthenticated. The comparison takes constant time."""
+        """Raises Unauthenticated. Its duration does not depend on where a wrong token differs."""
         if shown is None:
             raise Unauthenticated(
                 "no token was sent; send one as the metadata `authorization: Bearer TOKEN` "

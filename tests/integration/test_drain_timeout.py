@@ -79,5 +79,5 @@ def test_a_router_whose_requests_do_not_end_ends_by_itself(
         stream.close()
 
     assert code == CUT_OFF
-    assert "1 requests unfinished: it is cut off" in cluster.router.log
+    assert "1 requests unfinished: exiting" in cluster.router.log
     assert decode.process.returncode == 0
