@@ -52,7 +52,7 @@ def pin(cpus: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cpus)
     if os.sched_getaffinity(0) != set(cpus):
         wanted, free = (",".join(map(str, sorted(some))) for some in (cpus, allowed))
-        raise InvalidConfig(f"--cpus {wanted}: not all of them may be used here; these may: {free}")
+        raise InvalidConfig(f"--cpus {wanted}: not all are available; choose from {free}")
 
 
 def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Identity:

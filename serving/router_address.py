@@ -1,4 +1,4 @@
-"""Parsing of a router's address, and error texts for failed connections to it. Pure."""
+"""Router addresses: conversion to gRPC targets, and error texts for failed connections. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The OpenAI dialect over HTTP, in front of the same pipeline as gRPC."""
+"""OpenAI-compatible HTTP API in front of the same pipeline as gRPC."""

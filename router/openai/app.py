@@ -1,4 +1,4 @@
-"""The HTTP door as an ASGI app: which path is whose, who may come in, how errors are told."""
+"""ASGI app of the HTTP API: routes, authentication and error handlers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from serving.status import NAMED, reason_of
 from serving.token import HEADER, AcceptedTokens
 from serving.token_gate import nobody_counts
 
-# Probes carry no tokens, and learn nothing else.
+# Paths without authentication: probes send no tokens.
 OPEN_TO_ALL = frozenset({"/health", "/ready"})
 
 
@@ -75,14 +75,14 @@ def _post(path: str, endpoint: Callable[..., object]) -> Route:
 
 
 class Gate:
-    """Lets in whoever shows a token that is taken here, before anything else is read."""
+    """ASGI middleware that checks the bearer token before anything else is read."""
 
     def __init__(
         self, app: ASGIApp, accepted: AcceptedTokens, on_refusal: Callable[[str], None]
     ) -> None:
         self._app = app
         self._accepted = accepted
-        self._on_refusal = on_refusal  # hears the reason
+        self._on_refusal = on_refusal  # called with the reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_TO_ALL:

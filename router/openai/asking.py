@@ -1,4 +1,4 @@
-"""A completion or a chat as a client asks for it, to the calls that answer it. Pure."""
+"""Conversion of completion and chat requests to calls of the pipeline. Pure."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ PLAIN = ("min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """How the answer is to be told."""
+    """Options of the response: what to include and how to format it."""
 
     is_chat: bool
     is_streamed: bool
-    with_usage: bool = False  # at the end of a stream
-    with_usage_so_far: bool = False  # with each piece of it
+    with_usage: bool = False  # in the last chunk of a stream
+    with_usage_so_far: bool = False  # in each chunk of a stream
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     echoes: bool = False
-    with_answer: bool = True  # False: the prompt alone is wanted
+    with_answer: bool = True  # False: return the prompt only
     with_token_ids: bool = False
     tokens_by_id: bool = False
     calling: Calling = Calling.NONE
-    function: str = ""  # the one that is called, if it is named
-    with_one_call: bool = False  # at most
-    has_form: bool = False  # then no reasoning comes before it
-    max_tokens: int | None = None  # as asked for; None: left out
-    max_model_len: int | None = None  # None: not known
+    function: str = ""  # the function that tool_choice names
+    with_one_call: bool = False  # at most one tool call
+    has_form: bool = False  # structured output, which has no reasoning in front
+    max_tokens: int | None = None  # as requested; None: not biases
+    max_model_len: int | None = None  # None: unknown
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -62,7 +62,10 @@ class Telling:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Each prompt has `num_each` calls in a row, of which the `num_told` likeliest are told."""
+    """Parsed request: `num_each` consecutive calls per prompt.
+
+    The answer contains the `num_told` likeliest results of each prompt.
+    """
 
     calls: tuple[Call, ...]
     num_each: int
@@ -72,7 +75,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What the router knows of the model that is asked for."""
+    """Properties of the requested model that the router knows."""
 
     defaults: SamplingDefaults
     max_model_len: int | None  # None while no decode node is known
@@ -80,7 +83,7 @@ class Advice:
 
 
 def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
-    """Raises what a bad request deserves."""
+    """Parse a completion. Raises InvalidRequest, UnsupportedInput and EmptyPrompt."""
     body = body_from(fields, CompletionBody)
     prompts = prompts_from(
         body.prompt,
@@ -97,38 +100,38 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
         if body.echo:
             own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     elif best_of > body.n:
-        own["logprobs"] = 0  # to tell which are the likeliest
-    telling = Telling(
+        own["logprobs"] = 0  # needed to rank the answers
+    options = Telling(
         is_chat=False,
         num_logprobs=body.logprobs,
         echoes=body.echo,
         with_answer=with_answer,
         max_tokens=body.max_tokens,
-        **_telling(body),
+        **_common_options(body),
     )
-    return _asked(body, prompts, own, request_id, advice, telling, best_of)
+    return _parsed_request(body, prompts, own, request_id, advice, options, best_of)
 
 
 def _best_of(body: CompletionBody) -> int:
-    """How many answers a prompt gets."""
+    """Return the number of answers to generate per prompt."""
     if body.best_of is None:
         return body.n
     if body.best_of < body.n:
         raise InvalidRequest(f"best_of is {body.best_of}; it must be at least n", "best_of")
     if body.stream and body.best_of > body.n:
         raise UnsupportedInput(
-            "best_of above n needs stream: false, since the best are known at the end", "best_of"
+            "best_of above n needs stream: false, since answers are ranked at the end", "best_of"
         )
     return body.best_of
 
 
 def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
-    """Raises what a bad request deserves."""
+    """Parse a chat completion. Raises InvalidRequest and UnsupportedInput."""
     body = body_from(fields, ChatBody)
     choice = tool_choice_from(body)
     prompt = chat_from(body, choice.shown)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    # Left out, it is what the prompt leaves, which the pipeline knows once it is tokenised.
+    # The default is the rest of the context, which the pipeline computes once it has tokenized.
     rest = MOST_SAFE_INT if advice.max_model_len is None else advice.max_model_len
     own: dict[str, Any] = {"max_tokens": rest if most is None else most}
     num_logprobs = _num_logprobs(body)
@@ -136,19 +139,19 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
         own["logprobs"] = num_logprobs
         if most is None and not body.stream:
             own["max_tokens"] = min(rest, max_tokens_with_logprobs(num_logprobs, body.n))
-    telling = Telling(
+    options = Telling(
         is_chat=True,
         num_logprobs=num_logprobs,
         calling=choice.calling,
         function=choice.name,
         with_one_call=not body.parallel_tool_calls,
         max_tokens=most,
-        **_telling(body),
+        **_common_options(body),
     )
-    asked = _asked(body, [prompt], own, request_id, advice, telling, body.n, choice)
+    parsed = _parsed_request(body, [prompt], own, request_id, advice, options, body.n, choice)
     if most is not None:
-        return asked
-    return replace(asked, calls=tuple(replace(call, fills_context=True) for call in asked.calls))
+        return parsed
+    return replace(parsed, calls=tuple(replace(call, fills_context=True) for call in parsed.calls))
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -164,12 +167,12 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return body.top_logprobs or 0
 
 
-def _telling(body: GenerationBody) -> dict[str, Any]:
+def _common_options(body: GenerationBody) -> dict[str, Any]:
     options = body.stream_options
     if not body.stream and "stream_options" in body.model_fields_set:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise UnsupportedInput("prompt_logprobs is not told in a stream", "prompt_logprobs")
+        raise UnsupportedInput("prompt_logprobs needs stream: false", "prompt_logprobs")
     return {
         "is_streamed": body.stream,
         "with_usage": options.include_usage,
@@ -180,13 +183,13 @@ def _telling(body: GenerationBody) -> dict[str, Any]:
     }
 
 
-def _asked(
+def _parsed_request(
     body: GenerationBody,
     prompts: Sequence[Prompt],
     own: Mapping[str, Any],
     request_id: str,
     advice: Advice,
-    telling: Telling,
+    options: Telling,
     num_each: int,
     choice: ToolChoice = NO_TOOLS,
 ) -> Asked:
@@ -198,14 +201,14 @@ def _asked(
         more = "n" if num_each == body.n else "best_of"
         field = "prompt" if len(prompts) > MOST_ANSWERS else more
         raise InvalidRequest(
-            f"{num_choices} answers are asked for; at most {MOST_ANSWERS} may be at once", field
+            f"{num_choices} answers were requested; the limit is {MOST_ANSWERS}", field
         )
     sampling = {**_sampling(body), **own, "structured_outputs": form}
     strings = stop_strings_from([body.stop] if isinstance(body.stop, str) else body.stop)
     bad_words = bad_words_from(body.bad_words)
     check_copies_fit(advice.defaults.params(**sampling), bad_words, num_choices)
     shown_tokens: tuple[str, ...] = ()
-    if telling.is_chat and form is None:
+    if options.is_chat and form is None:
         shown_tokens = advice.parsing.marks(with_tools=choice.calling is Calling.BY_MODEL)
     calls = []
     for index in range(num_choices):
@@ -224,12 +227,12 @@ def _asked(
         calls.append(call)
     if not body.stream:
         _check_logprobs_fit(calls, advice)
-    telling = replace(telling, has_form=form is not None, max_model_len=advice.max_model_len)
-    return Asked(tuple(calls), num_each, body.n, telling)
+    options = replace(options, has_form=form is not None, max_model_len=advice.max_model_len)
+    return Asked(tuple(calls), num_each, body.n, options)
 
 
 def _check_logprobs_fit(calls: Sequence[Call], advice: Advice) -> None:
-    """A stream passes logprobs on as they come; a whole answer has all of them in one body."""
+    """Check the size of a whole answer, which has all logprobs in one body, unlike a stream."""
     sampling, num_answers = calls[0].sampling, len(calls)
     if sampling.logprobs is None:
         return
@@ -248,21 +251,21 @@ def _form(body: GenerationBody, choice: ToolChoice) -> StructuredOutputs | None:
     form = form_from(body)
     if form is not None and choice.form is not None:
         raise InvalidRequest(
-            "tool_choice forces a call, which has the form of its parameters: leave it out, or "
-            "the other form",
+            "tool_choice forces a call and cannot be combined with another output format: leave "
+            "out one of them",
             "tool_choice",
         )
     return form or choice.form
 
 
 def _sampling(body: GenerationBody) -> dict[str, Any]:
-    """What is left out is left to the model's makers."""
+    """Return the sampling parameters that were biases. Others default to the model's."""
     check_count("vllm_xargs", len(body.vllm_xargs), MAX_EXTRA_ARGS)
     for name in body.vllm_xargs:
         check_name("vllm_xargs", name)
     chosen = {name: getattr(body, name) for name in (*ADVISED, *PLAIN)}
     if body.top_k is not None:
-        chosen["top_k"] = 0 if body.top_k == -1 else body.top_k  # vLLM's word for all
+        chosen["top_k"] = 0 if body.top_k == -1 else body.top_k  # -1 disables top_k, as in vLLM
     if body.allowed_token_ids is not None:
         chosen["allowed_token_ids"] = tuple(body.allowed_token_ids)
     return {
@@ -274,9 +277,9 @@ def _sampling(body: GenerationBody) -> dict[str, Any]:
     }
 
 
-def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     bias = {}
-    for name, value in given.items():
+    for name, value in biases.items():
         is_id = name.isascii() and name.isdecimal() and len(name) <= MOST_DIGITS
         if not (is_id and int(name) <= MOST_SAFE_INT):
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""What clients may send, by field. Unknown fields and wrong types are refused by name. Pure."""
+"""Pydantic models of request bodies. Unknown fields and wrong types are refused. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.limits import (
 )
 from serving.errors import Unreadable, UnsupportedInput
 
-MOST_SAFE_INT = (1 << 31) - 1  # what nodes are told is of 32 bits
+MOST_SAFE_INT = (1 << 31) - 1  # integers of the node protocol have 32 bits
 Count = Annotated[int, Field(ge=0, le=MOST_SAFE_INT)]
 AnyInt = Annotated[int, Field(ge=-MOST_SAFE_INT, le=MOST_SAFE_INT)]
 Texts = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
@@ -28,16 +28,16 @@ Messages = Annotated[list[dict[str, Any]], Field(max_length=MAX_CHAT_MESSAGES, f
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
-MAX_FIELDS = 1 << 14  # of an object at the top of a body, or one below
+MAX_FIELDS = 1 << 14  # of the body, and of each object directly in it
 
-# They say nothing of the answer.
+# Accepted and ignored: these fields do not affect the answer.
 HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         "verbosity",
     }
 )
-# What these fields may say, since it is what is done anyway.
+# Fields without support, and the values that are accepted because they match the behaviour.
 AS_DONE_ANYWAY: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -46,7 +46,7 @@ AS_DONE_ANYWAY: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "modalities": (["text"],),
     "continue_final_message": (False,),
-    "add_special_tokens": (),  # but in a text prompt
+    "add_special_tokens": (),  # supported for text prompts only
 }
 
 
@@ -61,7 +61,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What completions and chats have in common. None: left out."""
+    """Fields common to completions and chats. None: not given."""
 
     model: str = ""
     stream: bool = False
@@ -111,7 +111,7 @@ class TemplateFields(Body):
     add_generation_prompt: bool = True
     tools: Tools = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    reasoning_effort: str | None = None  # for the template, as in vLLM
+    reasoning_effort: str | None = None  # passed to the chat template, as in vLLM
 
 
 class ChatBody(GenerationBody, TemplateFields):
@@ -143,11 +143,11 @@ B = TypeVar("B", bound=Body)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The fields that say something: null is as good as left out. Raises Unreadable."""
+    """Parse a body and drop fields that are null. Raises Unreadable."""
     try:
         parsed = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise Unreadable(f"the body is no JSON: {error}") from error
+        raise Unreadable(f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise Unreadable("the body must be a JSON object")
     return {name: value for name, value in parsed.items() if value is not None}
@@ -160,26 +160,26 @@ def body_from(fields: Mapping[str, Any], kind: type[B]) -> B:
         if isinstance(value, dict):
             check_count(name, len(value), MAX_FIELDS)
     try:
-        return kind.model_validate(_heeded(fields, kind))
+        return kind.model_validate(_effective_fields(fields, kind))
     except ValidationError as error:
-        raise _told(error) from error
+        raise _invalid_request(error) from error
 
 
-def _heeded(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
-    """Without what asks for nothing."""
-    heeded = {name: value for name, value in fields.items() if name not in HARMLESS}
-    for name in AS_DONE_ANYWAY.keys() & heeded.keys() - kind.model_fields.keys():
-        value = heeded.pop(name)
+def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
+    """Return the fields without those that are ignored. Raises UnsupportedInput."""
+    effective = {name: value for name, value in fields.items() if name not in HARMLESS}
+    for name in AS_DONE_ANYWAY.keys() & effective.keys() - kind.model_fields.keys():
+        value = effective.pop(name)
         if value not in AS_DONE_ANYWAY[name]:
             raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
-    return heeded
+    return effective
 
 
-def _told(error: ValidationError) -> InvalidRequest:
+def _invalid_request(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"{field} is not a field that is known here: leave it out", field)
+        return InvalidRequest(f"{field} is not a known field: leave it out", field)
     if first["type"] == "missing":
         return InvalidRequest(f"{field} is missing", field)
     return InvalidRequest(f"{field}: {first['msg']}", field)

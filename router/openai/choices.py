@@ -1,4 +1,4 @@
-"""One choice of an answer, in a stream or as a whole: pieces to JSON. Pure."""
+"""One choice of a completion as JSON, in a stream or as a whole. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = Piece(0)
 
 @dataclass(frozen=True, slots=True)
 class ToldPrompt:
-    """What of the prompt the answer may repeat."""
+    """Parts of the prompt that the answer can repeat."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -25,7 +25,7 @@ class ToldPrompt:
 
 class Choice(Protocol):
     def chunk(self, piece: Piece) -> Json | None:
-        """None: there is nothing to tell yet."""
+        """Return None if there is nothing to send yet."""
         ...
 
     def last_chunk(self, ending: Ending) -> Json: ...
@@ -34,64 +34,64 @@ class Choice(Protocol):
 
 
 class CompletionChoice:
-    def __init__(self, index: int, prompt: ToldPrompt, telling: Telling, spell: Spell) -> None:
+    def __init__(self, index: int, prompt: ToldPrompt, options: Telling, spell: Spell) -> None:
         self._index = index
-        self._telling = telling
+        self._options = options
         self._prompt = prompt
         self._spell = spell
-        self._offset = 0  # of the next token, in the text
+        self._offset = 0  # of the next token in the text
         self._has_begun = False
 
     def chunk(self, piece: Piece) -> Json | None:
-        told = self._told(piece)
+        fields = self._fields(piece)
         is_first, self._has_begun = not self._has_begun, True
-        if not (is_first or told["text"] or told["logprobs"] or "token_ids" in told):
+        if not (is_first or fields["text"] or fields["logprobs"] or "token_ids" in fields):
             return None
-        if is_first and self._telling.with_token_ids:
-            told["prompt_token_ids"] = self._prompt.token_ids
-        return {**told, "finish_reason": None, "stop_reason": None}
+        if is_first and self._options.with_token_ids:
+            fields["prompt_token_ids"] = self._prompt.token_ids
+        return {**fields, "finish_reason": None, "stop_reason": None}
 
     def last_chunk(self, ending: Ending) -> Json:
         return {"index": self._index, "text": "", "logprobs": None, **how_ended(ending)}
 
     def whole(self, pieces: Sequence[Piece], ending: Ending) -> Json:
         piece = joined(pieces)
-        told = {**self._told(piece), **how_ended(ending)}
-        num_top = self._telling.num_prompt_logprobs
+        fields = {**self._fields(piece), **how_ended(ending)}
+        num_top = self._options.num_prompt_logprobs
         if num_top is not None:
-            told["prompt_logprobs"] = prompt_logprobs(piece.prompt_logprobs, num_top, self._spell)
-        if self._telling.with_token_ids:
-            told["prompt_token_ids"] = self._prompt.token_ids
-        return told
+            fields["prompt_logprobs"] = prompt_logprobs(piece.prompt_logprobs, num_top, self._spell)
+        if self._options.with_token_ids:
+            fields["prompt_token_ids"] = self._prompt.token_ids
+        return fields
 
-    def _told(self, piece: Piece) -> Json:
-        telling = self._telling
-        echoes = telling.echoes and not self._has_begun
-        text = piece.text if telling.with_answer else ""
-        told: Json = {
+    def _fields(self, piece: Piece) -> Json:
+        options = self._options
+        echoes = options.echoes and not self._has_begun
+        text = piece.text if options.with_answer else ""
+        fields: Json = {
             "index": self._index,
             "text": self._prompt.text + text if echoes else text,
             "logprobs": self._logprobs(piece, echoes=echoes),
         }
-        if telling.with_token_ids:
-            told["token_ids"] = piece.token_ids if telling.with_answer else ()
-        return told
+        if options.with_token_ids:
+            fields["token_ids"] = piece.token_ids if options.with_answer else ()
+        return fields
 
     def _logprobs(self, piece: Piece, *, echoes: bool) -> Json | None:
-        num_top = self._telling.num_logprobs
+        num_top = self._options.num_logprobs
         if num_top is None:
             return None
         token_ids: tuple[int, ...] = ()
         entries: tuple[TokenLogprobs | None, ...] = ()
         if echoes:
             token_ids, entries = self._prompt.token_ids, piece.prompt_logprobs
-        if self._telling.with_answer:
+        if self._options.with_answer:
             token_ids, entries = (*token_ids, *piece.token_ids), (*entries, *piece.logprobs)
         if not token_ids:
             return None
-        told = completion_logprobs(token_ids, entries, num_top, self._spell, self._offset)
-        self._offset += sum(map(len, told["tokens"]))
-        return told
+        logprobs = completion_logprobs(token_ids, entries, num_top, self._spell, self._offset)
+        self._offset += sum(map(len, logprobs["tokens"]))
+        return logprobs
 
 
 def how_ended(ending: Ending) -> Json:
@@ -101,7 +101,7 @@ def how_ended(ending: Ending) -> Json:
 
 
 def joined(pieces: Iterable[Piece]) -> Piece:
-    """All of them as one."""
+    """Concatenate the pieces."""
     pieces = list(pieces)
     return Piece(
         first_index=0,

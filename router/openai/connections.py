@@ -1,8 +1,8 @@
-"""Connections of the HTTP server: bounded in number, and in the time a client may be silent.
+"""Connections of the HTTP server, with limits on their number and on silent clients.
 
-uvicorn has a time-out for connections between two requests, and none for a request that never
-becomes whole. asyncio's own accept loop logs a traceback for each place in the backlog when
-descriptors run out, and arms as many timers. Both are replaced here.
+uvicorn has a timeout for connections between two requests, but none for incomplete requests.
+asyncio's accept loop logs a traceback and arms a timer for each entry of the backlog when
+descriptors run out. This module replaces both.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Number of connections, and seconds that a client may take."""
+    """Limit of connections, and timeouts of clients."""
 
     max_connections: int = 4096
-    handshake_s: float = 10.0  # of TLS
-    head_s: float = (
-        20.0  # from a connection's beginning, or a request's first byte, to its head's end
-    )
-    body_s: float = 30.0  # between two pieces of a body
-    unread_s: float = 120.0  # that an answer lies unread
+    handshake_s: float = 10.0  # for the TLS handshake
+    # From the start of a connection, or the first byte of a request, to the end of its headers.
+    head_s: float = 20.0
+    body_s: float = 30.0  # between two chunks of a body
+    unread_s: float = 120.0  # while a client does not read its answer
 
     def __post_init__(self) -> None:
         if self.max_connections < 1:
@@ -47,20 +46,20 @@ class ConnectionLimits:
 
 
 class Place:
-    """Place of one connection among those of an acceptor, which is in use from its accept on."""
+    """One accepted connection's slot among those of an acceptor."""
 
     def __init__(self, places: Places, accepted: socket.socket) -> None:
         self._places = places
         self.socket = accepted
-        self.opening: asyncio.Task[None] | None = None  # TLS may take a while
+        self.opening: asyncio.Task[None] | None = None  # includes the TLS handshake
         self.http: HttpConnection | None = None
 
     def wait(self) -> None:
-        """Its client has begun to wait, or to be waited for, anew."""
+        """Mark the connection as waiting for its client, from now on."""
         self._places.note_waiting(self)
 
     def answer(self) -> None:
-        """A whole request is at hand."""
+        """Mark the connection as answering a complete request."""
         self._places.note_answering(self)
 
     def free(self) -> None:
@@ -72,12 +71,12 @@ class Place:
             return
         if self.opening is not None:
             self.opening.cancel()
-        if self.http is None:  # nothing else holds it yet
+        if self.http is None:  # no transport owns the socket yet
             self.socket.close()
 
 
 class Places:
-    """Connections of an acceptor; those without a whole request in the order of their waiting."""
+    """Slots of an acceptor's connections. Waiting connections are ordered by their waiting time."""
 
     def __init__(self) -> None:
         self._taken: set[Place] = set()
@@ -105,7 +104,7 @@ class Places:
         self._waiting.pop(place, None)
 
     def close_longest_waiting(self) -> bool:
-        """False if none waits."""
+        """Close the connection that has waited longest. Return False if none waits."""
         longest = next(iter(self._waiting), None)
         if longest is None:
             return False
@@ -115,7 +114,7 @@ class Places:
 
 
 class HttpConnection(H11Protocol):
-    """Closes itself when its client is silent in the middle of something."""
+    """HTTP connection with timeouts for headers, bodies and unread answers."""
 
     def __init__(
         self,
@@ -151,13 +150,13 @@ class HttpConnection(H11Protocol):
             self._head_began()
 
     def on_response_complete(self) -> None:
-        self._close_after(None)  # uvicorn's keep-alive time-out counts from here
+        self._close_after(None)  # uvicorn's keep-alive timeout applies from here
         self._has_part_of_head = False
         self._place.wait()
         super().on_response_complete()
         if not self._is_between_requests:
             self._request_moved_on()
-        elif self.conn.trailing_data[0]:  # it came along with the request before
+        elif self.conn.trailing_data[0]:  # a pipelined request has begun
             self._head_began()
 
     def pause_writing(self) -> None:
@@ -204,7 +203,7 @@ class HttpConnection(H11Protocol):
             self._deadline = self.loop.call_later(wait_s, self._close_unless_paused, wait_s)
 
     def _close_unless_paused(self, wait_s: float) -> None:
-        """A client that is not read from is not silent."""
+        """Close the connection, unless reading is paused: then the client is not at fault."""
         if self.flow.read_paused:
             self._close_after(wait_s)
         else:
@@ -212,8 +211,10 @@ class HttpConnection(H11Protocol):
 
 
 class Acceptor:
-    """Accepts connections. Where all places are taken, a new one takes the place of the one that
-    has waited longest for its client, and is refused if all others are being answered.
+    """Accepts connections up to a limit.
+
+    At the limit, a new connection replaces the one that has waited longest for its client. If all
+    connections are answering requests, the new one is refused.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class Acceptor:
         server_state: ServerState,
         limits: ConnectionLimits,
     ) -> None:
-        """The configuration is loaded."""
+        """`config` must be loaded."""
         self._listening = listening
         self._config = config
         self._server_state = server_state
@@ -231,7 +232,7 @@ class Acceptor:
         self._places = Places()
 
     async def run(self) -> None:
-        """Until cancelled. Connections that are open stay open."""
+        """Accept connections until cancelled. Open connections stay open."""
         loop = asyncio.get_running_loop()
         self._listening.setblocking(False)
         while True:
@@ -239,17 +240,17 @@ class Acceptor:
                 accepted, _ = await loop.sock_accept(self._listening)
             except OSError as error:
                 if error.errno in OUT_OF_RESOURCES:
-                    log.warning("no connection can be accepted now: %s", error)
+                    log.warning("cannot accept connections: %s", error)
                     self._places.close_longest_waiting()
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             self._take(accepted)
-            await asyncio.sleep(0)  # what was closed gives back its descriptor
+            await asyncio.sleep(0)  # lets closed connections release their descriptors
 
     def _take(self, accepted: socket.socket) -> None:
         is_full = len(self._places) >= self._limits.max_connections
         if is_full and not self._places.close_longest_waiting():
-            log.warning("a connection is refused: all %d are in use", len(self._places))
+            log.warning("connection refused: all %d connections are in use", len(self._places))
             self._refuse(accepted)
             return
         place = self._places.take(accepted)

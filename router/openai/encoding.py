@@ -1,4 +1,4 @@
-"""JSON of large answers, written in slices: the event loop serves others in between."""
+"""JSON encoding of large answers in slices, yielding to the event loop between them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-SLICE_CHARACTERS = 1 << 16  # some milliseconds of work
-# Positions with logprobs, each of 65 entries at most, that are written without a break.
+SLICE_CHARACTERS = 1 << 16  # takes a few milliseconds to encode
+# Positions with logprobs, at most 65 entries each, that are encoded without yielding.
 MAX_POSITIONS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LongList:
-    """A JSON array whose items are made while they are written, once."""
+    """JSON array whose items are created lazily while it is encoded, once."""
 
     items: Iterable[object]
     has_long_items: bool = False  # items may hold a LongList
 
 
-def as_json(told: object) -> bytes:
-    """All of it at once; for what holds no LongList."""
-    return _dumps(told).encode()
+def as_json(value: object) -> bytes:
+    """Encode at once a value that contains no LongList."""
+    return _dumps(value).encode()
 
 
-async def encoded(told: object) -> list[bytes]:
-    """The same bytes as `as_json`, in slices."""
+async def encoded(value: object) -> list[bytes]:
+    """Encode in slices that join to the bytes of `as_json`."""
     slices: list[bytes] = []
     held: list[str] = []
     num_held = 0
-    for text in _texts(told):
+    for text in _fragments(value):
         held.append(text)
         num_held += len(text)
         if num_held >= SLICE_CHARACTERS:
@@ -40,27 +40,27 @@ async def encoded(told: object) -> list[bytes]:
     return [*slices, "".join(held).encode()]
 
 
-def _texts(told: object) -> Iterator[str]:
-    match told:
+def _fragments(value: object) -> Iterator[str]:
+    match value:
         case LongList(items, has_long_items):
             yield "["
             for place, item in enumerate(items):
                 if place:
                     yield ","
                 if has_long_items:
-                    yield from _texts(item)
+                    yield from _fragments(item)
                 else:
                     yield _dumps(item)
             yield "]"
         case dict():
             yield "{"
-            for place, (name, value) in enumerate(told.items()):
+            for place, (name, item) in enumerate(value.items()):
                 yield f"{',' if place else ''}{_dumps(name)}:"
-                yield from _texts(value)
+                yield from _fragments(item)
             yield "}"
         case _:
-            yield _dumps(told)
+            yield _dumps(value)
 
 
-def _dumps(told: object) -> str:
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

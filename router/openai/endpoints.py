@@ -1,4 +1,4 @@
-"""The small questions: which models, which tokens, whether it is well, what it counted."""
+"""Endpoints for models, tokenization, prefix caches, probes and metrics."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from router.values import Prompt, TextPrompt
 from serving.errors import UnknownModel
 from serving.health import Health
 
-# Of the Accept header: what is counted, and how that is written.
+# Takes the Accept header. Returns the metrics and their content type.
 Scrape = Callable[[str], tuple[bytes, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What the decode nodes serve."""
+    """`/v1/models`: the models that the decode nodes serve."""
 
     table: NodeTable
     since: int
@@ -62,18 +62,20 @@ class Models:
             "created": self.since,
             "owned_by": "baton",
             "max_model_len": self.table.max_model_len(name),
-            "max_sequence_len": self.table.max_sequence_len(name),  # what KV caches hold of it
+            "max_sequence_len": self.table.max_sequence_len(name),  # limit of the KV caches
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
+    """`/tokenize` and `/detokenize`."""
+
     pipeline: Pipeline
     table: NodeTable
     bodies: Bodies
 
     async def of_text(self, request: Request) -> Response:
-        """Or of a chat."""
+        """Tokenize a text or a chat."""
         with self.bodies.lease() as lease:
             return await self._of_text(await self.bodies.read(request, lease))
 
@@ -89,20 +91,20 @@ class Tokens:
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
         self.pipeline.check_model(body.model)
         token_ids = await self.pipeline.token_ids(prompt, body.model)
-        told: dict[str, Any] = {
+        response: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self.table.max_model_len(body.model),
             "tokens": token_ids,
             "token_strs": None,
         }
         if not body.return_token_strs:
-            return await self._response(raw, told)
+            return await self._response(raw, response)
 
         def spelled() -> list[str]:
             return [self.pipeline.token(token_id).text for token_id in token_ids]
 
         return await self._response(
-            raw, {**told, "token_strs": await self.bodies.work_on(raw, spelled)}
+            raw, {**response, "token_strs": await self.bodies.work_on(raw, spelled)}
         )
 
     async def to_text(self, request: Request) -> Response:
@@ -114,9 +116,9 @@ class Tokens:
             text = await self.pipeline.spelled(tuple(body.tokens))
             return await self._response(raw, {"prompt": text})
 
-    async def _response(self, raw: bytes, told: Json) -> Response:
-        """An answer that is about as large as its question."""
-        content = await self.bodies.work_on(raw, partial(as_json, told))
+    async def _response(self, raw: bytes, response: Json) -> Response:
+        """Encode a response whose size is proportional to the request's."""
+        content = await self.bodies.work_on(raw, partial(as_json, response))
         return Response(content, media_type="application/json")
 
 
@@ -125,7 +127,7 @@ class PrefixCaches:
     resets: PrefixResets
 
     async def reset(self, _request: Request) -> Response:
-        """On every node. The body is not read."""
+        """Reset the prefix caches of all nodes. The body is not read."""
         done = await self.resets.reset_all()
         return JSONResponse({"nodes": [asdict(one) for one in done]})
 
@@ -140,11 +142,11 @@ class Probes:
         return _yes_or_no(self.health.is_alive)
 
     async def is_ready(self, _request: Request) -> Response:
-        """Not while it drains, nor before it knows nodes."""
+        """Ready unless the router drains or has no nodes yet."""
         return _yes_or_no(self.health.is_ready and not self.pipeline.is_draining)
 
     async def metrics(self, request: Request) -> Response:
-        # On a thread: some of it is asked of this loop, as by any scrape.
+        # On a thread, since a scrape blocks on readings that this event loop provides.
         accept = request.headers.get("accept", "")
         body, kind = await asyncio.to_thread(self.scrape, accept)
         return Response(body, headers={"content-type": kind})

@@ -1,4 +1,4 @@
-"""Named errors as HTTP statuses and bodies in OpenAI's shape."""
+"""Conversion of named errors to HTTP statuses and to bodies in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serving.errors import (
 )
 from serving.status import MOST_FIELD_CHARACTERS, code_and_reason, message_of
 
-# Of the one table from errors to gRPC statuses.
+# HTTP statuses of the gRPC codes in `serving/status.py`.
 HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: 400,
     StatusCode.UNAUTHENTICATED: 401,
@@ -38,7 +38,7 @@ HTTP_STATUS = {
 }
 TOO_LARGE = 413
 TIMED_OUT = 408
-# A process that drains is replaced by another in a moment.
+# A draining process is replaced by another one soon.
 DRAINING_RETRY_AFTER_S = 1.0
 
 
@@ -75,8 +75,8 @@ async def tell_named(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def tell_bug(_request: Request, _error: Exception) -> JSONResponse:
-    """The log has the rest."""
-    return JSONResponse(shaped("a bug in this server; its log tells more", 500, "INTERNAL"), 500)
+    """Report an internal error. The log has its traceback."""
+    return JSONResponse(shaped("internal error; see the server's log", 500, "INTERNAL"), 500)
 
 
 def _field(error: Exception) -> str | None:
@@ -104,5 +104,5 @@ def _headers(error: Exception) -> dict[str, str]:
 
 
 def _seconds(wait_s: float) -> str:
-    """HTTP knows whole ones."""
+    """Round up, since Retry-After has whole seconds."""
     return str(max(1, math.ceil(wait_s)))

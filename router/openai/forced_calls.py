@@ -1,6 +1,6 @@
-"""Tool calls read out of an answer whose form is made of the tools' parameters. Pure.
+"""Incremental parsers of forced tool calls, whose JSON follows the tools' schemas. Pure.
 
-Arguments are passed on as they come, a call's name when it is whole.
+Arguments are streamed as they arrive, and a call's name once it is complete.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BEGINNING = re.compile(
 
 
 class NamedCallReader:
-    """The whole answer is the arguments of one function."""
+    """Parses an answer that consists of one function's arguments."""
 
     def __init__(self, name: str) -> None:
-        self._name: str | None = name  # None: it has been told
+        self._name: str | None = name  # None: it has been emitted
 
     def push(self, text: str) -> Delta:
         if not text:
@@ -34,27 +34,27 @@ class NamedCallReader:
 
 
 class RequiredCallsReader:
-    """`[{"name": …, "arguments": …}, …]`. A call without arguments so far is not told."""
+    """Parses `[{"name": …, "arguments": …}, …]`. A call is emitted once its arguments begin."""
 
     def __init__(self) -> None:
-        self._held = ""  # between arguments
-        self._arguments: JsonScan | None = None  # None: between them
+        self._held = ""  # text between arguments
+        self._arguments: JsonScan | None = None  # None: between arguments
 
     def push(self, text: str) -> Delta:
-        told = NOTHING
+        delta = NOTHING
         while text:
             if self._arguments is not None:
                 more, text = self._more(self._arguments, text)
-                told += Delta(calls=(ToolCall(None, more),)) if more else NOTHING
+                delta += Delta(calls=(ToolCall(None, more),)) if more else NOTHING
                 continue
             self._held += text
             begun = _BEGINNING.match(self._held)
             if begun is None:
-                return told
-            told += Delta(calls=(ToolCall(json.loads(begun[1]), ""),))
+                return delta
+            delta += Delta(calls=(ToolCall(json.loads(begun[1]), ""),))
             text, self._held = self._held[begun.end() :], ""
             self._arguments = JsonScan()
-        return told
+        return delta
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
         return NOTHING

@@ -1,4 +1,4 @@
-"""The form that an answer must have, in OpenAI's words and in vLLM's, new and old. Pure."""
+"""Structured output options of OpenAI and vLLM, including vLLM's `guided_*`. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from serving.errors import UnsupportedInput
 Form = TypeVar("Form")
 
 RESPONSE_FORMAT = "response_format"
-# vLLM's names before it had structured_outputs.
+# vLLM's fields that `structured_outputs` replaced.
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def form_from(body: GenerationBody) -> StructuredOutputs | None:
-    """None: any text. Raises InvalidRequest and UnsupportedInput, which name the field."""
+    """Return the required format, or None for any text.
+
+    Raises InvalidRequest and UnsupportedInput, which name the field.
+    """
     found: dict[str, StructuredOutputs] = {}
     if body.response_format is not None:
-        form = _named(RESPONSE_FORMAT, _of_response_format, body.response_format)
+        form = _with_field_name(RESPONSE_FORMAT, _of_response_format, body.response_format)
         if form is not None:
             found[RESPONSE_FORMAT] = form
     if body.structured_outputs is not None:
@@ -29,10 +32,12 @@ def form_from(body: GenerationBody) -> StructuredOutputs | None:
     for name in GUIDED:
         value = getattr(body, name)
         if value is not None:
-            found[name] = _named(name, structured_outputs_of, {name.removeprefix("guided_"): value})
+            found[name] = _with_field_name(
+                name, structured_outputs_of, {name.removeprefix("guided_"): value}
+            )
     if len(found) > 1:
         raise InvalidRequest(
-            f"{' and '.join(found)} say twice what form the answer has: leave all but one out",
+            f"{' and '.join(found)} each set the output format: leave all but one out",
             list(found)[1],
         )
     return next(iter(found.values()), None)
@@ -54,12 +59,14 @@ def _of_response_format(given: Mapping[str, Any]) -> StructuredOutputs | None:
         case None:
             raise InvalidRequest(f"{RESPONSE_FORMAT}.type is missing")
     raise UnsupportedInput(
-        f"{RESPONSE_FORMAT}.type may be text, json_object or json_schema here", RESPONSE_FORMAT
+        f"{RESPONSE_FORMAT}.type must be text, json_object or json_schema", RESPONSE_FORMAT
     )
 
 
-def _named(name: str, read: Callable[[Mapping[str, Any]], Form], given: Mapping[str, Any]) -> Form:
-    """By the name that the client used."""
+def _with_field_name(
+    name: str, read: Callable[[Mapping[str, Any]], Form], given: Mapping[str, Any]
+) -> Form:
+    """Read an option, with errors that name the client's field."""
     try:
         return read(given)
     except InvalidRequest as refusal:

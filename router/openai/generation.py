@@ -1,4 +1,4 @@
-"""Completions and chats: from a body to calls of the pipeline, and from parts to an answer."""
+"""Completions and chats: a request from its body to the last byte of its response."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Read = Callable[[Mapping[str, Any], str, Advice], Asked]
 
 @dataclass(frozen=True, slots=True)
 class Kitchen:
-    """What every generation needs."""
+    """Dependencies of the generation endpoints."""
 
     pipeline: Pipeline
     table: NodeTable
@@ -50,7 +50,7 @@ class Kitchen:
 
 
 class Generation:
-    """An ASGI app for one path. All of a request is one task, which ends with its client."""
+    """ASGI app of one path. A request is one task, cancelled when its client disconnects."""
 
     def __init__(self, kitchen: Kitchen, read: Read) -> None:
         self._pipeline = kitchen.pipeline
@@ -62,8 +62,10 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        given_id = request.headers.get(REQUEST_ID, "")
-        request_id = given_id if is_name(given_id) else secrets.token_hex(ID_BYTES)
+        client_request_id = request.headers.get(REQUEST_ID, "")
+        request_id = (
+            client_request_id if is_name(client_request_id) else secrets.token_hex(ID_BYTES)
+        )
         visit = self._visits.begin(request_id, request.headers.items(), received_now())
         reply = Reply(scope, receive, send)
         reply.headers[REQUEST_ID] = request_id
@@ -72,24 +74,24 @@ class Generation:
         with self._bodies.lease() as lease:
             try:
                 with visit.before_the_call():
-                    check_name(REQUEST_ID, given_id)
+                    check_name(REQUEST_ID, client_request_id)
                     body = await self._bodies.read(request, lease)
             except NAMED as error:
-                await reply.fail(error)
+                await reply.send_error(error)
                 return
             await while_connected(receive, self._serve(visit, request_id, body, reply))
 
     async def _serve(self, visit: Visit, request_id: str, body: bytes, reply: Reply) -> None:
         try:
             with visit.before_the_call():
-                asked = await self._asked(body, request_id)
-                prompts = await self._told_prompts(asked)
-            with refusals_naming_tools(asked.telling.calling):
-                await self._answer(asked, prompts, visit, request_id, reply)
+                parsed = await self._parse(body, request_id)
+                prompts = await self._repeated_prompts(parsed)
+            with refusals_naming_tools(parsed.telling.calling):
+                await self._answer(parsed, prompts, visit, request_id, reply)
         except NAMED as error:
-            await reply.fail(error)
+            await reply.send_error(error)
 
-    async def _asked(self, body: bytes, request_id: str) -> Asked:
+    async def _parse(self, body: bytes, request_id: str) -> Asked:
         fields = await self._bodies.fields(body)
         model = fields.get("model")
         model = model if isinstance(model, str) else ""
@@ -97,46 +99,46 @@ class Generation:
         advice = Advice(defaults, self._table.max_model_len(model), self._parsing)
         return await self._bodies.work_on(body, partial(self._read, fields, request_id, advice))
 
-    async def _told_prompts(self, asked: Asked) -> list[ToldPrompt]:
-        """One for each call; empty unless the answer repeats something of it."""
-        if not asked.telling.needs_prompt_ids:
-            return [ToldPrompt()] * len(asked.calls)
-        told: list[ToldPrompt] = []
-        for call in asked.calls[:: asked.num_each]:
+    async def _repeated_prompts(self, parsed: Asked) -> list[ToldPrompt]:
+        """Return the prompt of each call; empty unless the answer repeats it."""
+        if not parsed.telling.needs_prompt_ids:
+            return [ToldPrompt()] * len(parsed.calls)
+        prompts: list[ToldPrompt] = []
+        for call in parsed.calls[:: parsed.num_each]:
             token_ids = await self._pipeline.token_ids(call.prompt, call.model)
             if isinstance(call.prompt, TextPrompt):
                 text = call.prompt.text
             else:
-                text = await self._pipeline.spelled(token_ids) if asked.telling.echoes else ""
-            told += [ToldPrompt(token_ids, text)] * asked.num_each
-        return told
+                text = await self._pipeline.spelled(token_ids) if parsed.telling.echoes else ""
+            prompts += [ToldPrompt(token_ids, text)] * parsed.num_each
+        return prompts
 
     async def _answer(
         self,
-        asked: Asked,
+        parsed: Asked,
         prompts: Sequence[ToldPrompt],
         visit: Visit,
         request_id: str,
         reply: Reply,
     ) -> None:
-        heading = heading_of(asked, request_id, int(time.time()), self._model(asked))
-        spell = by_id if asked.telling.tokens_by_id else self._pipeline.token
-        choices = choices_of(asked, prompts, spell, self._parsing)
-        warnings = Warnings(asked.telling, self._parsing, shows_tools=self._pipeline.shows_tools)
-        async with aclosing(self._parts(asked, visit)) as parts:
-            if not asked.telling.is_streamed:
-                whole = WholeAnswer(asked, heading, choices, spell, warnings)
+        heading = heading_of(parsed, request_id, int(time.time()), self._model(parsed))
+        spell = by_id if parsed.telling.tokens_by_id else self._pipeline.token
+        choices = choices_of(parsed, prompts, spell, self._parsing)
+        warnings = Warnings(parsed.telling, self._parsing, shows_tools=self._pipeline.shows_tools)
+        async with aclosing(self._parts(parsed, visit)) as parts:
+            if not parsed.telling.is_streamed:
+                whole = WholeAnswer(parsed, heading, choices, spell, warnings)
                 async for index, part in parts:
                     whole.take(index, part)
-                await reply.whole(await encoded(whole.told()))
+                await reply.send_body(await encoded(whole.body()))
                 return
-            streamed = StreamedAnswer(asked, heading, choices, prompts, warnings)
+            streamed = StreamedAnswer(parsed, heading, choices, prompts, warnings)
             async for index, part in parts:
-                await reply.tell(await streamed.events(index, part))
-            await reply.tell(streamed.end(), is_last=True)
+                await reply.send_events(await streamed.events(index, part))
+            await reply.send_events(streamed.end(), is_last=True)
 
-    def _parts(self, asked: Asked, visit: Visit) -> IndexedParts:
-        return merged(self._visits.answering(visit, asked.calls, asked.num_each))
+    def _parts(self, parsed: Asked, visit: Visit) -> IndexedParts:
+        return merged(self._visits.answering(visit, parsed.calls, parsed.num_each))
 
-    def _model(self, asked: Asked) -> str:
-        return asked.calls[0].model or next(iter(sorted(self._table.models)), "")
+    def _model(self, parsed: Asked) -> str:
+        return parsed.calls[0].model or next(iter(sorted(self._table.models)), "")

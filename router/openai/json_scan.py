@@ -1,4 +1,4 @@
-"""Position in a JSON text that arrives in pieces. Pure."""
+"""Incremental scanner of a JSON text that arrives in pieces. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class JsonScan:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._skip = 0  # the next characters that an escape has used up
+        self._skip = 0  # characters at the beginning of the next piece that belong to an escape
         self.is_in_string = False
 
     def scan(self, text: str) -> int | None:
-        """Read the next piece. Return the index behind the value's last character, if it is in it.
+        """Scan the next piece. Return the index after the value's last character, if it ends here.
 
         A raw control character ends a string, because JSON has none inside strings.
         """
@@ -39,7 +39,7 @@ class JsonScan:
         return None
 
     def _outside(self, sign: str, place: int) -> int | None:
-        """Read a sign outside of strings. Return where the value ends, if it does."""
+        """Process a sign outside strings. Return the index after the value, if it ends here."""
         if sign == '"':
             self.is_in_string = True
         elif sign in "{[":

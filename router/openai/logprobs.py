@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI and vLLM write them. Pure."""
+"""Logprobs in the JSON formats of OpenAI and vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.spelling import TokenText
 from kv_transfer.types import TokenLogprobs
 from router.openai.encoding import MAX_POSITIONS_AT_ONCE, LongList
 
-LOWEST = -9999.0  # JSON has no infinity; vLLM writes this, too
+LOWEST = -9999.0  # replaces -inf, which JSON lacks; the same value as in vLLM
 
 Spell = Callable[[int], TokenText]
 Position = TypeVar("Position")
@@ -23,7 +23,7 @@ def completion_logprobs(
     spell: Spell,
     offset: int,
 ) -> dict[str, Any]:
-    """The form of the older API: lists side by side. The first token of a prompt has no entry."""
+    """Return logprobs of the completions API: parallel lists. A prompt's first entry is None."""
     offsets = []
     for token_id in token_ids:
         offsets.append(offset)
@@ -32,23 +32,23 @@ def completion_logprobs(
         "text_offset": offsets,
         "token_logprobs": [None if one is None else _finite(one.logprob) for one in entries],
         "tokens": [spell(token_id).text for token_id in token_ids],
-        "top_logprobs": _each(partial(_by_text, num_top=num_top, spell=spell), entries),
+        "top_logprobs": _map_positions(partial(_by_text, num_top=num_top, spell=spell), entries),
     }
 
 
 def _by_text(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[str, float] | None:
-    """The chosen token is always among them. Of two that look alike, the likelier stays."""
+    """Return top logprobs by text, with the sampled token. Equal texts keep the likelier one."""
     if entry is None:
         return None
-    told: dict[str, float] = {}
+    top: dict[str, float] = {}
     for token_id, logprob in (*entry.top[:num_top], (entry.token_id, entry.logprob)):
-        told.setdefault(spell(token_id).text, _finite(logprob))
-    return told
+        top.setdefault(spell(token_id).text, _finite(logprob))
+    return top
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], num_top: int, spell: Spell) -> dict[str, Any]:
     position = partial(_of_chat, num_top=num_top, spell=spell)
-    return {"content": _each(position, entries), "refusal": None}
+    return {"content": _map_positions(position, entries), "refusal": None}
 
 
 def _of_chat(entry: TokenLogprobs, num_top: int, spell: Spell) -> dict[str, Any]:
@@ -66,15 +66,15 @@ def _token(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs | None], num_top: int, spell: Spell
 ) -> list[Any] | LongList:
-    """By token id, as vLLM tells them."""
-    return _each(partial(_by_id, num_top=num_top, spell=spell), entries)
+    """Return prompt logprobs by token id, in vLLM's format."""
+    return _map_positions(partial(_by_id, num_top=num_top, spell=spell), entries)
 
 
 def _by_id(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[str, Any] | None:
     if entry is None:
         return None
     ranked = enumerate(entry.top[:num_top], 1)
-    told = [(token_id, logprob, rank) for rank, (token_id, logprob) in ranked]
+    top = [(token_id, logprob, rank) for rank, (token_id, logprob) in ranked]
     chosen = (entry.token_id, entry.logprob, entry.rank)
     return {
         str(token_id): {
@@ -82,13 +82,15 @@ def _by_id(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[str,
             "rank": rank,
             "decoded_token": spell(token_id).text,
         }
-        for token_id, logprob, rank in (*told, chosen)
+        for token_id, logprob, rank in (*top, chosen)
     }
 
 
-def _each(told: Callable[[Position], object], entries: Sequence[Position]) -> list[Any] | LongList:
-    """A list, or a LongList where making it at once would hold up the event loop."""
-    positions: Iterable[object] = map(told, entries)
+def _map_positions(
+    to_json: Callable[[Position], object], entries: Sequence[Position]
+) -> list[Any] | LongList:
+    """Return a list, or a LongList if building it at once would block the event loop."""
+    positions: Iterable[object] = map(to_json, entries)
     return list(positions) if len(entries) <= MAX_POSITIONS_AT_ONCE else LongList(positions)
 
 

@@ -1,6 +1,6 @@
-"""Reasoning and tool calls read out of an answer's text, which comes in pieces. Pure.
+"""Incremental parsers of reasoning and tool calls in an answer's text. Pure.
 
-However a text is cut into pieces, what is read out of it, joined, is the same.
+The joined output does not depend on how the text is split into pieces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ToolCall(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What a piece of text turned out to be."""
+    """Parsed parts of a piece of text."""
 
     content: str = ""
     reasoning: str = ""
@@ -54,7 +54,7 @@ class Reader(Protocol):
     def push(self, text: str) -> Delta: ...
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
-        """Return what was held back. A call after others that `max_tokens` cut off is left out."""
+        """Return the buffered rest. A call truncated by `max_tokens` after others is left out."""
         ...
 
 
@@ -67,7 +67,7 @@ class PlainReader:
 
 
 class ThinkReader:
-    """`<think>` at the beginning, up to `</think>`, is reasoning."""
+    """Parses a leading `<think>…</think>` as reasoning."""
 
     class _At(Enum):
         START = auto()
@@ -75,7 +75,7 @@ class ThinkReader:
         CONTENT = auto()
 
     def __init__(self, content: Reader, *, begins_inside: bool) -> None:
-        self._content = content  # of what follows the reasoning
+        self._content = content  # reader of the text after the reasoning
         self._otherwise = self._At.REASONING if begins_inside else self._At.CONTENT
         self._at = self._At.START
         self._held = ""
@@ -99,7 +99,7 @@ class ThinkReader:
         return self._content.push(self._take()) + self._content.finish(is_cut_off=is_cut_off)
 
     def _has_started(self) -> bool:
-        """Whether it is known by now how the text begins."""
+        """Return whether enough text has arrived to see whether it begins with `<think>`."""
         begun = self._held.lstrip()
         if len(begun) < len(THINK) and THINK.startswith(begun):
             return False
@@ -118,7 +118,7 @@ class ThinkReader:
 
 
 class _Content:
-    """Text around calls. Whitespace next to a call separates it from the text and is left out."""
+    """Text around calls. Whitespace next to a call is a separator and left out."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -126,9 +126,9 @@ class _Content:
 
     def text(self, text: str) -> Delta:
         text = self._space + text
-        told = text.rstrip()
-        self._space = text[len(told) :]
-        return Delta(told)
+        content = text.rstrip()
+        self._space = text[len(content) :]
+        return Delta(content)
 
     def calls(self, *calls: ToolCall) -> Delta:
         self._space, self._has_called = "", True
@@ -145,38 +145,38 @@ class _Content:
 class HermesReader:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen and others.
 
-    A call is told when it is whole; the closing mark may be missing at the end. What cannot be
-    read is content. A closing mark inside a JSON string belongs to the string.
+    A call is emitted when it is complete; at the end, the closing mark can be missing. Calls that
+    cannot be parsed are content. A closing mark inside a JSON string belongs to the string.
     """
 
     def __init__(self) -> None:
-        self._held = ""  # what may begin a mark
+        self._held = ""  # possible beginning of a mark
         self._content = _Content()
-        self._inside: list[str] | None = None  # a call so far; None: outside of one
-        self._scan = JsonScan()  # of the call so far
+        self._inside: list[str] | None = None  # the current call's text; None: outside a call
+        self._scan = JsonScan()  # of the current call
         self._heeds_strings = True
 
     def push(self, text: str) -> Delta:
         self._held += text
-        told, has_come = NOTHING, True
+        delta, has_come = NOTHING, True
         while has_come:
             passed, self._held, has_come = split_at(self._held, self._mark)
-            told += self._passed(passed, has_come=has_come)
-        return told
+            delta += self._passed(passed, has_come=has_come)
+        return delta
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
         rest, self._held = self._held, ""
         if self._inside is None:
             is_begun_call = is_cut_off and self._content.has_called and rest.startswith("<tool")
-            told = NOTHING if is_begun_call else self._content.text(rest)
-            return told + self._content.finish()
+            delta = NOTHING if is_begun_call else self._content.text(rest)
+            return delta + self._content.finish()
         inside = "".join((*self._inside, rest))
         call = call_in(inside, ("arguments",))
         if call is not None:
             return self._content.calls(call)
         if END_CALL in inside:
-            told = self._reread(inside)
-            return told + self.push("") + self.finish(is_cut_off=is_cut_off)
+            delta = self._reread(inside)
+            return delta + self.push("") + self.finish(is_cut_off=is_cut_off)
         if is_cut_off and self._content.has_called:
             return NOTHING
         return self._content.text(CALL + inside) + self._content.finish()
@@ -186,7 +186,7 @@ class HermesReader:
         return CALL if self._inside is None else END_CALL
 
     def _passed(self, text: str, *, has_come: bool) -> Delta:
-        """Take what is in front of the mark, and the mark if it has come."""
+        """Consume the text before the mark, and the mark if it has arrived."""
         if self._inside is None:
             if has_come:
                 self._inside, self._scan = [], JsonScan()
@@ -206,9 +206,9 @@ class HermesReader:
         return self._reread(inside + END_CALL)
 
     def _reread(self, inside: str) -> Delta:
-        """End what is no call at its first mark, although a string seemed to hold it.
+        """End an invalid call at its first closing mark, even inside a string.
 
-        From then on all marks count: reading again and again would take too long.
+        From then on, marks inside strings count, too: parsing the rest repeatedly would be slow.
         """
         first, _, behind = inside.partition(END_CALL)
         if behind:
@@ -220,15 +220,15 @@ class HermesReader:
 class LlamaReader:
     """A call in JSON, or several with `;` between, to the end of the answer: Llama 3.
 
-    Calls are the whole answer, or stand behind `<|python_tag|>`. They are told at the end, since
-    only then it is known that they are calls.
+    Calls are the whole answer, or follow `<|python_tag|>`. They are emitted at the end, since they
+    cannot be recognised as calls before.
     """
 
     def __init__(self) -> None:
-        self._held = ""  # what may begin a call
-        self._calls: list[str] = []  # calls so far, in pieces
+        self._held = ""  # possible beginning of a call
+        self._calls: list[str] = []  # text of the calls, in pieces
         self._content = _Content()
-        self._is_call: bool | None = None  # None: it is not known yet
+        self._is_call: bool | None = None  # None: not known yet
 
     def push(self, text: str) -> Delta:
         if self._is_call:
@@ -237,27 +237,27 @@ class LlamaReader:
         self._held += text
         if self._is_call is None:
             self._is_call = _begins_like_call(self._held)
-        told, has_come = NOTHING, True
+        delta, has_come = NOTHING, True
         while self._is_call is False and has_come:
-            # A tag at the beginning has been looked at: no call follows it.
+            # No call follows a tag at the beginning: it has been checked.
             skip = len(PYTHON_TAG) if self._held.startswith(PYTHON_TAG) else 0
             passed, rest, has_come = split_at(self._held[skip:], PYTHON_TAG)
-            told += self._content.text(self._held[:skip] + passed)
+            delta += self._content.text(self._held[:skip] + passed)
             self._held = PYTHON_TAG + rest if has_come else rest
             self._is_call = _begins_like_call(self._held) if has_come else False
-        return told
+        return delta
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
         text = "".join((self._held, *self._calls))
         calls, rest = _calls_in_row(text.lstrip().removeprefix(PYTHON_TAG))
-        told = self._content.calls(*calls) if calls else self._content.text(text)
+        delta = self._content.calls(*calls) if calls else self._content.text(text)
         if calls and not is_cut_off:
-            told += self._content.text(rest)
-        return told + self._content.finish()
+            delta += self._content.text(rest)
+        return delta + self._content.finish()
 
 
 def _begins_like_call(text: str) -> bool | None:
-    """None: it is too short to tell."""
+    """Return whether the text begins like a call, or None if it is too short."""
     begun = text.lstrip()
     if len(begun) < len(PYTHON_TAG) and PYTHON_TAG.startswith(begun):
         return None
@@ -266,7 +266,7 @@ def _begins_like_call(text: str) -> bool | None:
 
 
 class FirstCallReader:
-    """`parallel_tool_calls: false`: calls after the first are left out, as by vLLM."""
+    """Drops calls after the first, for `parallel_tool_calls: false`, as vLLM does."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -278,14 +278,17 @@ class FirstCallReader:
     def finish(self, *, is_cut_off: bool = False) -> Delta:
         return self._first(self._reader.finish(is_cut_off=is_cut_off))
 
-    def _first(self, told: Delta) -> Delta:
-        calls = () if self._has_called else told.calls[:1]
+    def _first(self, delta: Delta) -> Delta:
+        calls = () if self._has_called else delta.calls[:1]
         self._has_called = self._has_called or bool(calls)
-        return told._replace(calls=calls)
+        return delta._replace(calls=calls)
 
 
 def split_at(text: str, mark: str) -> tuple[str, str, bool]:
-    """What is surely in front of the mark, what is left behind it, and whether it has come."""
+    """Split at the mark. Return the text before it, the rest, and whether the mark was found.
+
+    If it was not found, the rest is the longest suffix that may begin the mark.
+    """
     before, found, after = text.partition(mark)
     if found:
         return before, after, True
@@ -295,7 +298,7 @@ def split_at(text: str, mark: str) -> tuple[str, str, bool]:
 
 
 def call_in(text: str, names_of_arguments: tuple[str, ...]) -> ToolCall | None:
-    """None: it is no call."""
+    """Return the call in a JSON text, or None if it is not a call."""
     try:
         return _call_from(json.loads(text, parse_constant=_refuse), names_of_arguments)
     except NO_JSON:
@@ -303,7 +306,7 @@ def call_in(text: str, names_of_arguments: tuple[str, ...]) -> ToolCall | None:
 
 
 def _calls_in_row(text: str) -> tuple[tuple[ToolCall, ...], str]:
-    """Return the calls and a rest that begins like another one. No calls if it begins otherwise."""
+    """Return the calls, and the rest if it begins like a call. No calls if it begins otherwise."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
     calls: list[ToolCall] = []
     rest = text.strip()
@@ -328,17 +331,17 @@ def _call_from(value: Any, names_of_arguments: tuple[str, ...]) -> ToolCall | No
         return None
     name: str = value["name"]
     call = ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-    (name + call.arguments).encode()  # half a surrogate pair, which JSON can spell, is no text
+    (name + call.arguments).encode()  # raises for a lone surrogate, which JSON can express
     return call
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 TOOL_READERS: dict[str, Callable[[], Reader]] = {"hermes": HermesReader, "llama3_json": LlamaReader}
 TOOL_MARKS = {"hermes": (CALL, END_CALL), "llama3_json": (PYTHON_TAG,)}
-# Whether the template has written `<think>` already.
+# True if the chat template ends with `<think>`.
 REASONING_BEGINS_INSIDE = {"qwen3": False, "deepseek_r1": True}
 
 
@@ -349,7 +352,7 @@ def _check(option: str, name: str, known: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """Which forms this model writes; empty: all of it is content."""
+    """Formats of the model's tool calls and reasoning; empty: all text is content."""
 
     tools: str = ""
     reasoning: str = ""
@@ -359,12 +362,12 @@ class Parsing:
         _check("--reasoning-parser", self.reasoning, REASONING_BEGINS_INSIDE)
 
     def marks(self, *, with_tools: bool) -> tuple[str, ...]:
-        """Return what the text must show to be read; some models have special tokens for it."""
+        """Return the marks that must be visible in the text, also where they are special tokens."""
         of_tools = TOOL_MARKS.get(self.tools, ()) if with_tools else ()
         return (*of_tools, *((THINK, END_THINK) if self.reasoning else ()))
 
     def reader(self, *, with_tools: bool) -> Reader:
-        """A new one for each choice."""
+        """Return a new reader, one for each choice."""
         content: Reader = PlainReader()
         if with_tools and self.tools:
             content = TOOL_READERS[self.tools]()

@@ -1,4 +1,4 @@
-"""Prompts, messages and tools of the OpenAI dialect to the router's prompts. Pure."""
+"""Conversion of OpenAI prompts, messages and tools to the router's prompts. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenProm
 from serving.errors import EmptyPrompt, UnsupportedInput
 
 EXPECTED = "a text, a list of texts, a list of token ids, or a list of such lists"
-# The template gets these by other ways.
+# Template variables that are set by other fields of the request.
 RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 def prompts_from(
     value: object, *, add_special_tokens: bool = True, max_model_len: int | None = None
 ) -> list[Prompt]:
-    """One or several. Raises InvalidRequest and EmptyPrompt."""
+    """Return one or several prompts. Raises InvalidRequest and EmptyPrompt."""
     if isinstance(value, str):
         return [TextPrompt(value, add_special_tokens)]
     if isinstance(value, list):
@@ -67,18 +67,18 @@ def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatP
     return ChatPrompt(tuple(messages), body.add_generation_prompt, variables)
 
 
-def _message(given: Mapping[str, Any], where: str) -> ChatMessage:
-    others = {key: value for key, value in given.items() if key not in ("role", "content")}
-    role = given.get("role")
+def _message(message: Mapping[str, Any], where: str) -> ChatMessage:
+    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    role = message.get("role")
     if not isinstance(role, str):
         raise InvalidRequest(f"{where}.role must be a text", f"{where}.role")
     if others.get("tool_calls") is not None:
         others["tool_calls"] = _tool_calls(others["tool_calls"], f"{where}.tool_calls")
-    return ChatMessage(role, _content(given.get("content"), f"{where}.content"), others)
+    return ChatMessage(role, _content(message.get("content"), f"{where}.content"), others)
 
 
 def _content(value: object, where: str) -> str:
-    """Parts are joined as vLLM joins them."""
+    """Join text parts by newlines, as vLLM does."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -92,14 +92,14 @@ def _part(part: object, where: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where} must be an object with type and text", where)
     if part.get("type") != "text":
-        raise UnsupportedInput(f"{where} is no text: this service reads text alone", where)
+        raise UnsupportedInput(f"{where} is not text: only text parts are supported", where)
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a text", f"{where}.text")
     return str(part["text"])
 
 
 def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
-    """Arguments come as a text that holds JSON; templates want what is in it."""
+    """Parse each call's arguments, a JSON string, since templates expect the object."""
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} must be a list", where)
     return [_tool_call(call, f"{where}.{place}") for place, call in enumerate(value)]
@@ -116,5 +116,5 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
         read = from_json(arguments or "{}", allow_inf_nan=False)
     except ValueError as error:
         field = f"{where}.function.arguments"
-        raise InvalidRequest(f"{field} holds no JSON: {error}", field) from error
+        raise InvalidRequest(f"{field} is not JSON: {error}", field) from error
     return {**call, "function": {**function, "arguments": read}}

@@ -1,4 +1,4 @@
-"""Request bodies read and parsed for the HTTP endpoints; large ones on a thread."""
+"""Reading and parsing of request bodies, large ones on a thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.openai.receiving import (
 )
 
 Result = TypeVar("Result")
-# One at a time: threads take turns with the event loop, and each one more makes it wait longer.
+# A single thread: each additional one would delay the event loop further, because of the GIL.
 ONE_AT_A_TIME = LargeTextConfig(small_size=SMALL_BODY_BYTES, num_threads=1)
 
 
@@ -33,17 +33,17 @@ class Bodies:
         self._thread = LargeTexts(ONE_AT_A_TIME)
 
     def lease(self) -> AbstractContextManager[Lease]:
-        """To be held for as long as anything of the body is."""
+        """Return a memory lease. Hold it as long as any part of the body is in memory."""
         return self._budget.lease()
 
     async def read(self, request: Request, lease: Lease) -> bytes:
-        """Raises MessageTooLarge, QueueFull, BodyTimeout, and ClientDisconnect."""
+        """Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone."""
         return await read_body(request, lease, JsonGauge(max_values(self._table.max_model_len(""))))
 
     async def fields(self, body: bytes) -> dict[str, Any]:
-        """Raises Unreadable, and QueueFull when too many wait to be parsed."""
+        """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""
         return await self.work_on(body, partial(json_object, body))
 
     async def work_on(self, body: bytes, work: Callable[[], Result]) -> Result:
-        """What takes time in proportion to the body. Raises what `work` raises, and QueueFull."""
+        """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
         return await self._thread.read(len(body), work)

@@ -15,14 +15,14 @@ from router.translate import MOST_ANSWERS
 from serving.errors import BodyTimeout, ClientGone, MessageTooLarge, QueueFull
 
 MOST_BODY_BYTES = 16 << 20
-# Bodies up to here are read where they are, and do not count: connections are limited elsewhere.
+# Bodies up to this size are not counted in the budget: the number of connections bounds them.
 SMALL_BODY_BYTES = 1 << 16
-# JSON values of a body: token ids of prompts, and as many more for all other fields together.
+# JSON values per body, for all fields other than prompts, and in total.
 MAX_OTHER_VALUES = 1 << 16
 MAX_VALUES = 1 << 20
-# Making an object, a list or a key takes about as long as making so many numbers.
+# Cost of parsing an object, a list or a key, in units of one number.
 NUM_VALUES_BY_MARK = {b",": 1, b"[": 4, b"{": 4, b":": 3}
-VALUE_BYTES = 32  # what a JSON value takes in memory, about
+VALUE_BYTES = 32  # approximate memory of a parsed JSON value
 MAX_BYTES_IN_FLIGHT = 256 << 20
 BODY_TIMEOUT_S = 60.0
 RETRY_AFTER_S = 1.0
@@ -40,7 +40,7 @@ class BodyBudget:
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
-        """Given back when the block ends."""
+        """Yield a lease that is released when the block ends."""
         lease = Lease(self)
         try:
             yield lease
@@ -54,7 +54,7 @@ class Lease:
     num_bytes: int = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Raises QueueFull when the bodies of all requests together would take too much."""
+        """Raises QueueFull if the bodies of all requests together would exceed the budget."""
         num_more = num_bytes - self.num_bytes
         if self.budget.num_held + num_more > self.budget.max_bytes:
             raise QueueFull(
@@ -72,7 +72,7 @@ class JsonGauge:
     def __init__(self, max_values: int = MAX_VALUES) -> None:
         self._max_values = max_values
         self._is_in_string = False
-        self._held = b""  # a backslash whose second half has not come
+        self._held = b""  # a backslash whose next character has not arrived
         self.num_values = 1
 
     def feed(self, piece: bytes) -> None:
@@ -94,7 +94,7 @@ class JsonGauge:
 
 
 def max_values(max_model_len: int | None) -> int:
-    """As many token ids as prompts may have, and all that other fields may need."""
+    """Return the limit of JSON values: prompts of token ids, and all other fields."""
     if max_model_len is None:
         return MAX_VALUES
     return min(MAX_VALUES, MAX_OTHER_VALUES + MOST_ANSWERS * max_model_len)
@@ -103,7 +103,7 @@ def max_values(max_model_len: int | None) -> int:
 async def read_body(
     request: Request, lease: Lease, gauge: JsonGauge, timeout_s: float = BODY_TIMEOUT_S
 ) -> bytes:
-    """Raises MessageTooLarge, QueueFull, BodyTimeout, and ClientGone when the rest never comes."""
+    """Raises MessageTooLarge, QueueFull, BodyTimeout, and ClientGone if the client disconnects."""
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
@@ -122,24 +122,24 @@ async def read_body(
             "send it faster"
         ) from None
     except ClientDisconnect as error:
-        raise ClientGone("the client disconnected before its whole request had come") from error
+        raise ClientGone("the client disconnected before its request was complete") from error
     return bytes(body)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work, but for a client that hangs up: then it is cancelled, and nodes stop."""
+    """Run `work`, and cancel it when the client disconnects, so that the nodes stop, too."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_hangs_up(receive))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for each in (working, leaving):
+        for each in (working, disconnect):
             each.cancel()
-        await asyncio.wait({working, leaving})
+        await asyncio.wait({working, disconnect})
     if not working.cancelled():
         working.result()
 
 
-async def _hangs_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
-        """What follows a body is of no account."""
+        """Ignore anything else that follows the body."""

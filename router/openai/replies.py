@@ -1,4 +1,4 @@
-"""What goes back to an HTTP client: one body, or the events of a stream."""
+"""HTTP responses: a whole body or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.openai.answers import event
 from router.openai.errors import body_of, error_response
 
 OF_JSON = {"content-type": "application/json"}
-# Nothing on the way may hold events back.
+# Proxies must not buffer events.
 OF_EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
@@ -19,7 +19,7 @@ OF_EVENTS = {
 
 
 class Reply:
-    """A failure has a status of its own until the first of the answer has gone."""
+    """Sends one response. Before its first byte, a failure is sent with its own HTTP status."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -28,20 +28,20 @@ class Reply:
         self._has_begun = False
         self.headers: dict[str, str] = {}
 
-    async def whole(self, body: Sequence[bytes]) -> None:
-        """A body in slices."""
+    async def send_body(self, body: Sequence[bytes]) -> None:
+        """Send a whole body, given in slices."""
         num_bytes = sum(map(len, body))
         await self._begin({**OF_JSON, "content-length": str(num_bytes)})
         for place, piece in enumerate(body, 1):
             await self._write(piece, is_last=place == len(body))
 
-    async def tell(self, events: bytes, *, is_last: bool = False) -> None:
+    async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
         if not self._has_begun:
             await self._begin(OF_EVENTS)
         if events:
             await self._write(events, is_last=is_last)
 
-    async def fail(self, error: Exception) -> None:
+    async def send_error(self, error: Exception) -> None:
         if self._has_begun:
             await self._write(event(body_of(error)), is_last=True)
             return

@@ -1,4 +1,4 @@
-"""The HTTP server's life, in the router's own event loop."""
+"""HTTP server lifecycle, in the router's event loop."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from serving.http_tls import server_context
 from serving.listening import listening_socket
 from serving.tls import TlsConfig
 
-# Answers have ended when it closes; so long their last bytes may take.
+# Time for the last bytes of answers, which have ended when the server closes.
 CLOSE_GRACE_S = 1
-# Clients keep connections for their next request, for longer than uvicorn's 5 s.
+# Clients keep idle connections for longer than uvicorn's default of 5 s.
 KEEP_ALIVE_S = 75
-# Connections that the system keeps until they are accepted; they take no descriptors.
+# Length of the kernel's accept queue, whose connections use no descriptors.
 BACKLOG = 1024
 
 log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Signals are the router's, which drains both doors."""
+    """uvicorn server without signal handlers: the router handles signals and drains."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -38,16 +38,16 @@ class Server(uvicorn.Server):
 async def http_serving(
     app: ASGIApp, host: str, port: int, tls: TlsConfig, limits: ConnectionLimits | None = None
 ) -> AsyncIterator[str]:
-    """Serves from here to the end of the block; yields its address. Raises AddressInUse.
+    """Serve until the block ends, and yield the address. Raises AddressInUse.
 
-    Without limits, the number of connections follows from the number of descriptors.
+    By default, the limit of connections is derived from the limit of file descriptors.
     """
     limits = limits or ConnectionLimits(max_connections(descriptor_limit()))
     listening = listening_socket(host, port, "--http-port")
     listening.listen(BACKLOG)
     config = uvicorn.Config(
         app,
-        http="h11",  # bounds what it reads of a header
+        http="h11",  # limits the size of headers
         ws="none",
         lifespan="off",
         log_config=None,
@@ -60,14 +60,14 @@ async def http_serving(
     )
     config.load()
     server = Server(config)
-    serving = asyncio.ensure_future(server.serve(sockets=[]))  # it accepts nothing by itself
+    serving = asyncio.ensure_future(server.serve(sockets=[]))  # connections come from the Acceptor
     acceptor = Acceptor(listening, config, server.server_state, limits)
     accepting = asyncio.ensure_future(acceptor.run())
-    taken: int = listening.getsockname()[1]
+    bound_port: int = listening.getsockname()[1]
     scheme = "https" if tls.listens else "http"
-    log.info("OpenAI's API on %s://%s:%d/v1", scheme, host, taken)
+    log.info("OpenAI's API on %s://%s:%d/v1", scheme, host, bound_port)
     try:
-        yield f"{host}:{taken}"
+        yield f"{host}:{bound_port}"
     finally:
         accepting.cancel()
         await asyncio.wait([accepting])

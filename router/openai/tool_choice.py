@@ -1,7 +1,7 @@
-"""`tools` and `tool_choice`: which tools the model sees, and the form of calls that are forced.
+"""`tools` and `tool_choice`: tools shown to the model, and schemas of forced calls.
 
-A function that is named has its parameters as the form of the answer. `required` has a list of
-calls, `[{"name": …, "arguments": {…}}, …]`, in which each name has the parameters of its tool.
+For a named function, the answer's schema is the function's parameters. For `required`, it is a
+list of calls, `[{"name": …, "arguments": {…}}, …]`, with each tool's parameters as `arguments`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ANY_ARGUMENTS: Schema = {"type": "object"}
 
 
 class Calling(Enum):
-    """How an answer calls tools."""
+    """Mode of tool calling."""
 
     NONE = auto()
-    BY_MODEL = auto()  # as the model was trained to write calls, if it calls any
+    BY_MODEL = auto()  # the model decides, in its own format
     REQUIRED = auto()  # the answer is a list of calls
     NAMED = auto()  # the answer is one function's arguments
 
@@ -67,7 +67,7 @@ def tool_choice_from(body: ChatBody) -> ToolChoice:
 
 @contextmanager
 def refusals_naming_tools(calling: Calling) -> Iterator[None]:
-    """Refuse a form that was made of tools in the words of the client, who sent tools."""
+    """Rewrite errors of a schema made from tools to name `tools`, which the client sent."""
     try:
         yield
     except InvalidRequest as refusal:
@@ -80,12 +80,12 @@ def refusals_naming_tools(calling: Calling) -> Iterator[None]:
 def _name_in(choice: str | Mapping[str, Any]) -> str:
     if isinstance(choice, str):
         raise InvalidRequest(
-            f"tool_choice is {choice!r}; it may be none, auto, required or a function's name",
+            f"tool_choice is {choice!r}; choose none, auto, required or a function's name",
             TOOL_CHOICE,
         )
     if choice.get("type") != "function":
         raise UnsupportedInput(
-            'tool_choice may be none, auto, required or {"type": "function", …} here', TOOL_CHOICE
+            'tool_choice must be none, auto, required or {"type": "function", …}', TOOL_CHOICE
         )
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -95,7 +95,7 @@ def _name_in(choice: str | Mapping[str, Any]) -> str:
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
-    """Return the parameters by the functions' names. There is at least one."""
+    """Return parameters by function name, at least one. Raises InvalidRequest if there is none."""
     if not tools:
         raise InvalidRequest("tool_choice forces a call: send tools, or leave it out", TOOL_CHOICE)
     functions: dict[str, Schema] = {}
@@ -125,7 +125,7 @@ def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Schema]:
 
 def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
     calls = [
-        _call(name, _moved(parameters, f"#/items/anyOf/{place}/properties/arguments"))
+        _call(name, _embedded(parameters, f"#/items/anyOf/{place}/properties/arguments"))
         for place, (name, parameters) in enumerate(functions.items())
     ]
     most = {} if body.parallel_tool_calls else {"maxItems": 1}
@@ -141,8 +141,8 @@ def _call(name: str, parameters: Schema) -> Schema:
     }
 
 
-def _moved(schema: Schema, place: str) -> Schema:
-    """Make a schema a part of another one. Tools may be written for different drafts."""
+def _embedded(schema: Schema, place: str) -> Schema:
+    """Return a copy of `schema` for embedding at `place`. Tools can use different JSON drafts."""
 
     def change(part: Schema) -> Schema:
         ref, items = part.get("$ref"), part.get("items")
@@ -155,8 +155,8 @@ def _moved(schema: Schema, place: str) -> Schema:
         return part
 
     own = {name: value for name, value in schema.items() if name not in ("$schema", "$id")}
-    moved: Schema = rewritten(own, change)
-    return moved
+    embedded: Schema = rewritten(own, change)
+    return embedded
 
 
 def _form(calling: Calling, schema: Schema) -> StructuredOutputs:

@@ -1,4 +1,4 @@
-"""Answers to requests for paths and methods that this server does not have."""
+"""Responses for unknown paths and methods, with a hint at the right one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_SHOWN_PATH_CHARACTERS = 200
 USE_CHAT = "use /v1/chat/completions"
 NO_SCHEMA = "there is no OpenAPI document; the API is OpenAI's, and Baton's README lists its fields"
 NO_CORS = (
-    "pages of other origins are not let in (CORS): put a proxy that adds the headers in front, or "
-    "call this server from a program"
+    "cross-origin requests are not supported (CORS): use a proxy that adds the headers, or call "
+    "this server from a program"
 )
 # Parts of OpenAI's, Anthropic's and vLLM's APIs that clients look for here, by path prefix.
 REASONS = {
@@ -41,7 +41,7 @@ REASONS = {
 
 
 async def answer_unserved(request: Request, error: Exception) -> Response:
-    """The handler of Starlette's own errors: no such path, or not by this method."""
+    """Handle Starlette's errors 404 and 405."""
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 405:
@@ -55,8 +55,8 @@ def _wrong_method(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow", "")
     path = _shown(request.url.path)
     if request.method == "OPTIONS":
-        told = {"path": path, "allow": allowed.split(", "), "message": NO_CORS}
-        return JSONResponse(told, headers={"allow": f"{allowed}, OPTIONS"})
+        body = {"path": path, "allow": allowed.split(", "), "message": NO_CORS}
+        return JSONResponse(body, headers={"allow": f"{allowed}, OPTIONS"})
     message = f"{path} takes {allowed}, not {_shown(request.method)}"
     return JSONResponse(
         shaped(message, error.status_code, "METHOD_NOT_ALLOWED"), error.status_code, error.headers

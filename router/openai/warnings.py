@@ -1,6 +1,6 @@
-"""`warnings` of an answer: what a request asked for and did not get, in words. Pure.
+"""`warnings` of an answer: requested features that were not applied. Pure.
 
-A whole answer has them next to `usage`, a stream in the chunk that ends a choice.
+A whole answer has them next to `usage`, a stream in the last chunk of a choice.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from router.values import Ending
 
 
 class Warnings:
-    """Of one request."""
+    """Warnings of one request."""
 
-    def __init__(self, telling: Telling, parsing: Parsing, *, shows_tools: bool) -> None:
-        self._telling = telling
-        self._of_tools = _of_tools(telling, parsing, shows_tools=shows_tools)
+    def __init__(self, options: Telling, parsing: Parsing, *, shows_tools: bool) -> None:
+        self._options = options
+        self._of_tools = _of_tools(options, parsing, shows_tools=shows_tools)
 
     def of(self, *endings: Ending) -> Json:
-        """Return the field, or nothing where there is nothing to warn about."""
+        """Return the field `warnings`, or no field if there are none."""
         capped = (self._capped(each.num_prompt_tokens) for each in endings)
-        told = [*self._of_tools, *dict.fromkeys(filter(None, capped))]
-        return {"warnings": told} if told else {}
+        warnings = [*self._of_tools, *dict.fromkeys(filter(None, capped))]
+        return {"warnings": warnings} if warnings else {}
 
     def _capped(self, num_prompt_tokens: int) -> str:
-        max_tokens, max_model_len = self._telling.max_tokens, self._telling.max_model_len
+        max_tokens, max_model_len = self._options.max_tokens, self._options.max_model_len
         if max_tokens is None or max_model_len is None:
             return ""
         rest = max_model_len - num_prompt_tokens
@@ -40,15 +40,17 @@ class Warnings:
         )
 
 
-def _of_tools(telling: Telling, parsing: Parsing, *, shows_tools: bool) -> Sequence[str]:
-    if telling.calling is Calling.NONE:
+def _of_tools(options: Telling, parsing: Parsing, *, shows_tools: bool) -> Sequence[str]:
+    if options.calling is Calling.NONE:
         return ()
-    told = []
+    warnings = []
     if not shows_tools:
-        told.append("tools: this model's chat template does not show them to the model")
-    if telling.calling is Calling.BY_MODEL:
-        if telling.has_form:
-            told.append("tools: an answer in a form calls none, unless tool_choice forces a call")
+        warnings.append("tools: this model's chat template does not show them to the model")
+    if options.calling is Calling.BY_MODEL:
+        if options.has_form:
+            warnings.append(
+                "tools: structured output contains no calls unless tool_choice forces one"
+            )
         elif not parsing.tools:
-            told.append("tools: without --tool-parser, calls that the model writes are content")
-    return told
+            warnings.append("tools: without --tool-parser, tool calls stay in the content")
+    return warnings

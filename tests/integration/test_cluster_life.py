@@ -273,7 +273,7 @@ def test_cores_that_are_not_there_are_told_with_those_that_are() -> None:
 
     assert ended.returncode == 2
     assert ended.stderr == (
-        f"baton: error: --cpus 1022,1023: not all of them may be used here; these may: {there}\n"
+        f"baton: error: --cpus 1022,1023: not all are available; choose from {there}\n"
     )
 
 
