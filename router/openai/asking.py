@@ -52,7 +52,7 @@ class Telling:
     function: str = ""  # the function that tool_choice names
     with_one_call: bool = False  # at most one tool call
     has_form: bool = False  # structured output, which has no reasoning in front
-    max_tokens: int | None = None  # as requested; None: not biases
+    max_tokens: int | None = None  # as requested; None: not given
     max_model_len: int | None = None  # None: unknown
 
     @property
@@ -259,7 +259,7 @@ def _form(body: GenerationBody, choice: ToolChoice) -> StructuredOutputs | None:
 
 
 def _sampling(body: GenerationBody) -> dict[str, Any]:
-    """Return the sampling parameters that were biases. Others default to the model's."""
+    """Return the sampling parameters that were given. Others default to the model's."""
     check_count("vllm_xargs", len(body.vllm_xargs), MAX_EXTRA_ARGS)
     for name in body.vllm_xargs:
         check_name("vllm_xargs", name)
