@@ -60,9 +60,9 @@ class ServerConnections:
 
     @property
     def options(self) -> Options:
-        most = self.max_connections or max_connections(descriptor_limit())
+        limit = self.max_connections or max_connections(descriptor_limit())
         return (
-            ("grpc.max_allowed_incoming_connections", most),
+            ("grpc.max_allowed_incoming_connections", limit),
             ("grpc.server_handshake_timeout_ms", round(self.handshake_s * 1000)),
             ("grpc.max_connection_idle_ms", round(self.idle_s * 1000)),
         )

@@ -136,8 +136,8 @@ def message_of(error: Exception) -> str:
     return _truncate(str(error), MOST_MESSAGE_CHARACTERS)
 
 
-def _truncate(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _truncate(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else f"{text[: max_characters - 1]}…"
 
 
 def _pack(message: Message) -> any_pb2.Any:

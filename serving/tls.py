@@ -58,8 +58,8 @@ class TlsConfig:
 
     def _check_combinations(self) -> None:
         if (self.cert is None) != (self.key is None):
-            given, lacking = ("cert", "key") if self.key is None else ("key", "cert")
-            raise InvalidConfig(f"--tls-{given} is given without --tls-{lacking}; give both")
+            present, missing = ("cert", "key") if self.key is None else ("key", "cert")
+            raise InvalidConfig(f"--tls-{present} is given without --tls-{missing}; give both")
         if self.client_ca is not None and self.cert is None:
             raise InvalidConfig(
                 "--tls-client-ca needs --tls-cert and --tls-key: without a certificate of its own "

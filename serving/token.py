@@ -55,7 +55,7 @@ class AcceptedTokens:
                 "(--token-file, or token=… in Python)"
             )
         scheme, _, token = shown.partition(" ")
-        given = token.strip().encode()
-        matches = [hmac.compare_digest(given, one.encode()) for one in self.tokens]
+        sent = token.strip().encode()
+        matches = [hmac.compare_digest(sent, accepted.encode()) for accepted in self.tokens]
         if scheme.lower() != SCHEME or not any(matches):
             raise Unauthenticated("the token is not one that this server takes; ask for another")

@@ -57,7 +57,7 @@ def sampling_from(
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         structured_outputs=structured_outputs_from(message),
-        banned_sequences=tuple(tuple(one.ids) for one in message.banned_sequences),
+        banned_sequences=tuple(tuple(banned.ids) for banned in message.banned_sequences),
         extra_args={name: argument_from(value) for name, value in message.extra_args.items()},
     )
 
@@ -65,7 +65,7 @@ def sampling_from(
 def argument_from(value: struct_pb2.Value) -> Argument:
     """Raises InvalidRequest."""
     if value.WhichOneof("kind") == "list_value":
-        return argument_of([_scalar_from(one) for one in value.list_value.values])
+        return argument_of([_scalar_from(item) for item in value.list_value.values])
     return argument_of(_scalar_from(value))
 
 
@@ -77,7 +77,7 @@ def _scalar_from(value: struct_pb2.Value) -> object:
 
 def argument_to(value: Argument) -> struct_pb2.Value:
     if isinstance(value, tuple):
-        values = [argument_to(one) for one in value]
+        values = [argument_to(item) for item in value]
         return struct_pb2.Value(list_value=struct_pb2.ListValue(values=values))
     if isinstance(value, bool):
         return struct_pb2.Value(bool_value=value)
@@ -117,7 +117,7 @@ def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         structured_outputs=structured_outputs_to(sampling.structured_outputs),
-        banned_sequences=[sampling_pb2.TokenIds(ids=one) for one in sampling.banned_sequences],
+        banned_sequences=[sampling_pb2.TokenIds(ids=ids) for ids in sampling.banned_sequences],
         extra_args={name: argument_to(value) for name, value in sampling.extra_args.items()},
     )
     if sampling.allowed_token_ids is not None:
@@ -140,7 +140,7 @@ def sampling_defaults_to(value: SamplingDefaults) -> sampling_pb2.SamplingDefaul
 
 
 def logprobs_from(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = tuple((one.token_id, one.logprob) for one in message.top)
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
     return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
 
 
@@ -154,15 +154,17 @@ def logprobs_to(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
 def prompt_logprobs_from(
     messages: Iterable[sampling_pb2.PromptLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    return tuple([logprobs_from(one.token) if one.HasField("token") else None for one in messages])
+    return tuple(
+        [logprobs_from(entry.token) if entry.HasField("token") else None for entry in messages]
+    )
 
 
 def prompt_logprobs_to(
     values: Iterable[TokenLogprobs | None],
 ) -> list[sampling_pb2.PromptLogprobs]:
     return [
-        sampling_pb2.PromptLogprobs(token=None if one is None else logprobs_to(one))
-        for one in values
+        sampling_pb2.PromptLogprobs(token=None if entry is None else logprobs_to(entry))
+        for entry in values
     ]
 
 
@@ -187,7 +189,7 @@ def output_to(output: Output) -> node_pb2.TokenOutput:
     return node_pb2.TokenOutput(
         first_index=output.first_index,
         token_ids=output.token_ids,
-        logprobs=[logprobs_to(one) for one in output.logprobs],
+        logprobs=[logprobs_to(entry) for entry in output.logprobs],
         prompt_logprobs=prompt_logprobs_to(output.prompt_logprobs),
         finish_reason=FINISH_TO_MESSAGE[output.finish_reason],
         stop_token_id=output.stop_token_id,

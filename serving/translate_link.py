@@ -96,20 +96,24 @@ def _grant_to(value: Grant) -> kv_link_pb2.Grant:
 
 
 def _renew_from(message: kv_link_pb2.Renew) -> Renew:
-    return Renew(tuple(handoff_from(one) for one in message.handoff_ids), message.lease_s)
+    return Renew(
+        tuple(handoff_from(handoff_id) for handoff_id in message.handoff_ids), message.lease_s
+    )
 
 
 def _renew_to(value: Renew) -> kv_link_pb2.Renew:
-    handoff_ids = [handoff_to(one) for one in value.handoff_ids]
+    handoff_ids = [handoff_to(handoff_id) for handoff_id in value.handoff_ids]
     return kv_link_pb2.Renew(handoff_ids=handoff_ids, lease_s=value.lease_s)
 
 
 def _renewed_from(message: kv_link_pb2.Renewed) -> Renewed:
-    return Renewed(tuple(handoff_from(one) for one in message.handoff_ids))
+    return Renewed(tuple(handoff_from(handoff_id) for handoff_id in message.handoff_ids))
 
 
 def _renewed_to(value: Renewed) -> kv_link_pb2.Renewed:
-    return kv_link_pb2.Renewed(handoff_ids=[handoff_to(one) for one in value.handoff_ids])
+    return kv_link_pb2.Renewed(
+        handoff_ids=[handoff_to(handoff_id) for handoff_id in value.handoff_ids]
+    )
 
 
 def _revoke_from(message: kv_link_pb2.RevokeGrant) -> RevokeGrant:

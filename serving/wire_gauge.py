@@ -19,7 +19,7 @@ MAX_FIELDS = 1 << 16
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
 
-def check_num_fields(raw: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
+def check_num_fields(raw: bytes, kind: Descriptor, max_fields: int = MAX_FIELDS) -> None:
     """Raises MessageTooLarge, or Unreadable for wire types that Baton's messages do not use.
 
     Other malformed messages pass: the parser reports their errors.
@@ -27,12 +27,12 @@ def check_num_fields(raw: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> No
     if len(raw) <= SMALL_BYTES:
         return
     try:
-        _check(raw, kind, most)
+        _check(raw, kind, max_fields)
     except IndexError:
         return
 
 
-def _check(raw: bytes, kind: Descriptor, most: int) -> None:
+def _check(raw: bytes, kind: Descriptor, max_fields: int) -> None:
     num_fields = 0
     spans = [(0, len(raw), kind)]
     while spans:
@@ -40,10 +40,10 @@ def _check(raw: bytes, kind: Descriptor, most: int) -> None:
         messages = _messages(within)
         while at < end:
             num_fields += 1
-            if num_fields > most:
+            if num_fields > max_fields:
                 raise MessageTooLarge(
-                    f"the message has more than {most} fields, entries of lists and maps included; "
-                    "send shorter ones"
+                    f"the message has more than {max_fields} fields, including entries of lists "
+                    "and maps; send shorter ones"
                 )
             # Fast path for one-byte varints, which most are, in this per-field loop.
             tag = raw[at]
@@ -67,7 +67,8 @@ def _check(raw: bytes, kind: Descriptor, most: int) -> None:
 @lru_cache(maxsize=64)
 def _messages(kind: Descriptor) -> Mapping[int, Descriptor]:
     """Return the message types of the fields that are messages, by field number."""
-    return {one.number: one.message_type for one in kind.fields if one.message_type is not None}
+    message_fields = [field for field in kind.fields if field.message_type is not None]
+    return {field.number: field.message_type for field in message_fields}
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:

@@ -92,15 +92,15 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
     )
     best_of = _best_of(body)
     with_answer = not (body.echo and body.max_tokens == 0)
-    own: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if body.max_tokens is not None:
-        own["max_tokens"] = body.max_tokens if with_answer else 1
+        overrides["max_tokens"] = body.max_tokens if with_answer else 1
     if body.logprobs is not None:
-        own["logprobs"] = body.logprobs
+        overrides["logprobs"] = body.logprobs
         if body.echo:
-            own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+            overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     elif best_of > body.n:
-        own["logprobs"] = 0  # needed to rank the answers
+        overrides["logprobs"] = 0  # needed to rank the answers
     options = Telling(
         is_chat=False,
         num_logprobs=body.logprobs,
@@ -109,7 +109,7 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
         max_tokens=body.max_tokens,
         **_common_options(body),
     )
-    return _parsed_request(body, prompts, own, request_id, advice, options, best_of)
+    return _parsed_request(body, prompts, overrides, request_id, advice, options, best_of)
 
 
 def _best_of(body: CompletionBody) -> int:
@@ -130,26 +130,28 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
     body = body_from(fields, ChatBody)
     choice = tool_choice_from(body)
     prompt = chat_from(body, choice.shown)
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
     # The default is the rest of the context, which the pipeline computes once it has tokenized.
     rest = MOST_SAFE_INT if advice.max_model_len is None else advice.max_model_len
-    own: dict[str, Any] = {"max_tokens": rest if most is None else most}
+    overrides: dict[str, Any] = {"max_tokens": rest if max_tokens is None else max_tokens}
     num_logprobs = _num_logprobs(body)
     if num_logprobs is not None:
-        own["logprobs"] = num_logprobs
-        if most is None and not body.stream:
-            own["max_tokens"] = min(rest, max_tokens_with_logprobs(num_logprobs, body.n))
+        overrides["logprobs"] = num_logprobs
+        if max_tokens is None and not body.stream:
+            overrides["max_tokens"] = min(rest, max_tokens_with_logprobs(num_logprobs, body.n))
     options = Telling(
         is_chat=True,
         num_logprobs=num_logprobs,
         calling=choice.calling,
         function=choice.name,
         with_one_call=not body.parallel_tool_calls,
-        max_tokens=most,
+        max_tokens=max_tokens,
         **_common_options(body),
     )
-    parsed = _parsed_request(body, [prompt], own, request_id, advice, options, body.n, choice)
-    if most is not None:
+    parsed = _parsed_request(body, [prompt], overrides, request_id, advice, options, body.n, choice)
+    if max_tokens is not None:
         return parsed
     return replace(parsed, calls=tuple(replace(call, fills_context=True) for call in parsed.calls))
 
@@ -186,7 +188,7 @@ def _common_options(body: GenerationBody) -> dict[str, Any]:
 def _parsed_request(
     body: GenerationBody,
     prompts: Sequence[Prompt],
-    own: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     request_id: str,
     advice: Advice,
     options: Telling,
@@ -203,7 +205,7 @@ def _parsed_request(
         raise InvalidRequest(
             f"{num_choices} answers were requested; the limit is {MOST_ANSWERS}", field
         )
-    sampling = {**_sampling(body), **own, "structured_outputs": form}
+    sampling = {**_sampling(body), **overrides, "structured_outputs": form}
     strings = stop_strings_from([body.stop] if isinstance(body.stop, str) else body.stop)
     bad_words = bad_words_from(body.bad_words)
     check_copies_fit(advice.defaults.params(**sampling), bad_words, num_choices)
@@ -237,11 +239,11 @@ def _check_logprobs_fit(calls: Sequence[Call], advice: Advice) -> None:
     if sampling.logprobs is None:
         return
     longest = min(sampling.max_tokens, advice.max_model_len or sampling.max_tokens)
-    most = max_tokens_with_logprobs(sampling.logprobs, num_answers)
-    if longest > most:
+    limit = max_tokens_with_logprobs(sampling.logprobs, num_answers)
+    if longest > limit:
         raise InvalidRequest(
             f"max_tokens is {sampling.max_tokens}: with {sampling.logprobs} logprobs, each of "
-            f"{num_answers} answers may have {most} tokens in one body; lower max_tokens, n or "
+            f"{num_answers} answers can have {limit} tokens in one body; lower max_tokens, n or "
             "logprobs, or stream the answer",
             "max_tokens",
         )

@@ -105,8 +105,8 @@ def joined(pieces: Iterable[Piece]) -> Piece:
     pieces = list(pieces)
     return Piece(
         first_index=0,
-        token_ids=tuple(token_id for one in pieces for token_id in one.token_ids),
-        text="".join(one.text for one in pieces),
-        logprobs=tuple(entry for one in pieces for entry in one.logprobs),
-        prompt_logprobs=tuple(entry for one in pieces for entry in one.prompt_logprobs),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        text="".join(piece.text for piece in pieces),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        prompt_logprobs=tuple(entry for piece in pieces for entry in piece.prompt_logprobs),
     )

@@ -128,8 +128,8 @@ class PrefixCaches:
 
     async def reset(self, _request: Request) -> Response:
         """Reset the prefix caches of all nodes. The body is not read."""
-        done = await self.resets.reset_all()
-        return JSONResponse({"nodes": [asdict(one) for one in done]})
+        resets = await self.resets.reset_all()
+        return JSONResponse({"nodes": [asdict(reset) for reset in resets]})
 
 
 @dataclass(frozen=True, slots=True)

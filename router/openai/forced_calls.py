@@ -37,7 +37,7 @@ class RequiredCallsReader:
     """Parses `[{"name": …, "arguments": …}, …]`. A call is emitted once its arguments begin."""
 
     def __init__(self) -> None:
-        self._held = ""  # text between arguments
+        self._buffer = ""  # text between arguments
         self._arguments: JsonScan | None = None  # None: between arguments
 
     def push(self, text: str) -> Delta:
@@ -47,12 +47,12 @@ class RequiredCallsReader:
                 more, text = self._more(self._arguments, text)
                 delta += Delta(calls=(ToolCall(None, more),)) if more else NOTHING
                 continue
-            self._held += text
-            begun = _BEGINNING.match(self._held)
-            if begun is None:
+            self._buffer += text
+            match = _BEGINNING.match(self._buffer)
+            if match is None:
                 return delta
-            delta += Delta(calls=(ToolCall(json.loads(begun[1]), ""),))
-            text, self._held = self._held[begun.end() :], ""
+            delta += Delta(calls=(ToolCall(json.loads(match[1]), ""),))
+            text, self._buffer = self._buffer[match.end() :], ""
             self._arguments = JsonScan()
         return delta
 

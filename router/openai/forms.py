@@ -43,14 +43,14 @@ def form_from(body: GenerationBody) -> StructuredOutputs | None:
     return next(iter(found.values()), None)
 
 
-def _of_response_format(given: Mapping[str, Any]) -> StructuredOutputs | None:
-    match given.get("type"):
+def _of_response_format(option: Mapping[str, Any]) -> StructuredOutputs | None:
+    match option.get("type"):
         case "text":
             return None
         case "json_object":
             return StructuredOutputs(json_object=True)
         case "json_schema":
-            named = given.get("json_schema")
+            named = option.get("json_schema")
             if not isinstance(named, dict) or named.get("schema") is None:
                 raise InvalidRequest(
                     f"{RESPONSE_FORMAT}.json_schema must be an object with a schema"
@@ -64,10 +64,10 @@ def _of_response_format(given: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def _with_field_name(
-    name: str, read: Callable[[Mapping[str, Any]], Form], given: Mapping[str, Any]
+    name: str, read: Callable[[Mapping[str, Any]], Form], option: Mapping[str, Any]
 ) -> Form:
     """Read an option, with errors that name the client's field."""
     try:
-        return read(given)
+        return read(option)
     except InvalidRequest as refusal:
         raise InvalidRequest(str(refusal), name) from None

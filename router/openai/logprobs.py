@@ -30,7 +30,7 @@ def completion_logprobs(
         offset += len(spell(token_id).text)
     return {
         "text_offset": offsets,
-        "token_logprobs": [None if one is None else _finite(one.logprob) for one in entries],
+        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
         "tokens": [spell(token_id).text for token_id in token_ids],
         "top_logprobs": _map_positions(partial(_by_text, num_top=num_top, spell=spell), entries),
     }

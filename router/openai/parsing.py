@@ -78,43 +78,43 @@ class ThinkReader:
         self._content = content  # reader of the text after the reasoning
         self._otherwise = self._At.REASONING if begins_inside else self._At.CONTENT
         self._at = self._At.START
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> Delta:
-        self._held += text
+        self._buffer += text
         if self._at is self._At.START and not self._has_started():
             return NOTHING
         if self._at is self._At.REASONING:
-            reasoning, has_ended = self._up_to(END_THINK)
+            reasoning, has_ended = self._split_buffer(END_THINK)
             if not has_ended:
                 return Delta(reasoning=reasoning)
             self._at = self._At.CONTENT
-            return Delta(reasoning=reasoning) + self._content.push(self._take())
-        return self._content.push(self._take())
+            return Delta(reasoning=reasoning) + self._content.push(self._take_buffer())
+        return self._content.push(self._take_buffer())
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
         at = self._otherwise if self._at is self._At.START else self._at
         if at is self._At.REASONING:
-            return Delta(reasoning=self._take())
-        return self._content.push(self._take()) + self._content.finish(is_cut_off=is_cut_off)
+            return Delta(reasoning=self._take_buffer())
+        return self._content.push(self._take_buffer()) + self._content.finish(is_cut_off=is_cut_off)
 
     def _has_started(self) -> bool:
         """Return whether enough text has arrived to see whether it begins with `<think>`."""
-        begun = self._held.lstrip()
-        if len(begun) < len(THINK) and THINK.startswith(begun):
+        start = self._buffer.lstrip()
+        if len(start) < len(THINK) and THINK.startswith(start):
             return False
         self._at = self._otherwise
-        if begun.startswith(THINK):
-            self._at, self._held = self._At.REASONING, begun.removeprefix(THINK)
+        if start.startswith(THINK):
+            self._at, self._buffer = self._At.REASONING, start.removeprefix(THINK)
         return True
 
-    def _up_to(self, mark: str) -> tuple[str, bool]:
-        passed, self._held, has_come = split_at(self._held, mark)
-        return passed, has_come
+    def _split_buffer(self, mark: str) -> tuple[str, bool]:
+        before_mark, self._buffer, is_found = split_at(self._buffer, mark)
+        return before_mark, is_found
 
-    def _take(self) -> str:
-        taken, self._held = self._held, ""
-        return taken
+    def _take_buffer(self) -> str:
+        buffered, self._buffer = self._buffer, ""
+        return buffered
 
 
 class _Content:
@@ -150,22 +150,22 @@ class HermesReader:
     """
 
     def __init__(self) -> None:
-        self._held = ""  # possible beginning of a mark
+        self._buffer = ""  # possible beginning of a mark
         self._content = _Content()
         self._inside: list[str] | None = None  # the current call's text; None: outside a call
         self._scan = JsonScan()  # of the current call
         self._heeds_strings = True
 
     def push(self, text: str) -> Delta:
-        self._held += text
-        delta, has_come = NOTHING, True
-        while has_come:
-            passed, self._held, has_come = split_at(self._held, self._mark)
-            delta += self._passed(passed, has_come=has_come)
+        self._buffer += text
+        delta, is_found = NOTHING, True
+        while is_found:
+            before_mark, self._buffer, is_found = split_at(self._buffer, self._mark)
+            delta += self._consume(before_mark, is_found=is_found)
         return delta
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
-        rest, self._held = self._held, ""
+        rest, self._buffer = self._buffer, ""
         if self._inside is None:
             is_begun_call = is_cut_off and self._content.has_called and rest.startswith("<tool")
             delta = NOTHING if is_begun_call else self._content.text(rest)
@@ -185,15 +185,15 @@ class HermesReader:
     def _mark(self) -> str:
         return CALL if self._inside is None else END_CALL
 
-    def _passed(self, text: str, *, has_come: bool) -> Delta:
+    def _consume(self, text: str, *, is_found: bool) -> Delta:
         """Consume the text before the mark, and the mark if it has arrived."""
         if self._inside is None:
-            if has_come:
+            if is_found:
                 self._inside, self._scan = [], JsonScan()
             return self._content.text(text)
         self._inside.append(text)
         self._scan.scan(text)
-        if not has_come:
+        if not is_found:
             return NOTHING
         if self._heeds_strings and self._scan.is_in_string:
             self._inside.append(END_CALL)
@@ -213,7 +213,7 @@ class HermesReader:
         first, _, behind = inside.partition(END_CALL)
         if behind:
             self._heeds_strings = False
-        self._inside, self._held = None, behind + self._held
+        self._inside, self._buffer = None, behind + self._buffer
         return self._content.text(CALL + first + END_CALL)
 
 
@@ -225,7 +225,7 @@ class LlamaReader:
     """
 
     def __init__(self) -> None:
-        self._held = ""  # possible beginning of a call
+        self._buffer = ""  # possible beginning of a call
         self._calls: list[str] = []  # text of the calls, in pieces
         self._content = _Content()
         self._is_call: bool | None = None  # None: not known yet
@@ -234,21 +234,21 @@ class LlamaReader:
         if self._is_call:
             self._calls.append(text)
             return NOTHING
-        self._held += text
+        self._buffer += text
         if self._is_call is None:
-            self._is_call = _begins_like_call(self._held)
-        delta, has_come = NOTHING, True
-        while self._is_call is False and has_come:
+            self._is_call = _begins_like_call(self._buffer)
+        delta, is_found = NOTHING, True
+        while self._is_call is False and is_found:
             # No call follows a tag at the beginning: it has been checked.
-            skip = len(PYTHON_TAG) if self._held.startswith(PYTHON_TAG) else 0
-            passed, rest, has_come = split_at(self._held[skip:], PYTHON_TAG)
-            delta += self._content.text(self._held[:skip] + passed)
-            self._held = PYTHON_TAG + rest if has_come else rest
-            self._is_call = _begins_like_call(self._held) if has_come else False
+            skip = len(PYTHON_TAG) if self._buffer.startswith(PYTHON_TAG) else 0
+            before_mark, rest, is_found = split_at(self._buffer[skip:], PYTHON_TAG)
+            delta += self._content.text(self._buffer[:skip] + before_mark)
+            self._buffer = PYTHON_TAG + rest if is_found else rest
+            self._is_call = _begins_like_call(self._buffer) if is_found else False
         return delta
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
-        text = "".join((self._held, *self._calls))
+        text = "".join((self._buffer, *self._calls))
         calls, rest = _calls_in_row(text.lstrip().removeprefix(PYTHON_TAG))
         delta = self._content.calls(*calls) if calls else self._content.text(text)
         if calls and not is_cut_off:
@@ -258,10 +258,10 @@ class LlamaReader:
 
 def _begins_like_call(text: str) -> bool | None:
     """Return whether the text begins like a call, or None if it is too short."""
-    begun = text.lstrip()
-    if len(begun) < len(PYTHON_TAG) and PYTHON_TAG.startswith(begun):
+    start = text.lstrip()
+    if len(start) < len(PYTHON_TAG) and PYTHON_TAG.startswith(start):
         return None
-    behind = begun.removeprefix(PYTHON_TAG).lstrip()
+    behind = start.removeprefix(PYTHON_TAG).lstrip()
     return behind.startswith("{") if behind else None
 
 

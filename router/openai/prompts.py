@@ -31,9 +31,9 @@ def prompts_from(
         if type(value[0]) is int:
             return [_token_prompt(value, max_model_len)]
         check_count("prompt", len(value), MOST_ANSWERS)
-        if all(isinstance(one, str) for one in value):
+        if all(isinstance(prompt, str) for prompt in value):
             return [TextPrompt(text, add_special_tokens) for text in value]
-        if all(isinstance(one, list) for one in value):
+        if all(isinstance(prompt, list) for prompt in value):
             return [_token_prompt(ids, max_model_len) for ids in value]
     raise InvalidRequest(f"prompt must be {EXPECTED}", "prompt")
 
@@ -59,7 +59,7 @@ def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatP
         if name in body.chat_template_kwargs:
             field = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{field}: send {name} as a field of its own", field)
-    messages = (_message(one, f"messages.{place}") for place, one in enumerate(body.messages))
+    messages = (_message(each, f"messages.{place}") for place, each in enumerate(body.messages))
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     variables = {**effort, **body.chat_template_kwargs}
     if tools:
@@ -113,8 +113,8 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return dict(call)
     try:
-        read = from_json(arguments or "{}", allow_inf_nan=False)
+        parsed = from_json(arguments or "{}", allow_inf_nan=False)
     except ValueError as error:
         field = f"{where}.function.arguments"
         raise InvalidRequest(f"{field} is not JSON: {error}", field) from error
-    return {**call, "function": {**function, "arguments": read}}
+    return {**call, "function": {**function, "arguments": parsed}}

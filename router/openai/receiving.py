@@ -72,14 +72,14 @@ class JsonGauge:
     def __init__(self, max_values: int = MAX_VALUES) -> None:
         self._max_values = max_values
         self._is_in_string = False
-        self._held = b""  # a backslash whose next character has not arrived
+        self._trailing_backslash = b""  # a backslash whose next character has not arrived
         self.num_values = 1
 
     def feed(self, piece: bytes) -> None:
         """Raises MessageTooLarge."""
         # Escapes hide quotes. Pairs of backslashes go first, from the left, as JSON reads them.
-        plain = (self._held + piece).replace(rb"\\", b"")
-        self._held = b"\\" if plain.endswith(b"\\") else b""
+        plain = (self._trailing_backslash + piece).replace(rb"\\", b"")
+        self._trailing_backslash = b"\\" if plain.endswith(b"\\") else b""
         marks = plain.replace(rb"\"", b"").translate(None, NO_STRUCTURE)
         parts = marks.split(b'"')
         outside = b"".join(parts[self._is_in_string :: 2])
@@ -118,7 +118,7 @@ async def read_body(
                     lease.grow_to(len(body) + VALUE_BYTES * gauge.num_values)
     except TimeoutError:
         raise BodyTimeout(
-            f"{len(body)} bytes of the body came within {timeout_s:g} s, and not the rest; "
+            f"{len(body)} bytes of the body came within {timeout_s:g} s, but not the rest; "
             "send it faster"
         ) from None
     except ClientDisconnect as error:

@@ -128,8 +128,8 @@ def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
         _call(name, _embedded(parameters, f"#/items/anyOf/{place}/properties/arguments"))
         for place, (name, parameters) in enumerate(functions.items())
     ]
-    most = {} if body.parallel_tool_calls else {"maxItems": 1}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+    limit = {} if body.parallel_tool_calls else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit}
 
 
 def _call(name: str, parameters: Schema) -> Schema:

@@ -70,7 +70,8 @@ def _not_found(request: Request) -> str:
     if reason is None:
         known = {served_path for _, served_path in served}
         # A base URL without /v1, or with it twice.
-        near = next((one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in known), None)
+        variants = (f"/v1{path}", path.removeprefix("/v1"))
+        near = next((variant for variant in variants if variant in known), None)
         listed = ", ".join(f"{methods} {served_path}" for methods, served_path in served)
         reason = f"served are {listed}" if near is None else f"its path here is {near}"
     return f"{_shown(request.method)} {_shown(path)} is not served here: {reason}"
@@ -88,5 +89,5 @@ def _is_under(path: str, prefix: str) -> bool:
 
 
 def _shown(text: str) -> str:
-    most = MAX_SHOWN_PATH_CHARACTERS
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    limit = MAX_SHOWN_PATH_CHARACTERS
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -19,16 +19,16 @@ def test_a_long_prompt_is_few_fields() -> None:
     )
 
     for message in (text, ids):
-        check_num_fields(message.SerializeToString(), REQUEST, most=8)
+        check_num_fields(message.SerializeToString(), REQUEST, max_fields=8)
 
 
 def test_entries_of_lists_and_maps_count_however_deep_they_are() -> None:
     turns = [inference_pb2.ChatMessage()] * (SMALL_BYTES // 2)
     raw = inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=turns)).SerializeToString()
 
-    check_num_fields(raw, REQUEST, most=1 + len(turns))
+    check_num_fields(raw, REQUEST, max_fields=1 + len(turns))
     with pytest.raises(MessageTooLarge, match=f"more than {len(turns)} fields"):
-        check_num_fields(raw, REQUEST, most=len(turns))
+        check_num_fields(raw, REQUEST, max_fields=len(turns))
 
 
 def test_what_would_hide_fields_is_refused() -> None:
@@ -39,4 +39,4 @@ def test_what_would_hide_fields_is_refused() -> None:
 
 
 def test_what_is_cut_off_is_left_to_the_parser() -> None:
-    check_num_fields(b"\x18\x01" * (SMALL_BYTES // 2) + b"\x80", REQUEST, most=MAX_FIELDS)
+    check_num_fields(b"\x18\x01" * (SMALL_BYTES // 2) + b"\x80", REQUEST, max_fields=MAX_FIELDS)
