@@ -29,7 +29,7 @@ from serving.tls import PLAIN, TlsConfig
 from serving.unreadable import NamesUnreadable
 
 READY_PREFIX = "baton ready:"
-# Grace period for calls that outlive the drain, such as watches. They are cancelled after it.
+# Time limit of calls that outlive the drain, such as watches. They are cancelled after it.
 CLOSE_GRACE_S = 0.2
 
 

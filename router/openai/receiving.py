@@ -15,7 +15,7 @@ from router.translate import MOST_ANSWERS
 from serving.errors import BodyTimeout, ClientGone, MessageTooLarge, QueueFull
 
 MOST_BODY_BYTES = 16 << 20
-# Bodies up to this size are not counted in the budget: the number of connections bounds them.
+# A body up to this size is not counted in the budget: the number of connections bounds it.
 SMALL_BODY_BYTES = 1 << 16
 # JSON values per body, for all fields other than prompts, and in total.
 MAX_OTHER_VALUES = 1 << 16
