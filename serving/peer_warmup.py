@@ -47,7 +47,7 @@ class PeerWarmup:
         self._engine_turn = asyncio.Lock()
 
     async def connect(self, address: str) -> None:
-        """Start a link and return. Raises TooManyConnects and PeerUnreachable."""
+        """Start to open a link. Raises TooManyConnects, PeerUnreachable and InvalidRequest."""
         if address in self._in_flight:
             return
         if len(self._in_flight) >= self._max_in_flight:
