@@ -63,7 +63,7 @@ def _with_port(address: str, written: str) -> str:
     if ":" in address.rpartition("]")[2]:
         host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
-        raise InvalidConfig(f"address {written!r} has no valid host; {WRITE_IT}")
+        raise InvalidConfig(f"address {written!r} has no host, or an invalid one; {WRITE_IT}")
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise InvalidConfig(f"address {written!r}: its port must be from 1 to {MAX_PORT}")
     return f"{host}:{port}"

@@ -433,7 +433,7 @@ def test_logprobs_of_a_whole_answer_are_bounded_over_all_choices() -> None:
 
     asked = completion_from({**fields, "max_tokens": most}, "id", advice)
     assert len(asked.calls) == 128
-    with pytest.raises(InvalidRequest, match=f"may have {most} tokens") as refused:
+    with pytest.raises(InvalidRequest, match=f"can have {most} tokens") as refused:
         completion_from({**fields, "max_tokens": most + 1}, "id", advice)
     assert refused.value.field == "max_tokens"
     completion_from({**fields, "max_tokens": most + 1, "stream": True}, "id", advice)
