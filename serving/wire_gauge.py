@@ -67,8 +67,9 @@ def _check(raw: bytes, kind: Descriptor, max_fields: int) -> None:
 @lru_cache(maxsize=64)
 def _messages(kind: Descriptor) -> Mapping[int, Descriptor]:
     """Return the message types of the fields that are messages, by field number."""
-    message_fields = [field for field in kind.fields if field.message_type is not None]
-    return {field.number: field.message_type for field in message_fields}
+    return {
+        field.number: field.message_type for field in kind.fields if field.message_type is not None
+    }
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
