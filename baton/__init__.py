@@ -1,7 +1,7 @@
 """Baton: prefill/decode-disaggregated LLM inference.
 
-What people import is here; each name is loaded when it is first asked for, because every
-room that speaks gRPC imports `baton.v1` and most of them must not load torch.
+The public names are imported lazily, on first access: every package that uses gRPC imports
+`baton.v1`, and most of them must not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "TlsConfig",
 ]
 
-_HOMES = {
+_MODULES = {
     "LLM": "baton.llm",
     "Completion": "baton.completion",
     "AsyncClient": "baton.client",
@@ -44,6 +44,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'baton' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -6,7 +6,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Ctrl-C ends it without a traceback, while its libraries are imported, too."""
+    """Run the command. Ctrl-C ends it without a traceback, even during imports."""
     try:
         from baton.cli import main as run
 

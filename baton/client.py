@@ -1,4 +1,4 @@
-"""Clients of a Baton router: typed, streaming, blocking or asyncio."""
+"""Typed streaming clients of a Baton router, blocking and asyncio."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import grpc
 from grpc import aio
 
 from baton.generation import (
-    AS_THE_MODEL_LIKES,
+    DEFAULT_GENERATION,
     Answer,
     Chunk,
     Finish,
@@ -30,12 +30,12 @@ from baton.generation import (
     chunk_from,
     model_from,
     request_from,
-    the_only_one,
+    single_answer,
     tokenize_request_from,
 )
 from baton.node_status import NodeStatus, statuses_from
 from baton.reading import read_elsewhere
-from baton.retries import FEW, BatonError, Retries, Tries
+from baton.retries import DEFAULT_RETRIES, BatonError, Retries, Tries
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from engine.errors import InvalidConfig
 from serving.channel import open_blocking_channel, open_channel
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a client reaches its router."""
+    """Connection settings of a client: address, deadline, TLS, token and retries."""
 
     address: str
     timeout_s: float | None
@@ -79,11 +79,11 @@ class Access:
 
     def __post_init__(self) -> None:
         if self.tls.cert is not None and not self.tls.dials:
-            raise InvalidConfig("a client with tls.cert needs tls.ca too, to know whom to trust")
+            raise InvalidConfig("a client with tls.cert also needs tls.ca, to verify the server")
         if self.token is not None:
             check_token(self.token, "the token")
             if not self.tls.dials:
-                log.warning("the token goes to %s in plain text; give tls.ca", self.address)
+                log.warning("the token is sent to %s in plain text; set tls.ca", self.address)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -95,9 +95,9 @@ class Access:
 
 
 class Client:
-    """A blocking client. Raises BatonError.
+    """Blocking client of a router. Calls raise BatonError.
 
-    `timeout_s` is for each call, from its beginning to its end, its retries included.
+    `timeout_s` limits each call as a whole, including its retries.
 
     >>> with Client("127.0.0.1:50051") as client:
     ...     for chunk in client.stream("import os\\n"):
@@ -111,7 +111,7 @@ class Client:
         timeout_s: float | None = None,
         tls: TlsConfig = PLAIN,
         token: str | None = None,
-        retries: Retries = FEW,
+        retries: Retries = DEFAULT_RETRIES,
     ) -> None:
         address = router_target(address)
         self._access = Access(address, timeout_s, tls, token, retries)
@@ -132,13 +132,13 @@ class Client:
     def stream(
         self,
         prompt: Prompt,
-        generation: Generation = AS_THE_MODEL_LIKES,
+        generation: Generation = DEFAULT_GENERATION,
         *,
         timeout_s: float | None = None,
     ) -> Generator[Chunk, None, None]:
-        """The answer as it comes, or all `n` of them, mixed.
+        """Stream the chunks of the answer; with `n` above 1, those of all answers, interleaved.
 
-        Leaving its loop, closing it, or Ctrl-C cancels the request.
+        Leaving the loop, closing the generator or Ctrl-C cancels the request.
         """
         request = request_from(prompt, generation)
         tries = self._access.tries(timeout_s)
@@ -162,28 +162,28 @@ class Client:
     def generate(
         self,
         prompt: Prompt,
-        generation: Generation = AS_THE_MODEL_LIKES,
+        generation: Generation = DEFAULT_GENERATION,
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        the_only_one(answers_of(generation))
+        single_answer(answers_of(generation))
         return self.generate_all(prompt, generation, timeout_s=timeout_s)[0]
 
     def generate_all(
         self,
         prompt: Prompt,
-        generation: Generation = AS_THE_MODEL_LIKES,
+        generation: Generation = DEFAULT_GENERATION,
         *,
         timeout_s: float | None = None,
     ) -> list[Answer]:
-        """All `n` answers."""
+        """Return all `n` answers."""
         answers = answers_of(generation)
         for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
             answers[chunk.index].take(chunk)
         return answers
 
     def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
-        """The ids that Generate would use for a text or a chat."""
+        """Return the token ids that Generate would use for a text or a chat."""
         request = tokenize_request_from(prompt)
         return list(self._unary(self._stub.Tokenize, request).token_ids)
 
@@ -207,7 +207,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same for asyncio."""
+    """Client of a router for asyncio; see Client."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         tls: TlsConfig = PLAIN,
         token: str | None = None,
-        retries: Retries = FEW,
+        retries: Retries = DEFAULT_RETRIES,
     ) -> None:
         address = router_target(address)
         self._access = Access(address, timeout_s, tls, token, retries)
@@ -237,14 +237,14 @@ class AsyncClient:
     async def stream(
         self,
         prompt: Prompt,
-        generation: Generation = AS_THE_MODEL_LIKES,
+        generation: Generation = DEFAULT_GENERATION,
         *,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """The answer as it comes, or all `n` of them, mixed. Leaving its loop cancels the request.
+        """Stream the chunks of the answer; with `n` above 1, those of all answers, interleaved.
 
-        A generator that is still held by a name when its loop is left goes on until its
-        `aclose`: use `contextlib.aclosing` then.
+        Leaving the loop cancels the request, unless a variable still refers to the generator:
+        such a generator runs until its `aclose`, so use `contextlib.aclosing` for it.
         """
         request = request_from(prompt, generation)
         tries = self._access.tries(timeout_s)
@@ -268,28 +268,28 @@ class AsyncClient:
     async def generate(
         self,
         prompt: Prompt,
-        generation: Generation = AS_THE_MODEL_LIKES,
+        generation: Generation = DEFAULT_GENERATION,
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        the_only_one(answers_of(generation))
+        single_answer(answers_of(generation))
         return (await self.generate_all(prompt, generation, timeout_s=timeout_s))[0]
 
     async def generate_all(
         self,
         prompt: Prompt,
-        generation: Generation = AS_THE_MODEL_LIKES,
+        generation: Generation = DEFAULT_GENERATION,
         *,
         timeout_s: float | None = None,
     ) -> list[Answer]:
-        """All `n` answers."""
+        """Return all `n` answers."""
         answers = answers_of(generation)
         async for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
             answers[chunk.index].take(chunk)
         return answers
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
-        """The ids that Generate would use for a text or a chat."""
+        """Return the token ids that Generate would use for a text or a chat."""
         request = tokenize_request_from(prompt)
         return list((await self._unary(self._stub.Tokenize, request)).token_ids)
 
@@ -302,7 +302,7 @@ class AsyncClient:
         return model_from(await self._unary(self._stub.GetModel, request))
 
     async def nodes(self, interval_s: float = 0.0) -> AsyncGenerator[tuple[NodeStatus, ...], None]:
-        """The nodes that the router knows of: once, or now and after every interval."""
+        """Yield the status of all nodes: once, or again after every interval if it is above 0."""
         stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         request = cluster_pb2.WatchNodesRequest(interval_s=interval_s)
         tries = self._access.tries()
@@ -322,11 +322,11 @@ class AsyncClient:
             await asyncio.sleep(pause_s)
 
     async def reset_prefix_caches(self) -> dict[str, int]:
-        """Have all nodes forget their cached prefixes; KV blocks that were cached, by node."""
+        """Clear the prefix cache of every node. Return the number of KV blocks cleared by node."""
         stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         request = cluster_pb2.ResetPrefixCachesRequest()
         response = await self._unary(stub.ResetPrefixCaches, request)
-        return {one.node_id: one.num_blocks for one in response.nodes}
+        return {node.node_id: node.num_blocks for node in response.nodes}
 
     async def _unary(
         self, method: aio.UnaryUnaryMultiCallable[Request, Response], request: Request

@@ -1,4 +1,4 @@
-"""A local cluster: router, prefill and decode nodes as child processes of this one."""
+"""Local cluster: router, prefill and decode nodes as child processes."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from serving.status import remote_error
 from serving.tls import PLAIN, TlsConfig
 from serving.tls_trouble import tls_trouble
 
-LINES_KEPT = 40
-LOGS_FOR_PEOPLE = ("--log-format", "text")  # they are shown, or told when a process fails
+MAX_LOG_LINES = 40
+TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a process fails
 ERROR_PREFIX = "baton: error: "
 
 
 class ClusterFailed(ServiceError):
-    """A process of the cluster did not start, or ended before its time."""
+    """A process of the cluster did not start, or ended too early."""
 
 
 def _ignore(_child: Child) -> None:
-    """Nobody wants to know."""
+    """Default of `on_up` and `on_end`."""
 
 
 def _ignore_line(_child: Child, _line: str) -> None:
-    """Nobody wants to read it."""
+    """Default of `on_line`."""
 
 
-def _where_it_listens(child: Child) -> str:
+def _listen_address(child: Child) -> str:
     return child.address
 
 
@@ -55,30 +55,31 @@ class ClusterOptions:
     model: str
     num_prefill: int = 1
     num_decode: int = 1
-    # No prefill nodes: as many nodes in all, and each does both.
+    # No prefill nodes: num_prefill + num_decode decode nodes, which also compute the prompts.
     is_colocated: bool = False
-    can_change: bool = False  # whether nodes may be added and removed while it runs
+    can_change: bool = False  # nodes can be added and removed while it runs
     host: str = "127.0.0.1"
-    port: int = 0  # of the router; 0 takes any that is free
-    program_arguments: tuple[str, ...] = ()  # of `baton` itself, in front of the command
-    node_program: tuple[str, ...] = ()  # runs nodes instead of `python -m baton serve`
-    node_arguments: tuple[str, ...] = ()  # given to each node as they are
-    prefill_arguments: tuple[str, ...] = ()  # to each prefill node, behind those
+    port: int = 0  # of the router; 0 takes any free port
+    program_arguments: tuple[str, ...] = ()  # options of `baton` itself, before the command
+    node_program: tuple[str, ...] = ()  # starts nodes instead of `python -m baton serve`
+    node_arguments: tuple[str, ...] = ()  # passed to every node
+    prefill_arguments: tuple[str, ...] = ()  # passed to every prefill node, after node_arguments
     decode_arguments: tuple[str, ...] = ()
     router_arguments: tuple[str, ...] = ()
     tls: TlsConfig = PLAIN  # of every process
     start_timeout_s: float = 120.0
     drain_timeout_s: float = 30.0
-    show_logs: bool = False  # else the last lines are kept, for when a process fails
+    show_logs: bool = False  # if not, the last lines are kept for the error of a failed process
     environment: dict[str, str] = field(default_factory=dict)
-    on_up: Callable[[Child], None] = _ignore  # it listens
-    on_end: Callable[[Child], None] = _ignore  # its output is closed; on a thread of its own
-    on_line: Callable[[Child, str], None] = _ignore_line  # of its log; on that thread, too
-    found_at: Callable[[Child], str] = _where_it_listens  # where the router finds a node
+    on_up: Callable[[Child], None] = _ignore  # called once it listens
+    # Called on the reader thread: at the end of the output, and for each line of the log.
+    on_end: Callable[[Child], None] = _ignore
+    on_line: Callable[[Child, str], None] = _ignore_line
+    found_at: Callable[[Child], str] = _listen_address  # where the router connects to a node
 
 
 class Child:
-    """One process of the cluster, and what it said."""
+    """Child process of the cluster and the tail of its log."""
 
     def __init__(
         self,
@@ -87,34 +88,38 @@ class Child:
         options: ClusterOptions,
         on_settled: Callable[[Child], None] = _ignore,
     ) -> None:
-        """`on_settled`: it listens, or ended before it did."""
+        """`on_settled` is called when the process listens, or has ended without listening."""
         self.name = name
         self.arguments = tuple(arguments)
         self.address = ""
-        self.http_address = ""  # of a router that has one
-        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self.http_address = ""  # of a router with --http-port
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._show_logs = options.show_logs
         self._announced = threading.Event()
         self._on_up, self._on_end, self._on_line = options.on_up, options.on_end, options.on_line
         self._on_settled = on_settled
-        self._is_told = False
+        self._is_stopping = False
         self._drain_timeout_s = options.drain_timeout_s
         command = [*_command(options, arguments[0]), *arguments, "--parent-pid", str(os.getpid())]
         environment = {**os.environ, **options.environment}
         started: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._live, args=(started, command, environment), name=f"life of {name}"
+            target=self._run_process, args=(started, command, environment), name=f"process {name}"
         )
         self._thread.start()
         started.result()
 
-    def _live(
+    def _run_process(
         self,
         started: Future[None],
         command: Sequence[str],
         environment: dict[str, str],
     ) -> None:
-        """On a thread of its own, since the system ends the child with the thread that made it."""
+        """Start the process and read its output, on the reader thread.
+
+        The child is killed when the thread that started it ends (PR_SET_PDEATHSIG), so this
+        thread lives as long as the child.
+        """
         try:
             self.process = subprocess.Popen(
                 command,
@@ -122,7 +127,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 text=True,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which drains in order
+                start_new_session=True,  # Ctrl-C reaches only the parent, which drains in order
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             started.set_exception(error)
@@ -131,20 +136,20 @@ class Child:
         self._read()
 
     def await_address(self, timeout_s: float) -> str:
-        """Where it listens, once it does. Raises ClusterFailed."""
+        """Wait until the process listens and return its address. Raises ClusterFailed."""
         if not self._announced.wait(timeout_s):
-            raise self.too_late(timeout_s)
+            raise self.start_timeout_error(timeout_s)
         if not self.address:
             code = self.process.wait()
-            raise ClusterFailed(self._why_not_up(code))
+            raise ClusterFailed(self._start_error(code))
         self._on_up(self)
         return self.address
 
-    def too_late(self, timeout_s: float) -> ClusterFailed:
+    def start_timeout_error(self, timeout_s: float) -> ClusterFailed:
         return ClusterFailed(f"{self.name} did not start within {timeout_s:.0f} s\n{self.log}")
 
-    def _why_not_up(self, code: int) -> str:
-        """Its own last word, if that was one; else all that it said."""
+    def _start_error(self, code: int) -> str:
+        """Return the error that the process printed last; without one, the tail of its log."""
         last = self._lines[-1] if self._lines else ""
         if last.startswith(ERROR_PREFIX):
             return f"{self.name} did not start: {last.removeprefix(ERROR_PREFIX).strip()}"
@@ -155,13 +160,13 @@ class Child:
         return "".join(self._lines)
 
     def ask_to_stop(self) -> None:
-        """Once: a second SIGTERM would end it before it has drained."""
-        if not self._is_told and self.process.poll() is None:
+        """Send SIGTERM, once only: a second one would end the process before it has drained."""
+        if not self._is_stopping and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        self._is_told = True
+        self._is_stopping = True
 
     def stop(self) -> int:
-        """Its exit code, once it has drained; killed if that takes too long."""
+        """Drain the process, kill it if that takes too long, and return its exit code."""
         self.ask_to_stop()
         try:
             code = self.process.wait(self._drain_timeout_s)
@@ -172,32 +177,32 @@ class Child:
         return code
 
     def _read(self) -> None:
-        """Runs until the process closes its output, which it does at its end at the latest."""
+        """Read until the process closes its output, at the latest when it ends."""
         stream = self.process.stdout
         if stream is None:
             return
         with stream:
             for line in stream:
-                self._take(line)
+                self._take_line(line)
         if not self._announced.is_set():
             self._settle()
         self._on_end(self)
 
-    def _take(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         announced = parse_announcement(line)
         if announced is not None:
             self._note_address(*announced)
             return
         self._lines.append(line)
         self._on_line(self, line)
-        # Of why it does not start, its parent tells (ClusterFailed): once, and not for each node.
-        is_told_by_parent = not self.address and line.startswith(ERROR_PREFIX)
-        if self._show_logs and not is_told_by_parent:
+        # Start errors are reported by ClusterFailed: once, rather than once per node.
+        is_start_error = not self.address and line.startswith(ERROR_PREFIX)
+        if self._show_logs and not is_start_error:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
 
-    def _note_address(self, what: str, address: str) -> None:
-        """A router tells of gRPC last, when all is there."""
-        if what == "http":
+    def _note_address(self, protocol: str, address: str) -> None:
+        """Store an announced address. A router announces gRPC last, when it is complete."""
+        if protocol == "http":
             self.http_address = address
             return
         self.address = address
@@ -209,7 +214,7 @@ class Child:
 
 
 class NodeLists:
-    """A list file for each role, read by the router again and again."""
+    """Node list files, one per role, which the router polls."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -218,14 +223,14 @@ class NodeLists:
         return f"file://{self._folder / role}"
 
     def write(self, role: str, addresses: Sequence[str]) -> None:
-        """As a whole: nobody reads half a list."""
+        """Replace the list atomically, so that the router never reads half a list."""
         new = self._folder / f"{role}.new"
         new.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
         new.replace(self._folder / role)
 
 
 class LocalCluster:
-    """Up from `with` to the end of the block; then drained, router first."""
+    """Cluster that starts at `with` and drains at the end of the block, router first."""
 
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
@@ -257,7 +262,7 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """Where clients find the router."""
+        """Address of the router, for clients."""
         return self.router.address
 
     @property
@@ -265,7 +270,7 @@ class LocalCluster:
         return [self.router, *self.prefills, *self.decodes]
 
     def kill(self) -> None:
-        """At once, whatever they are at. May be called by a signal handler."""
+        """Kill all processes without draining. Safe in a signal handler."""
         self._is_killed = True
         for child in self._spawned:
             child.process.kill()
@@ -273,34 +278,34 @@ class LocalCluster:
     def start_node(
         self, role: str, *, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
     ) -> Child:
-        """A node that the router does not know yet. Raises ClusterFailed."""
-        child = self._node(role, name, port, arguments)
+        """Start a node without listing it for the router. Raises ClusterFailed."""
+        child = self._spawn_node(role, name, port, arguments)
         child.await_address(self._options.start_timeout_s)
         return child
 
     def add_node(self, role: str, child: Child) -> None:
-        """From now on the router may find it."""
+        """List a started node, so that the router connects to it."""
         self._nodes(role).append(child)
         self._write_list(role)
 
     def remove_node(self, child: Child) -> int:
-        """Lists it no more and drains it. Its exit code."""
+        """Unlist a node, drain it and return its exit code."""
         role = "prefill" if child in self.prefills else "decode"
         self._nodes(role).remove(child)
         self._write_list(role)
         return child.stop()
 
-    def restart(self, gone: Child) -> Child:
-        """A new process for one that has ended, at the same address. Raises ClusterFailed."""
-        port = gone.address.rpartition(":")[2]
-        place = gone.arguments.index("--port") + 1
-        arguments = (*gone.arguments[:place], port, *gone.arguments[place + 1 :])
-        child = self._begin(gone.name, arguments)
-        if gone is self.router:
+    def restart(self, ended: Child) -> Child:
+        """Start a new process at the address of one that has ended. Raises ClusterFailed."""
+        port = ended.address.rpartition(":")[2]
+        index = ended.arguments.index("--port") + 1
+        arguments = (*ended.arguments[:index], port, *ended.arguments[index + 1 :])
+        child = self._start_child(ended.name, arguments)
+        if ended is self.router:
             self.router = child
         else:
-            siblings = self.prefills if gone in self.prefills else self.decodes
-            siblings[siblings.index(gone)] = child
+            siblings = self.prefills if ended in self.prefills else self.decodes
+            siblings[siblings.index(ended)] = child
         child.await_address(self._options.start_timeout_s)
         return child
 
@@ -309,20 +314,20 @@ class LocalCluster:
         num_prefill, num_decode = options.num_prefill, options.num_decode
         if options.is_colocated:
             num_prefill, num_decode = 0, num_prefill + num_decode
-        self.prefills = [self._node("prefill") for _ in range(num_prefill)]
-        self.decodes = [self._node("decode") for _ in range(num_decode)]
+        self.prefills = [self._spawn_node("prefill") for _ in range(num_prefill)]
+        self.decodes = [self._spawn_node("decode") for _ in range(num_decode)]
         self._lifetime.callback(self._ask_nodes_to_stop)
         self._await_all((*self.prefills, *self.decodes))
         if options.can_change:
             self._lists = NodeLists(self._lifetime.enter_context(TemporaryDirectory()))
             for role in self._numbers:
                 self._write_list(role)
-        self.router = self._router()
+        self.router = self._spawn_router()
         address = self.router.await_address(options.start_timeout_s)
         await_serving(address, options.start_timeout_s, options.tls)
 
     def _await_all(self, children: Sequence[Child]) -> None:
-        """Returns when all listen. Raises ClusterFailed as soon as one has ended."""
+        """Wait until all processes listen. Raises ClusterFailed as soon as one has ended."""
         timeout_s = self._options.start_timeout_s
         end_s = time.monotonic() + timeout_s
         waiting = list(children)
@@ -330,7 +335,7 @@ class LocalCluster:
             try:
                 child = self._settled.get(timeout=max(0.0, end_s - time.monotonic()))
             except queue.Empty:
-                raise waiting[0].too_late(timeout_s) from None
+                raise waiting[0].start_timeout_error(timeout_s) from None
             child.await_address(timeout_s)
             waiting.remove(child)
 
@@ -338,49 +343,49 @@ class LocalCluster:
         return self.prefills if role == "prefill" else self.decodes
 
     def _write_list(self, role: str) -> None:
-        """Without lists, the router knows the nodes it began with and no others."""
+        """Write the list file of `role`. Without list files, the nodes are fixed."""
         if self._lists is not None:
             self._lists.write(role, [self._options.found_at(node) for node in self._nodes(role)])
 
     def _ask_nodes_to_stop(self) -> None:
-        """All at once, when the router has ended; each is then waited for."""
+        """Send SIGTERM to all nodes at once, after the router has ended; `stop` then waits."""
         for node in (*self.prefills, *self.decodes):
             node.ask_to_stop()
 
-    def _router(self) -> Child:
+    def _spawn_router(self) -> Child:
         options = self._options
-        where = ["--host", options.host, "--port", str(options.port)]
+        listen = ["--host", options.host, "--port", str(options.port)]
         nodes = [
             argument
             for role in self._numbers
             if self._nodes(role)
-            for argument in (f"--{role}-nodes", self._named(role))
+            for argument in (f"--{role}-nodes", self._nodes_option(role))
         ]
-        fixed = ["router", *LOGS_FOR_PEOPLE, "--model", options.model, *where, *nodes]
-        return self._spawn("router", [*fixed, *options.router_arguments])
+        common = ["router", *TEXT_LOGS, "--model", options.model, *listen, *nodes]
+        return self._spawn("router", [*common, *options.router_arguments])
 
-    def _named(self, role: str) -> str:
-        """Where the router finds the nodes of this role."""
+    def _nodes_option(self, role: str) -> str:
+        """Return the value of the router's option for the nodes of this role."""
         if self._lists is not None:
             return self._lists.source(role)
         return ",".join(self._options.found_at(node) for node in self._nodes(role))
 
-    def _node(
+    def _spawn_node(
         self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
     ) -> Child:
         name = name or f"{role}-{next(self._numbers[role])}"
         options = self._options
-        where = ["--host", options.host, "--port", str(port)]
-        fixed = [role, *LOGS_FOR_PEOPLE, "--model", options.model, *where, "--node-id", name]
-        own = options.prefill_arguments if role == "prefill" else options.decode_arguments
-        return self._spawn(name, [*fixed, *options.node_arguments, *own, *arguments])
+        listen = ["--host", options.host, "--port", str(port)]
+        common = [role, *TEXT_LOGS, "--model", options.model, *listen, "--node-id", name]
+        by_role = options.prefill_arguments if role == "prefill" else options.decode_arguments
+        return self._spawn(name, [*common, *options.node_arguments, *by_role, *arguments])
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
-        return self._begin(name, [*arguments, *_tls_arguments(self._options.tls)])
+        return self._start_child(name, [*arguments, *_tls_arguments(self._options.tls)])
 
-    def _begin(self, name: str, arguments: Sequence[str]) -> Child:
+    def _start_child(self, name: str, arguments: Sequence[str]) -> Child:
         if self._is_killed:
-            raise ClusterFailed("told to end before it was up")
+            raise ClusterFailed("stopped before all processes had started")
         child = Child(name, arguments, self._options, self._settled.put)
         self._lifetime.callback(child.stop)
         self._spawned.append(child)
@@ -394,29 +399,29 @@ def _command(options: ClusterOptions, role: str) -> list[str]:
 
 
 def _tls_arguments(tls: TlsConfig) -> list[str]:
-    given = {
+    values = {
         "--tls-cert": tls.cert,
         "--tls-key": tls.key,
         "--tls-ca": tls.ca,
         "--tls-client-ca": tls.client_ca,
         "--tls-server-name": tls.server_name or None,
     }
-    return [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    return [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
 
 def await_serving(address: str, timeout_s: float, tls: TlsConfig = PLAIN) -> None:
-    """Returns when the server, which listens already, can serve. Raises ClusterFailed."""
+    """Wait until a listening server reports that it is serving. Raises ClusterFailed."""
     with open_blocking_channel(address, tls) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         try:
-            for answer in watch:
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            for response in watch:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
                     return
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise ClusterFailed(f"{address} was not ready within {timeout_s:.0f} s") from error
             reason = tls_trouble(address, tls) or remote_error(error).message
-            raise ClusterFailed(f"{address} cannot be asked for its health: {reason}") from error
+            raise ClusterFailed(f"the health check of {address} failed: {reason}") from error
         finally:
             watch.cancel()

@@ -1,4 +1,4 @@
-"""One answer of the engine in this process, as it grows: tokens, text, stop strings."""
+"""Completions of the in-process engine: tokens, text and stop strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_transfer.types import TokenLogprobs
 
 @dataclass(slots=True)
 class Completion:
-    """What one prompt got."""
+    """Completion of one prompt."""
 
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -21,14 +21,14 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # by token, when asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # by token, if requested
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: str | None = None  # with FinishReason.ERROR
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
-class Writer:
-    """Writes a completion from the engine's outputs; the engine knows no text."""
+class CompletionWriter:
+    """Assembles a completion from the engine's token outputs: detokenizes, applies stop strings."""
 
     def __init__(
         self, prompt_token_ids: Sequence[int], detokenizer: Detokenizer, stop: StopRule
@@ -42,38 +42,38 @@ class Writer:
         return self.completion.finish_reason is not None
 
     def take(self, output: Output) -> bool:
-        """Whether the answer ended with this. Nothing more may come after the end."""
+        """Return whether `output` ended the completion. It must not be called after the end."""
         completion = self.completion
-        self.take_account(output)
+        self.take_usage(output)
         completion.prompt_logprobs.extend(output.prompt_logprobs)
         num_taken = self._take_tokens(output.token_ids)
         completion.logprobs.extend(output.logprobs[:num_taken])
         if output.finish_reason is not None and self._stops.found is None:
-            self._show(self._detokenizer.finish())
+            self._append_text(self._detokenizer.finish())
         if self._stops.found is not None:
             completion.finish_reason = FinishReason.STOP
             completion.stop_string = self._stops.found
         elif output.finish_reason is not None:
-            self._end(output)
+            self._finish(output)
         return self.has_ended
 
-    def take_account(self, output: Output) -> None:
-        """The engine's account comes with its last output: that of an abort after a stop string."""
+    def take_usage(self, output: Output) -> None:
+        """Take the usage from the request's last output; after a stop string, that of its abort."""
         if output.served is not None:
             self.completion.num_cached_tokens = output.served.num_cached_tokens
 
     def _take_tokens(self, token_ids: Sequence[int]) -> int:
-        for place, token_id in enumerate(token_ids):
+        for index, token_id in enumerate(token_ids):
             self.completion.token_ids.append(token_id)
-            self._show(self._detokenizer.push(token_id))
+            self._append_text(self._detokenizer.push(token_id))
             if self._stops.found is not None:
-                return place + 1
+                return index + 1
         return len(token_ids)
 
-    def _show(self, text: str) -> None:
+    def _append_text(self, text: str) -> None:
         self.completion.text += self._stops.push(text, len(self.completion.token_ids))
 
-    def _end(self, output: Output) -> None:
+    def _finish(self, output: Output) -> None:
         self.completion.text += self._stops.flush()
         self.completion.finish_reason = output.finish_reason
         self.completion.stop_token_id = output.stop_token_id

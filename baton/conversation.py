@@ -1,4 +1,4 @@
-"""A chat as it grows: what was said, and what the next answer is asked with. Pure."""
+"""Chat history and the prompt for the next answer. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 Message = Mapping[str, str]  # role and content
 
 NAMES = {"user": "User", "assistant": "Assistant"}
-# Where a model without a chat template begins to speak for the user.
+# Stop string for models without a chat template, which would go on with the user's turn.
 PLAIN_STOP = "\nUser:"
 
 
@@ -24,7 +24,7 @@ class Conversation:
 
     @property
     def plain_text(self) -> str:
-        """For models without a chat template: a dialogue for the model to go on with."""
+        """The chat as a plain text dialogue, for models without a chat template."""
         lines = [f"{NAMES[turn['role']]}: {turn['content'].strip()}" for turn in self.turns]
         return "\n".join(([self.system, ""] if self.system else []) + lines) + "\nAssistant:"
 
@@ -32,11 +32,11 @@ class Conversation:
         self.turns.append({"role": "user", "content": content})
 
     def answer(self, content: str) -> None:
-        """What the model said, or as much of it as was waited for."""
+        """Append the answer of the model, which may be incomplete."""
         self.turns.append({"role": "assistant", "content": content})
 
     def take_back(self) -> None:
-        """The question that got no answer: templates want the roles in turn."""
+        """Remove a question without an answer: templates require alternating roles."""
         self.turns.pop()
 
     def reset(self) -> None:

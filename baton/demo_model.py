@@ -1,4 +1,4 @@
-"""The model that comes with Baton, for commands that are given none."""
+"""The demo model, default of the commands that need one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = (
 
 
 def demo_model() -> str:
-    """Its folder. Raises ModelError."""
+    """Return the folder of the demo model. Raises ModelError."""
     for folder in PLACES:
         if (folder / "config.json").exists():
             return str(folder)

@@ -1,4 +1,4 @@
-"""Text that came from outside may not be Unicode."""
+"""Encoding checks of text input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 
 @contextmanager
 def valid_text() -> Iterator[None]:
-    """Around whatever encodes a prompt. Raises InvalidRequest."""
+    """Turn UnicodeEncodeError into InvalidRequest."""
     try:
         yield
     except UnicodeEncodeError as error:
@@ -22,6 +22,6 @@ def valid_text() -> Iterator[None]:
 
 
 def read_anything() -> None:
-    """Whatever the terminal's settings are, standard input fails where its text is used."""
+    """Decode standard input as UTF-8 and defer errors to `valid_text`, whatever the locale is."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")

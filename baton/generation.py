@@ -1,4 +1,4 @@
-"""What a client asks and gets, as values, and the messages that carry them."""
+"""Requests and responses of the client as values, and their conversion to and from messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Sampling(TypedDict, total=False):
-    """Some SamplingParams. Those that are left out are as the model's makers advise."""
+    """Sampling parameters of a request. Missing ones default to the model's generation config."""
 
     max_tokens: int
     min_tokens: int
@@ -55,9 +55,9 @@ class Sampling(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What to generate, beside the prompt."""
+    """Parameters of a request other than its prompt."""
 
-    # Whole SamplingParams say everything; of others, the model's makers advise the rest.
+    # SamplingParams set every parameter; Sampling leaves the others to the model's defaults.
     sampling: SamplingParams | Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     include_stop_in_output: bool = False
@@ -66,20 +66,20 @@ class Generation:
     model: str = ""
     priority: int = 0
     cache_salt: str = ""
-    n: int = 1  # answers; answer i is drawn with the seed that was given, plus i
-    traceparent: str = ""  # of the caller's own trace (W3C), for the request to be part of it
+    n: int = 1  # number of answers; answer i is sampled with the seed of the request plus i
+    traceparent: str = ""  # of the caller's own W3C trace, which the request then joins
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return ((TRACEPARENT, self.traceparent),) if self.traceparent else ()
 
 
-AS_THE_MODEL_LIKES = Generation()
+DEFAULT_GENERATION = Generation()
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who did the work, and what passed between them."""
+    """Nodes that served a request, and the KV transferred between them."""
 
     prefill_node: str
     decode_node: str
@@ -92,9 +92,9 @@ class Served:
     prompt_tokens_cached_on_decode: int
     attempts: int
     trace_id: str = ""  # empty: not traced
-    tokens_proposed: int = 0  # by the decode node's speculation
-    tokens_accepted: int = 0  # of these: they came true
-    # None without a prefill node, or when its count did not arrive before the last token.
+    tokens_proposed: int = 0  # by speculative decoding on the decode node
+    tokens_accepted: int = 0  # of tokens_proposed
+    # None without a prefill node, or if its count did not arrive before the last token.
     prompt_tokens_cached_on_prefill: int | None = None
 
 
@@ -116,7 +116,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of an answer, in order."""
+    """Consecutive tokens of an answer and their text. The chunks of an answer come in order."""
 
     request_id: str
     first_index: int
@@ -124,24 +124,24 @@ class Chunk:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...]
-    finish: Finish | None  # on the last of each answer
-    index: int = 0  # of the answer
+    finish: Finish | None  # set on the last chunk of each answer
+    index: int = 0  # of the answer, from 0 to n - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served, and its limits."""
+    """The served model and its limits."""
 
     name: str
     max_model_len: int
     vocab_size: int
     sampling_defaults: SamplingDefaults
-    max_sequence_len: int  # max_model_len, or what the KV caches of the nodes hold of it
+    max_sequence_len: int  # max_model_len, or less if the KV caches of the nodes are smaller
 
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer, assembled from its chunks."""
 
     request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -160,16 +160,16 @@ class Answer:
 
 
 def answers_of(generation: Generation) -> list[Answer]:
-    """To be filled. Raises InvalidRequest."""
+    """Return `n` empty answers to assemble chunks in. Raises InvalidRequest."""
     if generation.n < 1:
         raise InvalidRequest(f"n is {generation.n}; it must be at least 1", "n")
     return [Answer() for _ in range(generation.n)]
 
 
-def the_only_one(answers: Sequence[Answer]) -> Answer:
-    """Raises InvalidRequest."""
+def single_answer(answers: Sequence[Answer]) -> Answer:
+    """Return the answer of a request with n = 1. Raises InvalidRequest for a larger n."""
     if len(answers) > 1:
-        raise InvalidRequest(f"n is {len(answers)}: generate_all gives all the answers", "n")
+        raise InvalidRequest(f"n is {len(answers)}: use generate_all to get all the answers", "n")
     return answers[0]
 
 
@@ -195,33 +195,33 @@ def _sampling_to(sampling: SamplingParams | Sampling) -> sampling_pb2.SamplingPa
     """Raises InvalidRequest."""
     if isinstance(sampling, SamplingParams):
         return sampling_to(sampling)
-    chosen: dict[str, Any] = dict(sampling)
-    if "allowed_token_ids" in chosen:
-        ids = chosen["allowed_token_ids"]
-        chosen["allowed_token_ids"] = sampling_pb2.TokenIds(ids=ids)
-    banned = chosen.get("banned_sequences", ())
-    chosen["banned_sequences"] = [sampling_pb2.TokenIds(ids=one) for one in banned]
-    extra = chosen.get("extra_args", {})
-    chosen["extra_args"] = {name: argument_to(argument_of(extra[name])) for name in extra}
-    form = chosen.get("structured_outputs")
-    if isinstance(form, Mapping):
-        form = structured_outputs_of(form)
-    chosen["structured_outputs"] = structured_outputs_to(form)
+    fields: dict[str, Any] = dict(sampling)
+    if "allowed_token_ids" in fields:
+        ids = fields["allowed_token_ids"]
+        fields["allowed_token_ids"] = sampling_pb2.TokenIds(ids=ids)
+    banned = fields.get("banned_sequences", ())
+    fields["banned_sequences"] = [sampling_pb2.TokenIds(ids=sequence) for sequence in banned]
+    extra = fields.get("extra_args", {})
+    fields["extra_args"] = {name: argument_to(argument_of(extra[name])) for name in extra}
+    structured_outputs = fields.get("structured_outputs")
+    if isinstance(structured_outputs, Mapping):
+        structured_outputs = structured_outputs_of(structured_outputs)
+    fields["structured_outputs"] = structured_outputs_to(structured_outputs)
     try:
-        return sampling_pb2.SamplingParams(**chosen)
+        return sampling_pb2.SamplingParams(**fields)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"sampling {dict(sampling)!r} does not do: {error}") from error
+        raise InvalidRequest(f"sampling {dict(sampling)!r} is invalid: {error}") from error
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
         return
-    messages = [one for one in prompt if isinstance(one, Mapping)]
+    messages = [item for item in prompt if isinstance(item, Mapping)]
     if messages:
         request.chat.CopyFrom(_chat(messages))
         return
-    token_ids = [one for one in prompt if isinstance(one, int)]
+    token_ids = [item for item in prompt if isinstance(item, int)]
     request.token_ids.CopyFrom(sampling_pb2.TokenIds(ids=token_ids))
 
 
@@ -254,7 +254,7 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
         first_index=response.first_index,
         token_ids=tuple(response.token_ids),
         text=response.text,
-        logprobs=tuple(logprobs_from(one) for one in response.logprobs),
+        logprobs=tuple(logprobs_from(token) for token in response.logprobs),
         prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),
         finish=_finish(response.finish) if response.HasField("finish") else None,
         index=response.index,

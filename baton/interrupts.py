@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for a good moment, and waits that Ctrl-C can break off."""
+"""Deferred Ctrl-C, and waits that Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# A signal that comes in the instant before a wait begins does not end it, and Python runs its
-# handler when the wait is over. So no wait is longer than this.
+# Maximum length of one wait. A signal that arrives just before a wait does not end it, and Python
+# runs its handler only after the wait.
 LOOK_EVERY_S = 0.1
 
 
-def get_interruptibly(letters: SimpleQueue[T]) -> T:
-    """The next letter; signals are heard meanwhile."""
+def get_interruptibly(queue: SimpleQueue[T]) -> T:
+    """Return the next item of the queue; signals are handled while waiting."""
     while True:
         with suppress(Empty):
-            return letters.get(timeout=LOOK_EVERY_S)
+            return queue.get(timeout=LOOK_EVERY_S)
 
 
 @contextmanager
 def ends_wait() -> Iterator[None]:
-    """What would end this process within the block, by Ctrl-C or SIGTERM, does so at its end."""
+    """Defer SIGINT and SIGTERM to the end of the block."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread alone
+        yield  # only the main thread receives signals
         return
-    came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        for each in came:
+        for each in received:
             signal.raise_signal(each)
 
 
 @contextmanager
 def interrupts_wait() -> Iterator[Callable[[], None]]:
-    """Within the block, Ctrl-C takes effect where the yielded function is called.
+    """Defer Ctrl-C within the block to the next call of the yielded function.
 
-    A step of the engine that is broken off in its middle cannot be gone on from. A second
+    An engine step that is interrupted halfway leaves the engine in an undefined state. A second
     Ctrl-C takes effect at once.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # signals come to the main thread alone
+        yield lambda: None  # only the main thread receives signals
         return
     was_pressed = False
 
-    def note(_number: int, _frame: FrameType | None) -> None:
+    def note_interrupt(_number: int, _frame: FrameType | None) -> None:
         nonlocal was_pressed
         if was_pressed:
             raise KeyboardInterrupt
         was_pressed = True
 
-    def check() -> None:
+    def raise_if_pressed() -> None:
         if was_pressed:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
+    handler = signal.signal(signal.SIGINT, note_interrupt)
     try:
-        yield check
+        yield raise_if_pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)

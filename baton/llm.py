@@ -1,4 +1,4 @@
-"""The engine in this process, for scripts and notebooks: no servers, no hand-off."""
+"""Offline inference with an engine in this process: no servers, no hand-off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from baton.completion import Completion, Writer
+from baton.completion import Completion, CompletionWriter
 from baton.interrupts import interrupts_wait
 from baton.progress import generation_bar, loading_bar
 from baton.stops import StopRule
@@ -31,12 +31,12 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A loaded model that answers prompts.
+    """A loaded model that generates completions in this process.
 
     >>> with LLM("models/demo") as llm:
-    ...     [answer] = llm.generate("import os\\n", SamplingParams(max_tokens=20))
+    ...     [completion] = llm.generate("import os\\n", SamplingParams(max_tokens=20))
 
-    Raises ModelError for faults of the model folder and InvalidConfig for settings.
+    Raises ModelError for a faulty model folder and InvalidConfig for invalid settings.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LLM:
         scheduling = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
         self._lifetime = ExitStack()
         with loading_bar(self._shows_progress) as on_progress:
             runner = self._lifetime.enter_context(load_runner(config, on_progress))
@@ -96,7 +96,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back. The LLM cannot be used any more."""
+        """Free the memory. The LLM cannot be used afterwards."""
         self._lifetime.close()
 
     def generate(
@@ -107,18 +107,19 @@ class LLM:
         stop: str | Sequence[str] = (),
         include_stop_in_output: bool = False,
     ) -> list[Completion]:
-        """Answers in the order of the prompts, which share a batch as far as there is room.
+        """Return a completion for each prompt, in order. The prompts are batched.
 
-        An answer ends where one of the texts in `stop` is complete in it.
+        A completion ends at the first of the `stop` strings that it contains.
 
         Raises InvalidRequest, before anything runs, if one of the prompts can never be served.
-        A bug that ends the engine is raised as it is; from then on there is EngineStopped.
+        An exception that ends the engine is raised unchanged; later calls raise EngineStopped.
         """
         specs = self._specs(_as_list(prompts), sampling)
-        for place, spec in enumerate(specs):
-            self._check(place, spec)
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        return self._run(specs, StopRule(tuple(filter(None, strings)), include_stop_in_output))
+        for index, spec in enumerate(specs):
+            self._validate(index, spec)
+        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        rule = StopRule(tuple(filter(None, stop_strings)), include_stop_in_output)
+        return self._run(specs, rule)
 
     def _specs(
         self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
@@ -128,68 +129,73 @@ class LLM:
         if len(sampling) != len(prompts):
             raise InvalidRequest(
                 f"{len(prompts)} prompts came with {len(sampling)} sampling params: "
-                "give one for all, or one for each"
+                "pass one for all prompts, or one for each"
             )
-        return [self._spec(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
+        return [self._spec(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
 
     def _spec(self, prompt: Prompt, sampling: SamplingParams) -> RequestSpec:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return RequestSpec(
-            request_id=RequestId(str(next(self._numbers))),
+            request_id=RequestId(str(next(self._request_numbers))),
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             arrival_s=time.monotonic(),
         )
 
-    def _check(self, place: int, spec: RequestSpec) -> None:
+    def _validate(self, index: int, spec: RequestSpec) -> None:
         try:
             self.engine.scheduler.validate(spec)
-        except InvalidRequest as refusal:
-            raise InvalidRequest(f"prompt {place}: {refusal}") from None
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt {index}: {error}") from None
 
-    def _compiled(self, specs: list[RequestSpec]) -> dict[StructuredOutputs, Grammar]:
-        """The forms that they ask for, each one time."""
-        forms = [spec.sampling.structured_outputs for spec in specs]
-        return {form: self._grammars.compile(form) for form in set(forms) if form is not None}
+    def _compile_grammars(self, specs: list[RequestSpec]) -> dict[StructuredOutputs, Grammar]:
+        """Compile the structured outputs of all requests, each once."""
+        formats = {spec.sampling.structured_outputs for spec in specs}
+        return {each: self._grammars.compile(each) for each in formats if each is not None}
 
     def _run(self, specs: list[RequestSpec], stop: StopRule) -> list[Completion]:
         self.engine.raise_if_stopped()
-        grammars = self._compiled(specs)
-        answers = {spec.request_id: self._writer(spec, stop) for spec in specs}
+        grammars = self._compile_grammars(specs)
+        writers = {spec.request_id: self._new_writer(spec, stop) for spec in specs}
         for spec in specs:
             self.engine.scheduler.add(spec)
-            form = spec.sampling.structured_outputs
-            if form is not None:
-                self.engine.scheduler.grammar_came(spec, grammars[form])
-        with interrupts_wait() as stop_here:
+            structured_outputs = spec.sampling.structured_outputs
+            if structured_outputs is not None:
+                self.engine.scheduler.grammar_came(spec, grammars[structured_outputs])
+        with interrupts_wait() as raise_if_interrupted:
             try:
-                self._answer(answers, stop_here)
+                self._run_steps(writers, raise_if_interrupted)
             finally:
-                self._leave_nothing(answers)
-        return [answer.completion for answer in answers.values()]
+                self._abort_all(writers)
+        return [writer.completion for writer in writers.values()]
 
-    def _writer(self, spec: RequestSpec, stop: StopRule) -> Writer:
+    def _new_writer(self, spec: RequestSpec, stop: StopRule) -> CompletionWriter:
         rule = replace(stop, min_tokens=spec.sampling.min_tokens)
-        return Writer(spec.prompt_token_ids, self.tokenizer.detokenizer(), rule)
+        return CompletionWriter(spec.prompt_token_ids, self.tokenizer.detokenizer(), rule)
 
-    def _answer(self, answers: dict[RequestId, Writer], stop_here: Callable[[], None]) -> None:
-        num_unfinished = len(answers)
+    def _run_steps(
+        self, writers: dict[RequestId, CompletionWriter], raise_if_interrupted: Callable[[], None]
+    ) -> None:
+        num_unfinished = len(writers)
         with generation_bar(num_unfinished, self._shows_progress) as advance:
             while num_unfinished:
-                stop_here()
+                raise_if_interrupted()
                 outputs = self._step()
-                num_ended = sum(self._take(one, answers[one.request_id]) for one in outputs)
+                num_ended = sum(
+                    self._take_output(output, writers[output.request_id]) for output in outputs
+                )
                 num_unfinished -= num_ended
-                advance(num_ended, sum(len(one.token_ids) for one in outputs))
+                advance(num_ended, sum(len(output.token_ids) for output in outputs))
 
-    def _take(self, output: Output, answer: Writer) -> bool:
-        """Whether the answer ended with this."""
-        if answer.has_ended:
-            answer.take_account(output)
+    def _take_output(self, output: Output, writer: CompletionWriter) -> bool:
+        """Return whether `output` ended the completion."""
+        if writer.has_ended:
+            writer.take_usage(output)
             return False
-        has_ended = answer.take(output)
-        if has_ended and output.finish_reason is None:  # by a stop string: the engine knows none
+        has_ended = writer.take(output)
+        # The engine does not know stop strings.
+        if has_ended and output.finish_reason is None:
             self.engine.scheduler.abort(output.request_id)
         return has_ended
 
@@ -197,20 +203,20 @@ class LLM:
         by_client = self.engine.step().by_client
         return [output for outputs in by_client.values() for output in outputs]
 
-    def _leave_nothing(self, answers: Mapping[RequestId, Writer]) -> None:
-        """After Ctrl-C, too, the engine is as it was before; those that ended do not mind."""
+    def _abort_all(self, writers: Mapping[RequestId, CompletionWriter]) -> None:
+        """Abort what is unfinished and drain the engine, also after Ctrl-C."""
         if self.engine.failure is not None:
-            return  # no step can follow, and the failure is on its way to the caller
-        for request_id in answers:
+            return  # the engine cannot step, and its failure is being raised to the caller
+        for request_id in writers:
             self.engine.scheduler.abort(request_id)
         while self.engine.scheduler.has_work:
             for output in self._step():
-                answers[output.request_id].take_account(output)
+                writers[output.request_id].take_usage(output)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(one, int) for one in prompts):
-        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # a single prompt of token ids
     return list(prompts)  # type: ignore[arg-type]

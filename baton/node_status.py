@@ -1,4 +1,4 @@
-"""The nodes of a cluster as its router tells of them, and how fast they work. Pure."""
+"""Status of the nodes as reported by the router, and their token rates. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATE_PREFIX = "NODE_STATE_"
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node that cannot be reached has an address, a role and a state alone."""
+    """Status of one node. An unreachable node has only address, role and state."""
 
     role: str  # prefill or decode
     address: str
@@ -27,8 +27,8 @@ class NodeStatus:
     num_free_blocks: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    num_sent: int = 0  # by this router, and not ended yet
-    num_prompt_tokens: int = 0  # since its process began, as those below
+    num_sent: int = 0  # by this router, not ended yet
+    num_prompt_tokens: int = 0  # counters since its process started, also the following ones
     num_hit_tokens: int = 0
     num_sampled_tokens: int = 0
     num_proposed_tokens: int = 0
@@ -36,12 +36,12 @@ class NodeStatus:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of prompt tokens that its prefix cache had; None before there were any."""
+        """Share of prompt tokens found in the prefix cache; None before the first prompt."""
         return self.num_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of speculation's proposals that came true; None before there were any."""
+        """Share of speculated tokens that were accepted; None before the first one."""
         if not self.num_proposed_tokens:
             return None
         return self.num_accepted_tokens / self.num_proposed_tokens
@@ -55,25 +55,25 @@ class NodeRates:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All nodes at one moment of a monotonic clock."""
+    """Status of all nodes at a time of the monotonic clock."""
 
     at_s: float
     nodes: tuple[NodeStatus, ...]
 
 
 def rates_between(before: Snapshot | None, after: Snapshot) -> dict[str, NodeRates]:
-    """By address, of the nodes whose process is the same in both."""
+    """Return rates by address, for nodes whose process is the same in both snapshots."""
     if before is None or after.at_s <= before.at_s:
         return {}
     elapsed_s = after.at_s - before.at_s
-    known = {(node.address, node.incarnation): node for node in before.nodes if node.incarnation}
+    earlier = {(node.address, node.incarnation): node for node in before.nodes if node.incarnation}
     return {
         node.address: NodeRates(
-            (node.num_prompt_tokens - then.num_prompt_tokens) / elapsed_s,
-            (node.num_sampled_tokens - then.num_sampled_tokens) / elapsed_s,
+            (node.num_prompt_tokens - previous.num_prompt_tokens) / elapsed_s,
+            (node.num_sampled_tokens - previous.num_sampled_tokens) / elapsed_s,
         )
         for node in after.nodes
-        if (then := known.get((node.address, node.incarnation))) is not None
+        if (previous := earlier.get((node.address, node.incarnation))) is not None
     }
 
 

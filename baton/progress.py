@@ -1,4 +1,4 @@
-"""Progress bars for long work, on standard error; silent where nobody looks."""
+"""Progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def loading_bar(is_shown: bool) -> Iterator[Callable[[LoadProgress], None] | Non
 
 @contextmanager
 def generation_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function that takes how many prompts just ended and how many tokens came."""
+    """Yield a function that adds numbers of ended prompts and new tokens to the bar."""
     if not is_shown:
         yield lambda _num_ended, _num_tokens: None
         return

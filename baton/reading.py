@@ -1,9 +1,8 @@
-"""Reads a blocking call on another thread, so that Ctrl-C never strikes inside of gRPC.
+"""Streams of blocking calls, read on another thread so that Ctrl-C never interrupts gRPC.
 
-gRPC waits for messages under a condition. A signal that is raised in there leaves its lock taken
-or not taken, as it happens, and whatever comes after fails or hangs; one that is raised while a
-call starts leaves a call that nobody serves, and its channel never closes. Waiting for a
-SimpleQueue can be broken off anywhere.
+gRPC waits for messages on a condition. A KeyboardInterrupt raised inside that wait leaves its
+lock in an undefined state, and later calls fail or hang. One raised while a call starts leaks
+the call, and its channel never closes. Waiting on a SimpleQueue can be interrupted anywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Call(Protocol[T_co]):
-    """One that streams what it gets."""
+    """Server-streaming gRPC call."""
 
     def __iter__(self) -> Iterator[T_co]: ...
 
@@ -34,41 +33,44 @@ class Ended:
 
 
 def read_elsewhere(start: Callable[[], Call[T]]) -> Generator[T, None, None]:
-    """What the call gets. Left early, by a signal too, the call is cancelled. Raises RpcError."""
-    reading = _Reading(start)
+    """Yield the messages of a call that `start` begins. Raises RpcError.
+
+    The call is cancelled if the generator is closed early, also by a signal.
+    """
+    reader = _StreamReader(start)
     try:
-        # Thread.start would wait under a condition itself. Nobody waits for this one at the end.
-        _thread.start_new_thread(reading.run, ())
-        while not isinstance(letter := get_interruptibly(reading.letters), Ended):
-            yield letter
+        # Thread.start would itself wait on a condition. This thread is never joined.
+        _thread.start_new_thread(reader.run, ())
+        while not isinstance(message := get_interruptibly(reader.messages), Ended):
+            yield message
     finally:
-        reading.leave()
-    if letter.error is not None:
-        raise letter.error
+        reader.close()
+    if message.error is not None:
+        raise message.error
 
 
-class _Reading(Generic[T]):
-    """One call from its start on. Broken off in its start, it would keep its channel open."""
+class _StreamReader(Generic[T]):
+    """Thread that starts and reads one call: an interrupted start would leak the channel."""
 
     def __init__(self, start: Callable[[], Call[T]]) -> None:
-        self.letters: SimpleQueue[T | Ended] = SimpleQueue()
+        self.messages: SimpleQueue[T | Ended] = SimpleQueue()
         self._start = start
         self._call: Call[T] | None = None
-        self._is_left = False
+        self._is_closed = False
 
     def run(self) -> None:
         try:
             self._call = call = self._start()
-            if self._is_left:  # before there was a call to cancel
+            if self._is_closed:  # closed before there was a call to cancel
                 call.cancel()
             for message in call:
-                self.letters.put(message)
-        except Exception as error:  # noqa: BLE001 - it is raised where somebody waits for it
-            self.letters.put(Ended(error))
+                self.messages.put(message)
+        except Exception as error:  # noqa: BLE001 - raised again by the consumer
+            self.messages.put(Ended(error))
         else:
-            self.letters.put(Ended())
+            self.messages.put(Ended())
 
-    def leave(self) -> None:
-        self._is_left = True
+    def close(self) -> None:
+        self._is_closed = True
         if self._call is not None:
             self._call.cancel()

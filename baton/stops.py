@@ -1,4 +1,4 @@
-"""Stop strings over a text that comes in pieces. Pure."""
+"""Stop strings in streamed text. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Texts that end an answer."""
+    """Stop strings of a request."""
 
     strings: tuple[str, ...] = ()
-    is_included: bool = False  # whether the text that ended it is part of the answer
-    min_tokens: int = 0  # none of them counts before so many tokens
+    is_included: bool = False  # the answer includes the stop string
+    min_tokens: int = 0  # stop strings are ignored up to this number of tokens
 
 
 class StopWatcher:
-    """Lets text through once it cannot be the beginning of a stop string any more."""
+    """Stop string filter: holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, rule: StopRule) -> None:
         self._rule = rule
@@ -23,22 +23,22 @@ class StopWatcher:
         self.found: str | None = None
 
     def push(self, text: str, num_tokens: int) -> str:
-        """What may be told of the text so far; nothing more once a stop string was found."""
+        """Add text and return what can be emitted; nothing more after a stop string was found."""
         if not self._rule.strings:
             return text
         self._held += text
         if num_tokens > self._rule.min_tokens:
-            self._look()
+            self._find_stop()
         if self.found is not None:
-            return self._take(len(self._held))
-        return self._take(len(self._held) - self._num_to_hold())
+            return self._release(len(self._held))
+        return self._release(len(self._held) - self._num_held_back())
 
     def flush(self) -> str:
-        """The answer ended otherwise: what was held back belongs to it."""
-        return self._take(len(self._held))
+        """Return the text held back, at the end of an answer without a stop string."""
+        return self._release(len(self._held))
 
-    def _look(self) -> None:
-        """The stop string that ends first cuts the text; of two that end together, the longer."""
+    def _find_stop(self) -> None:
+        """Cut the text at the stop string that ends first; of two with the same end, the longer."""
         ends = [
             (self._held.index(stop) + len(stop), -len(stop), stop)
             for stop in self._rule.strings
@@ -48,14 +48,14 @@ class StopWatcher:
             end, _, self.found = min(ends)
             self._held = self._held[: end if self._rule.is_included else end - len(self.found)]
 
-    def _num_to_hold(self) -> int:
-        """The longest end of the text that begins a stop string."""
+    def _num_held_back(self) -> int:
+        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max((len(stop) for stop in self._rule.strings), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._rule.strings):
                 return length
         return 0
 
-    def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        return taken
+    def _release(self, length: int) -> str:
+        released, self._held = self._held[:length], self._held[length:]
+        return released

@@ -1,4 +1,4 @@
-"""The text boundary: text and chats to token ids, token ids back to text, piece by piece."""
+"""Tokenizer, chat templates and incremental detokenizer of a model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from baton.spelling import TokenText, spelled
 from engine.errors import InvalidRequest, ModelError
 from engine.model_folder import JsonFields, read_generation_defaults
 
-# What decoding gives for bytes that are no whole character (yet).
+# Decoded from bytes that are not a complete character (yet).
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-MOST_REMEMBERED = 1 << 16  # tokens whose text is known
+MOST_REMEMBERED = 1 << 16  # entries of each token text cache
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
-Message = Mapping[str, object]  # role, content, and whatever else the template reads
+Message = Mapping[str, object]  # role, content and further variables of the template
 Clock = Callable[[], datetime]
 
 
 class Tokenizer:
-    """One model's tokenizer and chat template. Safe to share: it changes nothing when used."""
+    """Tokenizer and chat templates of one model. Thread-safe: only its caches change."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Tokenizer:
         self._chat_templates = dict(chat_templates)
         self._clock = clock
         self.eos_token_ids = eos_token_ids
-        # What each token spells alone: answers ask for it over and over.
+        # Text of a single token, cached: every answer needs it.
         self.decode_one = lru_cache(MOST_REMEMBERED)(self._decode_one)
-        # One token by itself, special ones by their names.
+        # Text and bytes of a single token, special ones by name; cached.
         self.token = lru_cache(MOST_REMEMBERED)(self._token)
 
     @classmethod
     def from_folder(cls, folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
-        """Raises ModelError, with the file's name, if the folder cannot give one."""
+        """Load the tokenizer of a model folder. Raises ModelError, which names the faulty file."""
         settings = _read_settings(folder)
         named = _named_tokens(settings)
         return cls(
@@ -65,12 +65,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the tokenizer knows; the model's own vocabulary may be padded."""
+        """Number of token ids of the tokenizer; the model's vocabulary may be padded beyond it."""
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters that one token stands for."""
+        """Length of the longest token in characters."""
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)))
 
     @property
@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the chat template for tools reads them."""
+        """True if the chat template used with tools refers to `tools`."""
         try:
             parsed = self._environment.parse(self._template_source(has_tools=True))
         except (InvalidRequest, jinja2.TemplateSyntaxError):
@@ -109,7 +109,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """The template writes the special tokens itself, so none are added."""
+        """Tokenize a rendered chat. The template itself contains the special tokens."""
         text = self.render_chat(
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
@@ -122,21 +122,22 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """Raises InvalidRequest if the model has no template or its template refuses.
+        """Render the chat template.
 
-        `variables` reach the template as they are; `tools` among them picks the template
-        for tools where the model has one.
+        `variables` are passed to the template unchanged; with `tools` among them, the model's
+        template for tools is used, if it has one. Raises InvalidRequest if the model has no
+        template or if the template raises an error.
         """
-        given = dict(variables or {})
+        extra = dict(variables or {})
         try:
-            return self._template(bool(given.get("tools"))).render(
+            return self._template(bool(extra.get("tools"))).render(
                 **{
                     **self._named_tokens,
                     "messages": [dict(message) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
                     "tools": None,
                     "documents": None,
-                    **given,
+                    **extra,
                 }
             )
         except jinja2.TemplateSyntaxError as error:
@@ -145,13 +146,13 @@ class Tokenizer:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one byte of a text that no other token covers."""
+        """Return whether the token is a byte-fallback token, such as `<0x0A>`."""
         return token_id in self._byte_ids
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True, shown: Collection[str] = ()
     ) -> Detokenizer:
-        """Special tokens named in `shown` are not skipped."""
+        """Return a detokenizer of one answer. Special tokens named in `shown` are not skipped."""
         ids = frozenset(self._fast.token_to_id(name) for name in shown)
         kept = self._special_ids & ids
         if not (kept and skip_special_tokens):
@@ -185,7 +186,7 @@ class Tokenizer:
 
     @cached_property
     def _environment(self) -> jinja2.Environment:
-        """Templates come with the model, from strangers: sandboxed, and nothing is writable."""
+        """Sandboxed and immutable Jinja environment: templates are untrusted code of the model."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -198,9 +199,10 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """One sequence's text as its tokens come; the pieces joined are the whole decoded.
+    """Incremental detokenizer of one sequence.
 
-    A piece is held back while it ends inside a character, so it is never shown broken.
+    The concatenated pieces equal the text of the decoded sequence. Text is held back while it
+    ends with an incomplete character.
     """
 
     def __init__(
@@ -213,47 +215,47 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
         self._skip_special_tokens = skip_special_tokens
-        # Decoding may treat the start of a text in its own way, so new tokens are decoded
-        # behind some that were shown: `_shown` of these, whose own text is `_shown_text`.
+        # Some decoders treat the start of a text differently, so new tokens are decoded together
+        # with the last ones emitted: the first `_num_emitted` ids, with the text `_emitted_text`.
         self._window: list[int] = []
-        self._shown = 0
-        self._shown_text = ""
+        self._num_emitted = 0
+        self._emitted_text = ""
 
     def push(self, *token_ids: int) -> str:
-        """The text that these tokens complete; often, but not always, all of theirs."""
+        """Add tokens and return the text that they complete."""
         self._window.extend(token_ids)
         if not token_ids:
             return ""
         if self._tokenizer.is_byte(self._window[-1]):
-            # Bytes in a row are decoded together: one bad byte spoils its neighbours.
+            # Consecutive bytes are decoded together: an invalid byte invalidates its neighbours.
             return ""
         text = self._decode(self._window)
-        is_longer = len(text) > len(self._shown_text)
+        is_longer = len(text) > len(self._emitted_text)
         if not is_longer or text.endswith(UNFINISHED):
             return ""
-        return self._show(text)
+        return self._emit(text)
 
     def finish(self) -> str:
-        """What was held back: the sequence ended inside a character, or so it seems."""
-        return self._show(self._decode(self._window))
+        """Return the text still held back, at the end of the sequence."""
+        return self._emit(self._decode(self._window))
 
-    def _show(self, text: str) -> str:
-        piece = text[len(self._shown_text) :]
-        self._window = self._window[self._shown :]
-        self._shown = len(self._window)
-        self._shown_text = self._decode(self._window)
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._emitted_text) :]
+        self._window = self._window[self._num_emitted :]
+        self._num_emitted = len(self._window)
+        self._emitted_text = self._decode(self._window)
         return piece
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._hidden_ids:
-            token_ids = [each for each in token_ids if each not in self._hidden_ids]
+            token_ids = [item for item in token_ids if item not in self._hidden_ids]
         if len(token_ids) == 1:
             return self._tokenizer.decode_one(token_ids[0], self._skip_special_tokens)
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Lets templates mark what the assistant writes; the mark itself writes nothing."""
+    """The `{% generation %}` block, which marks assistant text and renders only its content."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -271,7 +273,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own escapes for HTML, which no model was trained on.
+    # jinja's own filter escapes HTML, which models are not trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -289,18 +291,18 @@ def _read_settings(folder: Path) -> JsonFields:
 def _named_tokens(settings: JsonFields) -> dict[str, str]:
     named = {}
     for name in NAMED_TOKENS:
-        found = settings.get(name)
-        content = found.get("content") if isinstance(found, dict) else found
+        value = settings.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str):
             named[name] = content
     return named
 
 
 def _load_fast(folder: Path) -> FastTokenizer:
-    """Where begin and end tokens go is said in it; older flags beside it are not asked."""
+    """Load tokenizer.json. It defines where BOS and EOS go; legacy flags are ignored."""
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise ModelError(f"{path} is missing; save the tokenizer in its fast form")
+        raise ModelError(f"{path} is missing; save the tokenizer in the fast format")
     try:
         fast = FastTokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing narrower
@@ -311,16 +313,16 @@ def _load_fast(folder: Path) -> FastTokenizer:
 
 
 def _chat_templates(folder: Path, settings: JsonFields) -> dict[str, str]:
-    """By name; the file of its own wins over the one inside tokenizer_config.json."""
-    inside = settings.get("chat_template")
+    """Return the templates by name. A separate file overrides tokenizer_config.json."""
+    embedded = settings.get("chat_template")
     templates = {}
-    if isinstance(inside, str):
-        templates["default"] = inside
-    if isinstance(inside, list):
-        templates = {str(each["name"]): str(each["template"]) for each in inside}
-    alone = folder / "chat_template.jinja"
-    if alone.exists():
-        templates["default"] = alone.read_text(encoding="utf-8")
+    if isinstance(embedded, str):
+        templates["default"] = embedded
+    if isinstance(embedded, list):
+        templates = {str(item["name"]): str(item["template"]) for item in embedded}
+    separate_file = folder / "chat_template.jinja"
+    if separate_file.exists():
+        templates["default"] = separate_file.read_text(encoding="utf-8")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     return templates

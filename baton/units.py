@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Byte sizes with units: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(written: str | int) -> int:
-    """4096, "512MiB", "1.5g". All units are binary."""
+    """Parse a size such as 4096, "512MiB" or "1.5g". All units are binary."""
     if isinstance(written, int):
         return written
     match = _WRITTEN.fullmatch(written)
     if match is None:
-        raise InvalidConfig(f"{written!r} is no size in bytes; write it like 512MiB or 2GiB")
+        raise InvalidConfig(f"{written!r} is not a size in bytes; write it like 512MiB or 2GiB")
     return int(float(match[1]) * _FACTORS[match[2].upper()])
 
 
 def parse_kv_memory(written: str | int) -> int | None:
-    """A size as `parse_bytes` reads it; None for auto."""
+    """Parse a size like `parse_bytes`; None for auto."""
     is_auto = isinstance(written, str) and written.strip().lower() == AUTO
     return None if is_auto else parse_bytes(written)
 

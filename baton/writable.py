@@ -1,4 +1,4 @@
-"""Tries whether a file or a folder can be written before the work whose outcome goes there."""
+"""Checks that an output file or folder is writable, made before the work starts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def file_trouble(path: Path) -> str | None:
-    """Why the file cannot be written; None if it can. What is no plain file is left alone."""
+    """Return why the file cannot be written, or None. Pipes and devices are not checked."""
     try:
         if path.is_dir():
             return f"{path} is a folder; name a file"
         folder = path.absolute().parent
         if not folder.is_dir():
-            return f"there is no folder {folder}; make it first"
+            return f"there is no folder {folder}; create it first"
         if path.exists() and not path.is_file():
             return None  # a pipe or a device
         is_new = not path.exists()
@@ -26,12 +26,12 @@ def file_trouble(path: Path) -> str | None:
 
 
 def folder_trouble(folder: Path) -> str | None:
-    """The same for a folder, which may have to be made with those above it."""
+    """Return why the folder cannot be created or written to, or None."""
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            return f"{there} is no folder; name another"
-        with tempfile.TemporaryDirectory(dir=there):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            return f"{existing} is no folder; name another"
+        with tempfile.TemporaryDirectory(dir=existing):
             return None
     except OSError as error:
         return f"{folder} cannot be written to: {error.strerror}; name another folder"
