@@ -1,4 +1,4 @@
-"""`baton demo`: a cluster of three processes, a few prompts, and what happened to them."""
+"""`baton demo`: runs a few prompts on a cluster of three processes and reports the hand-offs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SAMPLING = SamplingParams(max_tokens=64, temperature=0.4, top_p=0.95, seed=7)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One prompt and what became of it."""
+class DemoResult:
+    """One prompt and its answer."""
 
     prompt: str
     answer: Answer
@@ -40,15 +40,15 @@ class Told:
 
 
 def run(model: str, trace_dir: Path) -> None:
-    """Raises named errors; ends by itself."""
+    """Run the demo to its end. Raises ServiceError and EngineError."""
     console = Console()
     with TemporaryDirectory(prefix="baton-demo-") as folder:
-        told, log = _serve(console, _options(model, trace_dir, folder), Path(folder))
-    _show_trace(console, trace_dir, told[-1], log)
+        results, log = _serve(console, _options(model, trace_dir, folder), Path(folder))
+    _show_trace(console, trace_dir, results[-1], log)
     console.print(
-        f"The KV went from prefill to decode memory over {told[0].finish.served.kv_transport}; "
+        f"The KV went from prefill to decode memory over {results[0].finish.served.kv_transport}; "
         "the decode node computed no prompt token. All processes have ended."
-        if all(_was_handed_over(one.finish) for one in told)
+        if all(_was_handed_over(result.finish) for result in results)
         else "[red]Not every prompt was handed over; the table says which.[/]"
     )
 
@@ -63,54 +63,56 @@ def _options(model: str, trace_dir: Path, folder: str) -> ClusterOptions:
     )
 
 
-def _serve(console: Console, options: ClusterOptions, folder: Path) -> tuple[list[Told], str]:
-    """What was told, and what UCX wrote on the prefill node of its choices."""
+def _serve(console: Console, options: ClusterOptions, folder: Path) -> tuple[list[DemoResult], str]:
+    """Run the prompts. Return their results and the UCX log of the prefill node."""
     console.print("[bold]Starting router, 1 prefill node, 1 decode node[/] as processes ...")
     with LocalCluster(options) as cluster, Client(cluster.address) as client:
         pids = ", ".join(f"{child.name} pid {child.process.pid}" for child in cluster.children)
         console.print(f"{pids}; router on {cluster.address}\n")
-        told = [_ask(console, client, prompt) for prompt in PROMPTS]
-        console.print(_table(told))
+        results = [_run_prompt(console, client, prompt) for prompt in PROMPTS]
+        console.print(_table(results))
         log = folder / LOG_NAME.format(pid=cluster.prefills[0].process.pid)
-    return told, log.read_text(errors="replace") if log.exists() else ""
+    return results, log.read_text(errors="replace") if log.exists() else ""
 
 
-def _show_trace(console: Console, trace_dir: Path, told: Told, log: str) -> None:
-    """Where the time of one request went, and which way its KV went."""
-    trace_id = told.finish.served.trace_id
+def _show_trace(console: Console, trace_dir: Path, result: DemoResult, log: str) -> None:
+    """Print the waterfall of one request and the transport of its KV."""
+    trace_id = result.finish.served.trace_id
     trace = find_trace(traces_of(read_spans(trace_dir)), trace_id) if trace_id else None
     if trace is None:
         console.print(f"[red]The last request's trace is not in {trace_dir}.[/]")
         return
     console.print("\n[bold]Where the time of the last request went[/]")
     show_waterfall(console, trace)
-    console.print(f"Again: baton trace show {trace_id[:8]}, with --html FILE as a page.\n")
-    console.print(_way_of_kv(trace, log), soft_wrap=True)
+    console.print(
+        f"Show it again: baton trace show {trace_id[:8]}, with --html FILE as an HTML page.\n"
+    )
+    console.print(_kv_transport_line(trace, log), soft_wrap=True)
 
 
-def _way_of_kv(trace: Trace, log: str) -> str:
-    """In UCX's own words; it is not guessed."""
+def _kv_transport_line(trace: Trace, log: str) -> str:
+    """Return a sentence on the transport of the KV, according to the log of UCX."""
     pushes = [row.span.attributes for row in trace.rows if row.span.name == KV_PUSH]
-    sizes = [_per_write(push) for push in pushes]
+    sizes = [_bytes_per_write(push) for push in pushes]
     chosen = chosen_for_writes(log, sizes[-1]) if sizes else None
     if chosen is None:
-        free = os.environ.get("UCX_TLS", "all it has")
-        return f"UCX did not tell which transport carried the KV; it could choose from: {free}."
+        allowed = os.environ.get("UCX_TLS", "all transports")
+        return f"UCX did not log the transport of the KV; it could choose from: {allowed}."
     words = f": {chosen.in_words}" if chosen.in_words else ""
     return (
-        f"UCX says that it wrote the KV over [bold]{chosen.transport}[/] "
+        f"According to its log, UCX wrote the KV over [bold]{chosen.transport}[/] "
         f"({chosen.how}, {chosen.place}){words}."
     )
 
 
-def _per_write(push: Attributes) -> int:
+def _bytes_per_write(push: Attributes) -> int:
     num_bytes, num_runs = push.get(KV_BYTES, 0), push.get(KV_DESCRIPTORS, 1)
     if not isinstance(num_bytes, int) or not isinstance(num_runs, int):
         return 0
     return num_bytes // max(1, num_runs)
 
 
-def _ask(console: Console, client: Client, prompt: str) -> Told:
+def _run_prompt(console: Console, client: Client, prompt: str) -> DemoResult:
     console.print(prompt, style="bold cyan", end="", markup=False, highlight=False)
     answer = Answer()
     for chunk in client.stream(prompt, Generation(SAMPLING)):
@@ -118,17 +120,17 @@ def _ask(console: Console, client: Client, prompt: str) -> Told:
         answer.take(chunk)
     console.print("\n")
     if answer.finish is None:
-        raise RuntimeError("the router ended an answer without saying how")
-    return Told(prompt, answer, answer.finish)
+        raise RuntimeError("the router ended an answer without a finish message")
+    return DemoResult(prompt, answer, answer.finish)
 
 
-def _table(told: list[Told]) -> Table:
+def _table(results: list[DemoResult]) -> Table:
     table = Table(title="What happened")
     for heading in ("prompt tokens", "new tokens", "TTFT ms", "tokens/s", "KV pushed", "over"):
         table.add_column(heading, justify="right")
     table.add_column("prompt tokens computed on decode", justify="right")
-    for one in told:
-        finish, served = one.finish, one.finish.served
+    for result in results:
+        finish, served = result.finish, result.finish.served
         table.add_row(
             str(finish.num_prompt_tokens),
             str(finish.num_completion_tokens),
@@ -142,7 +144,7 @@ def _table(told: list[Told]) -> Table:
 
 
 def _tokens_per_s(finish: Finish) -> float:
-    """After the first token; the time to that one stands beside it."""
+    """Return the decoding rate, which excludes the first token."""
     elapsed_s = finish.finished_s - finish.first_token_s
     return (finish.num_completion_tokens - 1) / elapsed_s if elapsed_s > 0 else 0.0
 
@@ -153,6 +155,6 @@ def _was_handed_over(finish: Finish) -> bool:
 
 
 def _node_arguments() -> tuple[str, ...]:
-    """Three processes share the machine: no node may take all its cores."""
+    """Limit memory and threads of a node: three processes share the machine."""
     threads = max(1, (os.cpu_count() or 2) // 2)
     return ("--kv-cache-memory", "64MiB", "--threads", str(threads))

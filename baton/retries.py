@@ -115,7 +115,7 @@ class Tries:
             return BatonError(failure.code, "UNREACHABLE", message)
         if failure.code is StatusCode.UNIMPLEMENTED:
             message = (
-                f"{self._address} has no such method ({failure.message}); if it is a node, give the "
+                f"{self._address} has no such RPC ({failure.message}); if it is a node, give the "
                 "router's address"
             )
             return BatonError(failure.code, failure.code.name, message)

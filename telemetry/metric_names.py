@@ -1,7 +1,7 @@
-"""All that is counted: names by OpenTelemetry's rules, what they mean, labels, buckets. Pure.
+"""Metrics: OpenTelemetry names, help texts, labels and buckets. Pure.
 
-Prometheus has underscores for dots, and the unit at the end. Autoscalers, dashboards and rules in
-`deploy/` go by these names.
+Prometheus names have underscores for dots and end with the unit. Autoscalers, dashboards and
+alerting rules in `deploy/` use these names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Kind(Enum):
     HISTOGRAM = "histogram"
 
 
-# UCUM's units, and what Prometheus calls them.
+# UCUM units and their names in Prometheus.
 UNIT_NAMES = {"s": "seconds", "By": "bytes", "GBy/s": "gigabytes_per_second", "1": "ratio"}
 
 
@@ -26,12 +26,12 @@ class Metric:
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    unit: str = ""  # UCUM; none for plain counts
+    unit: str = ""  # UCUM; empty for plain counts
     buckets: tuple[float, ...] = ()
 
     @property
     def prometheus(self) -> str:
-        """Without `_total`, `_bucket` and the like, which the kind adds."""
+        """Name in Prometheus, without the suffix that the kind adds, such as `_total`."""
         name, unit = self.name.replace(".", "_"), UNIT_NAMES.get(self.unit, "")
         return name if not unit or name.endswith(f"_{unit}") else f"{name}_{unit}"
 
@@ -48,7 +48,7 @@ def _histogram(name: str, text: str, unit: str, buckets: tuple[float, ...], *lab
     return Metric(name, Kind.HISTOGRAM, text, labels, unit, buckets)
 
 
-# As the conventions advise for gen_ai.server.*; the other ones are ours.
+# As advised by the conventions for gen_ai.server.*; the other buckets are Baton's.
 DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
@@ -62,70 +62,70 @@ SHARE_BUCKETS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 READINGS_AGE = _gauge(
     "baton.readings.age",
-    "How old the values are that one thread alone may read: above 0 while that has no time.",
+    "Age of the values that only one thread can read; above 0 while that thread is busy.",
     unit="s",
 )
 
-# --- The router's, of each request -------------------------------------------------------------
+# --- Router, per request ----------------------------------------------------------------------
 
 _CALL = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_response_model")
 DURATION = _histogram(
     "gen_ai.server.request.duration",
-    "From a request's arrival at the router to its end.",
+    "Time from the arrival of a request at the router to its end.",
     *("s", DURATION_BUCKETS, *_CALL, "error_type"),
 )
 TIME_TO_FIRST_TOKEN = _histogram(
     "gen_ai.server.time_to_first_token",
-    "From a request's arrival at the router to its first token.",
+    "Time from the arrival of a request at the router to its first token.",
     *("s", FIRST_TOKEN_BUCKETS, *_CALL),
 )
 TIME_PER_TOKEN = _histogram(
     "gen_ai.server.time_per_output_token",
-    "Between the tokens of an answer after the first, on average.",
+    "Mean time between the tokens of an answer, without the first token.",
     *("s", PER_TOKEN_BUCKETS, *_CALL),
 )
 QUEUE_WAIT = _histogram(
-    "baton.queue.wait", "How long requests waited for their turn.", "s", FIRST_TOKEN_BUCKETS
+    "baton.queue.wait", "Time that requests waited for admission.", "s", FIRST_TOKEN_BUCKETS
 )
 REQUESTS = _counter(
     "baton.requests",
-    "Requests that ended, and how; served says where the prompt was computed.",
+    "Ended requests by outcome; served is where the prompt was computed.",
     *("outcome", "served"),
 )
 REFUSALS = _counter(
-    "baton.refusals", "Requests refused before anything was done for them, by reason.", "reason"
+    "baton.refusals", "Requests refused before any work was done for them, by reason.", "reason"
 )
 TOKENS = _counter(
     "baton.tokens",
-    "Tokens of prompts that nodes worked on, and of answers as far as they were passed on, by how "
-    "the request ended.",
+    "Prompt tokens of dispatched requests and answer tokens sent to clients, by outcome of the "
+    "request.",
     *("kind", "outcome"),
 )
 ATTEMPTS = _counter(
     "baton.attempts",
-    "Tries to serve a request: the first, a retry from the start, or a migration, which goes on "
-    "where the answer broke off.",
+    "Attempts to serve a request: the first, a retry from the start, or a migration, which "
+    "continues a partial answer.",
     "kind",
 )
 SUSPECTS = _counter(
     "baton.suspects",
-    "Tries that ended with the engine of their node, or whose pass failed, by what their request "
-    "was found to be: a bystander or a suspect, which are tried again, or the poison.",
+    "Attempts that ended with the engine of their node or with a failed pass, by verdict on the "
+    "request: bystander or suspect, which are retried, or poison.",
     "verdict",
 )
 REQUEST_KV_BYTES = _counter(
     "baton.request.kv_bytes",
-    "KV that was handed over for requests, as their decode nodes told.",
+    "KV transferred for requests, as reported by their decode nodes.",
     unit="By",
 )
 
-# --- The router's, at the moment ---------------------------------------------------------------
+# --- Router, current state --------------------------------------------------------------------
 
-QUEUE_DEPTH = _gauge("baton.queue.depth", "Requests that wait for their turn.")
-IN_FLIGHT = _gauge("baton.requests.in_flight", "Requests that nodes work on.")
-OPEN_NODES = _gauge("baton.nodes.open", "Nodes that can be given requests.", "role")
+QUEUE_DEPTH = _gauge("baton.queue.depth", "Requests that wait for admission.")
+IN_FLIGHT = _gauge("baton.requests.in_flight", "Requests dispatched to nodes and not ended.")
+OPEN_NODES = _gauge("baton.nodes.open", "Nodes that accept requests.", "role")
 TRACES_LOST = _counter(
-    "baton.traces.lost", "Traces that went nowhere, for want of room or of a collector."
+    "baton.traces.lost", "Traces lost because the queue was full or the export failed."
 )
 
 ROUTER_METRICS = (
@@ -134,74 +134,76 @@ ROUTER_METRICS = (
     READINGS_AGE,
 )
 
-# --- The nodes' ----------------------------------------------------------------------------------
+# --- Nodes --------------------------------------------------------------------------------------
 
-STEP = _histogram("baton.step", "How long the model ran in a step.", "s", STEP_BUCKETS)
-BATCH = _histogram(
-    "baton.step.requests", "How many requests took part in a step.", "", BATCH_BUCKETS
-)
-SILENCE = _gauge("baton.engine.silence", "Since the engine last moved on.", unit="s")
+STEP = _histogram("baton.step", "Time that the model ran in a step.", "s", STEP_BUCKETS)
+BATCH = _histogram("baton.step.requests", "Number of requests in a step.", "", BATCH_BUCKETS)
+SILENCE = _gauge("baton.engine.silence", "Time since the last progress of the engine.", unit="s")
 PROMPT_TOKENS_COMPUTED = _counter(
     "baton.prompt_tokens.computed",
-    "Prompt tokens that were run through the model; on decode about 0.",
+    "Prompt tokens computed by the model; about 0 on decode nodes.",
     "role",
 )
-SAMPLED_TOKENS = _counter("baton.tokens.sampled", "Tokens that were sampled.")
+SAMPLED_TOKENS = _counter("baton.tokens.sampled", "Sampled tokens.")
 SPECULATED_TOKENS = _counter(
-    "baton.tokens.speculated", "Tokens that speculation proposed, and that came true.", "kind"
+    "baton.tokens.speculated",
+    "Tokens proposed by speculative decoding, and those accepted.",
+    "kind",
 )
-HANDOFFS = _counter("baton.handoffs", "Hand-offs that ended.", "direction", "outcome")
+HANDOFFS = _counter("baton.handoffs", "Ended hand-offs.", "direction", "outcome")
 KV_BYTES = _counter(
     "baton.kv.bytes",
-    "KV of hand-offs that came to their end.",
+    "KV of completed hand-offs.",
     *("direction", "transport"),
     unit="By",
 )
 TRANSFER = _histogram(
     "baton.kv.transfer",
-    "From the first order of a hand-off to its end.",
+    "Time from the first order of a hand-off to its end.",
     *("s", STEP_BUCKETS, "direction"),
 )
 RATE = _histogram(
     "baton.kv.rate",
-    "Speed of a hand-off's writes, from the first to the last.",
+    "Transfer rate of a hand-off, from its first write to its last.",
     *("GBy/s", RATE_BUCKETS),
 )
 OVERLAP = _histogram(
     "baton.kv.overlap",
-    "Share of a hand-off's bytes that had landed before its prompt was computed.",
+    "Share of a hand-off's bytes transferred before its prompt was fully computed.",
     *("1", SHARE_BUCKETS),
 )
 RUNNING = _gauge("baton.requests.running", "Requests in the batch.")
 WAITING = _gauge(
     "baton.requests.waiting",
-    "Requests that wait: in line, for KV of a peer, or with their KV for a place in the batch.",
+    "Waiting requests: queued, waiting for the KV of a peer, or ready with their KV.",
     "status",
 )
 BLOCKS = _gauge(
     "baton.kv.blocks",
-    "KV blocks by who has them; each counts once. cached: nobody, but a prefix may still hit it; "
-    "granted: a peer may write it; fenced: a peer that was given up may.",
+    "KV blocks by state, each counted once. cached: unused, but can be a prefix hit; granted: "
+    "writable by a peer; fenced: possibly still written by a lost peer.",
     "state",
 )
-PREEMPTIONS = _counter("baton.preemptions", "Requests that lost their blocks to others.")
+PREEMPTIONS = _counter(
+    "baton.preemptions", "Preempted requests, whose blocks were freed for others."
+)
 PREFIX_TOKENS = _counter(
     "baton.prefix.tokens",
-    "Prompt tokens that were looked up in the prefix cache, and those found.",
+    "Prompt tokens looked up in the prefix cache, and those found.",
     "kind",
 )
 OPEN_HANDOFFS = _gauge(
-    "baton.handoffs.open", "Hand-offs whose blocks may still be written or read.", "direction"
+    "baton.handoffs.open", "Open hand-offs, whose blocks can still be written or read.", "direction"
 )
 DIGEST_MISMATCHES = _counter(
-    "baton.kv.digest_mismatches", "Hand-offs whose bytes were not those that were sent."
+    "baton.kv.digest_mismatches", "Hand-offs whose received bytes differ from the sent ones."
 )
-LINKS = _gauge("baton.kv.links", "Links to peers, by state.", "state")
-LINKS_CUT = _counter("baton.kv.links_cut", "Links to peers that ended, for whatever reason.")
+LINKS = _gauge("baton.kv.links", "Control links to peers, by state.", "state")
+LINKS_CUT = _counter("baton.kv.links_cut", "Control links to peers that ended, for any reason.")
 MESSAGES_DROPPED = _counter(
-    "baton.kv.messages_dropped", "Words of peers that came late or twice; harmless."
+    "baton.kv.messages_dropped", "Late or duplicate messages of peers, which are ignored."
 )
-TRANSPORT = _gauge("baton.kv.transport", "1 for what carries KV here.", "transport")
+TRANSPORT = _gauge("baton.kv.transport", "1 for the KV transport in use.", "transport")
 
 NODE_METRICS = (
     *(STEP, BATCH, SILENCE, PROMPT_TOKENS_COMPUTED, SAMPLED_TOKENS, SPECULATED_TOKENS, HANDOFFS),

@@ -1,4 +1,4 @@
-"""What the doctor finds: one value for each look at the machine. Pure."""
+"""Findings of `baton doctor`, one per check. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from enum import Enum
 
 class Status(Enum):
     OK = "ok"
-    WARN = "warn"  # it works, less well than it could
-    FAIL = "fail"  # something that was asked for does not work
+    WARN = "warn"  # works, but worse than it could
+    FAIL = "fail"  # a requested feature does not work
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Finding:
     check: str
     status: Status
     found: str
-    advice: str = ""  # what to do; empty when all is well
+    advice: str = ""  # what to do; empty if the status is OK
 
 
 def ok(check: str, found: str) -> Finding:

@@ -1,4 +1,4 @@
-"""The folders that processes write to on their own: whether they can."""
+"""Checks of the folders that processes write to: traces and the model cache."""
 
 from __future__ import annotations
 

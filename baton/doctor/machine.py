@@ -1,4 +1,4 @@
-"""The machine as the kernel tells of it: cores, memory, limits of the container."""
+"""Checks of the machine: CPU, memory, and limits of the container."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from baton.doctor.findings import Finding, ok, warn
 from baton.units import GIB, format_bytes
 
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
-LEAST_SHM_BYTES = 256 << 20  # Docker gives 64 MiB unless told otherwise
-LEAST_FILES = 1024
+MIN_SHM_BYTES = 256 << 20  # Docker's default is 64 MiB
+MIN_OPEN_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the container may use; None is no limit."""
+    """Resource limits of the container; None means unlimited."""
 
     num_cpus: float | None
     memory_bytes: int | None
 
 
 def look_at_machine(root: Path = Path("/")) -> Iterator[Finding]:
-    """`root` is where proc and sys are."""
+    """Check the machine. `root` contains proc and sys."""
     limits = read_limits(root)
     cores = os.sched_getaffinity(0)
     yield cpu_finding((root / "proc/cpuinfo").read_text(encoding="utf-8"))
@@ -46,12 +46,12 @@ def look_at_machine(root: Path = Path("/")) -> Iterator[Finding]:
 def cpu_finding(cpuinfo: str) -> Finding:
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    has = set(flags[1].split()) if flags else set()
-    known = [flag for flag in VECTOR_FLAGS if flag in has]
+    supported = set(flags[1].split()) if flags else set()
+    known = [flag for flag in VECTOR_FLAGS if flag in supported]
     found = f"{name[1] if name else 'unknown'}; {', '.join(known) or 'no wide vectors'}"
-    if {"avx2", "asimd"} & has:
+    if {"avx2", "asimd"} & supported:
         return ok("CPU", found)
-    return warn("CPU", found, "without AVX2 torch computes slowly here; use another machine")
+    return warn("CPU", found, "without AVX2 torch is slow; use another machine")
 
 
 def cores_finding(num_usable: int, num_all: int, limits: Limits) -> Finding:
@@ -61,7 +61,7 @@ def cores_finding(num_usable: int, num_all: int, limits: Limits) -> Finding:
         return warn(
             "cores",
             f"{found}, for {quota:g} cores' worth of time",
-            f"give nodes --threads {max(1, int(quota))}: more threads than the container may run "
+            f"start nodes with --threads {max(1, int(quota))}: more threads than the quota allows "
             "stall each other",
         )
     if num_usable < 2:
@@ -93,15 +93,15 @@ def memory_finding(meminfo: str, limits: Limits) -> Finding:
 
 def shm_finding(total_bytes: int, free_bytes: int) -> Finding:
     found = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
-    if free_bytes < LEAST_SHM_BYTES:
+    if free_bytes < MIN_SHM_BYTES:
         advice = "UCX passes KV through it; give the container more: --shm-size 1g"
         return warn("/dev/shm", found, advice)
     return ok("/dev/shm", found)
 
 
 def files_finding(limit: int) -> Finding:
-    if 0 <= limit < LEAST_FILES:
-        advice = f"raise it: ulimit -n {LEAST_FILES * 64}; each client and each peer takes some"
+    if 0 <= limit < MIN_OPEN_FILES:
+        advice = f"raise it: ulimit -n {MIN_OPEN_FILES * 64}; each client and each peer takes some"
         return warn("open files", f"at most {limit}", advice)
     return ok("open files", _limit(limit, str(limit)))
 
@@ -118,9 +118,9 @@ def locked_memory_finding(limit: int, devices: list[str]) -> Finding:
 
 
 def ptrace_finding(scope: str) -> Finding:
-    """CMA reads and writes another process's memory, which this setting may forbid."""
+    """Check that Yama allows cross-memory attach (CMA) between processes."""
     if scope in ("", "0"):
-        return ok("CMA", "processes of one user may copy from each other")
+        return ok("CMA", "processes of one user can copy from each other")
     advice = "KV takes a slower way between processes; sysctl kernel.yama.ptrace_scope=0 allows it"
     return warn("CMA", f"kernel.yama.ptrace_scope is {scope}", advice)
 
@@ -130,25 +130,25 @@ def rdma_devices(root: Path) -> list[str]:
 
 
 def read_limits(root: Path) -> Limits:
-    """Of this process's cgroup, of version 2 or 1, as it is seen from inside."""
+    """Return the limits of this process's cgroup, version 2 or 1, as mounted in the container."""
     cgroup = root / "sys/fs/cgroup"
-    new = (cgroup / "cpu.max", cgroup / "memory.max")
-    if any(path.exists() for path in new):
-        quota, _, period = _text(new[0]).partition(" ")
-        return Limits(_share(quota, period), _bytes(_text(new[1])))
+    cgroup_v2 = (cgroup / "cpu.max", cgroup / "memory.max")
+    if any(path.exists() for path in cgroup_v2):
+        quota, _, period = _text(cgroup_v2[0]).partition(" ")
+        return Limits(_cpu_quota(quota, period), _bytes(_text(cgroup_v2[1])))
     folder = cgroup / "cpu"
     quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-    return Limits(_share(quota, period), _bytes(_text(cgroup / "memory/memory.limit_in_bytes")))
+    return Limits(_cpu_quota(quota, period), _bytes(_text(cgroup / "memory/memory.limit_in_bytes")))
 
 
-def _share(quota: str, period: str) -> float | None:
+def _cpu_quota(quota: str, period: str) -> float | None:
     if not quota.isdecimal() or not period.isdecimal() or int(period) == 0:
         return None  # "max", or -1, or no such file
     return int(quota) / int(period)
 
 
 def _bytes(written: str) -> int | None:
-    """Version 1 writes no limit as a number close to 2**63."""
+    """Parse a memory limit. Version 1 writes 'no limit' as a number close to 2**63."""
     return int(written) if written.isdecimal() and int(written) < 1 << 60 else None
 
 

@@ -1,4 +1,4 @@
-"""A model folder: complete, supported, and how much memory it takes."""
+"""Checks of a model folder: complete, supported, and small enough for the memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import ModelError
 from engine.model_folder import resolve_model_folder
 
 BLOCK_SIZE = 16
-MAX_NUM_SEQS = 128  # both as nodes have them unless told otherwise
+MAX_NUM_SEQS = 128  # both are the defaults of nodes
 
 
 def look_at_model(model: str, kv_bytes: int | None) -> Iterator[Finding]:
@@ -74,15 +74,15 @@ def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
 
 
 def room_finding(weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: int) -> Finding:
-    """For one node; each has weights of its own."""
+    """Compare the memory of one node with the free memory. Each node has its own weights."""
     needed = weight_bytes + kv_bytes
     found = (
-        f"a node takes {format_bytes(weight_bytes)} of weights and {format_bytes(kv_bytes)} of KV "
+        f"a node needs {format_bytes(weight_bytes)} of weights and {format_bytes(kv_bytes)} of KV "
         f"({per_token} bytes a token, {kv_bytes // per_token} tokens); "
         f"{format_bytes(free_bytes)} are free"
     )
     if needed > free_bytes:
-        return fail("room", found, "a smaller model, or a smaller --kv-cache-memory")
+        return fail("room", found, "use a smaller model, or a smaller --kv-cache-memory")
     if 2 * needed > free_bytes:
         advice = "one node fits, two do not: baton up --colocated --prefill 0, or another machine"
         return warn("room", found, advice)
@@ -90,7 +90,7 @@ def room_finding(weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: i
 
 
 def length_finding(num_tokens: int, max_model_len: int) -> Finding:
-    """The longest request that such a KV cache holds."""
+    """Compare the longest request that fits into the KV cache with the model's maximum."""
     longest = min(num_tokens + 1, max_model_len)
     found = f"prompt and answer may have {longest} tokens together; the model takes {max_model_len}"
     if longest < max_model_len:

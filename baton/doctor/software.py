@@ -1,4 +1,4 @@
-"""What is installed: torch and what it was built for, the KV transports, a GPU."""
+"""Checks of installed software: torch, kernels, KV transports, GPU."""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ def look_at_software() -> Iterator[Finding]:
 def kernels_finding(
     variant: str, library: Path | None, compiler: str | None, cache: Path | None = None
 ) -> Finding:
-    """`cache`: where a compiler would put them."""
+    """Check the native kernels. `cache` is the folder they are built in."""
     if library is not None:
         return ok("kernels", f"{variant}, in {library.parent}")
     trouble = None if cache is None else folder_trouble(cache)
     if compiler is not None and trouble is not None:
-        advice = "set XDG_CACHE_HOME, or bring libraries by BATON_KERNELS; else torch computes"
+        advice = (
+            "set XDG_CACHE_HOME, or set BATON_KERNELS to built libraries; until then, torch is used"
+        )
         return warn("kernels", f"{variant}, not built: {trouble}", advice)
     if compiler is not None:
         return ok("kernels", f"{variant}, to be built by {compiler} when a model is first loaded")
-    advice = "install a C++ compiler, or bring libraries by BATON_KERNELS; else torch computes"
+    advice = (
+        "install a C++ compiler, or set BATON_KERNELS to built libraries; until then, torch is used"
+    )
     return warn("kernels", f"{variant}, not built, and no compiler is here", advice)
 
 
@@ -92,8 +96,8 @@ def gpu_finding(names: list[str], *, has_driver: bool, torch_cuda: str | None) -
         return ok("GPU", "none; nodes compute on the CPU")
     if torch_cuda is None:
         advice = "install torch's CUDA build (README, GPUs) to use --device cuda"
-        return warn("GPU", "there is one, and torch is built for the CPU alone", advice)
-    return warn("GPU", "there is one, and torch cannot use it", "see nvidia-smi; is it visible?")
+        return warn("GPU", "present, but this torch build supports only the CPU", advice)
+    return warn("GPU", "present, but torch cannot use it", "see nvidia-smi; is it visible?")
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""How fast KV goes from one process to another here, by each transport: real bytes, measured."""
+"""Measured KV transfer rate between two processes, for each transport."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.doctor.findings import Finding, fail, ok, warn
-from baton.doctor.wire_end import BLOCK_BYTES, NUM_BLOCKS, Said, serve_end
+from baton.doctor.wire_end import BLOCK_BYTES, NUM_BLOCKS, EndReply, serve_end
 
 NUM_RUNS = 5
-TLS = ("", "tcp")  # what UCX chooses, which is shared memory here, and what goes between machines
+TLS = ("", "tcp")  # UCX_TLS: UCX's choice (shared memory on one machine), and TCP
 SLOW_GB_PER_S = 0.2
 END_S = 2.0
 
 
-class WireBroke(Exception):
-    """A process of the measurement failed, ended or said nothing."""
+class MeasurementFailed(Exception):
+    """A process of the measurement failed, ended or timed out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     transport: str
-    tls: str  # what UCX may use; empty lets it choose
+    tls: str  # UCX_TLS; empty for UCX's choice
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class Way:
 
 
 def look_at_wire(transports: list[str], patience_s: float) -> Iterator[Finding]:
-    """Both ways of each transport. What takes longer than the patience is ended and told of."""
+    """Measure each transport both ways. A measurement that exceeds `patience_s` is reported."""
     for transport in transports:
         ways = [Way(transport, tls) for tls in TLS]
         deadline_s = time.monotonic() + patience_s
@@ -45,108 +45,108 @@ def look_at_wire(transports: list[str], patience_s: float) -> Iterator[Finding]:
                     yield speed_finding(way, pair.measure(way))
                 if pair.names:
                     yield ok("UCX has", ", ".join(pair.names))
-        except WireBroke as broken:
-            yield broken_finding(transport, str(broken))
+        except MeasurementFailed as failure:
+            yield broken_finding(transport, str(failure))
 
 
 def speed_finding(way: Way, gb_per_s: float) -> Finding:
     found = f"{gb_per_s:.2f} GB/s between two processes"
     if gb_per_s < SLOW_GB_PER_S:
-        return warn(way.name, found, "hand-offs will be slow; baton bench kv tells more")
+        return warn(way.name, found, "hand-offs will be slow; baton bench kv measures more")
     return ok(way.name, found)
 
 
 def broken_finding(transport: str, reason: str) -> Finding:
     if transport == "nixl":
-        advice = "nodes cannot pass KV by it: look at UCX_* in the environment, or take ucxx"
+        advice = "nodes cannot transfer KV over it: check UCX_* in the environment, or use ucxx"
         return fail("nixl", reason, advice)
     return warn(transport, reason, f"--kv-transport {transport} does not work here; nixl may")
 
 
-class _Pair:
-    def __init__(self, d: _Handle, p: _Handle) -> None:
-        self._d, self._p = d, p
+class _EndPair:
+    def __init__(self, decode: _EndHandle, prefill: _EndHandle) -> None:
+        self._decode, self._prefill = decode, prefill
         self._num_tickets = 0
-        self.names: list[str] = []  # of the ways that UCX has here, once one of them told
+        self.names: list[str] = []  # transports that UCX has here; empty until an end reported them
 
     def measure(self, way: Way) -> float:
-        """The median, in GB/s; the first run connects and maps pages."""
-        ours = self._d.ask("open", way.transport, way.tls)
-        theirs = self._p.ask("open", way.transport, way.tls)
-        self._d.ask("connect", *theirs)
-        self._p.ask("connect", *ours)
+        """Return the median rate in GB/s. An unmeasured first run connects and maps pages."""
+        decode_end = self._decode.call("open", way.transport, way.tls)
+        prefill_end = self._prefill.call("open", way.transport, way.tls)
+        self._decode.call("connect", *prefill_end)
+        self._prefill.call("connect", *decode_end)
         self._run()
         seconds = statistics.median(self._run() for _ in range(NUM_RUNS))
-        self.names = self.names or self._d.ask("names")
-        for end in (self._d, self._p):
-            end.ask("close")
+        self.names = self.names or self._decode.call("names")
+        for end in (self._decode, self._prefill):
+            end.call("close")
         return NUM_BLOCKS * BLOCK_BYTES / seconds / 1e9
 
     def _run(self) -> float:
         self._num_tickets += 1
-        self._d.tell("take", self._num_tickets)
-        seconds: float = self._p.ask("write", self._num_tickets)
-        self._p.tell("rest")
-        self._d.answer()
-        self._p.tell("done")
-        self._p.answer()
-        self._p.answer()
+        self._decode.send("receive", self._num_tickets)
+        seconds: float = self._prefill.call("write", self._num_tickets)
+        self._prefill.send("progress")
+        self._decode.receive()
+        self._prefill.send("stop_progress")
+        self._prefill.receive()
+        self._prefill.receive()
         return seconds
 
 
-class _Handle:
-    """The parent's hold on one process."""
+class _EndHandle:
+    """Handle of one process of the measurement."""
 
     def __init__(self, deadline_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe: Connection
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         self._deadline_s = deadline_s
-        self._process = context.Process(target=serve_end, args=(theirs,), daemon=True)
+        self._process = context.Process(target=serve_end, args=(child_pipe,), daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
-    def tell(self, command: str, *arguments: object) -> None:
+    def send(self, command: str, *arguments: object) -> None:
         try:
             self._pipe.send((command, arguments))
         except OSError as error:
-            raise WireBroke(self._how_it_ended()) from error
+            raise MeasurementFailed(self._exit_message()) from error
 
-    def answer(self) -> Any:
+    def receive(self) -> Any:
         try:
             if not self._pipe.poll(max(0.0, self._deadline_s - time.monotonic())):
-                raise WireBroke("it took too long; nothing came")
-            said: Said = self._pipe.recv()
+                raise MeasurementFailed("it took too long")
+            reply: EndReply = self._pipe.recv()
         except (EOFError, OSError):
-            raise WireBroke(self._how_it_ended()) from None
-        if said.error is not None:
-            raise WireBroke(said.error)
-        return said.value
+            raise MeasurementFailed(self._exit_message()) from None
+        if reply.error is not None:
+            raise MeasurementFailed(reply.error)
+        return reply.value
 
-    def ask(self, command: str, *arguments: object) -> Any:
-        self.tell(command, *arguments)
-        return self.answer()
+    def call(self, command: str, *arguments: object) -> Any:
+        self.send(command, *arguments)
+        return self.receive()
 
     def close(self) -> None:
-        """Killed only if it hangs: UCX tidies up its shared memory at the end."""
+        """End the process. It is killed only if it hangs: UCX frees its shared memory at exit."""
         self._pipe.close()
         self._process.join(END_S)
         self._process.kill()
         self._process.join()
 
-    def _how_it_ended(self) -> str:
+    def _exit_message(self) -> str:
         self._process.join(1)
-        return f"a process that passes bytes ended with code {self._process.exitcode}"
+        return f"a process of the measurement ended with code {self._process.exitcode}"
 
 
 @contextmanager
-def _pair(deadline_s: float) -> Iterator[_Pair]:
-    handles: list[_Handle] = []
+def _pair(deadline_s: float) -> Iterator[_EndPair]:
+    handles: list[_EndHandle] = []
     try:
-        handles += [_Handle(deadline_s), _Handle(deadline_s)]
+        handles += [_EndHandle(deadline_s), _EndHandle(deadline_s)]
         for handle in handles:
-            handle.answer()
-        yield _Pair(*handles)
+            handle.receive()
+        yield _EndPair(*handles)
     finally:
         for handle in handles:
             handle.close()

@@ -1,4 +1,4 @@
-"""One of two processes that pass bytes to each other, the way nodes pass KV."""
+"""Process at one end of a transfer measurement, using the KV transports of nodes."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ BLOCKS = tuple(BlockId(number) for number in range(NUM_BLOCKS))
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What one end could do, or why it could not."""
+class EndReply:
+    """Result of a command, or its error."""
 
     value: Any = None
     error: str | None = None
 
 
 def serve_end(pipe: Connection) -> None:
-    """Obeys until the pipe is closed, which the end of the parent does, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    """Execute commands until the pipe is closed, at the latest when the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
     end = _End(memory, pipe)
-    pipe.send(Said())
+    pipe.send(EndReply())
     while True:
         try:
             command, arguments = pipe.recv()
         except EOFError:
             end.close()
-            os._exit(0)  # the memory is still registered somewhere: no farewell in any order
+            os._exit(0)  # skip destructors: the memory is still registered
         try:
-            pipe.send(Said(getattr(end, command)(*arguments)))
-        except (KvTransferError, TransferBroke) as error:
-            pipe.send(Said(error=str(error)))
+            pipe.send(EndReply(getattr(end, command)(*arguments)))
+        except (KvTransferError, TransferFailed) as error:
+            pipe.send(EndReply(error=str(error)))
 
 
-class TransferBroke(RuntimeError):
+class TransferFailed(RuntimeError):
     """The transport reported that a write failed."""
 
 
@@ -62,7 +62,7 @@ class _End:
         self._transport: Transport | None = None
 
     def open(self, name: str, tls: str) -> tuple[bytes, Region]:
-        """What the other end needs in order to reach this one."""
+        """Open a channel and return the metadata that the other end needs to connect."""
         self._transport = _transport(name, tls, self._region)
         self._channel = self._transport.open()
         return self._channel.metadata, self._region
@@ -71,37 +71,37 @@ class _End:
         self._open_channel.connect(metadata, region)
 
     def names(self) -> list[str]:
-        """The ways that UCX has here; NIXL does not tell."""
+        """Return the transports that UCX has here; NIXL does not report them."""
         return self._transport.ways if isinstance(self._transport, UcxxTransport) else []
 
-    def take(self, ticket: int) -> None:
+    def receive(self, ticket: int) -> None:
         channel = self._open_channel
         channel.expect(ticket, BLOCKS)
         while True:
             for event in channel.poll():
                 if event == Arrived(ticket):
                     return
-                _refuse(event)
+                _raise_on_failure(event)
 
     def write(self, ticket: int) -> float:
-        """Seconds from the post to the end of the last write."""
+        """Write all blocks. Return the seconds from the post to the end of the last write."""
         channel = self._open_channel
         began_s = time.perf_counter()
         channel.post(Write(ticket, ticket, 0, BLOCKS, BLOCKS))
         while Written(ticket) not in (events := channel.poll()):
             for event in events:
-                _refuse(event)
+                _raise_on_failure(event)
         took_s = time.perf_counter() - began_s
         channel.notify(ticket, b"")
         return took_s
 
-    def rest(self) -> None:
-        """P: the notification needs it until D has it all."""
+    def progress(self) -> None:
+        """Poll the channel until the parent's next command, to deliver the notification."""
         while not self._pipe.poll():
             self._open_channel.poll()
 
-    def done(self) -> None:
-        """The letter that ends a rest."""
+    def stop_progress(self) -> None:
+        """Command that ends `progress`."""
 
     def close(self) -> None:
         if self._channel is not None:
@@ -111,13 +111,13 @@ class _End:
     @property
     def _open_channel(self) -> Channel:
         if self._channel is None:
-            raise TransferBroke("nothing is open")
+            raise TransferFailed("no channel is open")
         return self._channel
 
 
-def _refuse(event: object) -> None:
+def _raise_on_failure(event: object) -> None:
     if isinstance(event, WriteFailed | Severed):
-        raise TransferBroke(event.reason)
+        raise TransferFailed(event.reason)
 
 
 def _transport(name: str, tls: str, region: Region) -> Transport:

@@ -1,4 +1,4 @@
-"""Traces as tables, a line for each, as wide as the terminal is."""
+"""Tables of traces for the terminal, one line per trace."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from rich.table import Table
 from telemetry import names
 from telemetry.traces import Trace
 
-WIDE = 110  # from here on there is room for everything
-ID_LETTERS = 12  # of a trace's id; any beginning of it will do for `show`
+WIDE = 110  # minimum width for all columns
+NUM_ID_DIGITS = 12  # of a trace id; `show` accepts any prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     heading: str
-    told: Callable[[Trace], str]
+    cell: Callable[[Trace], str]
     is_number: bool = True
     is_for_wide: bool = False
 
 
 def table_of_requests(traces: Sequence[Trace], width: int) -> Table:
-    return _table(OF_REQUESTS, traces, width)
+    return _table(REQUEST_COLUMNS, traces, width)
 
 
 def table_of_steps(traces: Sequence[Trace], width: int) -> Table:
-    return _table(OF_STEPS, traces, width)
+    return _table(STEP_COLUMNS, traces, width)
 
 
 def _table(columns: Sequence[Column], traces: Sequence[Trace], width: int) -> Table:
-    shown = [one for one in columns if width >= WIDE or not one.is_for_wide]
+    shown = [column for column in columns if width >= WIDE or not column.is_for_wide]
     table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
-    for one in shown:
-        table.add_column(one.heading, justify="right" if one.is_number else "left", no_wrap=True)
+    for column in shown:
+        table.add_column(
+            column.heading, justify="right" if column.is_number else "left", no_wrap=True
+        )
     for trace in traces:
-        table.add_row(*(one.told(trace) for one in shown))
+        table.add_row(*(column.cell(trace) for column in shown))
     return table
 
 
@@ -46,11 +48,11 @@ def _attribute(name: str) -> Callable[[Trace], str]:
 
 
 def _ms(name: str) -> Callable[[Trace], str]:
-    def told(trace: Trace) -> str:
+    def cell(trace: Trace) -> str:
         value = trace.attribute(name)
         return f"{value * 1000:.1f}" if isinstance(value, float) else ""
 
-    return told
+    return cell
 
 
 def _began(trace: Trace) -> str:
@@ -61,13 +63,13 @@ def _shown(value: object) -> str:
     return "" if value is None else str(value)
 
 
-OF_BOTH = (
-    Column("trace", lambda trace: f"{trace.trace_id:032x}"[:ID_LETTERS], is_number=False),
+COMMON_COLUMNS = (
+    Column("trace", lambda trace: f"{trace.trace_id:032x}"[:NUM_ID_DIGITS], is_number=False),
     Column("began", _began, is_number=False),
 )
 DURATION = Column("ms", lambda trace: f"{trace.duration_s * 1000:.1f}")
-OF_REQUESTS = (
-    *OF_BOTH,
+REQUEST_COLUMNS = (
+    *COMMON_COLUMNS,
     Column("request", _attribute(names.RESPONSE_ID), is_number=False, is_for_wide=True),
     Column("outcome", lambda trace: trace.outcome, is_number=False),
     Column("prefill", _attribute(names.SERVED), is_number=False),
@@ -77,9 +79,9 @@ OF_REQUESTS = (
     Column("out", _attribute(names.OUTPUT_TOKENS)),
     Column("tries", _attribute(names.ATTEMPTS)),
 )
-OF_STEPS = (
-    *OF_BOTH,
-    Column("node", lambda trace: trace.rows[0].who, is_number=False),
+STEP_COLUMNS = (
+    *COMMON_COLUMNS,
+    Column("node", lambda trace: trace.rows[0].node, is_number=False),
     Column("step", _attribute(names.STEP_NUMBER)),
     DURATION,
     Column("run ms", _ms(names.STEP_RUN)),

@@ -1,4 +1,4 @@
-"""A trace as one page that needs nothing else: lanes of the nodes, waterfall, attributes."""
+"""Self-contained HTML page of a trace: node lanes, waterfall, attributes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from telemetry.traces import Row, Trace, failed_node_of, failures_of, note_of
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 TICKS = 5
-# What of a request's beginning is shown enlarged, measured by the time to the first token.
-BEGINNING = 1.25
-LETTER = 0.62  # percent of the width that a letter takes, about
+# Length of the enlarged first part of a request, in units of its time to first token.
+FIRST_PART_TTFTS = 1.25
+LETTER_WIDTH = 0.62  # approximate width of a letter in percent of the page
 LANE_SPANS = (
     *(names.ADMIT, names.ROUTE, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH),
     *(names.DECODE_WAIT, names.KV_WAIT, names.DECODE_COMPUTE),
@@ -28,7 +28,7 @@ LANE_SPANS = (
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of the trace that fills the width."""
+    """Time range of the trace that is drawn over the full width."""
 
     began_ns: int
     ended_ns: int
@@ -37,21 +37,21 @@ class Window:
         share = (at_ns - self.began_ns) / max(1, self.ended_ns - self.began_ns)
         return min(100.0, max(0.0, 100 * share))
 
-    def has(self, row: Row) -> bool:
+    def overlaps(self, row: Row) -> bool:
         return row.span.began_ns < self.ended_ns and row.span.ended_ns >= self.began_ns
 
 
 def page_of(trace: Trace, kept: Sequence[Trace] = ()) -> str:
-    """`kept`: other traces, of which some may belong to it."""
+    """Render the page. `kept` are all stored traces, searched for related ones."""
     title = f"trace {trace.trace_id:032x}"
     whole = Window(trace.began_ns, trace.ended_ns)
     parts = [
         f"<h1>{title}</h1><p class=head>{escape(headline(trace))}</p>",
-        *(f"<p class=failure>{FAILED} {escape(told)}</p>" for told in failures_of(trace)),
-        *_beginning(trace, whole),
+        *(f"<p class=failure>{FAILED} {escape(text)}</p>" for text in failures_of(trace)),
+        *_first_part(trace, whole),
         f"<h2>{'The step, by its parts' if trace.is_step else 'The whole request, by node'}</h2>",
         _lanes(trace, whole),
-        "<h2>Every span</h2><p class=hint>Open a row for all that it tells.</p>",
+        "<h2>Every span</h2><p class=hint>Open a row for its details.</p>",
         _waterfall(trace, whole),
         *_related(trace, kept),
     ]
@@ -63,48 +63,48 @@ def page_of(trace: Trace, kept: Sequence[Trace] = ()) -> str:
     )
 
 
-def _beginning(trace: Trace, whole: Window) -> Iterator[str]:
-    """Until the KV is there and the first token is out: what disaggregation is about."""
+def _first_part(trace: Trace, whole: Window) -> Iterator[str]:
+    """Draw the time until the KV has arrived and the first token is sent, enlarged."""
     ttft_s = trace.time_to_first_token_s
     if ttft_s is None:
         return
     moved = [row.span.ended_ns for row in trace.rows if row.span.name == names.KV_WAIT]
     ends_ns = max([trace.began_ns + round(ttft_s * 1e9), *moved[:1]]) - trace.began_ns
-    window = Window(trace.began_ns, trace.began_ns + round(ends_ns * BEGINNING))
+    window = Window(trace.began_ns, trace.began_ns + round(ends_ns * FIRST_PART_TTFTS))
     if window.ended_ns < whole.began_ns + 0.8 * (whole.ended_ns - whole.began_ns):
-        yield "<h2>Its beginning, enlarged: until the KV is handed over</h2>"
+        yield "<h2>The beginning, enlarged: until the KV is transferred</h2>"
         yield _lanes(trace, window)
 
 
 def _lanes(trace: Trace, window: Window) -> str:
-    """Each node on its own line, on one axis: what runs at the same time stands side by side.
+    """Draw one lane per node on a common time axis.
 
-    A node that failed took its own account with it: the router's call stands for it.
+    A node that failed has exported no spans: its lane shows the router's call instead.
     """
     lanes: dict[tuple[str, str], list[Row]] = {}
     for row in trace.rows:
         failed_node = failed_node_of(row)
-        if failed_node is not None and window.has(row):
+        if failed_node is not None and window.overlaps(row):
             lanes.setdefault((row.span.name, failed_node), []).append(row)
-        elif row.span.name in LANE_SPANS and window.has(row):
-            lanes.setdefault((row.role, row.who), []).append(row)
-    told = "".join(_lane(role, who, rows, window) for (role, who), rows in lanes.items())
-    return f"<div class=lanes>{_axis(window)}{told}{_first_token(trace, window)}</div>"
+        elif row.span.name in LANE_SPANS and window.overlaps(row):
+            lanes.setdefault((row.role, row.node), []).append(row)
+    drawn = "".join(_lane(role, node, rows, window) for (role, node), rows in lanes.items())
+    return f"<div class=lanes>{_axis(window)}{drawn}{_first_token(trace, window)}</div>"
 
 
-def _lane(role: str, who: str, rows: list[Row], window: Window) -> str:
+def _lane(role: str, node: str, rows: list[Row], window: Window) -> str:
     levels = _levels(rows)
     num_levels = max(levels) + 1
     bars = "".join(_box(row, window, level) for row, level in zip(rows, levels, strict=True))
     style = f"height:calc({num_levels}*var(--line))"
     return (
-        f'<div class="lane {escape(role)}"><div class=who>{escape(who)}</div>'
+        f'<div class="lane {escape(role)}"><div class=who>{escape(node)}</div>'
         f'<div class=track style="{style}">{bars}</div></div>'
     )
 
 
 def _levels(rows: list[Row]) -> list[int]:
-    """Spans that overlap go below each other."""
+    """Return a level for each span, such that overlapping spans have different levels."""
     free_at_ns: list[int] = []
     levels = []
     for row in rows:
@@ -120,7 +120,7 @@ def _box(row: Row, window: Window, level: int) -> str:
     label = f"{row.span.name} {_ms(row.span.duration_s)}"
     tip = f"{label} · {note_of(row.span)}" if note_of(row.span) else label
     place = f"left:{left:.3f}%;width:{right - left:.3f}%;top:calc({level}*var(--line))"
-    fitting = [text for text in (label, row.span.name) if len(text) * LETTER < right - left]
+    fitting = [text for text in (label, row.span.name) if len(text) * LETTER_WIDTH < right - left]
     text = escape(fitting[0]) if fitting else ""
     kinds = f"{_kind(row)} {row.span.name} {'' if text else 'bare'}"
     return f'<div class="box {kinds}" style="{place}" title="{escape(tip)}">{text}</div>'
@@ -156,26 +156,31 @@ def _fall_row(row: Row, window: Window) -> str:
     return (
         f'<details class="{_kind(row)}"><summary>'
         f'<span class=name style="{indent}">{escape(row.span.name)}</span>'
-        f"<span class=who>{escape(row.who)}</span>"
+        f"<span class=who>{escape(row.node)}</span>"
         f"<span class=ms>{_ms(row.span.duration_s)}</span>"
         f'<span class=track><i style="{bar}"></i></span>'
         f"<span class=note>{escape(note_of(row.span))}</span>"
-        f"</summary>{_facts(row)}</details>"
+        f"</summary>{_details(row)}</details>"
     )
 
 
 def _related(trace: Trace, kept: Sequence[Trace]) -> Iterator[str]:
     heading, found = related_to(trace, kept)
-    rows = "".join(f"<tr><th>{one.trace_id:032x}<td>{escape(one.what)}</tr>" for one in found)
+    rows = "".join(
+        f"<tr><th>{related.trace_id:032x}<td>{escape(related.what)}</tr>" for related in found
+    )
     if found:
         yield f"<h2>{heading.capitalize()}</h2><table class=related>{rows}</table>"
 
 
-def _facts(row: Row) -> str:
+def _details(row: Row) -> str:
     span = row.span
     lines = [(name, _value(value)) for name, value in sorted(span.attributes.items())]
     lines += [
-        (f"event {event.name}", f"after {_ms((event.at_ns - span.began_ns) / 1e9)} {_all(event)}")
+        (
+            f"event {event.name}",
+            f"after {_ms((event.at_ns - span.began_ns) / 1e9)} {_event_attributes(event)}",
+        )
         for event in span.events
     ]
     lines += [("link to span", f"{link.span_id:016x}") for link in span.links]
@@ -184,7 +189,7 @@ def _facts(row: Row) -> str:
     return f"<table>{rows}</table>"
 
 
-def _all(event: SpanEvent) -> str:
+def _event_attributes(event: SpanEvent) -> str:
     return ", ".join(f"{name}={_value(value)}" for name, value in event.attributes.items())
 
 

@@ -1,4 +1,4 @@
-"""A trace as a waterfall in the terminal, as wide as that is."""
+"""Waterfall of a trace for the terminal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from telemetry.spans import SpanStatus
 from telemetry.traces import Row, Trace, failures_of, note_of
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
-WIDE = 120  # from here on there is room for notes
-LEAST_BAR = 12
+WIDE = 120  # minimum width for notes
+MIN_BAR_WIDTH = 12
 FULL, FIRST_TOKEN, FAILED = "━", "◆", "✗"
 
 
@@ -28,13 +28,13 @@ def show_waterfall(console: Console, trace: Trace) -> None:
     table.add_column("span", no_wrap=True)
     table.add_column("where", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
-    room = _room(console.width, trace)
-    width = max(LEAST_BAR, room // 2 if has_notes else room)
+    free_width = _free_width(console.width, trace)
+    width = max(MIN_BAR_WIDTH, free_width // 2 if has_notes else free_width)
     table.add_column(_axis(trace, width), no_wrap=True, width=width)
     if has_notes:
-        table.add_column("", no_wrap=True, overflow="ellipsis", max_width=room - width - 1)
+        table.add_column("", no_wrap=True, overflow="ellipsis", max_width=free_width - width - 1)
     for row in trace.rows:
-        cells = [_name(row), Text(row.who, style=COLOURS.get(row.role, "")), _ms(row)]
+        cells = [_name(row), Text(row.node, style=COLOURS.get(row.role, "")), _ms(row)]
         notes = [Text(note_of(row.span), style="dim")] if has_notes else []
         table.add_row(*cells, _bar(row, trace, width), *notes)
     console.print(table)
@@ -43,22 +43,22 @@ def show_waterfall(console: Console, trace: Trace) -> None:
 
 
 def show_related(console: Console, trace: Trace, kept: Sequence[Trace]) -> None:
-    """Which other traces tell more of it, if there are any."""
+    """List the traces linked to this one, if there are any."""
     heading, found = related_to(trace, kept)
     if found:
         console.print(Text(heading, style="dim"))
-    for one in found:
-        console.print(Text(f"  {one.trace_id:032x}  {one.what}"), soft_wrap=True)
+    for related in found:
+        console.print(Text(f"  {related.trace_id:032x}  {related.what}"), soft_wrap=True)
 
 
 def _show_failures(console: Console, trace: Trace) -> None:
-    """Where there is no room for notes, and maybe no colour: what went wrong stands below."""
-    for told in failures_of(trace):
-        console.print(Text(f"{FAILED} {told}", style="red"), soft_wrap=True)
+    """List the failures below the waterfall, where notes do not fit."""
+    for failure in failures_of(trace):
+        console.print(Text(f"{FAILED} {failure}", style="red"), soft_wrap=True)
 
 
 def headline(trace: Trace) -> str:
-    """What the request was and how it went, in a line."""
+    """Summarize the request or step in one line."""
     if trace.is_step:
         return _headline_of_step(trace)
     ttft_s, num_bytes = trace.time_to_first_token_s, trace.attribute(names.KV_BYTES)
@@ -70,11 +70,14 @@ def headline(trace: Trace) -> str:
     if ttft_s is not None:
         parts.append(f"first token after {ttft_s * 1000:.1f} ms")
     if trace.attribute(names.OUTPUT_TOKENS) is not None:
-        asked, given = trace.attribute(names.INPUT_TOKENS), trace.attribute(names.OUTPUT_TOKENS)
-        parts.append(f"{asked} tokens in, {given} out")
+        input_tokens, output_tokens = (
+            trace.attribute(names.INPUT_TOKENS),
+            trace.attribute(names.OUTPUT_TOKENS),
+        )
+        parts.append(f"{input_tokens} tokens in, {output_tokens} out")
     served = trace.attribute(names.SERVED)
     if served == "migrated":
-        parts.append(f"went on elsewhere, {trace.attribute(names.ATTEMPTS)} tries")
+        parts.append(f"migrated, {trace.attribute(names.ATTEMPTS)} attempts")
     elif served:
         parts.append(f"prefill {served}")
     if isinstance(num_bytes, int) and num_bytes:
@@ -85,25 +88,25 @@ def headline(trace: Trace) -> str:
 def _headline_of_step(trace: Trace) -> str:
     row = trace.rows[0]
     number, left_out = (trace.attribute(n) for n in (names.STEP_NUMBER, names.STEP_LINKS_LEFT_OUT))
-    parts = [f"step {number} of {row.who}", f"{trace.duration_s * 1000:.1f} ms", note_of(row.span)]
+    parts = [f"step {number} of {row.node}", f"{trace.duration_s * 1000:.1f} ms", note_of(row.span)]
     if left_out:
-        parts.append(f"{left_out} more requests are traced than a step is linked to")
+        parts.append(f"{left_out} more traced requests than a step has links")
     return " · ".join(parts)
 
 
-def _room(width: int, trace: Trace) -> int:
-    """For bars and notes."""
-    label = max(len(_name(row)) for row in trace.rows)
-    who = max(len(row.who) for row in trace.rows)
-    return width - label - who - 14
+def _free_width(width: int, trace: Trace) -> int:
+    """Return the width left for bars and notes."""
+    name = max(len(_name(row)) for row in trace.rows)
+    node = max(len(row.node) for row in trace.rows)
+    return width - name - node - 14
 
 
 def _name(row: Row) -> Text:
-    """With the lines of the tree before it."""
-    stems = ["   " if is_last else "│  " for is_last in row.branches[:-1]]
+    """Return the span's name behind its tree lines."""
+    ancestors = ["   " if is_last else "│  " for is_last in row.branches[:-1]]
     own = ["└─ " if is_last else "├─ " for is_last in row.branches[-1:]]
     style = "bold red" if row.span.status is SpanStatus.ERROR else ""
-    return Text.assemble(("".join(stems + own), "dim"), (row.span.name, style))
+    return Text.assemble(("".join(ancestors + own), "dim"), (row.span.name, style))
 
 
 def _ms(row: Row) -> Text:

@@ -50,7 +50,7 @@ STEP = {
 def test_the_tree_of_a_request_is_the_one_that_is_documented() -> None:
     [trace] = traces_of(a_told_trace())
 
-    assert "\n".join(f"{'  ' * row.depth}{row.span.name} {row.who}" for row in trace.rows) == TREE
+    assert "\n".join(f"{'  ' * row.depth}{row.span.name} {row.node}" for row in trace.rows) == TREE
 
 
 def test_every_name_is_one_of_the_names_file() -> None:
@@ -71,7 +71,7 @@ def test_a_step_is_a_root_that_is_linked_to_the_legs_of_its_requests() -> None:
 
     assert (step.name, step.parent_id, set(step.attributes)) == ("engine_step", None, STEP)
     assert (step.links[0].trace_id, step.links[0].span_id) == (leg.trace_id, leg.span_id)
-    tree = "\n".join(f"{'  ' * row.depth}{row.span.name} {row.who}" for row in trace.rows)
+    tree = "\n".join(f"{'  ' * row.depth}{row.span.name} {row.node}" for row in trace.rows)
     assert tree == STEP_TREE
     assert trace.rows[-1].span.ended_ns == step.ended_ns
 

@@ -76,7 +76,7 @@ def test_a_waterfall_has_a_line_for_each_span_and_fits(width: int, has_failed_tr
     lines = [line for line in drawn.getvalue().splitlines() if "━" in line]
     assert len(lines) == len(trace.rows)
     assert max(map(len, lines)) <= width
-    assert all(f" {row.who} " in line for row, line in zip(trace.rows, lines, strict=True))
+    assert all(f" {row.node} " in line for row, line in zip(trace.rows, lines, strict=True))
     assert "\x1b" not in drawn.getvalue()  # plain where no terminal is
 
 
