@@ -1,4 +1,4 @@
-"""Sends spans that were kept to a collector."""
+"""Export of stored spans to an OTLP collector."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ResourceKey = tuple[tuple[str, AttributeValue], ...]
 
 
 class CollectorUnreachable(EngineError):
-    """Nobody took the spans."""
+    """The collector did not accept the spans."""
 
 
-def send_all(endpoint: str, told: Sequence[ToldSpan]) -> int:
-    """How many spans were sent. Raises CollectorUnreachable."""
+def send_all(endpoint: str, spans: Sequence[ToldSpan]) -> int:
+    """Send all spans and return their number. Raises CollectorUnreachable."""
     by_resource: dict[ResourceKey, list[ToldSpan]] = defaultdict(list)
-    for one in told:
-        by_resource[tuple(sorted(one.resource.items()))].append(one)
+    for span in spans:
+        by_resource[tuple(sorted(span.resource.items()))].append(span)
     with closing(OtlpExport(endpoint)) as otlp:
-        for key, its_spans in by_resource.items():
+        for key, group in by_resource.items():
             resource = resource_of(dict(key))
-            for first in range(0, len(its_spans), MAX_BATCH):
-                batch = its_spans[first : first + MAX_BATCH]
+            for first in range(0, len(group), MAX_BATCH):
+                batch = group[first : first + MAX_BATCH]
                 try:
-                    otlp.send(readable(one.span, resource) for one in batch)
+                    otlp.send(readable(exported.span, resource) for exported in batch)
                 except ExportFailed as error:
                     raise CollectorUnreachable(f"{endpoint}: {error}") from error
-    return len(told)
+    return len(spans)

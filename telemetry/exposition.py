@@ -1,4 +1,4 @@
-"""A process's metrics as Prometheus reads them, for whoever has an HTTP server already."""
+"""Prometheus exposition of a registry, for processes that already have an HTTP server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from prometheus_client.exposition import choose_encoder
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """The body, and its content type: OpenMetrics for those who accept it."""
+    """Return body and content type: OpenMetrics if the client accepts it, else Prometheus text."""
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type

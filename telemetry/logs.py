@@ -1,4 +1,4 @@
-"""One line per event: for people on a terminal, JSON elsewhere. Prompts and answers are in none."""
+"""Logging, one line per event: text on a terminal, JSON elsewhere. No prompts, no answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from telemetry.spans import AttributeValue
 FORMATS = ("auto", "text", "json")
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# Libraries say more than anybody wants to know; debug is of our own rooms.
+# The debug level applies to these packages, not to libraries.
 ROOMS = (
     *("baton", "router", "prefill_node", "decode_node"),
     *("serving", "telemetry", "engine", "kv_transfer"),
@@ -34,18 +34,18 @@ Fields = Mapping[str, AttributeValue | None]
 def log_event(
     log: logging.Logger, level: int, event: str, fields: Fields, trace_id: str = ""
 ) -> None:
-    """What is not known is left out."""
+    """Log an event with its fields; those that are None or empty are omitted."""
     if log.isEnabledFor(level):
-        told = {name: value for name, value in fields.items() if value not in (None, "")}
+        known = {name: value for name, value in fields.items() if value not in (None, "")}
         if trace_id:
-            told["trace_id"] = trace_id
-        log.log(level, "%s", event, extra={FIELDS: told})
+            known["trace_id"] = trace_id
+        log.log(level, "%s", event, extra={FIELDS: known})
 
 
 def start_logging(
     role: str, written_as: str = "auto", level: str = "info", stream: TextIO | None = None
 ) -> None:
-    """Once per process. Raises InvalidConfig."""
+    """Set up logging, once per process. Raises InvalidConfig."""
     if written_as not in FORMATS:
         raise InvalidConfig(f"--log-format {written_as!r}: choose one of {', '.join(FORMATS)}")
     if level not in LEVELS:
@@ -61,18 +61,18 @@ def start_logging(
 
 @dataclass(frozen=True, slots=True)
 class RepeatLimit:
-    """So many lines of one kind at once, and so many a second from then on."""
+    """Token bucket parameters: burst of lines of one kind, and lines per second after it."""
 
     burst: int
     per_s: float
 
 
-# A line for each request is wanted; a warning says it all the first few times.
+# The limit for info allows a line per request; repeated warnings add little.
 INFO_LIMIT, WARNING_LIMIT = RepeatLimit(1000, 100.0), RepeatLimit(20, 1.0)
 
 
 @dataclass(slots=True)
-class _Repeats:
+class _TokenBucket:
     """A token bucket for lines of one kind."""
 
     num_left: float
@@ -90,9 +90,9 @@ class _Repeats:
 
 
 class RepeatFilter(logging.Filter):
-    """Suppresses lines of one kind beyond a rate: same logger, level and place in the code.
+    """Rate limit for lines of one kind, that is, of one logger, level and source line.
 
-    The next line of that kind carries how many were suppressed. Any thread may log.
+    The next line of the kind has the number of suppressed lines. Thread-safe.
     """
 
     def __init__(
@@ -105,37 +105,37 @@ class RepeatFilter(logging.Filter):
         self._info = info
         self._warning = warning
         self._clock = clock
-        self._repeats_by_kind: OrderedDict[Hashable, _Repeats] = OrderedDict()
+        self._bucket_by_kind: OrderedDict[Hashable, _TokenBucket] = OrderedDict()
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         limit = self._warning if record.levelno >= logging.WARNING else self._info
         kind = (record.name, record.levelno, record.pathname, record.lineno)
         with self._lock:
-            repeats = self._repeats_of(kind, limit)
-            if not repeats.take(limit, self._clock()):
+            bucket = self._bucket_of(kind, limit)
+            if not bucket.take(limit, self._clock()):
                 return False
-            num_suppressed, repeats.num_suppressed = repeats.num_suppressed, 0
+            num_suppressed, bucket.num_suppressed = bucket.num_suppressed, 0
         if num_suppressed:
             fields: Fields = getattr(record, FIELDS, {})
             setattr(record, FIELDS, {**fields, NUM_SUPPRESSED: num_suppressed})
         return True
 
-    def _repeats_of(self, kind: Hashable, limit: RepeatLimit) -> _Repeats:
-        repeats = self._repeats_by_kind.get(kind)
-        if repeats is None:
-            repeats = self._repeats_by_kind[kind] = _Repeats(limit.burst, self._clock())
-            if len(self._repeats_by_kind) > MAX_KINDS:
-                self._repeats_by_kind.popitem(last=False)
-        self._repeats_by_kind.move_to_end(kind)
-        return repeats
+    def _bucket_of(self, kind: Hashable, limit: RepeatLimit) -> _TokenBucket:
+        bucket = self._bucket_by_kind.get(kind)
+        if bucket is None:
+            bucket = self._bucket_by_kind[kind] = _TokenBucket(limit.burst, self._clock())
+            if len(self._bucket_by_kind) > MAX_KINDS:
+                self._bucket_by_kind.popitem(last=False)
+        self._bucket_by_kind.move_to_end(kind)
+        return bucket
 
 
 class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         fields: Fields = getattr(record, FIELDS, {})
-        told = "".join(f" {name}={value}" for name, value in fields.items())
-        return super().formatMessage(record) + told
+        text = "".join(f" {name}={value}" for name, value in fields.items())
+        return super().formatMessage(record) + text
 
 
 class JsonFormatter(logging.Formatter):

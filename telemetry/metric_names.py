@@ -175,7 +175,7 @@ OVERLAP = _histogram(
 RUNNING = _gauge("baton.requests.running", "Requests in the batch.")
 WAITING = _gauge(
     "baton.requests.waiting",
-    "Waiting requests: queued, waiting for the KV of a peer, or ready with their KV.",
+    "Waiting requests by status: queued, waiting for remote KV or a grammar, or ready.",
     "status",
 )
 BLOCKS = _gauge(

@@ -1,6 +1,6 @@
-"""What a process counts. OpenMetrics adds exemplars: the trace of a request.
+"""Metrics of a process, in a registry of prometheus_client.
 
-All of it is in one registry of prometheus_client; whoever reads that, reads copies.
+With OpenMetrics, samples have exemplars: the trace of a request.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from telemetry.spans import Outcome, TraceContext
 PROVIDER = "baton"
 VERDICTS = ("bystander", "suspect", "poison")
 
-# Told to each reader: by metric, or by metric and the value of its one label.
+# Values read at a scrape: by metric, or by metric and the value of its only label.
 Reading = Mapping[Metric, float | Mapping[str, float]]
 Read = Callable[[], Reading]
 
 
 class RouterMetrics:
-    """Every request counts, traced or not."""
+    """Metrics of the router. Every request is counted, traced or not."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -43,16 +43,16 @@ class RouterMetrics:
         self._tokens = _counter(registry, counted.TOKENS)
         self._attempts = _counter(registry, counted.ATTEMPTS)
         self._suspects = _counter(registry, counted.SUSPECTS)
-        for verdict in VERDICTS:  # 0 is worth telling, too
+        for verdict in VERDICTS:  # export zeros, too
             self._suspects.labels(verdict)
         self._kv_bytes = _counter(registry, counted.REQUEST_KV_BYTES)
 
     def refused(self, reason: str) -> None:
-        """Before it was a request of anybody."""
+        """Count a request that was refused before it had a timeline."""
         self._refusals.labels(reason).inc()
 
     def take(self, timeline: RequestTimeline) -> None:
-        """Once, when the request has ended."""
+        """Count a request. Called once, when it has ended."""
         end, usage = timeline.end, timeline.usage
         if end is None:
             return
@@ -64,21 +64,21 @@ class RouterMetrics:
             self.refused(end.error_type)
         if timeline.admitted_s is not None and timeline.tokenized_s is not None:
             self._queue_wait.observe(timeline.admitted_s - timeline.tokenized_s, exemplar)
-        self._take_tries(timeline)
-        for one in timeline.judgements:
-            self._suspects.labels(one.verdict).inc()
-        self._take_times(timeline, end.at_s, exemplar)
+        self._count_attempts(timeline)
+        for judgement in timeline.judgements:
+            self._suspects.labels(judgement.verdict).inc()
+        self._observe_times(timeline, end.at_s, exemplar)
         if timeline.was_dispatched and end.outcome is not Outcome.REFUSED:
             outcome = end.outcome.name.lower()
             self._tokens.labels("input", outcome).inc(timeline.num_prompt_tokens or 0)
             self._tokens.labels("output", outcome).inc(timeline.num_output_tokens)
 
-    def _take_tries(self, timeline: RequestTimeline) -> None:
-        for one in timeline.tries:
-            again = "migrate" if one.num_prior_tokens else "retry"
-            self._attempts.labels("first" if one.number == 1 else again).inc()
+    def _count_attempts(self, timeline: RequestTimeline) -> None:
+        for attempt in timeline.tries:
+            kind = "migrate" if attempt.num_prior_tokens else "retry"
+            self._attempts.labels("first" if attempt.number == 1 else kind).inc()
 
-    def _take_times(
+    def _observe_times(
         self, timeline: RequestTimeline, ended_s: float, exemplar: dict[str, str] | None
     ) -> None:
         usage, first_s, call = timeline.usage, timeline.first_token_s, _call(timeline)
@@ -93,13 +93,13 @@ class RouterMetrics:
 
 
 class NodeMetrics:
-    """Fed on the engine's thread, per step and per hand-off."""
+    """Metrics of a node. The engine thread updates them per step and per hand-off."""
 
     def __init__(self, role: str) -> None:
         registry = self.registry = CollectorRegistry()
         self._step = _histogram(registry, counted.STEP)
         self._batch = _histogram(registry, counted.BATCH)
-        # 0 is worth telling, too.
+        # Created here to export zeros, too.
         self._computed = _counter(registry, counted.PROMPT_TOKENS_COMPUTED).labels(role)
         self._handoffs = _counter(registry, counted.HANDOFFS)
         self._kv_bytes = _counter(registry, counted.KV_BYTES)
@@ -114,7 +114,7 @@ class NodeMetrics:
             self._computed.inc(num_prompt_tokens)
 
     def take(self, record: TransferRecord, trace: TraceContext | None) -> None:
-        """Once, when a hand-off has ended here."""
+        """Count a hand-off. Called once, when it has ended on this node."""
         direction, outcome = record.role.value, _outcome(record)
         self._handoffs.labels(direction, outcome).inc()
         if outcome != "done" or not record.num_bytes:
@@ -132,7 +132,7 @@ class NodeMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Readings(Collector):
-    """What the rooms count anyway, asked for by each reader."""
+    """Collector of values that are read at each scrape instead of counted here."""
 
     read: Read
 
@@ -147,7 +147,7 @@ class Readings(Collector):
             yield family
 
     def describe(self) -> tuple[Family, ...]:
-        """Nobody is asked before there is somebody to answer."""
+        """Return nothing: registration must not read values before the process is ready."""
         return ()
 
 
@@ -162,7 +162,7 @@ def _histogram(registry: CollectorRegistry, metric: Metric) -> Histogram:
 
 
 def _call(timeline: RequestTimeline) -> tuple[str, str, str]:
-    """The model is the one that answered: what clients ask for may be anything."""
+    """Return the call labels. The model is the served one: clients could send any name."""
     asked = timeline.asked
     operation, model = asked.get(names.OPERATION, ""), asked.get(names.RESPONSE_MODEL, "")
     return str(operation), PROVIDER, str(model)

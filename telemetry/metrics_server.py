@@ -1,4 +1,4 @@
-"""The HTTP server of `/metrics`: few connections, none of them for long."""
+"""HTTP server of `/metrics` with limits on connections and their duration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 MAX_CONNECTIONS = 16
-SILENCE_S = 5.0  # of a client that has connected
+SILENCE_S = 5.0  # timeout of a connection
 ACCEPT_RETRY_S = 0.1
 
 
 def metrics_server(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
-    """Listens, and does not serve yet. Raises OSError."""
+    """Return a listening server that does not serve yet. Raises OSError."""
     server = MetricsServer((host, port), MetricsRequestHandler)
     server.set_app(make_wsgi_app(registry))
     return server
@@ -31,31 +31,31 @@ class MetricsRequestHandler(WSGIRequestHandler):
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, up to a limit; the ones beyond it are closed at once."""
+    """Server with a thread per connection. Connections beyond the limit are closed at once."""
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: type[MetricsRequestHandler]) -> None:
-        [found, *_] = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        self.address_family = found[0]
-        self._places = threading.Semaphore(MAX_CONNECTIONS)
+        [address_info, *_] = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        self.address_family = address_info[0]
+        self._free_slots = threading.Semaphore(MAX_CONNECTIONS)
         super().__init__(address, handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError:
-            time.sleep(ACCEPT_RETRY_S)  # the socket stays readable: no descriptor is left
+            time.sleep(ACCEPT_RETRY_S)  # out of descriptors: the socket stays readable
             raise
 
     def verify_request(self, *_: Any) -> bool:
-        return self._places.acquire(blocking=False)
+        return self._free_slots.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._free_slots.release()
 
     def handle_error(self, *_: Any) -> None:
-        """A client that is silent or leaves is its own affair."""
+        """Ignore clients that time out or disconnect."""

@@ -1,4 +1,4 @@
-"""What a person may choose of tracing and metrics. The command line is read once, into this."""
+"""Options of tracing and metrics, as parsed from the command line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MIB = 1 << 20
 
 
 def default_trace_dir() -> Path:
-    """Where traces lie if nobody says otherwise."""
-    chosen = os.environ.get("XDG_CACHE_HOME")
-    if chosen:
-        return Path(chosen) / "baton" / "traces"
+    """Return the default folder of the trace store."""
+    cache_home = os.environ.get("XDG_CACHE_HOME")
+    if cache_home:
+        return Path(cache_home) / "baton" / "traces"
     try:
         return Path.home() / ".cache" / "baton" / "traces"
     except RuntimeError:  # a user without a home, as in some containers
@@ -25,16 +25,16 @@ def default_trace_dir() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryOptions:
-    """As it stands, nothing is traced: `trace_dir` or `otlp_endpoint` says where traces go."""
+    """By default nothing is traced: set `trace_dir` or `otlp_endpoint`."""
 
-    # Of the requests that come without a traceparent; one that comes with it decides itself.
+    # Sampling ratio of requests without a traceparent; with one, its sampled flag decides.
     trace_ratio: float = 1.0
     trace_dir: Path | None = None
-    trace_dir_bytes: int = 64 * MIB  # of all processes that write there
+    trace_dir_bytes: int = 64 * MIB  # limit of the whole folder, for all its processes
     otlp_endpoint: str = ""  # such as http://127.0.0.1:4317
-    metrics_port: int | None = None  # 0 takes any that is free; None: no metrics are served
+    metrics_port: int | None = None  # 0 takes any free port; None serves no metrics
     metrics_host: str = "127.0.0.1"
-    otlp_metrics_every_s: float = 15.0  # 0: the endpoint gets no metrics
+    otlp_metrics_every_s: float = 15.0  # 0 sends no metrics to the endpoint
 
     def __post_init__(self) -> None:
         if not 0 <= self.trace_ratio <= 1:
@@ -44,7 +44,7 @@ class TelemetryOptions:
 
         if self.otlp_metrics_every_s < 0:
             raise InvalidConfig(
-                f"--otlp-metrics-every-s {self.otlp_metrics_every_s} is below 0; 0 is off"
+                f"--otlp-metrics-every-s {self.otlp_metrics_every_s} is below 0; 0 disables it"
             )
 
     @property
@@ -53,7 +53,7 @@ class TelemetryOptions:
 
     @property
     def counts(self) -> bool:
-        """Whether anybody wants to know of metrics."""
+        """True if metrics are served or exported, so that they must be counted."""
         return self.metrics_port is not None or self.sends_metrics
 
     @property

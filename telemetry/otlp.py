@@ -1,4 +1,4 @@
-"""Spans to an OTLP collector over gRPC, by OpenTelemetry's own SDK and exporter."""
+"""OTLP span exporter over gRPC, based on the OpenTelemetry SDK."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ STATUSES = {
 
 
 class OtlpExport:
-    """What OTEL_EXPORTER_OTLP_* say of headers, certificates and compression holds."""
+    """OTLP exporter. OTEL_EXPORTER_OTLP_* set its headers, certificates and compression."""
 
     def __init__(self, endpoint: str) -> None:
-        is_plain = None if endpoint.startswith(("https://", "http://")) else True
-        self._exporter = OTLPSpanExporter(endpoint=endpoint, insecure=is_plain, timeout=TIMEOUT_S)
+        insecure = None if endpoint.startswith(("https://", "http://")) else True
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=TIMEOUT_S)
 
     def send(self, spans: Iterable[ReadableSpan]) -> None:
         """Raises ExportFailed."""
         if self._exporter.export(tuple(spans)) is not SpanExportResult.SUCCESS:
-            raise ExportFailed("the collector did not take them")
+            raise ExportFailed("the collector did not accept the spans")
 
     def sender_for(self, resource: Resource) -> Any:
         def send(spans: Sequence[ours.Span]) -> None:
@@ -57,7 +57,7 @@ def resource_of(attributes: ours.Attributes) -> Resource:
 
 
 def readable(span: ours.Span, resource: Resource) -> ReadableSpan:
-    """A span as the SDK has it, once it has ended."""
+    """Convert a span to the SDK's type of an ended span."""
     parent = None if span.parent_id is None else _context(span.trace_id, span.parent_id)
     message = span.status_message or None if span.status is ours.SpanStatus.ERROR else None
     return ReadableSpan(
@@ -66,7 +66,7 @@ def readable(span: ours.Span, resource: Resource) -> ReadableSpan:
         parent=parent,
         resource=resource,
         attributes=dict(span.attributes),
-        events=[Event(one.name, dict(one.attributes), one.at_ns) for one in span.events],
+        events=[Event(event.name, dict(event.attributes), event.at_ns) for event in span.events],
         links=[Link(_context(link.trace_id, link.span_id)) for link in span.links],
         kind=KINDS[span.kind],
         status=Status(STATUSES[span.status], message),

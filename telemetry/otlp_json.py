@@ -1,4 +1,4 @@
-"""Spans as OTLP/JSON and back, one line for each batch of a process. Pure."""
+"""Conversion of spans to OTLP/JSON and back, one line per batch of a process. Pure."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _quoted = json.encoder.encode_basestring_ascii
 
 
 class NotSpans(ValueError):
-    """A line that is no OTLP/JSON of spans, as one that was cut off."""
+    """The line is not OTLP/JSON of spans, for example because it is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToldSpan:
-    """A span, and who told of it."""
+    """Span and the resource attributes of the process that exported it."""
 
     span: Span
     resource: Attributes
 
 
 def line_of(spans: Sequence[Span], resource: Attributes) -> str:
-    """Written piece by piece: dicts for all of it would take twice the time."""
-    told = ",".join(_span_to(span) for span in spans)
-    scope = f'{{"scope":{{"name":{_quoted(SCOPE)}}},"spans":[{told}]}}'
-    whose = f'{{"attributes":{_attributes_to(resource)}}}'
-    return f'{{"resourceSpans":[{{"resource":{whose},"scopeSpans":[{scope}]}}]}}\n'
+    """Format a batch as JSON. Building strings takes half the time of dicts and json.dumps."""
+    batch = ",".join(_span_to(span) for span in spans)
+    scope = f'{{"scope":{{"name":{_quoted(SCOPE)}}},"spans":[{batch}]}}'
+    process = f'{{"attributes":{_attributes_to(resource)}}}'
+    return f'{{"resourceSpans":[{{"resource":{process},"scopeSpans":[{scope}]}}]}}\n'
 
 
 def spans_of(line: str) -> list[ToldSpan]:
-    """Raises NotSpans."""
+    """Parse a line. Raises NotSpans."""
     try:
         return [
             ToldSpan(_span_from(span), _attributes_from(batch["resource"]["attributes"]))
@@ -51,7 +51,7 @@ def spans_of(line: str) -> list[ToldSpan]:
             for span in scope["spans"]
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise NotSpans(f"no OTLP/JSON of spans: {error!r}") from error
+        raise NotSpans(f"not OTLP/JSON of spans: {error!r}") from error
 
 
 def _span_to(span: Span) -> str:
@@ -71,49 +71,49 @@ def _span_to(span: Span) -> str:
     return f'{",".join(parts)},"status":{{{status}}}}}'
 
 
-def _span_from(told: dict[str, Any]) -> Span:
-    status, parent = told.get("status", {}), told.get("parentSpanId")
+def _span_from(message: dict[str, Any]) -> Span:
+    status, parent = message.get("status", {}), message.get("parentSpanId")
     return Span(
-        name=told["name"],
-        trace_id=int(told["traceId"], 16),
-        span_id=int(told["spanId"], 16),
+        name=message["name"],
+        trace_id=int(message["traceId"], 16),
+        span_id=int(message["spanId"], 16),
         parent_id=int(parent, 16) if parent else None,
-        began_ns=int(told["startTimeUnixNano"]),
-        ended_ns=int(told["endTimeUnixNano"]),
-        kind=SpanKind(told.get("kind", SpanKind.INTERNAL)),
-        attributes=_attributes_from(told.get("attributes", ())),
-        events=tuple(_event_from(event) for event in told.get("events", ())),
-        links=tuple(_link_from(link) for link in told.get("links", ())),
+        began_ns=int(message["startTimeUnixNano"]),
+        ended_ns=int(message["endTimeUnixNano"]),
+        kind=SpanKind(message.get("kind", SpanKind.INTERNAL)),
+        attributes=_attributes_from(message.get("attributes", ())),
+        events=tuple(_event_from(event) for event in message.get("events", ())),
+        links=tuple(_link_from(link) for link in message.get("links", ())),
         status=SpanStatus(status.get("code", SpanStatus.UNSET)),
         status_message=status.get("message", ""),
     )
 
 
 def _event_to(event: SpanEvent) -> str:
-    told = _attributes_to(event.attributes)
-    return f'{{"name":{_quoted(event.name)},"timeUnixNano":"{event.at_ns}","attributes":{told}}}'
+    items = _attributes_to(event.attributes)
+    return f'{{"name":{_quoted(event.name)},"timeUnixNano":"{event.at_ns}","attributes":{items}}}'
 
 
-def _event_from(told: dict[str, Any]) -> SpanEvent:
-    attributes = _attributes_from(told.get("attributes", ()))
-    return SpanEvent(told["name"], int(told["timeUnixNano"]), attributes)
+def _event_from(message: dict[str, Any]) -> SpanEvent:
+    attributes = _attributes_from(message.get("attributes", ()))
+    return SpanEvent(message["name"], int(message["timeUnixNano"]), attributes)
 
 
 def _link_to(link: SpanLink) -> str:
     return f'{{"traceId":"{link.trace_id:032x}","spanId":"{link.span_id:016x}"}}'
 
 
-def _link_from(told: dict[str, str]) -> SpanLink:
-    return SpanLink(int(told["traceId"], 16), int(told["spanId"], 16))
+def _link_from(message: dict[str, str]) -> SpanLink:
+    return SpanLink(int(message["traceId"], 16), int(message["spanId"], 16))
 
 
 def _attributes_to(attributes: Attributes) -> str:
-    told = [f'{{"key":{_quoted(k)},"value":{_value_to(v)}}}' for k, v in attributes.items()]
-    return f"[{','.join(told)}]"
+    items = [f'{{"key":{_quoted(k)},"value":{_value_to(v)}}}' for k, v in attributes.items()]
+    return f"[{','.join(items)}]"
 
 
-def _attributes_from(told: Sequence[dict[str, Any]]) -> dict[str, AttributeValue]:
-    return {one["key"]: _value_from(one["value"]) for one in told}
+def _attributes_from(message: Sequence[dict[str, Any]]) -> dict[str, AttributeValue]:
+    return {item["key"]: _value_from(item["value"]) for item in message}
 
 
 def _value_to(value: AttributeValue) -> str:
@@ -130,8 +130,8 @@ def _value_to(value: AttributeValue) -> str:
             return f'{{"arrayValue":{{"values":[{",".join(map(_value_to, value))}]}}}}'
 
 
-def _value_from(told: dict[str, Any]) -> AttributeValue:
-    [(kind, value)] = told.items()
+def _value_from(message: dict[str, Any]) -> AttributeValue:
+    [(kind, value)] = message.items()
     match kind:
         case "boolValue":
             return bool(value)
@@ -142,5 +142,5 @@ def _value_from(told: dict[str, Any]) -> AttributeValue:
         case "stringValue":
             return str(value)
         case "arrayValue":
-            return tuple(str(_value_from(one)) for one in value.get("values", ()))
-    raise NotSpans(f"no attribute is of kind {kind}")
+            return tuple(str(_value_from(item)) for item in value.get("values", ()))
+    raise NotSpans(f"unknown kind of attribute: {kind}")

@@ -1,6 +1,6 @@
-"""Metrics to an OTLP collector over gRPC, by OpenTelemetry's own exporter.
+"""OTLP metric exporter over gRPC, based on the OpenTelemetry SDK.
 
-They are read from the registry that Prometheus reads, so both tell the same.
+It reads the registry that Prometheus reads, so that both report the same values.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from telemetry.spans import Attributes
 
 TIMEOUT_S = 3
 CUMULATIVE = AggregationTemporality.CUMULATIVE
-NO_SPAN = 0  # without one, the encoder leaves out the trace, too
+NO_SPAN = 0  # a placeholder: without a span id, the encoder omits the trace id, too
 CONVENTIONS = {
     name.replace(".", "_"): name
     for name in (names.OPERATION, names.PROVIDER, names.RESPONSE_MODEL, names.ERROR_TYPE)
 }
 
 Labels = tuple[tuple[str, str], ...]
-Times = tuple[int, int]  # the process's start, and now
+Times = tuple[int, int]  # start of the process, and now
 
 
 class OtlpMetrics:
     def __init__(self, endpoint: str, registry: CollectorRegistry, attributes: Attributes) -> None:
-        is_plain = None if endpoint.startswith(("https://", "http://")) else True
-        self._exporter = OTLPMetricExporter(endpoint=endpoint, insecure=is_plain, timeout=TIMEOUT_S)
+        insecure = None if endpoint.startswith(("https://", "http://")) else True
+        self._exporter = OTLPMetricExporter(endpoint=endpoint, insecure=insecure, timeout=TIMEOUT_S)
         self._registry = registry
         self._resource = Resource.create(dict(attributes))
         self._began_ns = time.time_ns()
 
     def send(self) -> None:
         """Raises ExportFailed."""
-        if self._exporter.export(self._now()) is not MetricExportResult.SUCCESS:
-            raise ExportFailed("the collector did not take them")
+        if self._exporter.export(self._read_metrics()) is not MetricExportResult.SUCCESS:
+            raise ExportFailed("the collector did not accept the metrics")
 
     def close(self) -> None:
         self._exporter.shutdown(timeout_millis=TIMEOUT_S * 1000)
 
-    def _now(self) -> MetricsData:
+    def _read_metrics(self) -> MetricsData:
         times = (self._began_ns, time.time_ns())
         metrics = [
             _metric(BY_PROMETHEUS_NAME[family.name], family, times)
@@ -77,7 +77,7 @@ class OtlpMetrics:
 def _metric(metric: Metric, family: Family, times: Times) -> OtlpMetric:
     data: Histogram | Gauge | Sum
     if metric.kind is Kind.HISTOGRAM:
-        data = Histogram(list(_shapes(metric, family, times)), CUMULATIVE)
+        data = Histogram(list(_histogram_points(metric, family, times)), CUMULATIVE)
     elif metric.kind is Kind.GAUGE:
         data = Gauge(list(_points(family, times)))
     else:
@@ -91,7 +91,7 @@ def _points(family: Family, times: Times) -> Iterator[NumberDataPoint]:
             yield NumberDataPoint(dict(_labels(sample)), *times, sample.value)
 
 
-def _shapes(metric: Metric, family: Family, times: Times) -> Iterator[HistogramDataPoint]:
+def _histogram_points(metric: Metric, family: Family, times: Times) -> Iterator[HistogramDataPoint]:
     buckets: dict[Labels, list[Sample]] = {}
     totals: dict[Labels, float] = {}
     for sample in family.samples:
@@ -100,7 +100,7 @@ def _shapes(metric: Metric, family: Family, times: Times) -> Iterator[HistogramD
         elif sample.name.endswith("_sum"):
             totals[_labels(sample)] = sample.value
     for labels, samples in buckets.items():
-        counts = [round(sample.value) for sample in samples]  # each with those before it
+        counts = [round(sample.value) for sample in samples]  # cumulative
         yield HistogramDataPoint(
             dict(labels),
             *times,
@@ -108,22 +108,22 @@ def _shapes(metric: Metric, family: Family, times: Times) -> Iterator[HistogramD
             sum=totals[labels],
             bucket_counts=[after - before for before, after in pairwise([0, *counts])],
             explicit_bounds=metric.buckets,
-            min=None,  # type: ignore[arg-type]  # not told
+            min=None,  # type: ignore[arg-type]  # unknown
             max=None,  # type: ignore[arg-type]
-            exemplars=[one for sample in samples for one in _exemplars(sample)],
+            exemplars=[exemplar for sample in samples for exemplar in _exemplars(sample)],
         )
 
 
 def _exemplars(sample: Sample) -> Iterator[Exemplar]:
-    one = sample.exemplar
-    if one is not None:
-        at_ns = round(float(one.timestamp or 0) * 1e9)
-        trace_id = int(one.labels["trace_id"], 16)
-        yield Exemplar({}, float(one.value), at_ns, NO_SPAN, trace_id)
+    exemplar = sample.exemplar
+    if exemplar is not None:
+        at_ns = round(float(exemplar.timestamp or 0) * 1e9)
+        trace_id = int(exemplar.labels["trace_id"], 16)
+        yield Exemplar({}, float(exemplar.value), at_ns, NO_SPAN, trace_id)
 
 
 def _labels(sample: Sample) -> Labels:
-    """By their names in the conventions, if they have any."""
+    """Return the labels of a sample, under their names in the conventions if they have any."""
     return tuple(
         (CONVENTIONS.get(name, name), value)
         for name, value in sample.labels.items()

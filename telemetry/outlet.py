@@ -1,4 +1,4 @@
-"""Takes what was traced out of the process on a thread of its own, and never holds anyone up."""
+"""Export queue for timelines, emptied by a thread of its own. Producers never block."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from telemetry.spans import Span, ToUnixNs
 
 MAX_WAITING = 2048  # timelines; more are dropped and counted
 MAX_BATCH = 64
-GATHER_S = 0.2  # what comes closer together goes out as one batch
-TOLD_EVERY_S = 60.0
-LONGEST_END_S = 3.0
+BATCHING_S = 0.2  # time to collect a batch
+WARNING_INTERVAL_S = 60.0
+MAX_CLOSE_S = 3.0
 
 Export = Callable[[Sequence[Span]], None]
 
@@ -28,11 +28,11 @@ class Timeline(Protocol):
 
 
 class ExportFailed(Exception):
-    """The batch did not get through; the next one may."""
+    """The batch was not delivered; the next one may be."""
 
 
 class Outlet:
-    """One way out, from `with` to the end of the block; what waits then still goes out."""
+    """Bounded queue to one exporter. At the end of the block, waiting timelines are exported."""
 
     def __init__(self, name: str, export: Export, to_unix_ns: ToUnixNs) -> None:
         self._name = name
@@ -40,11 +40,11 @@ class Outlet:
         self._to_unix_ns = to_unix_ns
         self._waiting: deque[Timeline] = deque()
         self._changed = threading.Condition()
-        self._is_ending = False
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"traces to {name}", daemon=True)
-        self._told_s = float("-inf")
-        self.num_dropped = 0  # for want of room
-        self.num_failed = 0  # of what was sent
+        self._warned_s = float("-inf")
+        self.num_dropped = 0  # timelines dropped from a full queue
+        self.num_failed = 0  # timelines whose export failed
 
     def __enter__(self) -> Outlet:
         self._thread.start()
@@ -57,12 +57,12 @@ class Outlet:
         trace: TracebackType | None,
     ) -> None:
         with self._changed:
-            self._is_ending = True
+            self._is_closing = True
             self._changed.notify()
-        self._thread.join(LONGEST_END_S)  # a peer that does not answer shall not keep us
+        self._thread.join(MAX_CLOSE_S)  # bounded: the collector may not respond
 
     def take(self, timeline: Timeline) -> None:
-        """From any thread; returns at once."""
+        """Queue a timeline. Thread-safe, does not block."""
         with self._changed:
             if len(self._waiting) >= MAX_WAITING:
                 self.num_dropped += 1
@@ -74,21 +74,23 @@ class Outlet:
     def _run(self) -> None:
         while batch := self._next_batch():
             try:
-                self._export([span for one in batch for span in one.spans(self._to_unix_ns)])
+                self._export(
+                    [span for timeline in batch for span in timeline.spans(self._to_unix_ns)]
+                )
             except (ExportFailed, OSError) as error:
                 self._note_failure(len(batch), error)
 
     def _next_batch(self) -> list[Timeline]:
-        """Empty at the end."""
+        """Wait for a batch. It is empty when the queue is closed and drained."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_ending)
-            self._changed.wait_for(lambda: self._is_ending, GATHER_S)
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            self._changed.wait_for(lambda: self._is_closing, BATCHING_S)
             num = min(len(self._waiting), MAX_BATCH)
             return [self._waiting.popleft() for _ in range(num)]
 
     def _note_failure(self, num_lost: int, error: Exception) -> None:
         self.num_failed += num_lost
         now_s = time.monotonic()
-        if now_s >= self._told_s + TOLD_EVERY_S:
-            self._told_s = now_s
-            log.warning("%d traces were lost on their way to %s: %s", num_lost, self._name, error)
+        if now_s >= self._warned_s + WARNING_INTERVAL_S:
+            self._warned_s = now_s
+            log.warning("%d traces could not be exported to %s: %s", num_lost, self._name, error)

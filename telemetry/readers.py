@@ -1,4 +1,4 @@
-"""Who reads a process's metrics: Prometheus over HTTP, and an OTLP collector."""
+"""Metric readers of a process: a Prometheus endpoint and an OTLP exporter."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from telemetry.resource import Process
 if TYPE_CHECKING:
     from telemetry.otlp_metrics import OtlpMetrics
 
-TOLD_EVERY_S = 60.0
-LONGEST_END_S = 6.0
+WARNING_INTERVAL_S = 60.0
+MAX_CLOSE_S = 6.0
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def metrics_read(
     options: TelemetryOptions, process: Process, registry: CollectorRegistry, read: Read
 ) -> Iterator[None]:
-    """From here to the end of the block. Raises InvalidConfig when the port cannot be had."""
+    """Serve and export metrics within the block. Raises InvalidConfig if the port is taken."""
     registry.register(Readings(read))
     with ExitStack() as lifetime:
         if options.metrics_port is not None:
@@ -44,9 +44,9 @@ def metrics_read(
 
 @contextmanager
 def _serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[str]:
-    bare = host.strip("[]")
+    address = host.strip("[]")
     try:
-        server = metrics_server(registry, bare, port)
+        server = metrics_server(registry, address, port)
     except OSError as error:
         raise InvalidConfig(
             f"cannot serve metrics on {host}:{port} ({error}); choose another --metrics-port"
@@ -54,8 +54,8 @@ def _serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[str]
     thread = threading.Thread(target=server.serve_forever, name="metrics-server", daemon=True)
     thread.start()
     try:
-        shown = f"[{bare}]" if ":" in bare else bare
-        yield f"http://{shown}:{server.server_port}/metrics"
+        url_host = f"[{address}]" if ":" in address else address
+        yield f"http://{url_host}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()
@@ -66,15 +66,15 @@ def _serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[str]
 def _sending(
     options: TelemetryOptions, process: Process, registry: CollectorRegistry
 ) -> Iterator[None]:
-    """Again and again, and once more at the end."""
-    # Loaded late, as for traces.
+    """Export at an interval, and once more at the end of the block."""
+    # Imported lazily, as for traces.
     from telemetry.otlp_metrics import OtlpMetrics
 
-    outlet = OtlpMetrics(options.otlp_endpoint, registry, process.attributes)
-    is_over = threading.Event()
+    exporter = OtlpMetrics(options.otlp_endpoint, registry, process.attributes)
+    is_closing = threading.Event()
     thread = threading.Thread(
         target=_send_until,
-        args=(is_over, options.otlp_metrics_every_s, outlet),
+        args=(is_closing, options.otlp_metrics_every_s, exporter),
         name="metrics",
         daemon=True,
     )
@@ -82,19 +82,19 @@ def _sending(
     try:
         yield
     finally:
-        is_over.set()
-        thread.join(LONGEST_END_S)
-        outlet.close()
+        is_closing.set()
+        thread.join(MAX_CLOSE_S)
+        exporter.close()
 
 
-def _send_until(is_over: threading.Event, every_s: float, outlet: OtlpMetrics) -> None:
-    told_s = float("-inf")
+def _send_until(is_closing: threading.Event, every_s: float, exporter: OtlpMetrics) -> None:
+    warned_s = float("-inf")
     is_last = False
     while not is_last:
-        is_last = is_over.wait(every_s)
+        is_last = is_closing.wait(every_s)
         try:
-            outlet.send()
+            exporter.send()
         except ExportFailed as failure:
-            if time.monotonic() - told_s >= TOLD_EVERY_S:
-                told_s = time.monotonic()
-                log.warning("metrics do not get through: %s", failure)
+            if time.monotonic() - warned_s >= WARNING_INTERVAL_S:
+                warned_s = time.monotonic()
+                log.warning("metrics could not be exported: %s", failure)

@@ -1,4 +1,4 @@
-"""A request's way through the router as times and facts, and the spans that tell of it. Pure."""
+"""Timeline of a request on the router, and the spans made from it. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEG_METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which nodes were chosen for a try, from how many, and why."""
+    """Nodes chosen for an attempt: from how many candidates, and why."""
 
     at_s: float
     policy: str
@@ -59,33 +59,33 @@ class LegTimeline:
 
 @dataclass(slots=True)
 class TryTimeline:
-    """It begins when its turn has come, or with the failure of the try before it."""
+    """One attempt. It begins at admission, or with the failure of the previous attempt."""
 
     number: int
     num_prior_tokens: int
-    span_id: int  # of its retry or migrate; unused by the first
+    span_id: int  # of its retry or migrate span; unused by the first attempt
     kv_push_span_id: int
     choice: Choice | None = None
     legs: list[LegTimeline] = field(default_factory=list)
     end: End | None = None
 
     @property
-    def blamed(self) -> list[LegTimeline]:
-        """Why there is another try: the legs that failed, or all when none said so."""
+    def ended_by(self) -> list[LegTimeline]:
+        """Legs that ended the attempt: the failed ones, or all if none has failed."""
         return [leg for leg in self.legs if leg.has_failed] or self.legs
 
     @property
-    def broke_off_s(self) -> float | None:
-        """With the first failure, or with the last leg that ended without a word."""
-        ends = [leg.end.at_s for leg in self.blamed if leg.end is not None]
+    def ended_s(self) -> float | None:
+        """End of the attempt: the first failure or, without one, the end of the last leg."""
+        ends = [leg.end.at_s for leg in self.ended_by if leg.end is not None]
         if not ends:
             return None if self.end is None else self.end.at_s
-        return min(ends) if self.blamed[0].has_failed else max(ends)
+        return min(ends) if self.ended_by[0].has_failed else max(ends)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the answer took, when it came to its end."""
+    """Finish reason and resources of a complete answer."""
 
     finish_reason: str
     served: str  # remote, local or migrated
@@ -97,7 +97,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Whether a request is at fault for the end of a try on a node."""
+    """Verdict on whether a request caused the failure of its attempt on a node."""
 
     at_s: float
     verdict: str  # bystander, suspect or poison
@@ -117,22 +117,22 @@ class RequestTimeline:
     admitted_s: float | None = None
     tries: list[TryTimeline] = field(default_factory=list)
     judgements: list[Judgement] = field(default_factory=list)
-    num_output_tokens: int = 0  # passed on to the client, each once
+    num_output_tokens: int = 0  # sent to the client, each counted once
     first_token_s: float | None = None
     usage: Usage | None = None
     end: End | None = None
 
     @property
     def was_dispatched(self) -> bool:
-        """Whether any node was asked."""
-        return any(one.legs for one in self.tries)
+        """True if any node was called."""
+        return any(attempt.legs for attempt in self.tries)
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
-        """Once it has ended."""
-        return list(_Telling(self, to_unix_ns).spans())
+        """Return the spans of an ended request."""
+        return list(_RequestSpans(self, to_unix_ns).spans())
 
 
-class _Telling:
+class _RequestSpans:
     def __init__(self, timeline: RequestTimeline, to_unix_ns: ToUnixNs) -> None:
         self._timeline = timeline
         self._root_id = timeline.context.span_id
@@ -142,10 +142,10 @@ class _Telling:
     def spans(self) -> Iterator[Span]:
         yield self._generate()
         yield self._admit()
-        before: TryTimeline | None = None
-        for one in self._timeline.tries:
-            yield from self._try(one, before)
-            before = one
+        previous: TryTimeline | None = None
+        for attempt in self._timeline.tries:
+            yield from self._attempt(attempt, previous)
+            previous = attempt
 
     def _generate(self) -> Span:
         timeline, usage = self._timeline, self._timeline.usage
@@ -160,15 +160,20 @@ class _Telling:
             names.ATTEMPTS: len(timeline.tries),
         }
         events = [] if first_s is None else [self._make.event(names.FIRST_TOKEN, first_s)]
-        for one in timeline.judgements:
-            told = {names.VERDICT: one.verdict, names.SERVER_ADDRESS: one.address}
-            events.append(self._make.event(names.JUDGED, one.at_s, **told))
+        for judgement in timeline.judgements:
+            verdict = {names.VERDICT: judgement.verdict, names.SERVER_ADDRESS: judgement.address}
+            events.append(self._make.event(names.JUDGED, judgement.at_s, **verdict))
         return self._make.span(
             names.GENERATE,
             timeline.parent_id,
             timeline.received_s,
             self._end,
-            {**timeline.asked, **attributes, **_told(usage), **_rpc(GENERATE_METHOD, self._end)},
+            {
+                **timeline.asked,
+                **attributes,
+                **_usage_attributes(usage),
+                **_rpc(GENERATE_METHOD, self._end),
+            },
             span_id=self._root_id,
             kind=SpanKind.SERVER,
             events=tuple(events),
@@ -188,21 +193,21 @@ class _Telling:
             names.ADMIT, self._root_id, timeline.received_s, end, attributes, events=events
         )
 
-    def _try(self, one: TryTimeline, before: TryTimeline | None) -> Iterator[Span]:
-        """Its parts share their boundaries: each instant is some part's."""
-        if before is None:
+    def _attempt(self, attempt: TryTimeline, previous: TryTimeline | None) -> Iterator[Span]:
+        """The parts of an attempt are contiguous: each instant belongs to one of them."""
+        if previous is None:
             began_s, failed, parent_id = self._timeline.admitted_s, [], self._root_id
         else:
-            began_s, failed, parent_id = before.broke_off_s, before.blamed, one.span_id
+            began_s, failed, parent_id = previous.ended_s, previous.ended_by, attempt.span_id
         began_s = self._end.at_s if began_s is None else began_s
-        if before is not None:
-            yield self._again(one, began_s, failed)
-        yield self._route(one, began_s, parent_id)
-        for leg in one.legs:
-            yield self._leg(one, leg, parent_id, [other.span_id for other in failed])
+        if previous is not None:
+            yield self._retry(attempt, began_s, failed)
+        yield self._route(attempt, began_s, parent_id)
+        for leg in attempt.legs:
+            yield self._leg(attempt, leg, parent_id, [other.span_id for other in failed])
 
-    def _again(self, one: TryTimeline, began_s: float, failed: list[LegTimeline]) -> Span:
-        """Why there is another try, and what it goes on from."""
+    def _retry(self, attempt: TryTimeline, began_s: float, failed: list[LegTimeline]) -> Span:
+        """The retry or migrate span, linked to the failed legs."""
         events = tuple(
             self._make.event(
                 names.LEG_FAILED,
@@ -218,38 +223,40 @@ class _Telling:
         )
         attributes: dict[str, AttributeValue | None] = {
             names.ROLE: ROLE,
-            names.ATTEMPT: one.number,
-            names.PRIOR_TOKENS: one.num_prior_tokens,
+            names.ATTEMPT: attempt.number,
+            names.PRIOR_TOKENS: attempt.num_prior_tokens,
         }
         return self._make.span(
-            names.MIGRATE if one.num_prior_tokens else names.RETRY,
+            names.MIGRATE if attempt.num_prior_tokens else names.RETRY,
             self._root_id,
             began_s,
-            one.end or self._end,
+            attempt.end or self._end,
             attributes,
-            span_id=one.span_id,
+            span_id=attempt.span_id,
             events=events,
             links=[leg.span_id for leg in failed],
         )
 
-    def _route(self, one: TryTimeline, began_s: float, parent_id: int) -> Span:
-        """Until the first node is called; the event tells when the choice was made."""
-        choice, end = one.choice, one.end or self._end
-        if one.legs:
-            end = End(min(leg.began_s for leg in one.legs))
-        told = {} if choice is None else _why(choice)
+    def _route(self, attempt: TryTimeline, began_s: float, parent_id: int) -> Span:
+        """The route span, up to the first call of a node; its event is the time of the choice."""
+        choice, end = attempt.choice, attempt.end or self._end
+        if attempt.legs:
+            end = End(min(leg.began_s for leg in attempt.legs))
+        chosen = {} if choice is None else _choice_attributes(choice)
         events = () if choice is None else (self._make.event(names.CHOSEN, choice.at_s),)
-        attributes = {names.ROLE: ROLE, names.ATTEMPT: one.number, **told}
+        attributes = {names.ROLE: ROLE, names.ATTEMPT: attempt.number, **chosen}
         return self._make.span(names.ROUTE, parent_id, began_s, end, attributes, events=events)
 
-    def _leg(self, one: TryTimeline, leg: LegTimeline, parent_id: int, links: list[int]) -> Span:
+    def _leg(
+        self, attempt: TryTimeline, leg: LegTimeline, parent_id: int, links: list[int]
+    ) -> Span:
         end = leg.end or self._end
         attributes = {
             names.ROLE: ROLE,
             names.NODE: leg.node_id,
             names.INCARNATION: leg.incarnation,
             names.SERVER_ADDRESS: leg.address,
-            names.ATTEMPT: one.number,
+            names.ATTEMPT: attempt.number,
             **_rpc(LEG_METHODS[leg.name], end),
         }
         return self._make.span(
@@ -272,7 +279,7 @@ def _rpc(method: str, end: End) -> dict[str, AttributeValue | None]:
     }
 
 
-def _why(choice: Choice) -> dict[str, AttributeValue | None]:
+def _choice_attributes(choice: Choice) -> dict[str, AttributeValue | None]:
     return {
         names.POLICY: choice.policy,
         names.CANDIDATES_PREFILL: choice.num_prefill_candidates,
@@ -284,7 +291,7 @@ def _why(choice: Choice) -> dict[str, AttributeValue | None]:
     }
 
 
-def _told(usage: Usage | None) -> dict[str, AttributeValue | None]:
+def _usage_attributes(usage: Usage | None) -> dict[str, AttributeValue | None]:
     if usage is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Who tells: what is true of every span of a process."""
+"""OpenTelemetry resource attributes of a process."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class Process:
 def _version() -> str:
     try:
         return version("baton")
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # run from a source tree
         return "unknown"

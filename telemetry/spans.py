@@ -1,4 +1,4 @@
-"""A span as a value, and the context that ties spans of several processes together. Pure."""
+"""Spans as values, and the trace context propagated between processes. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from telemetry.names import ERROR_TYPE, OUTCOME
 AttributeValue = str | bool | int | float | tuple[str, ...]
 Attributes = Mapping[str, AttributeValue]
 Metadata = tuple[tuple[str, str], ...]
-ToUnixNs = Callable[[float], int]  # from the process's monotonic seconds
+ToUnixNs = Callable[[float], int]  # from monotonic seconds of the process
 
 VERSION_0 = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Where a span hangs: W3C's traceparent."""
+    """Trace context as in W3C's traceparent."""
 
     trace_id: int
     span_id: int
@@ -36,17 +36,17 @@ class TraceContext:
 
 
 def context_from(traceparent: str) -> TraceContext | None:
-    """None for what is no traceparent: it is then as if none had come."""
+    """Parse a traceparent. Return None if it is malformed: it is then treated as absent."""
     match = VERSION_0.fullmatch(traceparent.strip())
     if match is None:
         return None
     trace_id, span_id, flags = (int(match[group], 16) for group in (1, 2, 3))
-    is_known = bool(trace_id and span_id)
-    return TraceContext(trace_id, span_id, bool(flags & 1)) if is_known else None
+    is_valid = bool(trace_id and span_id)
+    return TraceContext(trace_id, span_id, bool(flags & 1)) if is_valid else None
 
 
 class SpanKind(IntEnum):
-    """OTLP's numbers."""
+    """Span kind, with OTLP's numbers."""
 
     INTERNAL = 1
     SERVER = 2
@@ -54,7 +54,7 @@ class SpanKind(IntEnum):
 
 
 class SpanStatus(IntEnum):
-    """OTLP's numbers."""
+    """Span status, with OTLP's numbers."""
 
     UNSET = 0
     OK = 1
@@ -62,12 +62,12 @@ class SpanStatus(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a call or a leg of it ended."""
+    """Outcome of a call to the router or to a node."""
 
     OK = 0
-    CANCELLED = 1  # by whoever asked for it; nobody's fault
+    CANCELLED = 1  # by the caller; not an error
     FAILED = 2
-    REFUSED = 3  # before anything was done
+    REFUSED = 3  # before any work was done
     DEADLINE_EXCEEDED = 4
 
     @property
@@ -79,7 +79,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """When and how something ended."""
+    """End of a call, attempt or part: time, outcome and error."""
 
     at_s: float
     outcome: Outcome = Outcome.OK
@@ -122,19 +122,19 @@ class Span:
 
 
 def known(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
-    """Without those that are not known."""
+    """Return the attributes that have a value."""
     return {name: value for name, value in attributes.items() if value is not None}
 
 
 def child_id(parent_id: int, name: str) -> int:
-    """The same each time: spans may be made from a timeline more than once."""
+    """Derive a deterministic span id: spans may be made from a timeline more than once."""
     digest = blake2b(f"{parent_id:016x}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") or 1
 
 
 @dataclass(frozen=True, slots=True)
 class SpanMaker:
-    """Makes the spans of one trace from monotonic times and ends."""
+    """Builds the spans of one trace from monotonic times."""
 
     trace_id: int
     to_unix_ns: ToUnixNs
@@ -147,16 +147,16 @@ class SpanMaker:
         end: End,
         attributes: Mapping[str, AttributeValue | None],
         *,
-        span_id: int | None = None,  # None: named after its parent
+        span_id: int | None = None,  # None: derived from the parent's id and the name
         kind: SpanKind = SpanKind.INTERNAL,
         events: tuple[SpanEvent, ...] = (),
         links: Iterable[int] = (),
     ) -> Span:
-        told = known(attributes)
+        span_attributes = known(attributes)
         if end.outcome is not Outcome.OK:
-            told[OUTCOME] = end.outcome.name.lower()
+            span_attributes[OUTCOME] = end.outcome.name.lower()
         if end.error_type and end.outcome.status is SpanStatus.ERROR:
-            told[ERROR_TYPE] = end.error_type
+            span_attributes[ERROR_TYPE] = end.error_type
         began_ns = self.to_unix_ns(began_s)
         return Span(
             name=name,
@@ -166,9 +166,9 @@ class SpanMaker:
             began_ns=began_ns,
             ended_ns=max(began_ns, self.to_unix_ns(end.at_s)),
             kind=kind,
-            attributes=told,
+            attributes=span_attributes,
             events=events,
-            links=tuple(SpanLink(self.trace_id, one) for one in links),
+            links=tuple(SpanLink(self.trace_id, linked_id) for linked_id in links),
             status=end.outcome.status,
             status_message=end.message if end.outcome.status is SpanStatus.ERROR else "",
         )

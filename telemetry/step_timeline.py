@@ -1,4 +1,4 @@
-"""What is known of one step of an engine, and the span that this makes. Pure."""
+"""Timeline of one engine step, and the span made from it. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepTimeline:
     context: TraceContext
     facts: NodeFacts
     began_s: float
-    # When each part ended; the next one began then.
+    # End of each part, which is the start of the next one.
     scheduled_s: float = 0.0
     ordered_s: float = 0.0
     ran_s: float = 0.0
@@ -25,11 +25,11 @@ class StepTimeline:
     num_rows: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    requests: tuple[TraceContext, ...] = ()  # those in it that are traced, as far as they are told
+    requests: tuple[TraceContext, ...] = ()  # traced requests in the step, up to the limit of links
     num_links_left_out: int = 0
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
-        """Once it has ended."""
+        """Return the span of an ended step."""
         span = SpanMaker(self.context.trace_id, to_unix_ns).span(
             names.ENGINE_STEP,
             None,
@@ -38,7 +38,7 @@ class StepTimeline:
             self._attributes(),
             span_id=self.context.span_id,
         )
-        links = tuple(SpanLink(one.trace_id, one.span_id) for one in self.requests)
+        links = tuple(SpanLink(context.trace_id, context.span_id) for context in self.requests)
         return [replace(span, links=links)]
 
     def _attributes(self) -> dict[str, AttributeValue | None]:

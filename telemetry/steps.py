@@ -1,4 +1,4 @@
-"""Engine steps as readers see them: their parts, and who was in them. Pure."""
+"""Parts of an engine step as spans. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from telemetry.spans import Span, child_id
 PART_NAMES = {part: part.removeprefix("baton.step.") for part in names.STEP_PARTS}
 
 
-def parts_of(told: ToldSpan) -> Iterator[ToldSpan]:
-    """A step's parts as spans below it, in their order."""
-    step, at_ns = told.span, told.span.began_ns
+def parts_of(step_span: ToldSpan) -> Iterator[ToldSpan]:
+    """Yield the parts of a step as child spans, in order."""
+    step, at_ns = step_span.span, step_span.span.began_ns
     for part, name in PART_NAMES.items():
-        took_s = step.attributes.get(part)
-        if not isinstance(took_s, float):
+        duration_s = step.attributes.get(part)
+        if not isinstance(duration_s, float):
             continue
-        ended_ns = min(step.ended_ns, at_ns + round(took_s * 1e9))
+        ended_ns = min(step.ended_ns, at_ns + round(duration_s * 1e9))
         own_id = child_id(step.span_id, name)
         role = {names.ROLE: step.attributes.get(names.ROLE, "")}
         span = Span(name, step.trace_id, own_id, step.span_id, at_ns, ended_ns, attributes=role)
-        yield ToldSpan(span, told.resource)
+        yield ToldSpan(span, step_span.resource)
         at_ns = ended_ns

@@ -1,7 +1,7 @@
-"""Traces on disk: a ring of small files that every process of this machine may write.
+"""Trace store: a folder of small files, shared by all processes of a machine.
 
-A process appends to a file of its own. When that is full it begins the next one, and the oldest
-files of the folder are deleted, whoever wrote them, until the folder is within its limit.
+Each process appends to its own file. When the file is full, the process begins the next one and
+deletes the oldest files of the folder, of any process, until the folder is within its limit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from telemetry.otlp_json import NotSpans, ToldSpan, line_of, spans_of
 from telemetry.spans import Attributes, Span
 
 SUFFIX = ".otlp.jsonl"
-NUM_FILES = 16  # that the whole limit makes up at least
+NUM_FILES = 16  # full files that together reach the limit
 
 
 class TraceWriter:
-    """Opens its file anew for each batch: another process may have deleted it in the meantime."""
+    """Span writer. It reopens its file for each batch: another process may have deleted it."""
 
     def __init__(self, folder: Path, limit_bytes: int, resource: Attributes, owner: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -44,7 +44,7 @@ class TraceWriter:
 
 
 def prune(folder: Path, limit_bytes: int) -> None:
-    """Delete the oldest files until what is left is within the limit."""
+    """Delete the oldest files until the folder is within the limit."""
     files = sorted(_files(folder), key=lambda file: file[1].st_mtime_ns, reverse=True)
     total_bytes = 0
     for path, stat in files:
@@ -54,7 +54,7 @@ def prune(folder: Path, limit_bytes: int) -> None:
 
 
 def read_spans(folder: Path) -> Iterator[ToldSpan]:
-    """Whatever is there; lines that were cut off, as by a crash, are left out."""
+    """Yield all stored spans, oldest file first. Truncated lines, as after a crash, are skipped."""
     for path, _ in sorted(_files(folder), key=lambda file: file[1].st_mtime_ns):
         yield from _spans_in(path)
 
@@ -63,7 +63,7 @@ def _spans_in(path: Path) -> Iterator[ToldSpan]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, PermissionError):
-        return  # deleted since we looked, or another user's
+        return  # deleted in the meantime, or another user's
     for line in lines:
         try:
             yield from spans_of(line)
@@ -76,4 +76,4 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
         try:
             yield path, path.stat()
         except FileNotFoundError:
-            continue  # deleted since we looked
+            continue  # deleted in the meantime

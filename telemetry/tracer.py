@@ -1,4 +1,4 @@
-"""One per process: whether a request is traced, and where its timeline goes when it has ended."""
+"""Tracer of a process: samples requests and exports the timelines of ended ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TRACE_BITS, SPAN_BITS = 128, 64
 
 log = logging.getLogger(__name__)
 
-# Names and values of gRPC metadata; binary ones are none of ours.
+# Names and values of gRPC metadata; values can be binary.
 Received = Iterable[tuple[str, str | bytes]]
 
 
 class Tracer:
-    """Traces nothing unless it has an outlet."""
+    """Sampler and exporter of timelines. Without an outlet, nothing is traced."""
 
     def __init__(self, ratio: float = 0.0, outlets: tuple[Outlet, ...] = ()) -> None:
         self._limit = round(ratio * 2**SPAN_BITS) if outlets else 0
@@ -36,25 +36,25 @@ class Tracer:
 
     @property
     def num_lost(self) -> int:
-        """Timelines that went nowhere."""
+        """Number of timelines that were dropped or not exported."""
         return sum(outlet.num_dropped + outlet.num_failed for outlet in self._outlets)
 
     def take(self, timeline: Timeline) -> None:
-        """From any thread; returns at once."""
+        """Export a timeline. Thread-safe, does not block."""
         for outlet in self._outlets:
             outlet.take(timeline)
 
     def parent_in(self, metadata: Received) -> TraceContext | None:
-        """Whatever came with a call; None if it is not to be traced."""
+        """Return the trace context of an incoming call; None if it has none or tracing is off."""
         if not self.is_on:
             return None
-        given = dict(metadata).get(names.TRACEPARENT)
-        return context_from(given) if isinstance(given, str) else None
+        traceparent = dict(metadata).get(names.TRACEPARENT)
+        return context_from(traceparent) if isinstance(traceparent, str) else None
 
     def draws(self, trace_id: int) -> bool:
-        """Whether a trace that begins here is kept: by its id, as others would decide too."""
-        share: int = trace_id & (2**SPAN_BITS - 1)
-        return share < self._limit
+        """Return whether to sample a new trace. It depends only on the id, like other samplers."""
+        random_bits: int = trace_id & (2**SPAN_BITS - 1)
+        return random_bits < self._limit
 
 
 NO_TRACER = Tracer()
@@ -70,10 +70,10 @@ def new_span_id() -> int:
 
 @contextmanager
 def tracing(options: TelemetryOptions, process: Process) -> Iterator[Tracer]:
-    """OpenTelemetry, set up once, from here to the end of the block; then all is sent."""
+    """Set up tracing for the block. At its end, all waiting timelines are exported."""
     with ExitStack() as lifetime:
         outlets = [
-            lifetime.enter_context(Outlet(name, export, _clock()))
+            lifetime.enter_context(Outlet(name, export, _unix_ns_converter()))
             for name, export in _exports(options, process, lifetime)
         ]
         yield Tracer(options.trace_ratio, tuple(outlets))
@@ -92,9 +92,9 @@ def _exports(
             )
             yield str(options.trace_dir), writer.write
         except OSError as error:
-            log.warning("no traces are kept in %s: %s", options.trace_dir, error)
+            log.warning("no traces are stored in %s: %s", options.trace_dir, error)
     if options.otlp_endpoint:
-        # Loaded late: it takes its time, and most processes have no collector.
+        # Imported lazily: the import is slow, and most processes have no collector.
         from telemetry.otlp import OtlpExport, resource_of
 
         otlp = OtlpExport(options.otlp_endpoint)
@@ -102,7 +102,10 @@ def _exports(
         yield options.otlp_endpoint, otlp.sender_for(resource_of(process.attributes))
 
 
-def _clock() -> Callable[[float], int]:
-    """From monotonic seconds to the wall's nanoseconds, which may be set anew while we run."""
+def _unix_ns_converter() -> Callable[[float], int]:
+    """Return a conversion from monotonic seconds to Unix nanoseconds.
+
+    Its offset is constant, so spans stay consistent if the wall clock is adjusted.
+    """
     offset_ns = time.time_ns() - time.monotonic_ns()
     return lambda at_s: round(at_s * 1e9) + offset_ns

@@ -1,4 +1,4 @@
-"""Spans put together to traces: who hangs under whom, and what they tell of the request. Pure."""
+"""Traces assembled from spans: the span tree, and summaries of requests and steps. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ROOTS = (names.GENERATE, names.ENGINE_STEP)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A span in its place in the tree."""
+    """Span of a trace and its position in the tree."""
 
     span: Span
-    who: str  # router, or the node's name
+    node: str  # router, or the id of the node
     role: str
-    branches: tuple[bool, ...]  # for each level below the root: whether it is the last one there
+    branches: tuple[bool, ...]  # per level below the root: True for the last sibling
 
     @property
     def depth(self) -> int:
@@ -32,15 +32,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Trace:
-    """All that is known of one request, or of one step of an engine."""
+    """Spans of one request, or of one step of an engine."""
 
     trace_id: int
     told: tuple[ToldSpan, ...]
 
     @cached_property
     def root(self) -> Span | None:
-        """A request's generate span; None while the router has not told of it, or no longer."""
-        found = [one.span for one in self.told if one.span.name in ROOTS]
+        """The generate or engine_step span; None if it is not stored yet, or no longer."""
+        found = [exported.span for exported in self.told if exported.span.name in ROOTS]
         return min(found, key=_began, default=None)
 
     @property
@@ -49,25 +49,25 @@ class Trace:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """As a tree, the earliest first; spans whose parent is not known come last."""
-        told = [*self.told]
+        """The spans in tree order, siblings by start; spans with an unknown parent come last."""
+        spans = [*self.told]
         if self.is_step:
-            told += [part for one in self.told for part in parts_of(one)]
-        ids = {one.span.span_id for one in told}
+            spans += [part for step in self.told for part in parts_of(step)]
+        ids = {exported.span.span_id for exported in spans}
         children: dict[int | None, list[ToldSpan]] = defaultdict(list)
-        for one in sorted(told, key=lambda one: _began(one.span)):
-            parent = one.span.parent_id
-            children[parent if parent in ids else None].append(one)
-        tops = sorted(children[None], key=lambda one: one.span.name not in ROOTS)
+        for child in sorted(spans, key=lambda exported: _began(exported.span)):
+            parent = child.span.parent_id
+            children[parent if parent in ids else None].append(child)
+        tops = sorted(children[None], key=lambda top: top.span.name not in ROOTS)
         return tuple(row for top in tops for row in _below(top, children, ()))
 
     @property
     def began_ns(self) -> int:
-        return self.root.began_ns if self.root else min(_began(one.span) for one in self.told)
+        return self.root.began_ns if self.root else min(_began(each.span) for each in self.told)
 
     @property
     def ended_ns(self) -> int:
-        return max(one.span.ended_ns for one in self.told)
+        return max(each.span.ended_ns for each in self.told)
 
     @property
     def duration_s(self) -> float:
@@ -86,33 +86,33 @@ class Trace:
         return str(value) if value else "ok"
 
     def attribute(self, name: str) -> AttributeValue | None:
-        """Of the request as a whole."""
+        """Return an attribute of the root span."""
         return None if self.root is None else self.root.attributes.get(name)
 
 
 def traces_of(spans: Iterable[ToldSpan]) -> list[Trace]:
-    """The oldest first."""
+    """Group spans by trace, oldest trace first."""
     by_trace: dict[int, dict[int, ToldSpan]] = defaultdict(dict)
-    for one in spans:
-        by_trace[one.span.trace_id][one.span.span_id] = one
-    traces = [Trace(trace_id, tuple(told.values())) for trace_id, told in by_trace.items()]
+    for exported in spans:
+        by_trace[exported.span.trace_id][exported.span.span_id] = exported
+    traces = [Trace(trace_id, tuple(by_id.values())) for trace_id, by_id in by_trace.items()]
     return sorted(traces, key=lambda trace: trace.began_ns)
 
 
 def note_of(span: Span) -> str:
-    """The few facts of a span that belong beside its bar."""
+    """Return the note next to a span's bar: its error or main attributes."""
     attributes = span.attributes
     if span.status is SpanStatus.ERROR:
         return f"{attributes.get(names.ERROR_TYPE, 'failed')}: {span.status_message}"
-    told = [_failure(event) for event in span.events if event.name == names.LEG_FAILED]
-    told += [_FACTS[name](value) for name, value in attributes.items() if name in _FACTS and value]
+    notes = [_failure(event) for event in span.events if event.name == names.LEG_FAILED]
+    notes += [_NOTES[name](value) for name, value in attributes.items() if name in _NOTES and value]
     if attributes.get(names.OUTCOME) == "cancelled":
-        told.insert(0, "cancelled")
-    return ", ".join(told)
+        notes.insert(0, "cancelled")
+    return ", ".join(notes)
 
 
 def failed_node_of(row: Row) -> str | None:
-    """Whom the router's call did not get an answer from; that node may have told nothing itself."""
+    """Return the node of a failed call of the router. That node may have exported no spans."""
     is_call = row.role == "router" and row.span.name in (names.PREFILL, names.DECODE)
     if not is_call or row.span.status is not SpanStatus.ERROR:
         return None
@@ -120,27 +120,29 @@ def failed_node_of(row: Row) -> str | None:
 
 
 def failures_of(trace: Trace) -> list[str]:
-    """What went wrong in it, where, and why."""
+    """Describe the failed spans of a trace: span, node and error."""
     return [
-        f"{row.span.name} on {failed_node_of(row) or row.who}: {note_of(row.span)}"
+        f"{row.span.name} on {failed_node_of(row) or row.node}: {note_of(row.span)}"
         for row in trace.rows
         if row.span.status is SpanStatus.ERROR
     ]
 
 
 def _failure(event: SpanEvent) -> str:
-    told = event.attributes
-    node, kind, message = (told.get(n) for n in (names.NODE, names.ERROR_TYPE, names.ERROR_MESSAGE))
+    attributes = event.attributes
+    node, kind, message = (
+        attributes.get(n) for n in (names.NODE, names.ERROR_TYPE, names.ERROR_MESSAGE)
+    )
     return f"after {node or 'a node'} failed: {kind}: {message}"
 
 
 def _below(
-    one: ToldSpan, children: dict[int | None, list[ToldSpan]], branches: tuple[bool, ...]
+    exported: ToldSpan, children: dict[int | None, list[ToldSpan]], branches: tuple[bool, ...]
 ) -> Iterator[Row]:
-    role = str(one.span.attributes.get(names.ROLE) or one.resource.get(names.ROLE, ""))
-    node = str(one.resource.get(names.NODE, role))
-    yield Row(one.span, "router" if role == "router" else node, role, branches)
-    below = children.get(one.span.span_id, [])
+    role = str(exported.span.attributes.get(names.ROLE) or exported.resource.get(names.ROLE, ""))
+    node = str(exported.resource.get(names.NODE, role))
+    yield Row(exported.span, "router" if role == "router" else node, role, branches)
+    below = children.get(exported.span.span_id, [])
     for place, child in enumerate(below, start=1):
         yield from _below(child, children, (*branches, place == len(below)))
 
@@ -158,7 +160,7 @@ def _bytes(value: AttributeValue) -> str:
     return f"{number:.4g} GiB"
 
 
-_FACTS: dict[str, Callable[[Any], str]] = {
+_NOTES: dict[str, Callable[[Any], str]] = {
     names.CHOSEN_PREFILL: lambda value: f"→ {value}",
     names.CHOSEN_DECODE: lambda value: f"→ {value}",
     names.ROUTE_REASON: str,
@@ -177,7 +179,7 @@ _FACTS: dict[str, Callable[[Any], str]] = {
 
 
 def find_trace(traces: Sequence[Trace], wanted: str) -> Trace | None:
-    """By the beginning of its id, or by the request's; the newest request if nothing is wanted."""
+    """Return the newest trace with this trace id prefix or request id; "" matches any request."""
     for trace in reversed(traces):
         if trace.is_step and not wanted:
             continue

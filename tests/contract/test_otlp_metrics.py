@@ -121,4 +121,4 @@ def test_a_collector_that_is_gone_holds_nobody_up(caplog: pytest.LogCaptureFixtu
     with metrics_read(options, PROCESS, metrics.registry, dict):
         pass
 
-    assert any("metrics do not get through" in one.getMessage() for one in caplog.records)
+    assert any("metrics could not be exported" in one.getMessage() for one in caplog.records)

@@ -205,7 +205,7 @@ def test_a_step_and_its_requests_name_each_other() -> None:
     assert of_step == [
         "traced requests in it",
         f"  {TRACE_ID:032x}  request r1",
-        f"  {0xDEAD:032x}  its trace is not kept here",
+        f"  {0xDEAD:032x}  its trace is not stored here",
     ]
     assert of_request == ["its traced steps", f"  {STEP_TRACE_ID:032x}  step 12 of d0, 6.0 ms"]
     assert f"<th>{TRACE_ID:032x}<td>request r1" in page_of(step, kept)
