@@ -27,7 +27,7 @@ class Completion:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
-class CompletionWriter:
+class CompletionBuilder:
     """Assembles a completion from the engine's token outputs: detokenizes, applies stop strings."""
 
     def __init__(
@@ -41,7 +41,7 @@ class CompletionWriter:
     def has_ended(self) -> bool:
         return self.completion.finish_reason is not None
 
-    def take(self, output: Output) -> bool:
+    def take_output(self, output: Output) -> bool:
         """Return whether `output` ended the completion. It must not be called after the end."""
         completion = self.completion
         self.take_usage(output)

@@ -49,7 +49,7 @@ def run(model: str, trace_dir: Path) -> None:
         f"The KV went from prefill to decode memory over {results[0].finish.served.kv_transport}; "
         "the decode node computed no prompt token. All processes have ended."
         if all(_was_handed_over(result.finish) for result in results)
-        else "[red]Not every prompt was handed over; the table says which.[/]"
+        else "[red]Not every prompt was handed over; see the table.[/]"
     )
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from baton.completion import Completion, CompletionWriter
+from baton.completion import Completion, CompletionBuilder
 from baton.interrupts import interrupts_wait
 from baton.progress import generation_bar, loading_bar
 from baton.stops import StopRule
@@ -128,7 +128,7 @@ class LLM:
             sampling = [sampling or self.info.defaults.sampling.params()] * len(prompts)
         if len(sampling) != len(prompts):
             raise InvalidRequest(
-                f"{len(prompts)} prompts came with {len(sampling)} sampling params: "
+                f"{len(prompts)} prompts, but {len(sampling)} sampling params: "
                 "pass one for all prompts, or one for each"
             )
         return [self._spec(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
@@ -157,7 +157,7 @@ class LLM:
     def _run(self, specs: list[RequestSpec], stop: StopRule) -> list[Completion]:
         self.engine.raise_if_stopped()
         grammars = self._compile_grammars(specs)
-        writers = {spec.request_id: self._new_writer(spec, stop) for spec in specs}
+        builders = {spec.request_id: self._new_builder(spec, stop) for spec in specs}
         for spec in specs:
             self.engine.scheduler.add(spec)
             structured_outputs = spec.sampling.structured_outputs
@@ -165,35 +165,35 @@ class LLM:
                 self.engine.scheduler.grammar_came(spec, grammars[structured_outputs])
         with interrupts_wait() as raise_if_interrupted:
             try:
-                self._run_steps(writers, raise_if_interrupted)
+                self._run_steps(builders, raise_if_interrupted)
             finally:
-                self._abort_all(writers)
-        return [writer.completion for writer in writers.values()]
+                self._abort_all(builders)
+        return [builder.completion for builder in builders.values()]
 
-    def _new_writer(self, spec: RequestSpec, stop: StopRule) -> CompletionWriter:
+    def _new_builder(self, spec: RequestSpec, stop: StopRule) -> CompletionBuilder:
         rule = replace(stop, min_tokens=spec.sampling.min_tokens)
-        return CompletionWriter(spec.prompt_token_ids, self.tokenizer.detokenizer(), rule)
+        return CompletionBuilder(spec.prompt_token_ids, self.tokenizer.detokenizer(), rule)
 
     def _run_steps(
-        self, writers: dict[RequestId, CompletionWriter], raise_if_interrupted: Callable[[], None]
+        self, builders: dict[RequestId, CompletionBuilder], raise_if_interrupted: Callable[[], None]
     ) -> None:
-        num_unfinished = len(writers)
+        num_unfinished = len(builders)
         with generation_bar(num_unfinished, self._shows_progress) as advance:
             while num_unfinished:
                 raise_if_interrupted()
                 outputs = self._step()
                 num_ended = sum(
-                    self._take_output(output, writers[output.request_id]) for output in outputs
+                    self._take_output(output, builders[output.request_id]) for output in outputs
                 )
                 num_unfinished -= num_ended
                 advance(num_ended, sum(len(output.token_ids) for output in outputs))
 
-    def _take_output(self, output: Output, writer: CompletionWriter) -> bool:
+    def _take_output(self, output: Output, builder: CompletionBuilder) -> bool:
         """Return whether `output` ended the completion."""
-        if writer.has_ended:
-            writer.take_usage(output)
+        if builder.has_ended:
+            builder.take_usage(output)
             return False
-        has_ended = writer.take(output)
+        has_ended = builder.take_output(output)
         # The engine does not know stop strings.
         if has_ended and output.finish_reason is None:
             self.engine.scheduler.abort(output.request_id)
@@ -203,15 +203,15 @@ class LLM:
         by_client = self.engine.step().by_client
         return [output for outputs in by_client.values() for output in outputs]
 
-    def _abort_all(self, writers: Mapping[RequestId, CompletionWriter]) -> None:
+    def _abort_all(self, builders: Mapping[RequestId, CompletionBuilder]) -> None:
         """Abort what is unfinished and drain the engine, also after Ctrl-C."""
         if self.engine.failure is not None:
             return  # the engine cannot step, and its failure is being raised to the caller
-        for request_id in writers:
+        for request_id in builders:
             self.engine.scheduler.abort(request_id)
         while self.engine.scheduler.has_work:
             for output in self._step():
-                writers[output.request_id].take_usage(output)
+                builders[output.request_id].take_usage(output)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -55,7 +55,7 @@ def cpu_finding(cpuinfo: str) -> Finding:
 
 
 def cores_finding(num_usable: int, num_all: int, limits: Limits) -> Finding:
-    found = f"{num_usable} of {num_all} cores may be used"
+    found = f"{num_usable} of {num_all} cores usable"
     quota = limits.num_cpus
     if quota is not None and quota < num_usable:
         return warn(
@@ -85,7 +85,7 @@ def memory_finding(meminfo: str, limits: Limits) -> Finding:
     found = f"{format_bytes(available)} available of {format_bytes(sizes.get('MemTotal', 0))}"
     if limits.memory_bytes is not None:
         available = min(available, limits.memory_bytes)
-        found += f", the container may use {format_bytes(limits.memory_bytes)}"
+        found += f", the container's limit is {format_bytes(limits.memory_bytes)}"
     if available < 2 * GIB:
         return warn("memory", found, "use a small model and a small --kv-cache-memory")
     return ok("memory", found)

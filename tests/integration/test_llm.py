@@ -125,7 +125,7 @@ def test_a_prompt_that_cannot_be_served_is_named_and_the_engine_goes_on(
 
 
 def test_too_few_params_for_the_prompts_are_refused(local: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="2 prompts came with 1"):
+    with pytest.raises(InvalidRequest, match="2 prompts, but 1"):
         local.generate([prompt_of(3), prompt_of(4)], [GREEDY])
 
 
