@@ -19,7 +19,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Call(Protocol[T_co]):
+class StreamingCall(Protocol[T_co]):
     """Server-streaming gRPC call."""
 
     def __iter__(self) -> Iterator[T_co]: ...
@@ -28,11 +28,11 @@ class Call(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndOfStream:
     error: Exception | None = None
 
 
-def read_elsewhere(start: Callable[[], Call[T]]) -> Generator[T, None, None]:
+def read_elsewhere(start: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
     """Yield the messages of a call that `start` begins. Raises RpcError.
 
     The call is cancelled if the generator is closed early, also by a signal.
@@ -41,7 +41,7 @@ def read_elsewhere(start: Callable[[], Call[T]]) -> Generator[T, None, None]:
     try:
         # Thread.start would itself wait on a condition. This thread is never joined.
         _thread.start_new_thread(reader.run, ())
-        while not isinstance(message := get_interruptibly(reader.messages), Ended):
+        while not isinstance(message := get_interruptibly(reader.messages), EndOfStream):
             yield message
     finally:
         reader.close()
@@ -52,10 +52,10 @@ def read_elsewhere(start: Callable[[], Call[T]]) -> Generator[T, None, None]:
 class _StreamReader(Generic[T]):
     """Thread that starts and reads one call: an interrupted start would leak the channel."""
 
-    def __init__(self, start: Callable[[], Call[T]]) -> None:
-        self.messages: SimpleQueue[T | Ended] = SimpleQueue()
+    def __init__(self, start: Callable[[], StreamingCall[T]]) -> None:
+        self.messages: SimpleQueue[T | EndOfStream] = SimpleQueue()
         self._start = start
-        self._call: Call[T] | None = None
+        self._call: StreamingCall[T] | None = None
         self._is_closed = False
 
     def run(self) -> None:
@@ -66,9 +66,9 @@ class _StreamReader(Generic[T]):
             for message in call:
                 self.messages.put(message)
         except Exception as error:  # noqa: BLE001 - raised again by the consumer
-            self.messages.put(Ended(error))
+            self.messages.put(EndOfStream(error))
         else:
-            self.messages.put(Ended())
+            self.messages.put(EndOfStream())
 
     def close(self) -> None:
         self._is_closed = True

@@ -35,7 +35,7 @@ def serve_end(pipe: Connection) -> None:
     """Execute commands until the pipe is closed, at the latest when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
-    end = _End(memory, pipe)
+    end = _TransferEnd(memory, pipe)
     pipe.send(EndReply())
     while True:
         try:
@@ -53,7 +53,7 @@ class TransferFailed(RuntimeError):
     """The transport reported that a write failed."""
 
 
-class _End:
+class _TransferEnd:
     def __init__(self, memory: mmap.mmap, pipe: Connection) -> None:
         self._pipe = pipe
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
