@@ -26,9 +26,9 @@ from baton.generation import (
     Prompt,
     Sampling,
     Served,
-    answers_of,
     chunk_from,
     model_from,
+    new_answers,
     request_from,
     single_answer,
     tokenize_request_from,
@@ -166,7 +166,7 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        single_answer(answers_of(generation))
+        single_answer(new_answers(generation))
         return self.generate_all(prompt, generation, timeout_s=timeout_s)[0]
 
     def generate_all(
@@ -177,7 +177,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> list[Answer]:
         """Return all `n` answers."""
-        answers = answers_of(generation)
+        answers = new_answers(generation)
         for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
             answers[chunk.index].take(chunk)
         return answers
@@ -272,7 +272,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        single_answer(answers_of(generation))
+        single_answer(new_answers(generation))
         return (await self.generate_all(prompt, generation, timeout_s=timeout_s))[0]
 
     async def generate_all(
@@ -283,7 +283,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> list[Answer]:
         """Return all `n` answers."""
-        answers = answers_of(generation)
+        answers = new_answers(generation)
         async for chunk in self.stream(prompt, generation, timeout_s=timeout_s):
             answers[chunk.index].take(chunk)
         return answers

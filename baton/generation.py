@@ -159,7 +159,7 @@ class Answer:
         self.finish = chunk.finish or self.finish
 
 
-def answers_of(generation: Generation) -> list[Answer]:
+def new_answers(generation: Generation) -> list[Answer]:
     """Return `n` empty answers to assemble chunks in. Raises InvalidRequest."""
     if generation.n < 1:
         raise InvalidRequest(f"n is {generation.n}; it must be at least 1", "n")

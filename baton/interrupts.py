@@ -45,7 +45,7 @@ def ends_wait() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_wait() -> Iterator[Callable[[], None]]:
+def defer_interrupts() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C within the block to the next call of the yielded function.
 
     An engine step that is interrupted halfway leaves the engine in an undefined state. A second

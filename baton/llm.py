@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from baton.completion import Completion, CompletionBuilder
-from baton.interrupts import interrupts_wait
+from baton.interrupts import defer_interrupts
 from baton.progress import generation_bar, loading_bar
 from baton.stops import StopRule
 from baton.text import Tokenizer
@@ -163,7 +163,7 @@ class LLM:
             structured_outputs = spec.sampling.structured_outputs
             if structured_outputs is not None:
                 self.engine.scheduler.grammar_came(spec, grammars[structured_outputs])
-        with interrupts_wait() as raise_if_interrupted:
+        with defer_interrupts() as raise_if_interrupted:
             try:
                 self._run_steps(builders, raise_if_interrupted)
             finally:

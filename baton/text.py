@@ -21,7 +21,7 @@ from engine.model_folder import JsonFields, read_generation_defaults
 
 # Decoded from bytes that are not a complete character (yet).
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-MOST_REMEMBERED = 1 << 16  # entries of each token text cache
+MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 Message = Mapping[str, object]  # role, content and further variables of the template
@@ -46,9 +46,9 @@ class Tokenizer:
         self._clock = clock
         self.eos_token_ids = eos_token_ids
         # Text of a single token, cached: every answer needs it.
-        self.decode_one = lru_cache(MOST_REMEMBERED)(self._decode_one)
+        self.decode_one = lru_cache(MAX_CACHED_TOKENS)(self._decode_one)
         # Text and bytes of a single token, special ones by name; cached.
-        self.token = lru_cache(MOST_REMEMBERED)(self._token)
+        self.token = lru_cache(MAX_CACHED_TOKENS)(self._token)
 
     @classmethod
     def from_folder(cls, folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:

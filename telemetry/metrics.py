@@ -131,7 +131,7 @@ class NodeMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Readings(Collector):
+class ScrapeCollector(Collector):
     """Collector of values that are read at each scrape instead of counted here."""
 
     read: Read

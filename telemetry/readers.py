@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from engine.errors import InvalidConfig
-from telemetry.metrics import Read, Readings
+from telemetry.metrics import Read, ScrapeCollector
 from telemetry.metrics_server import metrics_server
 from telemetry.options import TelemetryOptions
 from telemetry.outlet import ExportFailed
@@ -32,7 +32,7 @@ def metrics_read(
     options: TelemetryOptions, process: Process, registry: CollectorRegistry, read: Read
 ) -> Iterator[None]:
     """Serve and export metrics within the block. Raises InvalidConfig if the port is taken."""
-    registry.register(Readings(read))
+    registry.register(ScrapeCollector(read))
     with ExitStack() as lifetime:
         if options.metrics_port is not None:
             serving = _serving(registry, options.metrics_host, options.metrics_port)

@@ -11,7 +11,7 @@ from telemetry.spans import Span, child_id
 PART_NAMES = {part: part.removeprefix("baton.step.") for part in names.STEP_PARTS}
 
 
-def parts_of(step_span: ToldSpan) -> Iterator[ToldSpan]:
+def step_parts(step_span: ToldSpan) -> Iterator[ToldSpan]:
     """Yield the parts of a step as child spans, in order."""
     step, at_ns = step_span.span, step_span.span.began_ns
     for part, name in PART_NAMES.items():

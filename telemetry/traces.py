@@ -11,7 +11,7 @@ from typing import Any
 from telemetry import names
 from telemetry.otlp_json import ToldSpan
 from telemetry.spans import AttributeValue, Span, SpanEvent, SpanStatus
-from telemetry.steps import parts_of
+from telemetry.steps import step_parts
 
 ROOTS = (names.GENERATE, names.ENGINE_STEP)
 
@@ -52,7 +52,7 @@ class Trace:
         """The spans in tree order, siblings by start; spans with an unknown parent come last."""
         spans = [*self.told]
         if self.is_step:
-            spans += [part for step in self.told for part in parts_of(step)]
+            spans += [part for step in self.told for part in step_parts(step)]
         ids = {exported.span.span_id for exported in spans}
         children: dict[int | None, list[ToldSpan]] = defaultdict(list)
         for child in sorted(spans, key=lambda exported: _began(exported.span)):
