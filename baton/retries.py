@@ -37,7 +37,7 @@ class BatonError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retry policy for UNAVAILABLE calls. An answer that has begun is never retried."""
+    """Retry policy for calls that fail as UNAVAILABLE. Answers that have begun are final."""
 
     max_attempts: int = 3  # 1: no retry
     first_pause_s: float = 0.1  # doubled with each attempt; jitter takes off up to half of it

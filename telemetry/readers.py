@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def metrics_read(
     options: TelemetryOptions, process: Process, registry: CollectorRegistry, read: Read
 ) -> Iterator[None]:
-    """Serve and export metrics within the block. Raises InvalidConfig if the port is taken."""
+    """Serve and export metrics within the block. Raises InvalidConfig if binding fails."""
     registry.register(ScrapeCollector(read))
     with ExitStack() as lifetime:
         if options.metrics_port is not None:
