@@ -1,4 +1,4 @@
-"""The `baton` command. Each group of commands has its file; what they need is loaded late."""
+"""The `baton` command. Each group of commands is a module; heavy imports happen on use."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _show_version(is_wanted: bool) -> None:
     help=unwrapped("""
     Prefill/decode-disaggregated LLM inference.
 
-    Options are looked for in a file (--config), then in the environment (BATON_UP_PORT is
-    --port of `baton up`), then on the command line; the last one found holds.
+    Options are read from a file (--config), the environment (BATON_UP_PORT is --port of
+    `baton up`) and the command line; each source overrides the ones before it.
     """),
     epilog=examples("baton up --model models/demo", 'baton generate "import os"'),
 )
@@ -73,20 +73,20 @@ dress(app)
 
 
 def main() -> None:
-    """A named error is one line; a bug keeps its traceback."""
+    """Run the command line. A named error prints one line; a bug keeps its traceback."""
     prepare()
     sys.exit(_run())
 
 
 def prepare() -> None:
-    """What must be settled before libraries are loaded, by whatever runs commands of `baton`."""
-    # Before torch is loaded: its idle threads must not spin on a core that another process
-    # could use. With two processes on two cores, spinning costs a factor, not a percentage.
+    """Set the process environment that torch and gRPC read when they are loaded."""
+    # Idle torch threads must not spin on a core that another process could use. With two
+    # processes on two cores, spinning slows both several times over.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # A message that a gRPC client reads hops through four threads of the event engine, at half
-    # of what a token costs the router. The loop that it replaces is still there (ADR 0015).
+    # With the event engine, each message that a gRPC client reads crosses four threads, which
+    # takes half of the router's CPU time per token. Use the older polling loop (ADR 0015).
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
-    # gRPC's library would write of each failed handshake on standard error; Baton tells of them.
+    # gRPC writes each failed handshake to standard error; Baton logs them itself.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     read_anything()
 

@@ -1,4 +1,4 @@
-"""`baton bench`: measured figures, as a table for people and as JSON for programs."""
+"""`baton bench`: measurements, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ bench.command(
 
 @bench.callback()
 def in_order() -> None:
-    """Measure, and print what was measured."""
-    # What was started for a measurement ends with it, also when this process is told to end.
+    """Measure the parts of Baton, and compare it with other engines."""
+    # SIGTERM unwinds the stack, so that processes started for a measurement end with it.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
@@ -79,7 +79,7 @@ def scheduler(
     contexts: Annotated[str, typer.Option(help="Context lengths.")] = "128,8192",
     json_file: JsonFile = None,
 ) -> None:
-    """What a step of the scheduler costs: µs per decoding request."""
+    """Measure the cost of a scheduler step in µs per decoding request."""
     from baton.bench.scheduler import run
 
     figures = run(numbers(running), waiting, numbers(contexts))
@@ -94,12 +94,14 @@ def engine(
         str, typer.Option(help="Model folder, or a name on the Hugging Face hub.")
     ] = "models/demo",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Number of torch threads.")] = None,
     kernels: Annotated[
-        str, typer.Option(help="auto, native or torch; with commas between, in turns.")
+        str,
+        typer.Option(help="auto, native or torch; a comma-separated list is measured alternately."),
     ] = "auto",
     quantize: Annotated[
-        str, typer.Option(help="none, int8 or int4; with commas between, in turns.")
+        str,
+        typer.Option(help="none, int8 or int4; a comma-separated list is measured alternately."),
     ] = "none",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "128,512",
     batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
@@ -107,9 +109,9 @@ def engine(
     runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 5,
     json_file: JsonFile = None,
 ) -> None:
-    """How many tokens per second the engine reads and writes, and what a step costs besides.
+    """Measure prefill and decode throughput of the engine, and the overhead of a step.
 
-    A step's overhead is the CPU time of the engine's thread outside of forward pass and sampling.
+    The overhead is the CPU time of the engine thread outside of forward pass and sampling.
     """
     from baton.bench.engine import EngineBench, Rate, run
 
@@ -132,23 +134,24 @@ def engine(
 @bench.command()
 def kv(
     paths: Annotated[
-        str, typer.Option(help="Transport, or transport:what UCX may use; commas between.")
+        str,
+        typer.Option(help="Comma-separated transports, each with an optional UCX_TLS: nixl:tcp."),
     ] = "nixl,nixl:tcp,ucxx,ucxx:tcp",
     blocks: Annotated[str, typer.Option(help="Block sizes.")] = (
         "16KiB,32KiB,64KiB,256KiB,1MiB,1792KiB"
     ),
     sizes: Annotated[str, typer.Option(help="Hand-off sizes.")] = "1MiB,8MiB,32MiB,64MiB",
     layers: Annotated[int, typer.Option(help="Layers in a block.")] = 28,
-    chunks: Annotated[int, typer.Option(help="Chunks of the prefill with the tail.")] = 4,
-    chunk_ms: Annotated[float, typer.Option(help="How long a chunk computes.")] = 50.0,
+    chunks: Annotated[int, typer.Option(help="Prefill chunks in the measurement of the tail.")] = 4,
+    chunk_ms: Annotated[float, typer.Option(help="Milliseconds that a chunk computes.")] = 50.0,
     runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
-    """What passing KV blocks costs, beside a contiguous NIXL write and memcpy.
+    """Measure KV transfer between two processes, with a contiguous NIXL write and memcpy.
 
-    Written is from the first post until the prefill side has seen the last write end, landed
-    until the decode side has seen data and Done and may decode; verified is the same with
-    digests on both sides. docs/handoff-figures.md tells more.
+    All times start with the first posted write. written: the prefill side has seen the last
+    write complete. landed: the decode side has seen data and Done and may decode. verified: the
+    same with digests on both sides. See docs/handoff-figures.md.
     """
     from baton.bench.kv import KvBench, run
 
@@ -169,12 +172,12 @@ def kv(
         [_with_shares(row) for row in rows],
     )
     tail_rows = [asdict(tail) for tail in tails]
-    show_table("what is left when the last chunk has ended", tail_rows)
+    show_table("KV transfer left after the last chunk", tail_rows)
     _write(json_file, {"transfers": rows, "tails": tail_rows})
 
 
 def _with_shares(row: dict[str, object]) -> dict[str, object]:
-    """Each rate that has a ratio shows it behind itself."""
+    """Append to each rate its ratio, in parentheses."""
     return {
         name: f"{value:.2f} ({row[f'{name}_ratio']:.2f})" if f"{name}_ratio" in row else value
         for name, value in row.items()
@@ -184,20 +187,29 @@ def _with_shares(row: dict[str, object]) -> dict[str, object]:
 
 @bench.command()
 def policies(
-    nodes: Annotated[int, typer.Option(min=2, help="Half of them prefill nodes.")] = 1000,
-    requests: Annotated[int, typer.Option(min=100, help="The first third warms up.")] = 6000,
+    nodes: Annotated[
+        int, typer.Option(min=2, help="Number of nodes; half of them are prefill nodes.")
+    ] = 1000,
+    requests: Annotated[
+        int, typer.Option(min=100, help="Number of requests; the first third is warm-up.")
+    ] = 6000,
     load: Annotated[
-        float, typer.Option(help="Share of what the prefill nodes could compute without hits.")
+        float,
+        typer.Option(
+            help="Load, relative to the capacity of the prefill nodes without prefix hits."
+        ),
     ] = 0.7,
-    skew: Annotated[float, typer.Option(help="Zipf's exponent of the system prompts.")] = 1.1,
+    skew: Annotated[
+        float, typer.Option(help="Zipf exponent of the popularity of system prompts.")
+    ] = 1.1,
     seed: Annotated[int, typer.Option(help="Same seed, same figures.")] = 0,
     json_file: JsonFile = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", help="Draw the figures into this PNG.", callback=can_be_written),
+        typer.Option("--plot", help="Draw the figures to this PNG.", callback=can_be_written),
     ] = None,
 ) -> None:
-    """The router's policies on a simulated cluster: hit rates and waits."""
+    """Compare the routing policies on a simulated cluster by hit rate and waiting time."""
     from baton.bench.plotting import need_matplotlib
     from baton.bench.policies import PolicyBench, plot, run
 
@@ -213,22 +225,22 @@ def policies(
         plot(figures, plot_file)
 
 
-def _path(written: str) -> tuple[str, str]:
-    transport, _, tls = written.strip().partition(":")
+def _path(text: str) -> tuple[str, str]:
+    transport, _, tls = text.strip().partition(":")
     if transport not in ("nixl", "ucxx"):
-        raise InvalidConfig(f"{written!r}: the transport is nixl or ucxx")
+        raise InvalidConfig(f"{text!r}: the transport is nixl or ucxx")
     return transport, tls
 
 
-def _names(written: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in written.split(","))
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
 
 
 def numbers(written: str) -> tuple[int, ...]:
     try:
         numbers = tuple(int(one) for one in written.split(","))
     except ValueError:
-        raise InvalidConfig(f"{written!r} is no list of numbers; write it like 1,4,16") from None
+        raise InvalidConfig(f"{written!r} is not a list of numbers; write it like 1,4,16") from None
     if min(numbers) < 1:
         raise InvalidConfig(f"{written!r}: every number must be at least 1")
     return numbers

@@ -28,51 +28,56 @@ EVERYTHING = "all"
 
 def chaos(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
-    minutes: Annotated[float, typer.Option(help="How long things go wrong.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same requests and same faults.")] = 0,
-    every: Annotated[float, typer.Option(help="Seconds from fault to fault, on average.")] = 5.0,
+    minutes: Annotated[float, typer.Option(help="Minutes during which faults are injected.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of requests and faults.")] = 0,
+    every: Annotated[float, typer.Option(help="Mean seconds between faults.")] = 5.0,
     kinds: Annotated[
         str,
         typer.Option(
             help="kill, stop, freeze, slow, cut, hush, crowd, drop, late, double, swap, corrupt, "
-            "jump, hostile; commas between. hostile is a client that does the worst that the "
-            "limits allow, while bystanders' waits are measured."
+            "jump, hostile; comma-separated. hostile: a client sends the most expensive requests "
+            "that the limits allow, while the latency of other clients is measured."
         ),
     ] = EVERYTHING,
     roles: Annotated[
-        str, typer.Option(help="Who is struck: router, prefill, decode; commas between.")
+        str,
+        typer.Option(help="Roles to inject faults into: router, prefill, decode; comma-separated."),
     ] = EVERYTHING,
     attacks: Annotated[
         str,
         typer.Option(
-            help="Of the hostile client: large-answers, token-lists, large-settings, "
+            help="Attacks of the hostile client: large-answers, token-lists, large-settings, "
             "idle-connections, long-ids, ambiguous-grammars, dead-peers, mutations."
         ),
     ] = EVERYTHING,
-    clients: Annotated[int, typer.Option(min=1, help="Each asks on and on.")] = 6,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Clients, each sending one request after the other.")
+    ] = 6,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
     kv_cache_memory: Annotated[
-        str, typer.Option(help="Of each node; small enough for a crowd to fill it.")
+        str, typer.Option(help="KV cache of each node; small, so that crowd fills it.")
     ] = "3MiB",
     dtype: Annotated[
         str,
-        typer.Option(help="Choose float32 where there is no C++ compiler: there rounding decides."),
+        typer.Option(
+            help="Use float32 without a C++ compiler: rounding may change tokens otherwise."
+        ),
     ] = "auto",
-    transport: Annotated[str, typer.Option(help="What carries KV: nixl or ucxx.")] = "nixl",
-    kv_tls: Annotated[str, typer.Option(help="What UCX may use, such as tcp.")] = "",
-    logs: Annotated[Path | None, typer.Option(help="Folder for what the processes log.")] = None,
+    transport: Annotated[str, typer.Option(help="KV transport: nixl or ucxx.")] = "nixl",
+    kv_tls: Annotated[str, typer.Option(help="UCX_TLS of the KV transport, such as tcp.")] = "",
+    logs: Annotated[Path | None, typer.Option(help="Folder for the logs of the processes.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Kill, stop and cut off a cluster's processes under load, and judge every answer.
+    """Kill, stop and partition a cluster's processes under load, and check every answer.
 
-    With hostile among the kinds, a client of its own sends bodies that ask for much, long lists and
-    ids, ambiguous grammars, hundreds of idle connections, links to dead peers and mutated
-    requests. Bystanders' streams must have no gap above 1 s, nor /health a latency above 1 s,
-    except beside the other faults. `--kinds hostile` has no other faults.
+    Faults are injected from outside. Kind hostile adds a client that sends expensive bodies, long
+    lists and ids, ambiguous grammars, hundreds of idle connections, links to dead peers and
+    mutated requests. Meanwhile bystander streams must have no gap and /health no latency above
+    1 s, except during other faults. `--kinds hostile` injects no other faults.
 
-    Ends with 1 when an answer was wrong, a request hung or was lost, something leaked, or a
-    bystander's bound was missed.
+    Exit code 1 if an answer was wrong, a request hung or was lost, something leaked, or a
+    bystander's limit was exceeded.
     """
     from baton.bench.chaos import ChaosBench
     from baton.bench.chaos_clock import can_jump
@@ -82,7 +87,7 @@ def chaos(
 
     chosen = _named(Kind, kinds, "--kinds")
     if kinds == EVERYTHING and not can_jump():
-        console(stderr=True).print("no C compiler here: clocks do not jump in this run")
+        console(stderr=True).print("no C compiler found: this run has no jump faults (clock jumps)")
         chosen = tuple(kind for kind in chosen if kind is not Kind.JUMP)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -109,25 +114,25 @@ def chaos(
         num_clients=clients,
         attacks=_named(Attack, attacks, "--attacks"),
     )
-    found = _run(what)
-    _tell(found, what)
+    report = _run(what)
+    _show(report, what)
     if json_file is not None:
         from baton.bench.chaos_report import as_told
 
-        told = {"what": asdict(what), **as_told(found)}
-        json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
-    if not found.is_good:
+        values = {"what": asdict(what), **as_told(report)}
+        json_file.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+    if not report.is_good:
         raise typer.Exit(1)
 
 
-def _named(enum: type[Enum], written: str, option: str) -> tuple[Any, ...]:
-    if written == EVERYTHING:
+def _named(enum: type[Enum], text: str, option: str) -> tuple[Any, ...]:
+    if text == EVERYTHING:
         return tuple(enum)
     try:
-        return tuple(enum(one.strip()) for one in written.split(","))
+        return tuple(enum(one.strip()) for one in text.split(","))
     except ValueError:
         names = ", ".join(one.value for one in enum)
-        raise InvalidConfig(f"{option} {written}: choose from {names}") from None
+        raise InvalidConfig(f"{option} {text}: choose from {names}") from None
 
 
 def _run(what: ChaosBench) -> Report:
@@ -149,19 +154,19 @@ def _run(what: ChaosBench) -> Report:
 
 @contextmanager
 def _progress(what: ChaosBench) -> Iterator[OnProgress]:
-    """One line that is kept true on a terminal; nothing elsewhere."""
-    with console(stderr=True).status("starting the cluster; asking with nothing wrong") as status:
+    """Show one status line on a terminal; print nothing elsewhere."""
+    with console(stderr=True).status("starting the cluster; running without faults") as status:
 
         def on_progress(now: Progress) -> None:
             counts = Counter(one.outcome.value for one in now.told)
-            told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            outcomes = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
             clock = f"{now.elapsed_s:.0f}/{what.script.duration_s:.0f} s"
-            status.update(f"{clock}, {now.num_struck} faults ({now.latest}): {told}")
+            status.update(f"{clock}, {now.num_struck} faults ({now.latest}): {outcomes}")
 
         yield on_progress
 
 
-def _tell(found: Report, what: ChaosBench) -> None:
+def _show(found: Report, what: ChaosBench) -> None:
     rows = [{"what": name, "count": count} for name, count in found.counts.items()]
     took = f"{found.num_faults} faults in {found.elapsed_s:.0f} s, seed {what.script.seed}"
     console().print(took)
@@ -169,18 +174,18 @@ def _tell(found: Report, what: ChaosBench) -> None:
     if found.num_by_fault:
         show_table("faults", [{"fault": n, "times": c} for n, c in found.num_by_fault.items()])
     if found.recoveries:
-        show_table("how soon it went on", [asdict(one) for one in found.recoveries])
+        show_table("recovery times", [asdict(one) for one in found.recoveries])
     if found.reasons:
-        show_table("what failed", [{"why": n, "times": c} for n, c in found.reasons.items()])
+        show_table("failures", [{"why": n, "times": c} for n, c in found.reasons.items()])
     if found.bystanders is not None:
-        _tell_of_bystanders(found.bystanders)
+        _show_bystanders(found.bystanders)
     if found.memory:
         show_table("memory in MiB", [_memory_row(one) for one in found.memory])
     for name in ("wrong", "hung", "lost", "overdue", "leaks", "died", "missed"):
         _list(name, getattr(found, name))
 
 
-def _tell_of_bystanders(found: Bystanders) -> None:
+def _show_bystanders(found: Bystanders) -> None:
     named = {
         "worst gap": found.worst_gap_s,
         "worst /health": found.worst_health_s,
@@ -188,10 +193,10 @@ def _tell_of_bystanders(found: Bystanders) -> None:
         "worst /health without an attack": found.worst_quiet_health_s,
         "worst lag of the measuring process": found.worst_lag_s,
     }
-    counts = f"{found.num_gaps} gaps, {found.num_health} of /health; 0 is below 0.1 s"
+    counts = f"{found.num_gaps} gaps, {found.num_health} /health requests; 0: below 0.1 s"
     show_table(f"bystanders: {counts}", [{"what": n, "s": s} for n, s in named.items()])
     if found.by_attack:
-        show_table("beside attacks", [asdict(one) for one in found.by_attack])
+        show_table("during attacks", [asdict(one) for one in found.by_attack])
 
 
 def _memory_row(one: Memory) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which engines a measurement takes, as its options say."""
+"""Options that select the engines of a comparison: Baton and vLLM, colocated or not."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ if TYPE_CHECKING:
 OWN = "default"
 SHIPPED, PATCHED = "shipped", "patched"
 
-BenchModel = Annotated[
-    str, typer.Option("--model", help="Model folder; all engines read the same.")
-]
-VllmVenv = Annotated[
-    Path | None, typer.Option(help="Environment that vLLM (for the CPU) is installed in.")
-]
+BenchModel = Annotated[str, typer.Option("--model", help="Model folder, used by all engines.")]
+VllmVenv = Annotated[Path | None, typer.Option(help="Virtual environment with vLLM for the CPU.")]
 BatonSteps = Annotated[
     str,
     typer.Option(
-        help="Milliseconds that steps of Baton's colocated node shall last; default: as many "
-        "tokens as fit; empty: none."
+        help="Target step durations of Baton's colocated node in ms, comma-separated; default: no "
+        "target; empty: leave this engine out."
     ),
 ]
 VllmChunks = Annotated[
-    str, typer.Option(help="Most tokens of its steps; default: its own choice; empty: none.")
+    str,
+    typer.Option(
+        help="Token budgets of vLLM's steps, comma-separated; default: its own; empty: none."
+    ),
 ]
 VllmApart = Annotated[
     str,
     typer.Option(
-        help="Its prefill and decode servers over NIXL, too: shipped, patched or both with a comma "
-        "between; patched: no progress thread of NIXL's, no spinning, each on its own cores."
+        help="Also measure vLLM's prefill and decode servers over NIXL: shipped, patched or both, "
+        "comma-separated; patched: no NIXL progress thread, no spinning, separate cores."
     ),
 ]
 
@@ -47,19 +46,19 @@ VllmApart = Annotated[
 def chosen_engines(
     model: str, steps: str, venv: Path | None, chunks: str, apart: str
 ) -> dict[str, Start]:
-    """Baton's first. Raises InvalidConfig."""
+    """Return the selected engines, those of Baton first. Raises InvalidConfig."""
     from baton.bench import engines
     from baton.bench.peer_settings import python_of
 
     engines.halves()
-    found: dict[str, Start] = {"baton, prefill and decode": partial(engines.baton_apart, model)}
-    found |= _baton_colocated(model, steps)
+    starts: dict[str, Start] = {"baton, prefill and decode": partial(engines.baton_apart, model)}
+    starts |= _baton_colocated(model, steps)
     if venv is None and apart:
         raise InvalidConfig("--vllm-apart needs --vllm-venv")
     if venv is not None:
-        python_of(venv)  # told before anything is measured
-        found |= _vllm_engines(model, venv, chunks, apart)
-    return found
+        python_of(venv)  # raises before anything is measured
+        starts |= _vllm_engines(model, venv, chunks, apart)
+    return starts
 
 
 def _baton_colocated(model: str, steps: str) -> Iterator[tuple[str, Start]]:
@@ -94,9 +93,10 @@ def _parts(written: str) -> list[str]:
 
 
 def that_stay(engines: dict[str, Start], model: str, lifetime: ExitStack) -> dict[str, Start]:
-    """vLLM's are started once; Baton's are quick, and watch clocks that freezing would upset.
+    """Start vLLM's servers once and freeze them between turns.
 
-    Raises InvalidConfig where memory does not hold all of them: the system would end one later.
+    Baton's start fast, and freezing would expire their leases. Raises InvalidConfig if the servers
+    together need more memory than is free: the OOM killer would end one during the run.
     """
     from baton.bench.staying import staying
 
@@ -117,21 +117,21 @@ def _need_memory_for(names: Sequence[str], model: str) -> None:
     needed, free = num_servers * vllm_server_bytes(model), free_host_bytes()
     if needed > free:
         raise InvalidConfig(
-            f"--keep: {num_servers} of vLLM's servers take about {format_bytes(needed)} together, "
-            f"{format_bytes(free)} are free: ask for fewer engines at once, or leave --keep out"
+            f"--keep: {num_servers} vLLM servers need about {format_bytes(needed)} together, "
+            f"{format_bytes(free)} are free: select fewer engines, or omit --keep"
         )
 
 
-def announced(engines: dict[str, Start], tell: Callable[[str], None]) -> dict[str, Start]:
-    """Who waits hears which engine starts and which is measured; an error, in whose turn it was."""
+def announced(engines: dict[str, Start], report: Callable[[str], None]) -> dict[str, Start]:
+    """Report each engine as it starts and is measured, and add its name to an error as a note."""
 
-    def telling(name: str, start: Start) -> Start:
+    def announcing(name: str, start: Start) -> Start:
         @contextmanager
         def turn() -> Iterator[Door]:
-            tell(f"{name}: starting")
+            report(f"{name}: starting")
             try:
                 with start() as door:
-                    tell(f"{name}: measuring")
+                    report(f"{name}: measuring")
                     yield door
             except BaseException as error:
                 error.add_note(f"in the turn of {name}")
@@ -139,4 +139,4 @@ def announced(engines: dict[str, Start], tell: Callable[[str], None]) -> dict[st
 
         return turn
 
-    return {name: telling(name, start) for name, start in engines.items()}
+    return {name: announcing(name, start) for name, start in engines.items()}

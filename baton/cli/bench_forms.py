@@ -15,11 +15,11 @@ from baton.cli.show import show_table
 
 def forms(
     model: Annotated[str, typer.Option(help="Model folder, for its tokenizer.")] = "models/demo",
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each form.")] = 5,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at the most.")] = 300,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each constraint.")] = 5,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 300,
     json_file: JsonFile = None,
 ) -> None:
-    """What answers in a form cost: compiling, a mask per token, applying it to a batch."""
+    """Measure the cost of structured outputs: compilation, mask per token, mask application."""
     from baton.bench.forms import FormBench, run
 
     with Console(stderr=True).status("compiling") as status:
@@ -29,5 +29,5 @@ def forms(
     show_table(f"CPU time, {runs} runs of up to {tokens} tokens", rows)
     show_table("applying masks to a step's logits", steps)
     if json_file is not None:
-        told = json.dumps({"what": asdict(what), "forms": rows, "applied": steps}, indent=2)
-        json_file.write_text(told + "\n", encoding="utf-8")
+        text = json.dumps({"what": asdict(what), "forms": rows, "applied": steps}, indent=2)
+        json_file.write_text(text + "\n", encoding="utf-8")

@@ -36,36 +36,38 @@ def frontier(
     vllm_chunks: VllmChunks = "default,128",
     vllm_apart: VllmApart = "",
     rates: Annotated[str, typer.Option(help="Requests per second.")] = "0.1,0.2,0.3,0.4",
-    seconds: Annotated[float, typer.Option(help="That requests are sent at each rate.")] = 90.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of load at each rate.")] = 90.0,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
-    ttft: Annotated[str, typer.Option(help="Limits of the first token, in seconds.")] = "2,4,8",
+    ttft: Annotated[
+        str, typer.Option(help="Limits of the time to first token, in seconds.")
+    ] = "2,4,8",
     itl: Annotated[
-        str, typer.Option(help="Limits of the time from token to token, in milliseconds.")
+        str, typer.Option(help="Limits of the inter-token latency, in milliseconds.")
     ] = "50,75,100,150,200,300,500,1000",
     of: Annotated[
-        str, typer.Option(help="What of an answer's gaps the limit is for: mean or p99.")
+        str, typer.Option(help="Statistic of an answer's gaps that --itl limits: mean or p99.")
     ] = "mean",
     share: Annotated[
-        float, typer.Option(help="So many of the requests must keep both limits.")
+        float, typer.Option(help="Share of the requests that must meet both limits.")
     ] = 0.95,
     measured: Annotated[
         Path | None,
         typer.Option(
             "--from",
-            help="Measure nothing, look at what --json wrote with other limits, none wider.",
+            help="Do not measure: apply other limits, none wider, to a file written by --json.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same requests at the same times.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the requests and their arrival times.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw it into this PNG, too.", callback=can_be_written)
+        Path | None, typer.Option(help="Also draw the result to this PNG.", callback=can_be_written)
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """The highest rate at which an engine keeps its limits: Baton, colocated or not, and vLLM.
+    """Find the highest rate at which Baton, colocated or not, and vLLM meet latency limits.
 
-    Each engine gets the same requests over HTTP, at one rate after the other, until it keeps not
-    even the widest limits. One such sweep answers for all limits; --json keeps every request.
+    Each engine gets the same requests over HTTP at increasing rates, until it misses even the
+    widest limits. One sweep serves all limits; --json keeps every request.
     """
     from baton.bench.frontier import Sweep, read_sweep
     from baton.bench.plotting import need_matplotlib
@@ -85,52 +87,52 @@ def frontier(
     else:
         then = read_sweep(measured)
         if not then.is_whole:
-            print(f"baton: warning: {measured} is of a sweep that broke off", file=sys.stderr)
-        _tell(replace(then, what=replace(then.what, **limits)), plot, json_file)
+            print(f"baton: warning: {measured} is from an interrupted sweep", file=sys.stderr)
+        _report(replace(then, what=replace(then.what, **limits)), plot, json_file)
 
 
 def measure(
     what: Sweep, engines: dict[str, Start], plot: Path | None, json_file: Path | None
 ) -> None:
-    """And tell of what was measured, even if it breaks off."""
+    """Run the sweep and report the results, also partial ones after an interruption."""
     from baton.bench.frontier import Measured, run
 
     runs: list[RateRun] = []
     screen = console(stderr=True)
 
-    def tell(is_whole: bool) -> None:
-        _tell(Measured(what, runs, is_whole), plot, json_file)
+    def report(is_whole: bool) -> None:
+        _report(Measured(what, runs, is_whole), plot, json_file)
 
-    with told_even_if_broken_off(runs, tell), screen.status("starting") as status:
+    with told_even_if_broken_off(runs, report), screen.status("starting") as status:
 
         def on_run(one: RateRun) -> None:
             runs.append(one)
-            told = f"{len(one.answers)} answers, {len(one.errors)} failed"
-            screen.print(f"{one.engine}, {one.rate:g} requests/s: {told}")
+            counts = f"{len(one.answers)} answers, {len(one.errors)} failed"
+            screen.print(f"{one.engine}, {one.rate:g} requests/s: {counts}")
 
         run(what, announced(engines, status.update), on_run)
 
 
-def _tell(measured: Measured, plot: Path | None, json_file: Path | None) -> None:
+def _report(measured: Measured, plot: Path | None, json_file: Path | None) -> None:
     from baton.bench.frontier import frontier as frontier_of
     from baton.bench.frontier_plot import draw
 
     found = frontier_of(measured.what, measured.runs)
     if json_file is not None:
-        told = {
+        values = {
             "what": asdict(measured.what),
             "is_whole": measured.is_whole,
             "goodput": [asdict(one) for one in found],
             "runs": [asdict(one) for one in measured.runs],
         }
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     _show(found, measured.what.itl)
     if plot is not None:
         draw(measured.what, found, plot)
 
 
 def _show(found: list[Goodput], kind: str) -> None:
-    """A table for each limit of the first token, a column for each limit of the gaps."""
+    """Show one table per limit of the first token, with one column per limit of the gaps."""
     for limit_s in dict.fromkeys(one.first_token_limit_s for one in found):
         rows: dict[str, dict[str, object]] = {}
         for one in found:
@@ -146,5 +148,5 @@ def _decimals(written: str) -> tuple[float, ...]:
         return tuple(sorted(float(one) for one in written.split(",")))
     except ValueError:
         raise InvalidConfig(
-            f"{written!r} is no list of numbers; write it like 0.1,0.25,1"
+            f"{written!r} is not a list of numbers; write it like 0.1,0.25,1"
         ) from None

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 def handover(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
-    pairs: Annotated[int, typer.Option(min=1, help="Prompts; each goes to both.")] = 20,
-    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Number of prompts; each is sent to both setups.")
+    ] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """How much later a first token comes from prefill and decode nodes than from one node.
+    """Measure the time to first token that disaggregation adds, compared with one node.
 
-    One prompt at a time. The node that does both has the very cores that the prefill node has: half
-    of this process's, so one of two. Shares are apart over together, pair by pair, less one.
+    Prompts are sent one at a time. The single node has the same cores as the prefill node: half of
+    those of this process. Shares are disaggregated over single node minus one, per pair.
     """
     from baton.bench.engines import baton_apart, baton_colocated, halves
     from baton.bench.handover import Handover
@@ -45,16 +47,16 @@ def handover(
 def measure(
     what: Handover, together: Start, apart: Start, num_cpus: int, json_file: Path | None
 ) -> None:
-    """And tell of what was measured, even if it breaks off."""
+    """Run the pairs and report the results, also partial ones after an interruption."""
     from baton.bench.handover import run
 
     pairs: list[Pair] = []
 
-    def tell(is_whole: bool) -> None:
-        _tell(what, pairs, is_whole, num_cpus, json_file)
+    def report(is_whole: bool) -> None:
+        _report(what, pairs, is_whole, num_cpus, json_file)
 
     with (
-        told_even_if_broken_off(pairs, tell),
+        told_even_if_broken_off(pairs, report),
         console(stderr=True).status("starting") as status,
     ):
 
@@ -66,20 +68,20 @@ def measure(
         run(what, together, apart, on_pair)
 
 
-def _tell(
+def _report(
     what: Handover, pairs: Sequence[Pair], is_whole: bool, num_cpus: int, json_file: Path | None
 ) -> None:
     from baton.bench.handover import added
 
     found = [asdict(one) for one in added(pairs)]
     if json_file is not None:
-        told = {
+        values = {
             "what": asdict(what),
             "cpus": num_cpus,
             "is_whole": is_whole,
             "added": found,
             "pairs": [asdict(one) for one in pairs],
         }
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     tokens = f"{what.prompt_tokens} tokens, one prompt at a time"
     show_table(f"{tokens}, medians of {len(pairs)} pairs", found)

@@ -42,24 +42,24 @@ def interference(
         bool,
         typer.Option(
             "--keep",
-            help="Start vLLM's servers once and freeze them between their turns. Each keeps its "
-            "memory to the end: four times the weights and more.",
+            help="Start vLLM's servers once and freeze them between turns. Each keeps its memory "
+            "until the end: more than four times the weights.",
         ),
     ] = False,
-    streams: Annotated[int, typer.Option(help="Answers that go on all the time.")] = 4,
-    prompts: Annotated[int, typer.Option(help="That arrive in a round.")] = 8,
-    prompt: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
-    every: Annotated[float, typer.Option(help="Seconds from one to the next.")] = 5.0,
-    rounds: Annotated[int, typer.Option(help="Medians of so many are shown.")] = 3,
+    streams: Annotated[int, typer.Option(help="Number of continuous streams.")] = 4,
+    prompts: Annotated[int, typer.Option(help="Long prompts that arrive in a round.")] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of a long prompt.")] = 512,
+    every: Annotated[float, typer.Option(help="Seconds between long prompts.")] = 5.0,
+    rounds: Annotated[int, typer.Option(help="Number of rounds; medians are shown.")] = 3,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw it into this PNG, too.", callback=can_be_written)
+        Path | None, typer.Option(help="Also draw the result to this PNG.", callback=can_be_written)
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """What long prompts do to the answers that are under way: Baton, colocated or not, and vLLM.
+    """Measure how long prompts disturb running streams: Baton, colocated or not, and vLLM.
 
-    Each engine in turns on the same cores, under the same clients over HTTP. Ratios say how many
-    times the figure of Baton's prefill and decode nodes the other engine has.
+    The engines alternate on the same cores under the same load over HTTP. A ratio is the figure of
+    an engine divided by that of Baton's prefill and decode nodes.
     """
     from baton.bench.interference import Interference
     from baton.bench.plotting import need_matplotlib
@@ -81,26 +81,26 @@ def interference(
 def measure(
     what: Interference, engines: dict[str, Start], plot: Path | None, json_file: Path | None
 ) -> None:
-    """And tell of what was measured, even if it breaks off."""
+    """Run the rounds and report the results, also partial ones after an interruption."""
     from baton.bench.interference import run
 
     turns: list[Turn] = []
     screen = console(stderr=True)
 
-    def tell(is_whole: bool) -> None:
-        _tell(what, turns, is_whole, plot, json_file)
+    def report(is_whole: bool) -> None:
+        _report(what, turns, is_whole, plot, json_file)
 
-    with told_even_if_broken_off(turns, tell), screen.status("starting") as status:
+    with told_even_if_broken_off(turns, report), screen.status("starting") as status:
 
         def on_turn(turn: Turn) -> None:
             turns.append(turn)
-            told = f"ITL p99 {turn.figures.itl_p99_ms:.0f} ms"
-            screen.print(f"round {turn.round + 1}, {turn.engine}: {told}")
+            figure = f"ITL p99 {turn.figures.itl_p99_ms:.0f} ms"
+            screen.print(f"round {turn.round + 1}, {turn.engine}: {figure}")
 
         run(what, announced(engines, status.update), on_turn)
 
 
-def _tell(
+def _report(
     what: Interference,
     turns: Sequence[Turn],
     is_whole: bool,
@@ -112,13 +112,13 @@ def _tell(
 
     rows, rounds = rows_of(turns), num_whole_rounds(turns)
     if json_file is not None:
-        told = {
+        values = {
             "what": asdict(what),
             "is_whole": is_whole,
             "rounds": rounds,
             "engines": [asdict(row) for row in rows],
         }
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     load = f"{what.num_streams} streams, {what.prompt_tokens} tokens every {what.every_s:g} s"
     show_table(f"{load}, medians of {rounds} rounds", [_flat(row) for row in rows])
     if plot is not None:
@@ -126,6 +126,6 @@ def _tell(
 
 
 def _flat(row: Row) -> dict[str, object]:
-    told: dict[str, object] = asdict(row)
-    figures = told.pop("figures")
-    return {"engine": told.pop("engine"), **figures, **told}  # type: ignore[dict-item]
+    values: dict[str, object] = asdict(row)
+    figures = values.pop("figures")
+    return {"engine": values.pop("engine"), **figures, **values}  # type: ignore[dict-item]

@@ -18,23 +18,29 @@ if TYPE_CHECKING:
 
 def memory(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
-    requests: Annotated[int, typer.Option(min=1, help="In all.")] = 100_000,
-    clients: Annotated[int, typer.Option(min=1, help="Each asks on and on.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Total number of requests.")] = 100_000,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Clients, each sending one request after the other.")
+    ] = 32,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 2,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
     colocated: Annotated[
-        bool, typer.Option("--colocated", help="No prefill nodes: as many nodes, doing both.")
+        bool,
+        typer.Option(
+            "--colocated",
+            help="Start no prefill nodes but as many decode nodes, which also compute the prompts.",
+        ),
     ] = False,
     kv_cache_memory: Annotated[
-        str, typer.Option(help="Of each node; small, so that it is soon all in use.")
+        str, typer.Option(help="KV cache of each node; small, so that it fills early.")
     ] = "6MiB",
-    transport: Annotated[str, typer.Option(help="What carries KV: nixl or ucxx.")] = "nixl",
+    transport: Annotated[str, typer.Option(help="KV transport: nixl or ucxx.")] = "nixl",
     json_file: JsonFile = None,
 ) -> None:
-    """Send very many short requests, and tell how the memory of each process grows.
+    """Send very many short requests and measure how the memory of each process grows.
 
-    The line is drawn through what a process held in the second half, when caches are full.
+    A line is fitted to the memory of the second half, when all caches are full.
     """
     from baton.bench.memory import MemoryBench
     from baton.cluster import ClusterOptions
@@ -59,10 +65,10 @@ def memory(
         f"{held.num_failed} failed"
     )
     growths = [asdict(one) for one in held.growths]
-    show_table("memory, MiB; the line is of the second half", growths)
+    show_table("memory, MiB; growth fitted to the second half", growths)
     if json_file is not None:
-        told = {"what": asdict(what), "growths": growths, "run": asdict(held)}
-        json_file.write_text(json.dumps(told, default=str) + "\n", encoding="utf-8")
+        values = {"what": asdict(what), "growths": growths, "run": asdict(held)}
+        json_file.write_text(json.dumps(values, default=str) + "\n", encoding="utf-8")
 
 
 def _run(what: MemoryBench) -> Held:

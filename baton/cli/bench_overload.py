@@ -14,22 +14,31 @@ from baton.cli.show import console, show_table
 
 def overload(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
-    factor: Annotated[float, typer.Option(min=1, help="Requests sent, over the peak.")] = 3.0,
-    seconds: Annotated[float, typer.Option(min=1, help="Of each part.")] = 20.0,
-    clients: Annotated[int, typer.Option(min=1, help="That show the peak.")] = 128,
-    patience: Annotated[float, typer.Option(help="Deadline of each request, s.")] = 8.0,
-    urgent: Annotated[float, typer.Option(min=0, max=1, help="Share that goes first.")] = 0.1,
+    factor: Annotated[
+        float, typer.Option(min=1, help="Offered load as a multiple of the peak rate.")
+    ] = 3.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of each phase.")] = 20.0,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Closed-loop clients that measure the peak.")
+    ] = 128,
+    patience: Annotated[float, typer.Option(help="Deadline of each request in seconds.")] = 8.0,
+    urgent: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests with urgent priority.")
+    ] = 0.1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
-    kv_cache_memory: Annotated[str, typer.Option(help="Of each node.")] = "64MiB",
+    kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "64MiB",
     node_cpus: Annotated[
-        str, typer.Option(help="Cores of the nodes alone, like 0-3,6; empty: all share all.")
+        str,
+        typer.Option(
+            help="Cores reserved for the nodes, such as 0-3,6; empty: all processes share all."
+        ),
     ] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Find the peak, send a multiple of it, and tell what is served, refused and left unserved."""
+    """Measure the peak rate, send a multiple of it, and count served, refused and unserved."""
     import asyncio
 
     from baton.bench.overload import OverloadBench, run
@@ -56,16 +65,16 @@ def overload(
         answer_tokens=answer,
         node_cpus=parse_cpus(node_cpus) if node_cpus else (),
     )
-    with console(stderr=True).status("peak, and then more than that"):
+    with console(stderr=True).status("measuring the peak, then overload"):
         found = asyncio.run(run(what))
     console().print(
         f"peak {found.peak_per_s:.1f} requests/s; of {found.sent_per_s:.1f} sent, "
-        f"{found.served_per_s:.1f} are served: {found.share_of_peak:.0%} of the peak"
+        f"{found.served_per_s:.1f} were served: {found.share_of_peak:.0%} of the peak"
     )
     show_table("", [asdict(one) for one in found.kinds])
     if found.reasons:
         show_table("not served", [{"why": n, "times": c} for n, c in found.reasons.items()])
     show_table("cores used", [asdict(one) for one in found.cores])
     if json_file is not None:
-        told = {"what": asdict(what), "share_of_peak": found.share_of_peak, **asdict(found)}
-        json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+        values = {"what": asdict(what), "share_of_peak": found.share_of_peak, **asdict(found)}
+        json_file.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")

@@ -18,31 +18,31 @@ from engine.errors import InvalidConfig
 
 
 def peer(
-    model: Annotated[str, typer.Option(help="Model folder; all engines read the same.")],
+    model: Annotated[str, typer.Option(help="Model folder, used by all engines.")],
     vllm_venv: Annotated[
-        Path | None, typer.Option(help="Environment that vLLM (for the CPU) is installed in.")
+        Path | None, typer.Option(help="Virtual environment with vLLM for the CPU.")
     ] = None,
     llamacpp_venv: Annotated[
-        Path | None, typer.Option(help="Environment with llama-cpp-python, gguf and torch.")
+        Path | None, typer.Option(help="Virtual environment with llama-cpp-python, gguf and torch.")
     ] = None,
     threads: Threads = 2,
     quantize: Quantize = "none",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "512,2048",
     batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
     steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
-    runs: Annotated[int, typer.Option(help="Pairs of each setting; medians are shown.")] = 5,
+    runs: Annotated[int, typer.Option(help="Paired runs of each setting; medians are shown.")] = 5,
     json_file: JsonFile = None,
 ) -> None:
-    """Baton and other engines in turns, on the same folder and load: tokens per second, ratios.
+    """Compare Baton with other engines on the same model and load, in tokens per second.
 
-    With --quantize int8 llama.cpp takes its Q8_0; vLLM has bfloat16 in any case.
+    The engines alternate. With --quantize int8, llama.cpp uses its Q8_0; vLLM always uses bfloat16.
     """
     from baton.bench.engine import EngineBench
     from baton.bench.peer import Comparison, PeerBench, run
     from baton.cli.bench import numbers
 
     if vllm_venv is None and llamacpp_venv is None:
-        raise InvalidConfig("no peer: give --vllm-venv, --llamacpp-venv or both")
+        raise InvalidConfig("no peer: pass --vllm-venv, --llamacpp-venv or both")
     engine = EngineBench(
         model=model,
         dtype="bfloat16",
@@ -55,15 +55,15 @@ def peer(
     )
     compared: list[dict[str, object]] = []
 
-    def tell(is_whole: bool) -> None:
+    def report(is_whole: bool) -> None:
         if json_file is not None:
-            asked = {"model": model, "threads": threads, "quantize": quantize}
-            told = {**asked, "is_whole": is_whole, "compared": compared}
-            json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            settings = {"model": model, "threads": threads, "quantize": quantize}
+            values = {**settings, "is_whole": is_whole, "compared": compared}
+            json_file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         show_table(f"{model}, {threads} threads, medians of {runs} pairs", compared)
 
     with (
-        told_even_if_broken_off(compared, tell),
+        told_even_if_broken_off(compared, report),
         tempfile.TemporaryDirectory(prefix="baton-peer-") as scratch,
         Console(stderr=True).status("loading") as status,
     ):

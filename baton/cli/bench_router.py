@@ -15,21 +15,21 @@ from baton.cli.show import show_table
 
 def router(
     model: Annotated[
-        str, typer.Option(help="Whose tokenizer the router uses; empty for none.")
+        str, typer.Option(help="Model whose tokenizer the router uses; empty: none.")
     ] = "models/demo",
-    streams: Annotated[int, typer.Option(min=1, help="Answers at the same time.")] = 64,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 64,
     answer: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 128,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     interval_ms: Annotated[
-        float, typer.Option(min=0, help="From token to token of a stream; 0: at once.")
+        float, typer.Option(min=0, help="Milliseconds between the tokens of a stream; 0: no delay.")
     ] = 20.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Medians of so many are shown.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; medians are shown.")] = 5,
     json_file: JsonFile = None,
 ) -> None:
-    """What the router costs: its CPU time per token and request, and the time it adds.
+    """Measure the router's CPU time per token and per request, and the latency it adds.
 
-    The nodes behind it compute nothing. Their calls, messages and sockets are real. A token's cost
-    in a bare gRPC server, by turns with the router, is told beside it.
+    The nodes compute nothing; their RPCs, messages and sockets are real. A bare gRPC server is
+    measured in alternation with the router as the lower bound of the cost per token.
     """
     from baton.bench.router import Round, RouterBench, run
 
@@ -50,5 +50,5 @@ def router(
         figures = [asdict(figure) for figure in run(what, on_round)]
     show_table(f"{streams} streams, medians of {rounds} rounds", figures)
     if json_file is not None:
-        told = json.dumps({"what": asdict(what), "figures": figures}, indent=2)
-        json_file.write_text(told + "\n", encoding="utf-8")
+        text = json.dumps({"what": asdict(what), "figures": figures}, indent=2)
+        json_file.write_text(text + "\n", encoding="utf-8")

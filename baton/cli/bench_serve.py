@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from baton.cluster import ClusterOptions
 
 LOAD_PANEL = "Load"
-TARGET_PANEL = "Where it goes"
+TARGET_PANEL = "Target"
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 LENGTHS = "128, uniform:64:256, lognormal:128:0.5 or mix:64x9,2048x1"
-# What is decided here for the cluster that is started.
+# Options that this command sets itself for the cluster that it starts.
 GIVEN = {"host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid"}
 UNFIT = {*GIVEN, "served_model_name", "tls_client_ca"}
 
@@ -45,18 +45,20 @@ def _target(help: str, *names: str, **given: Any) -> Any:  # noqa: A002
 
 def load_options(
     rate: Annotated[float, _load("Requests per second.")] = 2.0,
-    requests: Annotated[int, _load("How many.", min=1)] = 50,
-    duration: Annotated[float | None, _load("Seconds; instead of a number of requests.")] = None,
-    arrivals: Annotated[str, _load("poisson, constant or burst.")] = "poisson",
-    burst_size: Annotated[int, _load("Requests that come at once, with burst.")] = 8,
-    prompt_tokens: Annotated[str, _load(f"Of drawn prompts: {LENGTHS}.")] = "128",
-    output_tokens: Annotated[str, _load("Of answers; written alike.")] = "64",
-    prefix_tokens: Annotated[int, _load("That prompts of one group begin with.")] = 0,
-    prefix_groups: Annotated[int, _load("How many such beginnings there are.")] = 1,
-    warm_up: Annotated[int, _load("Requests that come first and do not count.")] = 2,
-    seed: Annotated[int, _load("Same seed, same requests at the same times.")] = 0,
+    requests: Annotated[int, _load("Number of requests.", min=1)] = 50,
+    duration: Annotated[float | None, _load("Seconds of load, instead of --requests.")] = None,
+    arrivals: Annotated[str, _load("Arrival process: poisson, constant or burst.")] = "poisson",
+    burst_size: Annotated[int, _load("Requests per burst, with --arrivals burst.")] = 8,
+    prompt_tokens: Annotated[str, _load(f"Length of generated prompts: {LENGTHS}.")] = "128",
+    output_tokens: Annotated[str, _load("Length of answers, in the same format.")] = "64",
+    prefix_tokens: Annotated[
+        int, _load("Tokens of the prefix that the prompts of a group share.")
+    ] = 0,
+    prefix_groups: Annotated[int, _load("Number of such groups.")] = 1,
+    warm_up: Annotated[int, _load("Requests sent before the measurement.")] = 2,
+    seed: Annotated[int, _load("Seed of the requests and their arrival times.")] = 0,
 ) -> Any:
-    """A Load."""
+    """Return the Load that these options describe."""
     from baton.bench.serve_load import Arrivals, Load, parse_lengths
 
     try:
@@ -89,42 +91,43 @@ def load_options(
 def serve(
     context: typer.Context,
     address: Annotated[
-        str, _target("host:port of a router that runs (gRPC).", "--address", "--router")
+        str, _target("host:port of a running router (gRPC).", "--address", "--router")
     ] = "",
-    model: Annotated[str, _target("Else a cluster of this model is started here.")] = "",
-    prefill: Annotated[int, _target("Its prefill nodes.", min=0)] = 1,
-    decode: Annotated[int, _target("Its decode nodes.", min=1)] = 1,
+    model: Annotated[str, _target("Without --address: start a cluster with this model.")] = "",
+    prefill: Annotated[int, _target("Prefill nodes of the cluster.", min=0)] = 1,
+    decode: Annotated[int, _target("Decode nodes of the cluster.", min=1)] = 1,
     colocated: Annotated[
-        bool, _target("No prefill nodes: as many nodes in all, doing both.", "--colocated")
+        bool, _target("Start as many nodes that prefill and decode.", "--colocated")
     ] = False,
     compare: Annotated[
-        str, _target("colocated: send the same to a cluster of such nodes, by turns.")
+        str, _target("colocated: compare with a cluster of such nodes, alternately.")
     ] = "",
-    rounds: Annotated[int, _target("Of a comparison.", min=1)] = 3,
+    rounds: Annotated[int, _target("Rounds of a comparison.", min=1)] = 3,
     token_file: ClientTokenFile = None,
-    rates: Annotated[str, _load("Several rates, one run for each, such as 1,2,4.")] = "",
+    rates: Annotated[str, _load("Run once at each of these rates, such as 1,2,4.")] = "",
     concurrency: Annotated[
-        int | None, _load("Most requests under way; more wait here, on the clock.", min=1)
+        int | None,
+        _load("Maximum requests in flight; waiting for a slot counts as latency.", min=1),
     ] = None,
     prompts: Annotated[
         Path | None, _load('JSONL: {"prompt": text or ids, "max_tokens": …, "at_s": …}.')
     ] = None,
     slo: Annotated[
-        str, _load("What a good answer keeps to: ttft, itl (its p99), tpot, e2e.")
+        str, _load("Objectives of a good answer: ttft, itl (p99 of the answer), tpot, e2e.")
     ] = "ttft=500ms,itl=50ms",
     json_file: JsonFile = None,
     plots: Annotated[
         Path | None,
         typer.Option(
-            help="Draw into this folder.", callback=can_be_made, rich_help_panel=OUTPUT_PANEL
+            help="Draw plots to this folder.", callback=can_be_made, rich_help_panel=OUTPUT_PANEL
         ),
     ] = None,
     **given: Any,
 ) -> None:
-    """Send requests at a rate, whatever becomes of the last ones, and tell how they were served.
+    """Send an open-loop load at given rates and report latency, throughput and goodput.
 
-    Goes to a router that runs, or starts a cluster, to which options of nodes and router are
-    passed on. Ctrl-C tells what was measured so far.
+    The target is a running router, or a cluster that is started with the given options of nodes
+    and router. Ctrl-C ends the run and reports the requests completed so far.
     """
     from baton.bench.plotting import need_matplotlib
     from baton.bench.serve import ServeBench
@@ -145,23 +148,23 @@ def serve(
     )
     clusters = {}
     if not address:
-        wanted = [COLOCATED] if colocated else [DISAGGREGATED]
-        node_options(model=model, **for_nodes)  # what is wrong is better told before the start
+        selected = [COLOCATED] if colocated else [DISAGGREGATED]
+        node_options(model=model, **for_nodes)  # validates the options before the start
         clusters = _clusters(context, model, prefill, decode)
-        clusters = {name: clusters[name] for name in (clusters if compare else wanted)}
+        clusters = {name: clusters[name] for name in (clusters if compare else selected)}
     measured = _run(what, address, clusters, _connect(for_tls, token_file))
-    _tell(measured, what, is_comparison=bool(compare), json_file=json_file, plots=plots)
+    _report(measured, what, is_comparison=bool(compare), json_file=json_file, plots=plots)
 
 
 def _check_target(address: str, model: str, compare: str) -> None:
     if bool(address) == bool(model):
         raise InvalidConfig(
-            "give --address host:port of a router that runs, or --model to start a cluster here"
+            "pass --address host:port of a running router, or --model to start a cluster"
         )
     if compare not in ("", COLOCATED):
-        raise InvalidConfig(f"--compare {compare}: only {COLOCATED} is there to compare with")
+        raise InvalidConfig(f"--compare {compare}: only {COLOCATED} is supported")
     if compare and address:
-        raise InvalidConfig("--compare starts both clusters itself: give --model, not --address")
+        raise InvalidConfig("--compare starts both clusters itself: pass --model, not --address")
 
 
 def _rates(written: str) -> tuple[float, ...]:
@@ -177,7 +180,7 @@ def _rates(written: str) -> tuple[float, ...]:
 def _clusters(
     context: typer.Context, model: str, prefill: int, decode: int
 ) -> dict[str, ClusterOptions]:
-    """Both kinds: as many processes with as many threads."""
+    """Return both kinds of cluster, with equal numbers of processes and threads."""
     from baton.cluster import ClusterOptions
 
     without = {*GIVEN, *(one.name for one in options_of(client_tls))}
@@ -202,7 +205,7 @@ def _clusters(
 
 
 def _connect(for_tls: dict[str, Any], token_file: Path | None) -> Connect:
-    """Nothing is tried again: a failure is part of what is measured."""
+    """Return a factory of clients that do not retry: failures are part of the measurement."""
     from baton.client import AsyncClient, Retries
     from serving.token import read_tokens
 
@@ -238,13 +241,13 @@ def _progress() -> Iterator[OnProgress]:
         task = bar.add_task("starting", total=None)
 
         def on_progress(now: Progress) -> None:
-            about = f"{now.name}, {now.rate:g}/s"
-            bar.update(task, description=about, completed=now.num_ended, total=now.num_planned)
+            label = f"{now.name}, {now.rate:g}/s"
+            bar.update(task, description=label, completed=now.num_ended, total=now.num_planned)
 
         yield on_progress
 
 
-def _tell(
+def _report(
     measured: Sequence[Measured],
     what: ServeBench,
     *,
@@ -256,34 +259,36 @@ def _tell(
     from baton.bench.serve_plots import draw
 
     if any(one.figures.is_cut_short for one in measured) or not measured:
-        console(stderr=True).print("cut short: this is what was measured so far")
+        console(stderr=True).print("interrupted: these are the requests completed so far")
     if len(measured) == 1:
         _show_one(measured[0])
     elif measured:
         show_table("rates", [_head(one) | _rates_of(one.figures) for one in measured])
         rows = [_head(one) | row for one in measured for row in _latencies(one.figures)]
         show_table("latencies, ms", rows)
-        show_table("how they were served", [_head(one) | _service(one.figures) for one in measured])
-    _tell_errors(measured)
+        show_table("service", [_head(one) | _service(one.figures) for one in measured])
+    _show_errors(measured)
     ratios = compare(measured, DISAGGREGATED, COLOCATED) if is_comparison else []
     if ratios:
-        title = f"{DISAGGREGATED} (first) over {COLOCATED} (second): medians, ratios of the rounds"
+        title = (
+            f"{DISAGGREGATED} (first) over {COLOCATED} (second): medians and ratios over the rounds"
+        )
         show_table(title, [asdict(one) for one in ratios])
     if json_file is not None:
-        told = {
+        values = {
             "what": asdict(what),
             "runs": [_head(one) | asdict(one.figures) for one in measured],
             "ratios": [asdict(one) for one in ratios],
         }
-        json_file.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
     for path in draw(measured, plots) if plots is not None else ():
         print(path)
 
 
 def _show_one(one: Measured) -> None:
-    """Narrow enough for any terminal."""
-    told = _rates_of(one.figures) | _service(one.figures)
-    rows = [{"what": name, "figure": cell} for name, cell in told.items()]
+    """Show one run in tables narrow enough for any terminal."""
+    figures = _rates_of(one.figures) | _service(one.figures)
+    rows = [{"what": name, "figure": cell} for name, cell in figures.items()]
     show_table(f"{one.name}, {one.rate:g} requests/s", rows)
     show_table("latencies, ms", list(_latencies(one.figures)))
 
@@ -319,7 +324,7 @@ def _service(figures: ServeFigures) -> dict[str, object]:
     return {
         "remote": figures.num_remote,
         "local": figures.num_local,
-        "tried again": figures.num_retried,
+        "retried": figures.num_retried,
         "KV moved": format_bytes(figures.kv_bytes),
         "prefix tokens hit": figures.prefix_hit_tokens,
         "late sends": figures.num_late,
@@ -328,11 +333,11 @@ def _service(figures: ServeFigures) -> dict[str, object]:
     }
 
 
-def _tell_errors(measured: Sequence[Measured]) -> None:
+def _show_errors(measured: Sequence[Measured]) -> None:
     rows = [
         _head(one) | {"reason": reason, "requests": count}
         for one in measured
         for reason, count in one.figures.errors.items()
     ]
     if rows:
-        show_table("what failed", rows)
+        show_table("failures", rows)

@@ -16,25 +16,26 @@ from engine.errors import InvalidConfig
 
 def speculation(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
-    speculative: Annotated[str, typer.Option(help="As of --speculative.")] = "ngram:4",
+    speculative: Annotated[
+        str, typer.Option(help="Value of --speculative, such as ngram:4.")
+    ] = "ngram:4",
     dtype: Dtype = "auto",
     threads: Threads = 1,
-    temperatures: Annotated[str, typer.Option(help="0 is greedy.")] = "0,0.2,0.8",
-    batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4",
+    temperatures: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.")] = "0,0.2,0.8",
+    batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 300,
     answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 200,
-    runs: Annotated[int, typer.Option(min=1, help="Of each setting; medians are shown.")] = 5,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each setting; medians are shown.")] = 5,
     json_file: JsonFile = None,
 ) -> None:
-    """Continue source code with speculation and without, in turns: tokens per second, and whether
-    the tokens are the same."""
+    """Measure the speed-up of speculative decoding on source code, and compare the tokens."""
     from baton.bench.speculation import SpeculationBench, SpeedUp, run
     from baton.cli.bench import numbers
     from engine.speculation import parse_speculation
 
     chosen = parse_speculation(speculative)
     if chosen is None:
-        raise InvalidConfig("there is nothing to measure without --speculative")
+        raise InvalidConfig("nothing to measure: --speculative is empty")
     what = SpeculationBench(
         model,
         chosen,
@@ -49,13 +50,15 @@ def speculation(
     with Console(stderr=True).status("loading") as status:
 
         def on_figure(one: SpeedUp) -> None:
-            status.update(f"{one.temperature}, {one.batch} at once: {one.speed_up:.2f} times")
+            status.update(
+                f"temperature {one.temperature}, batch {one.batch}: {one.speed_up:.2f} times"
+            )
 
         figures = [asdict(one) for one in run(what, on_figure)]
     show_table(f"{model}, {speculative}, medians of {runs} runs", figures)
     if json_file is not None:
-        told = {"model": model, "speculative": speculative, "figures": figures}
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        values = {"model": model, "speculative": speculative, "figures": figures}
+        json_file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _temperatures(written: str) -> tuple[float, ...]:
@@ -63,5 +66,5 @@ def _temperatures(written: str) -> tuple[float, ...]:
         return tuple(float(one) for one in written.split(","))
     except ValueError:
         raise InvalidConfig(
-            f"{written!r} is no list of temperatures; write it like 0,0.7"
+            f"{written!r} is not a list of temperatures; write it like 0,0.7"
         ) from None

@@ -15,13 +15,13 @@ from baton.cli.show import show_table
 
 def trace(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
-    streams: Annotated[int, typer.Option(min=1, help="Answers at the same time.")] = 16,
-    requests: Annotated[int, typer.Option(min=3, help="Requests of a round.")] = 40,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 16,
+    requests: Annotated[int, typer.Option(min=3, help="Requests per round.")] = 40,
     answer: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 24,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each way.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trace ratio.")] = 15,
     json_file: JsonFile = None,
 ) -> None:
-    """What tracing costs: off, 1 % and 100 % of the requests, in turn on one machine."""
+    """Measure the overhead of tracing at 0, 1 and 100 % of the requests, alternately."""
     from baton.bench.trace import TraceBench, run
 
     what = TraceBench(
@@ -35,5 +35,5 @@ def trace(
         figures = [asdict(figure) for figure in run(what, on_round)]
     show_table(f"{streams} streams, {rounds} rounds of {requests} requests", figures)
     if json_file is not None:
-        told = json.dumps({"what": asdict(what), "figures": figures}, indent=2)
-        json_file.write_text(told + "\n", encoding="utf-8")
+        text = json.dumps({"what": asdict(what), "figures": figures}, indent=2)
+        json_file.write_text(text + "\n", encoding="utf-8")

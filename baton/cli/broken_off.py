@@ -1,4 +1,4 @@
-"""A measurement that breaks off keeps what it had: somebody waited for it."""
+"""Partial results of a measurement that is interrupted or fails."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def told_even_if_broken_off(
-    found: Sequence[object], tell: Callable[[bool], None]
+    results: Sequence[object], report: Callable[[bool], None]
 ) -> Iterator[None]:
-    """`tell` is called behind the block with whether that came to its end.
+    """Call `report` after the block with True if the block completed.
 
-    A failure or Ctrl-C goes on from here as it came, after what was found until then is told.
+    After a failure or Ctrl-C, `report(False)` is called if there are results, and the exception is
+    raised again.
     """
     try:
         yield
     except BaseException as error:
-        if found:
+        if results:
             where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-            kept = "what was measured until then is kept, the rest is missing"
+            kept = "the results up to then are kept, the rest is missing"
             print(f"baton: warning: broken off{where}; {kept}", file=sys.stderr)
-            tell(False)
+            report(False)
         raise
-    tell(True)
+    report(True)

@@ -1,6 +1,6 @@
-"""`python -m baton.cli.chaos_node FOLDER prefill|decode …`: a node on an unruly wire.
+"""`python -m baton.cli.chaos_node FOLDER prefill|decode …`: a node with KV transfer faults.
 
-It is `baton serve prefill|decode`, with something around its link and its transport.
+It is `baton serve prefill|decode` with fault-injecting wrappers around KV link and transport.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kv_transfer.config import KvWorkerConfig
     from serving.node_options import NodeOptions
 
-# A link does not lose single words, so what waits for one waits long: here, for less.
+# Real links do not lose single messages, so the default timeouts are long. Here they are short.
 GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
 
 
@@ -33,7 +33,7 @@ def run(folder: Path, role: str, options: NodeOptions) -> None:
         lambda link: UnrulyLink(link, weather),
         lambda transport, region: UnrulyTransport(transport, region, weather),
     )
-    options = replace(options, kv_worker=_impatient(options.kv_worker))
+    options = replace(options, kv_worker=_with_short_timeouts(options.kv_worker))
     if role == "prefill":
         from prefill_node.__main__ import main
     else:
@@ -41,7 +41,7 @@ def run(folder: Path, role: str, options: NodeOptions) -> None:
     main(options, around)
 
 
-def _impatient(config: KvWorkerConfig) -> KvWorkerConfig:
+def _with_short_timeouts(config: KvWorkerConfig) -> KvWorkerConfig:
     receiver = replace(config.receiver, give_up_s=GIVE_UP_S, fence_age_s=FENCE_AGE_S)
     return replace(config, receiver=receiver)
 

@@ -28,10 +28,10 @@ CHAT_PANEL = "Chat"
 CUT_OFF = "length"  # the finish reason of an answer that reached a limit
 HELP = """\
 /system TEXT  set the system message; without TEXT, show it
-/reset        forget what was said
-/exit         leave, as Ctrl-D does
-//TEXT        say a TEXT that begins with a slash
-Ctrl-C stops an answer; what came of it stays said."""
+/reset        clear the conversation
+/exit         quit, like Ctrl-D
+//TEXT        send a TEXT that begins with a slash
+Ctrl-C stops an answer; its text so far stays in the conversation."""
 
 
 @takes_options_of(sampling, connect)
@@ -43,7 +43,7 @@ def chat(
         bool,
         typer.Option(
             "--plain",
-            help="Without the model's chat template: as a dialogue of User and Assistant.",
+            help="Do not use the model's chat template but a dialogue of User and Assistant.",
             rich_help_panel=CHAT_PANEL,
         ),
     ] = False,
@@ -51,7 +51,7 @@ def chat(
         bool,
         typer.Option(
             "--timings",
-            help="Tell after each answer how long it took and who served it.",
+            help="Print timings and the serving nodes after each answer.",
             rich_help_panel=CHAT_PANEL,
         ),
     ] = False,
@@ -59,9 +59,9 @@ def chat(
     stop: StopStrings = None,
     **given: Any,
 ) -> None:
-    """Talk with the model of a running cluster; /help tells what can be typed.
+    """Chat with the model of a running cluster; /help lists the commands.
 
-    Through a pipe, each line is one turn, and the answers alone are written.
+    From a pipe, each line is one turn, and only the answers are printed.
     """
     import asyncio
 
@@ -86,20 +86,20 @@ def chat(
 
 
 async def _opened(for_connection: dict[str, Any]) -> AsyncClient:
-    """A channel belongs to the loop in which it was made."""
+    """Open the client inside the event loop: a gRPC channel belongs to the loop that made it."""
     client: AsyncClient = connect(**for_connection)
     return client
 
 
 class NoAnswer(ServiceError):
-    """A question was refused or failed; the conversation is as it was before."""
+    """A turn was refused or failed; the conversation is unchanged."""
 
 
 @dataclass(slots=True)
 class Talk:
     """One conversation with a router."""
 
-    runner: asyncio.Runner  # turns Ctrl-C into the end of the answer that comes
+    runner: asyncio.Runner  # turns Ctrl-C into the end of the current answer
     client: AsyncClient
     generation: Generation
     max_tokens: int
@@ -110,55 +110,55 @@ class Talk:
     def in_terminal(self) -> None:
         import readline  # noqa: F401  # makes `input` an editor with a history
 
-        print("Ctrl-C stops an answer, Ctrl-D leaves, /help tells more", file=sys.stderr)
-        goes_on = True
-        while goes_on:
+        print("Ctrl-C stops an answer, Ctrl-D quits, /help lists the commands", file=sys.stderr)
+        is_open = True
+        while is_open:
             try:
-                goes_on = self._obey(input("> "))
+                is_open = self._handle_line(input("> "))
             except NoAnswer as error:
                 tell(str(error))
             except KeyboardInterrupt:
-                print("\nCtrl-D or /exit leaves", file=sys.stderr)
+                print("\nCtrl-D or /exit quits", file=sys.stderr)
             except EOFError:
                 print(file=sys.stderr)
-                goes_on = False
+                is_open = False
 
     def through_pipe(self) -> None:
-        """A question that fails ends it: those after it may build on its answer."""
+        """Run one turn per line until one fails: later lines may build on its answer."""
         for line in sys.stdin:
-            if not self._obey(line.rstrip("\n")):
+            if not self._handle_line(line.rstrip("\n")):
                 return
 
-    def _obey(self, line: str) -> bool:
-        """False when the line asks to leave."""
+    def _handle_line(self, line: str) -> bool:
+        """Run a command or a turn. Return False if the line quits."""
         if line.startswith("/") and not line.startswith("//"):
-            return self._command(line)
+            return self._run_command(line)
         if line.strip():
-            self._ask(line.removeprefix("/") if line.startswith("//") else line)
+            self._run_turn(line.removeprefix("/") if line.startswith("//") else line)
         return True
 
-    def _command(self, line: str) -> bool:
+    def _run_command(self, line: str) -> bool:
         name, _, rest = line[1:].partition(" ")
         commands: dict[str, Callable[[], None]] = {
             "help": lambda: print(HELP, file=sys.stderr),
             "reset": self.conversation.reset,
-            "system": lambda: self._system(rest.strip()),
+            "system": lambda: self._set_system(rest.strip()),
         }
         if name in ("exit", "quit"):
             return False
         if name in commands:
             commands[name]()
         else:
-            tell(f"no command /{name}; /help tells which there are")
+            tell(f"no command /{name}; /help lists them")
         return True
 
-    def _system(self, text: str) -> None:
+    def _set_system(self, text: str) -> None:
         if text:
             self.conversation.system = text
         else:
             print(self.conversation.system or "(no system message)", file=sys.stderr)
 
-    def _ask(self, content: str) -> None:
+    def _run_turn(self, content: str) -> None:
         from baton.client import BatonError
 
         self.conversation.ask(content)
@@ -170,11 +170,11 @@ class Talk:
         self.conversation.answer(answer)
 
     def _stream(self) -> str:
-        """The answer, shown as it comes; as much of it as came before Ctrl-C."""
+        """Stream the answer to the terminal and return its text, up to Ctrl-C."""
         from baton.client import Answer
 
-        asked = self.conversation
-        prompt = asked.plain_text if self.is_plain else asked.messages
+        conversation = self.conversation
+        prompt = conversation.plain_text if self.is_plain else conversation.messages
         answer = Answer()
 
         async def stream() -> None:
@@ -189,24 +189,24 @@ class Talk:
             print(" (stopped)", end="", file=sys.stderr, flush=True)
         print(flush=True)
         if answer.finish is not None:
-            self._tell_end(answer.finish)
+            self._print_finish(answer.finish)
         return answer.text
 
-    def _tell_end(self, finish: Finish) -> None:
+    def _print_finish(self, finish: Finish) -> None:
         if finish.reason == CUT_OFF:
-            print(f"({self._limit(finish)})", file=sys.stderr)
+            print(f"({self._explain_limit(finish)})", file=sys.stderr)
         if self.timings:
             print(timing_line(finish), file=sys.stderr)
 
-    def _limit(self, finish: Finish) -> str:
-        """Which limit cut the answer off, and what to do."""
+    def _explain_limit(self, finish: Finish) -> str:
+        """Name the limit that cut the answer off, and the remedy."""
         if finish.num_completion_tokens < self.max_tokens:
-            return "cut off: the conversation has the model's whole length; /reset begins anew"
+            return "cut off: the conversation fills the model's context; /reset starts over"
         return f"cut off after --max-tokens {self.max_tokens}; ask it to go on, or allow more"
 
     def _hint(self, error: BatonError) -> str:
         if error.reason != "INVALID_REQUEST":
             return ""
         if self.conversation.turns:
-            return "; /reset begins anew"
-        return "" if self.is_plain else "; --plain does without a chat template"
+            return "; /reset starts over"
+        return "" if self.is_plain else "; --plain needs no chat template"

@@ -19,7 +19,7 @@ from serving.listening import check_port
 from telemetry.options import default_trace_dir
 
 FOR_TLS = tuple(one.name for one in options_of(tls_config))
-# What `baton up` decides itself, for each process.
+# Options that `baton up` sets itself for each process.
 GIVEN = (
     *("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid"),
     "drain_timeout_s",
@@ -33,30 +33,30 @@ def up(
     context: typer.Context,
     model: ModelOrDemo = "",
     prefill: Annotated[
-        int, typer.Option(min=0, help="How many prefill nodes.", rich_help_panel=CLUSTER_PANEL)
+        int, typer.Option(min=0, help="Number of prefill nodes.", rich_help_panel=CLUSTER_PANEL)
     ] = 1,
     decode: Annotated[
-        int, typer.Option(min=1, help="How many decode nodes.", rich_help_panel=CLUSTER_PANEL)
+        int, typer.Option(min=1, help="Number of decode nodes.", rich_help_panel=CLUSTER_PANEL)
     ] = 1,
     colocated: Annotated[
         bool,
         typer.Option(
             "--colocated",
-            help="No prefill nodes: as many nodes in all, and each prefills and decodes.",
+            help="Start no prefill nodes but as many decode nodes, which also compute the prompts.",
             rich_help_panel=CLUSTER_PANEL,
         ),
     ] = False,
     start_timeout_s: Annotated[
         float,
         typer.Option(
-            min=1, help="How long each process may take to load.", rich_help_panel=CLUSTER_PANEL
+            min=1, help="Seconds that each process may take to load.", rich_help_panel=CLUSTER_PANEL
         ),
     ] = 600.0,
     drain_timeout_s: Annotated[
         float,
         typer.Option(
             min=0,
-            help="How long each process may take to finish what it has.",
+            help="Seconds that each process may take to finish running requests.",
             rich_help_panel=CLUSTER_PANEL,
         ),
     ] = 30.0,
@@ -66,19 +66,19 @@ def up(
 ) -> None:
     """Start a local cluster; Ctrl-C drains it.
 
-    Options of nodes and router are passed on to them.
+    Options of nodes and router are passed on to these processes.
     """
     from baton.cli.up import run_cluster
     from baton.cluster import ClusterOptions
 
     if given.get("metrics_port"):
         raise InvalidConfig(
-            f"--metrics-port {given['metrics_port']} cannot be had by several processes; 0 gives "
-            "each a port of its own, which its log tells"
+            f"--metrics-port {given['metrics_port']} cannot be shared by several processes; 0 "
+            "gives each process a free port, which it logs"
         )
     model = model or demo_model()
     for_tls, for_nodes, for_router = split(given, tls_config, node_options, router_options)
-    # What is wrong with them is better told before three processes load a model.
+    # Validate the options before three processes load a model.
     node_options(model=model, **for_nodes)
     routing = router_options(decode_nodes=f"{host}:1", model=model, **for_router)
     check_port(host, port)
@@ -108,13 +108,13 @@ def up(
 
 
 def _same_file(context: typer.Context) -> tuple[str, ...]:
-    """The processes look into their own tables of it."""
+    """Pass the settings file on: each process reads its own table."""
     path = context.meta.get(FILE)
     return () if path is None else (f"--config={path}",)
 
 
 def _shared_cores(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
-    """No node may take all the cores, which it would if nothing were said."""
+    """Divide the cores among the nodes, since each would use all of them by default."""
     nodes = context.meta.get(SETTINGS, {}).get("serve", {})
     in_file = any("threads" in nodes.get(role, {}) for role in ("prefill", "decode"))
     if in_file or is_chosen(context, "threads"):
@@ -124,7 +124,7 @@ def _shared_cores(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
 
 
 def shared_memory(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
-    """What is free is divided among the nodes of this cluster."""
+    """Divide the free memory among the nodes of this cluster."""
     nodes = context.meta.get(SETTINGS, {}).get("serve", {})
     in_file = any("nodes_per_machine" in nodes.get(role, {}) for role in ("prefill", "decode"))
     if in_file or is_chosen(context, "nodes_per_machine"):
@@ -136,7 +136,7 @@ def demo(
     model: ModelOrDemo = "",
     trace_dir: TraceDir = "",
 ) -> None:
-    """Start a cluster of three processes, send it prompts, show what happened."""
+    """Start a cluster of three processes, send prompts and show the traces."""
     from baton.demo import run
 
     run(model, trace_folder(trace_dir) or default_trace_dir())

@@ -1,4 +1,4 @@
-"""What each command has beside its own options: a settings file, the environment, examples."""
+"""Features of every command: settings file, environment variables, examples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET_ENDINGS = ("token", "password")
 
 
 def use_file(context: typer.Context, config: Path | None) -> Path | None:
-    """Before all other options of the command are looked at, so that they find their values."""
+    """Load the settings file before the other options are parsed, as their default values."""
     if config is not None and not context.resilient_parsing:
         settings: Any = read_settings(config, _options_of(context.find_root().command))
         context.meta[SETTINGS] = settings
@@ -47,7 +47,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="TOML file with a table for each command.",
+        help="TOML settings file with a table per command.",
         callback=use_file,
         is_eager=True,
         rich_help_panel=SETTINGS_PANEL,
@@ -57,7 +57,7 @@ ShowConfig = Annotated[
     bool,
     typer.Option(
         "--show-config",
-        help="Show each option, its value and where that came from; do nothing else.",
+        help="Print each option with its value and the source of it, then exit.",
         callback=note_show,
         rich_help_panel=SETTINGS_PANEL,
     ),
@@ -65,7 +65,7 @@ ShowConfig = Annotated[
 
 
 def _of_every_command(config: ConfigFile = None, show_config: ShowConfig = False) -> None:
-    """Only its options are used."""
+    """Signature from which the options of every command are made."""
 
 
 def _options_of_every_command() -> list[Any]:
@@ -78,7 +78,7 @@ def _options_of_every_command() -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command that takes its options from a file and the environment, too."""
+    """Command that also reads its options from a settings file and the environment."""
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
         super().__init__(*args, params=[*(params or ()), *_options_of_every_command()], **given)
@@ -93,7 +93,7 @@ class Command(TyperCommand):
 
 
 def dress(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
-    """Makes every command of the app, and of the groups in it, a `Command` with its examples."""
+    """Turn every command of the app and its groups into a `Command` with examples."""
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
         command.cls = Command
@@ -104,20 +104,20 @@ def dress(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
 
 
 def unwrapped(text: str) -> str:
-    """Paragraphs as one line each: the terminal's width is not the source's."""
+    """Join each paragraph into one line, so that the terminal decides where to wrap."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
 
 def hide_variables(command: Any) -> None:
-    """The rule by which they are named is told once, and not with each option."""
+    """Hide variable names in the option help: `baton --help` states their naming rule once."""
     for param in command.params:
         if hasattr(param, "show_envvar"):
             param.show_envvar = False
 
 
 def _path(context: typer.Context) -> list[str]:
-    """The names of the groups and of the command, without the program's."""
+    """Return the names of groups and command, without the program name."""
     names: list[str] = []
     at: Any = context
     while at.parent is not None:
@@ -150,7 +150,7 @@ def _variable(context: Any, name: str) -> str:
 
 
 def _warn_of_unknown_variables(context: Any) -> None:
-    """Only for the command that runs: its group's prefix may be the start of other names."""
+    """Check the running command only: a group's prefix may also begin other variables."""
     if hasattr(context.command, "commands") or context.auto_envvar_prefix is None:
         return
     known = {_variable(context, param.name) for param in context.command.params}
@@ -177,7 +177,7 @@ def _shown(param: Any, context: Any) -> str:
 
 
 def _source(param: Any, context: Any) -> str:
-    """Where the value of an option came from, in words."""
+    """Return the source of an option's value as text."""
     source = context.get_parameter_source(param.name)
     return {
         "COMMANDLINE": "command line",
@@ -187,8 +187,8 @@ def _source(param: Any, context: Any) -> str:
 
 
 def origin(context: Any, param: Any) -> str | None:
-    """The file or the variable that a bad value came from; None for the command line."""
+    """Return the file or variable that set a bad value; None for the command line."""
     if context is None or param is None:
         return None
-    told = _source(param, context)
-    return told if told not in ("command line", "default") else None
+    source = _source(param, context)
+    return source if source not in ("command line", "default") else None

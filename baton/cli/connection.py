@@ -1,4 +1,4 @@
-"""How the commands that talk to a router reach it: options for all of them."""
+"""Connection options of the commands that call a router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Address = Annotated[
     str,
     typer.Option(
-        help="host:port of the router (gRPC); 50051 if the port is left out.",
+        help="host:port of the router (gRPC). Default port: 50051.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
@@ -25,7 +25,7 @@ Timeout = Annotated[
     typer.Option(
         "--timeout",
         min=0.001,
-        help="Seconds that an answer may take.",
+        help="Timeout of a request in seconds.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
@@ -38,7 +38,7 @@ def connect(
     token_file: ClientTokenFile = None,
     **given: Any,
 ) -> AsyncClient:
-    """Not a blocking client: Ctrl-C inside of its calls can leave gRPC's locks in disorder."""
+    """Open an async client: Ctrl-C in a blocking gRPC call can leave its locks inconsistent."""
     from baton.client import AsyncClient
     from serving.token import read_tokens
 

@@ -1,4 +1,4 @@
-"""`baton doctor`: what this machine can do, and what stands in the way."""
+"""`baton doctor`: check whether this machine can run Baton."""
 
 from __future__ import annotations
 
@@ -31,45 +31,46 @@ def doctor(
     model: Annotated[
         str,
         typer.Option(
-            help="Look at this model folder, too; nothing is downloaded.",
+            help="Also check this model folder; nothing is downloaded.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = "",
     kv_cache_memory: Annotated[
         str,
         typer.Option(
-            help="KV cache of a node, such as 2GiB; auto: as `baton up` sizes it for two nodes.",
+            help="KV cache of a node, such as 2GiB; auto: the size `baton up` picks for two nodes.",
             rich_help_panel=KV_PANEL,
         ),
     ] = AUTO,
     transports: Annotated[
         str,
         typer.Option(
-            help="Pass bytes by these, with commas between; empty passes none.",
+            help="Comma-separated KV transports to test with a transfer; empty: none.",
             rich_help_panel=KV_PANEL,
         ),
     ] = "nixl,ucxx",
     patience_s: Annotated[
         float,
         typer.Option(
-            min=0.1, help="Seconds that a transport may take in all.", rich_help_panel=KV_PANEL
+            min=0.1, help="Timeout in seconds for each transport.", rich_help_panel=KV_PANEL
         ),
     ] = 10.0,
     host: Host = "127.0.0.1",
     ports: Annotated[
         str,
         typer.Option(
-            help="Ports that should be free, with commas between.", rich_help_panel=NETWORK_PANEL
+            help="Comma-separated ports that should be free.", rich_help_panel=NETWORK_PANEL
         ),
     ] = "50051",
     trace_dir: TraceDir = "",
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON instead of a table.", rich_help_panel=OUTPUT_PANEL)
+        bool,
+        typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT_PANEL),
     ] = False,
 ) -> None:
-    """Look at machine, software, KV transports and model; exit code 1 if something fails."""
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is for the findings
-    looks = _looks(
+    """Check machine, software, KV transports and model; exit code 1 if a check fails."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # keep standard output for the findings
+    checks = _checks(
         model,
         parse_kv_memory(kv_cache_memory),
         _transports(transports),
@@ -79,8 +80,8 @@ def doctor(
         trace_folder(trace_dir),
     )
     findings: list[Finding] = []
-    with console(stderr=True).status("looking at the machine") as status:
-        for finding in looks:
+    with console(stderr=True).status("checking the machine") as status:
+        for finding in checks:
             status.update(f"{finding.check}: {finding.found}")
             findings.append(finding)
     if as_json:
@@ -92,7 +93,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _looks(
+def _checks(
     model: str,
     kv_bytes: int | None,
     transports: list[str],
@@ -127,21 +128,19 @@ def _table(findings: list[Finding]) -> Table:
     return table
 
 
-def _transports(written: str) -> list[str]:
-    names = [name.strip() for name in written.split(",") if name.strip()]
+def _transports(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in TRANSPORTS:
             raise InvalidConfig(f"--transports {name!r}: choose among {', '.join(TRANSPORTS)}")
     return names
 
 
-def _ports(written: str) -> list[int]:
+def _ports(text: str) -> list[int]:
     try:
-        ports = [int(one) for one in written.split(",") if one.strip()]
+        ports = [int(one) for one in text.split(",") if one.strip()]
     except ValueError:
         ports = [-1]
     if not all(0 <= port < 1 << 16 for port in ports):
-        raise InvalidConfig(
-            f"--ports {written!r}: write it like 50051,50061, none of them above 65535"
-        )
+        raise InvalidConfig(f"--ports {text!r}: write it like 50051,50061, each at most 65535")
     return ports

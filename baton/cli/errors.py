@@ -1,4 +1,4 @@
-"""What a command ends with when it cannot go on: one line, and a code that scripts can read."""
+"""Error output of commands: one line on standard error, and an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def tell(message: str) -> None:
 
 
 def tell_named(error: Exception) -> int:
-    """Tells of an error that was raised on purpose; the exit code."""
+    """Print an error that Baton raised; return the exit code."""
     tell(str(error))
     return WRONG_USAGE if isinstance(error, USAGE) else FAILED
 
 
 def tell_no_space(error: OSError) -> int:
-    """Tells that what was written, on standard output mostly, has no room; the exit code."""
-    tell(f"what came could not be written: {error.strerror}")
-    # Python would try to write the rest at its end, and complain again.
+    """Print that the output, mostly standard output, ran out of space; return the exit code."""
+    tell(f"the output could not be written: {error.strerror}")
+    # Python would flush the rest at exit and report the error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 
 
 def tell_usage(error: typer.TyperException) -> int:
-    """Tells of what is wrong with the command line, the environment or the file."""
+    """Print a usage error of command line, environment or settings file; return the exit code."""
     if type(error).__name__ == "NoArgsIsHelpError":
         print(error.message, file=sys.stderr)
         return WRONG_USAGE

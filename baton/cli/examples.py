@@ -1,4 +1,4 @@
-"""What stands at the end of each command's `--help`: lines to try."""
+"""Example command lines at the end of each command's `--help`."""
 
 from __future__ import annotations
 

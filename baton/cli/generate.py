@@ -26,7 +26,7 @@ Logprobs = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Tell each token's logprob and those of so many likeliest.",
+        help="Show the logprob of each token and those of the N most likely ones.",
         rich_help_panel=OUTPUT_PANEL,
     ),
 ]
@@ -35,48 +35,52 @@ Logprobs = Annotated[
 @takes_options_of(sampling, connect)
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="What to continue; left out or -, standard input.")
+        str | None, typer.Argument(help="Prompt to continue. Default or -: standard input.")
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="One JSON object instead of text.", rich_help_panel=OUTPUT_PANEL
+            "--json", help="Print one JSON object instead of text.", rich_help_panel=OUTPUT_PANEL
         ),
     ] = False,
     logprobs: Logprobs = None,
     prompt_logprobs: Annotated[
         int | None,
         typer.Option(
-            min=0, help="The same for the prompt, with --json.", rich_help_panel=OUTPUT_PANEL
+            min=0,
+            help="Logprobs of the prompt's tokens; needs --json.",
+            rich_help_panel=OUTPUT_PANEL,
         ),
     ] = None,
     timings: Annotated[
         bool,
         typer.Option(
             "--timings",
-            help="Tell on standard error how long it took and who served it.",
+            help="Print timings and the serving nodes to standard error.",
             rich_help_panel=OUTPUT_PANEL,
         ),
     ] = False,
     model: Annotated[
         str,
-        typer.Option(help="Refuse unless this model is served.", rich_help_panel=MODEL_PANEL),
+        typer.Option(
+            help="Fail unless the cluster serves this model.", rich_help_panel=MODEL_PANEL
+        ),
     ] = "",
     n: Annotated[
         int,
-        typer.Option("-n", "--n", min=1, help="How many answers.", rich_help_panel=OUTPUT_PANEL),
+        typer.Option("-n", "--n", min=1, help="Number of answers.", rich_help_panel=OUTPUT_PANEL),
     ] = 1,
     stop: StopStrings = None,
     include_stop_in_output: IncludeStop = False,
     bad_words: BadWords = None,
-    request_id: Annotated[str, typer.Option(help="Its name in logs and traces.")] = "",
-    priority: Annotated[int, typer.Option(help="Lower runs earlier.")] = 0,
+    request_id: Annotated[str, typer.Option(help="Request id in logs and traces.")] = "",
+    priority: Annotated[int, typer.Option(help="Priority; lower values run earlier.")] = 0,
     cache_salt: Annotated[
-        str, typer.Option(help="Prompts of different salts never share cached KV.")
+        str, typer.Option(help="Prompts with different salts never share cached KV.")
     ] = "",
     **given: Any,
 ) -> None:
-    """Ask a running cluster to continue a prompt."""
+    """Continue a prompt on a running cluster."""
     import asyncio
 
     from baton.client import Answer, Generation
@@ -98,20 +102,20 @@ def generate(
         cache_salt=cache_salt,
         n=n,
     )
-    asked = _prompt(prompt)
+    prompt_text = _prompt(prompt)
 
     async def stream() -> list[Answer]:
         answers = [Answer() for _ in range(n)]
         async with (
             connect(**for_connection) as client,
-            aclosing(client.stream(asked, generation)) as chunks,
+            aclosing(client.stream(prompt_text, generation)) as chunks,
         ):
-            # Several at once would be a muddle: each is shown when all are there.
+            # Several answers cannot be streamed to one terminal: they are printed at the end.
             shows = n == 1 and not as_json
             async for chunk in chunks:
                 answers[chunk.index].take(chunk)
                 print(for_terminal(chunk.text) if shows else "", end="", flush=True)
-            print(_told(answers, as_json=as_json))
+            print(_format_end(answers, as_json=as_json))
             if logprobs is not None and not as_json:
                 for answer in answers:
                     await _show_logprobs(client, answer)
@@ -122,8 +126,8 @@ def generate(
             print(timing_line(answer.finish), file=sys.stderr)
 
 
-def _told(answers: Sequence[Answer], *, as_json: bool) -> str:
-    """What is printed at the end; of one that was shown as it came, nothing more."""
+def _format_end(answers: Sequence[Answer], *, as_json: bool) -> str:
+    """Format the output at the end; empty for a single answer, which was streamed."""
     if as_json:
         values = [as_values(answer) for answer in answers]
         return json.dumps(values[0] if len(values) == 1 else {"answers": values})
@@ -134,7 +138,7 @@ def _told(answers: Sequence[Answer], *, as_json: bool) -> str:
 
 
 def as_values(answer: Answer) -> dict[str, Any]:
-    """What --json prints, under the names of the contract."""
+    """Return the values that `--json` prints, under the names of the gRPC contract."""
     values = asdict(answer)
     finish = values.pop("finish") or {}
     usage = ("num_prompt_tokens", "num_completion_tokens", "num_cached_prompt_tokens")
@@ -158,17 +162,17 @@ def timing_line(finish: Finish) -> str:
     nodes = f"{served.prefill_node} → {served.decode_node}{kv}"
     here = f"{served.decode_node or served.prefill_node} alone ({served.prefill_reason})"
     return (
-        f"{finish.num_prompt_tokens} prompt tokens, the first new one after "
-        f"{finish.first_token_s * 1000:.1f} ms, {finish.num_completion_tokens} in all{rate}, "
+        f"{finish.num_prompt_tokens} prompt tokens, first token after "
+        f"{finish.first_token_s * 1000:.1f} ms, {finish.num_completion_tokens} new tokens{rate}, "
         f"ended by {finish.reason}; {nodes if served.is_prefill_remote else here}"
     )
 
 
-def _prompt(written: str | None) -> str:
-    if written is not None and written != "-":
-        return written
-    if written is None and sys.stdin.isatty():
-        raise InvalidRequest("no prompt: give one as an argument, or pipe it in")
+def _prompt(argument: str | None) -> str:
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
+        raise InvalidRequest("no prompt: pass one as an argument, or pipe it in")
     return sys.stdin.read()
 
 
@@ -182,7 +186,9 @@ async def _show_logprobs(client: AsyncClient, answer: Answer) -> None:
             "id": token.token_id,
             "logprob": round(token.logprob, 4),
             "rank": token.rank,
-            "likeliest": "  ".join(f"{text[one]} {logprob:.2f}" for one, logprob in token.top),
+            "likeliest": "  ".join(
+                f"{text[top_id]} {logprob:.2f}" for top_id, logprob in token.top
+            ),
         }
         for token in answer.logprobs
     ]

@@ -1,4 +1,4 @@
-"""`baton health`: the probe of containers."""
+"""`baton health`: health probe for containers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from baton.cli.signatures import takes_options_of
 @takes_options_of(client_tls)
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a router or a node.")],
-    timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait.")] = 3.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Timeout in seconds.")] = 3.0,
     live: Annotated[
-        bool, typer.Option("--live", help="Ask only whether it could do without a restart.")
+        bool,
+        typer.Option("--live", help="Check liveness only: whether the process needs a restart."),
     ] = False,
     **for_tls: Any,
 ) -> None:
-    """Ask a server whether it can serve: exit code 0 if so, 1 if not or nobody answers."""
+    """Check the health of a server: exit code 0 if it serves, 1 if not or if it does not answer."""
     from baton.health import ask
     from serving.health import LIVENESS
 

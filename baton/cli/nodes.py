@@ -1,4 +1,4 @@
-"""`baton nodes`: a live table of the nodes that a router knows of."""
+"""`baton nodes`: live table of the nodes of a router."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STATE_STYLES = {"ready": "green", "unreachable": "red"}
 TO_THE_RIGHT = {
     *("running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s"),
-    "drafts true",
+    "drafts accepted",
 }
 
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
@@ -35,25 +35,27 @@ Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 def nodes(
     interval: Annotated[
         float,
-        typer.Option(min=0.1, help="Seconds between two looks.", rich_help_panel=OUTPUT_PANEL),
+        typer.Option(min=0.1, help="Seconds between refreshes.", rich_help_panel=OUTPUT_PANEL),
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look once and end.", rich_help_panel=OUTPUT_PANEL)
+        bool, typer.Option("--once", help="Print once and exit.", rich_help_panel=OUTPUT_PANEL)
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="One JSON object for each look.", rich_help_panel=OUTPUT_PANEL),
+        typer.Option(
+            "--json", help="Print one JSON object per refresh.", rich_help_panel=OUTPUT_PANEL
+        ),
     ] = False,
     **given: Any,
 ) -> None:
-    """Show who is there, how busy and how fast; Ctrl-C ends."""
+    """Show the nodes with their state, load and throughput; Ctrl-C ends."""
     import asyncio
 
     with _drawing(as_json, once) as draw:
         try:
             asyncio.run(_follow(given, 0.0 if once else interval, draw))
         except KeyboardInterrupt:
-            return  # the way to end it
+            return  # the normal end
 
 
 async def _follow(for_connection: dict[str, Any], interval_s: float, draw: Draw) -> None:
@@ -62,9 +64,9 @@ async def _follow(for_connection: dict[str, Any], interval_s: float, draw: Draw)
     before: Snapshot | None = None
     async with (
         connect(**for_connection) as client,
-        aclosing(client.nodes(interval_s)) as looks,
+        aclosing(client.nodes(interval_s)) as updates,
     ):
-        async for statuses in looks:
+        async for statuses in updates:
             now = Snapshot(time.monotonic(), statuses)
             draw(now, rates_between(before, now))
             before = now
@@ -106,11 +108,11 @@ def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
 
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
-    is_there = bool(node.node_id)
+    is_known = bool(node.node_id)
     hit_rate, acceptance_rate = node.hit_rate, node.acceptance_rate
 
     def known(text: str) -> str:
-        return text if is_there else ""
+        return text if is_known else ""
 
     return {
         "role": node.role,
@@ -123,7 +125,7 @@ def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
         "hit rate": "" if hit_rate is None else f"{hit_rate:.0%}",
         "prompt tok/s": "" if rates is None else f"{rates.prompt_tokens_per_s:.0f}",
         "new tok/s": "" if rates is None else f"{rates.sampled_tokens_per_s:.0f}",
-        "drafts true": "" if acceptance_rate is None else f"{acceptance_rate:.0%}",
+        "drafts accepted": "" if acceptance_rate is None else f"{acceptance_rate:.0%}",
         "KV over": node.kv_transport,
         "model": node.model,
         "version": node.version,

@@ -1,4 +1,4 @@
-"""Options that several commands share, each in its panel of `--help`."""
+"""Options shared by several commands, grouped into panels of `--help`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH_PANEL = "Batching"
 MACHINE_PANEL = "Machine"
 NETWORK_PANEL = "Network"
 ROUTING_PANEL = "Routing"
-FORM_PANEL = "The form of the answer"
+FORM_PANEL = "Structured output"
 SAMPLING_PANEL = "Sampling"
 OUTPUT_PANEL = "Output"
 
@@ -42,7 +42,10 @@ Dtype = Annotated[
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(help="Most tokens of prompt and answer.", rich_help_panel=MODEL_PANEL),
+    typer.Option(
+        help="Maximum context length: tokens of prompt and answer together.",
+        rich_help_panel=MODEL_PANEL,
+    ),
 ]
 ModelName = Annotated[
     str, typer.Option(help="Name that clients use for the model.", rich_help_panel=MODEL_PANEL)
@@ -52,45 +55,47 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_pane
 Kernels = Annotated[
     str,
     typer.Option(
-        help="auto, native or torch: native ones compute bfloat16 on the CPU.",
+        help="auto, native or torch; native kernels compute bfloat16 on the CPU.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
 Quantize = Annotated[
     str,
     typer.Option(
-        help="none, int8 or int4: what the weights become as they are loaded.",
+        help="Weight quantization at load: none, int8 or int4.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
 LogitsProcessors = Annotated[
     str,
     typer.Option(
-        help="Names of installed logits processors, with commas; the same on every node.",
+        help="Comma-separated names of installed logits processors; the same on every node.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
 Speculative = Annotated[
     str,
     typer.Option(
-        help="ngram:K: decode nodes propose up to K tokens at once from what was there before, and "
-        "confirm them in one step; the answers stay what they are.",
+        help="Speculative decoding. ngram:K: propose up to K tokens by n-gram lookup in the "
+        "request's own text and verify them in one step; the output does not change.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads of torch.", rich_help_panel=MACHINE_PANEL)
+    int | None, typer.Option(min=1, help="Number of torch threads.", rich_help_panel=MACHINE_PANEL)
 ]
 Cpus = Annotated[
     str,
-    typer.Option(help="CPU cores to stay on, such as 0-3,6.", rich_help_panel=MACHINE_PANEL),
+    typer.Option(
+        help="CPU cores to pin the process to, such as 0-3,6.", rich_help_panel=MACHINE_PANEL
+    ),
 ]
 
 KvMemory = Annotated[
     str,
     typer.Option(
-        help="Size of the KV cache, such as 512MiB; auto: half of the CPU's or 80 % of the GPU's "
-        "free memory, divided by --nodes-per-machine, and never more than full batches need.",
+        help="Size of the KV cache, such as 512MiB. auto: half of the CPU's or 80 % of the GPU's "
+        "free memory, divided by --nodes-per-machine, and at most what full batches need.",
         rich_help_panel=KV_PANEL,
     ),
 ]
@@ -98,62 +103,66 @@ NodesPerMachine = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Nodes that share this machine's memory, or the GPU's: each takes its part for "
-        "--kv-cache-memory auto; left out, 2 on a CPU and 1 on a GPU; baton up counts its nodes.",
+        help="Number of nodes that share this machine's memory, or its GPU's; divides the memory "
+        "that --kv-cache-memory auto takes. Default: 2 on a CPU, 1 on a GPU; baton up sets it.",
         rich_help_panel=KV_PANEL,
     ),
 ]
 BlockSize = Annotated[
-    int, typer.Option(help="Tokens in a KV block; alike on all nodes.", rich_help_panel=KV_PANEL)
+    int, typer.Option(help="Tokens per KV block; the same on all nodes.", rich_help_panel=KV_PANEL)
 ]
 PrefixCaching = Annotated[
-    bool, typer.Option(help="Keep the KV of prompts for later ones.", rich_help_panel=KV_PANEL)
+    bool,
+    typer.Option(
+        help="Reuse the cached KV of earlier requests with the same prefix.",
+        rich_help_panel=KV_PANEL,
+    ),
 ]
 Transport = Annotated[
-    str, typer.Option(help="What carries KV: nixl or ucxx.", rich_help_panel=KV_PANEL)
+    str, typer.Option(help="KV transport: nixl or ucxx.", rich_help_panel=KV_PANEL)
 ]
 KvTls = Annotated[
     str,
     typer.Option(
-        help="What UCX may use, such as tcp or ^cma; left out, it chooses.",
+        help="UCX_TLS of the KV transport, such as tcp or ^cma. Default: UCX chooses.",
         rich_help_panel=KV_PANEL,
     ),
 ]
 KvNetDevice = Annotated[
     str,
     typer.Option(
-        help="Network device for UCX, such as lo or eth0; left out, lo if --host is a loopback "
-        "address, else what UCX chooses.",
+        help="Network device for UCX, such as lo or eth0. Default: lo if --host is a loopback "
+        "address, otherwise UCX chooses.",
         rich_help_panel=KV_PANEL,
     ),
 ]
 KvVerify = Annotated[
     bool,
     typer.Option(
-        help="Digest KV that is sent and check what landed; on a GPU, both copy it to the host.",
+        help="Verify transferred KV by digest; on a GPU, both sides copy it to the host for that.",
         rich_help_panel=KV_PANEL,
     ),
 ]
 KvLease = Annotated[
     float,
     typer.Option(
-        help="How long a prefill node may write without hearing of the decode node.",
+        help="Seconds that a prefill node may write KV without a message from the decode node.",
         rich_help_panel=KV_PANEL,
     ),
 ]
 KvSilence = Annotated[
     float,
     typer.Option(
-        help="A peer that says nothing for so long while asked is given up. Nodes in a long pass "
-        "go on saying that they live, up to --stuck-after-s.",
+        help="Seconds without an answer after which a peer is given up. Nodes in a long forward "
+        "pass keep sending heartbeats, up to --stuck-after-s.",
         rich_help_panel=KV_PANEL,
     ),
 ]
 KvLoadFailure = Annotated[
     str,
     typer.Option(
-        help="recompute or fail: what a decode node does with a request whose KV did not arrive. "
-        "recompute computes the prompt there; fail ends it, and the router tries it elsewhere.",
+        help="Action of a decode node when a request's KV does not arrive. recompute: compute the "
+        "prompt locally; fail: end the request, and the router retries it on another node.",
         rich_help_panel=KV_PANEL,
     ),
 ]
@@ -161,31 +170,31 @@ RemoteHeadroom = Annotated[
     int,
     typer.Option(
         min=0,
-        help="KV blocks that a decode node keeps free, when it grants blocks to a prefill node, "
-        "for each request that holds blocks and must grow; 0 grants more and preempts more.",
+        help="KV blocks that a decode node keeps free for each request that holds blocks, when "
+        "it grants blocks to prefill nodes; with 0 it grants more and preempts more often.",
         rich_help_panel=KV_PANEL,
     ),
 ]
 Push = Annotated[
     str,
     typer.Option(
-        help="What prefill nodes push as soon as it is computed: layer or chunk.",
+        help="When prefill nodes push KV: after each layer or after each chunk (layer, chunk).",
         rich_help_panel=KV_PANEL,
     ),
 ]
 
 MaxNumSeqs = Annotated[
-    int, typer.Option(help="Most requests in one batch.", rich_help_panel=BATCH_PANEL)
+    int, typer.Option(help="Maximum number of requests in a batch.", rich_help_panel=BATCH_PANEL)
 ]
 MaxTokens = Annotated[
-    int, typer.Option(help="Most tokens in one step.", rich_help_panel=BATCH_PANEL)
+    int, typer.Option(help="Maximum number of tokens in a step.", rich_help_panel=BATCH_PANEL)
 ]
 SchedulingPolicy = Annotated[
     str,
     typer.Option(
-        help="priority or fcfs: the order of waiting requests. priority is by the requests' own "
-        "priority (lower first), then by arrival, and lets an urgent request preempt running ones "
-        "of lower priority, each once; fcfs is by arrival alone.",
+        help="Order of waiting requests: priority or fcfs. priority orders by the request's "
+        "priority (lower first), then by arrival; a waiting request may preempt running ones of "
+        "lower priority, each at most once. fcfs orders by arrival alone.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
@@ -193,8 +202,8 @@ LongPrefill = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Most tokens of one prompt in one step while short prompts come, so that they go "
-        "along with long ones; 0 is no limit. Left out, 512, or 0 with --no-chunked-prefill.",
+        help="Maximum tokens of one prompt in a step while short prompts arrive, so that they are "
+        "not delayed by long ones; 0: no limit. Default: 512, or 0 with --no-chunked-prefill.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
@@ -202,7 +211,7 @@ MaxPartialPrefills = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Most prompts that are part computed after a step; 0 is no limit.",
+        help="Maximum number of partially computed prompts; 0: no limit.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
@@ -210,16 +219,17 @@ MaxLongPartialPrefills = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Of these, most that are longer than --long-prefill-token-threshold, so that shorter "
-        "ones pass them; 0 is no limit. Left out, 1 where there is a threshold.",
+        help="Maximum number of partially computed prompts longer than "
+        "--long-prefill-token-threshold, so that shorter ones overtake them; 0: no limit. "
+        "Default: 1 if there is a threshold.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
 ChunkedPrefill = Annotated[
     bool,
     typer.Option(
-        help="Compute a prompt in chunks over several steps. Without it, a prompt that is longer "
-        "than --max-num-batched-tokens is refused.",
+        help="Compute a prompt in chunks over several steps. Without it, a prompt longer than "
+        "--max-num-batched-tokens is refused.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
@@ -228,8 +238,8 @@ TargetStep = Annotated[
     float,
     typer.Option(
         min=0,
-        help="Prompts get as many tokens of a step as let it end in about this time while other "
-        "requests decode, as measured from the steps before; 0 is as many as fit.",
+        help="Target duration of a step while requests decode, in milliseconds: prompts get as "
+        "many tokens as fit into it, estimated from earlier steps; 0: no target.",
         rich_help_panel=BATCH_PANEL,
     ),
 ]
@@ -240,7 +250,7 @@ Port = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Port to listen on; 0 takes any that is free.",
+        help="Port to listen on; 0 takes a free port.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
@@ -249,43 +259,43 @@ HttpPort = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Port of OpenAI's API over HTTP; 0 takes any that is free, none is taken if left out.",
+        help="Port of the OpenAI-compatible HTTP API; 0 takes a free port. Default: no HTTP.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
 HttpHost = Annotated[
     str,
     typer.Option(
-        help="Address to serve HTTP on; as --host if left out.", rich_help_panel=NETWORK_PANEL
+        help="Address to serve HTTP on. Default: that of --host.", rich_help_panel=NETWORK_PANEL
     ),
 ]
 ToolParser = Annotated[
     str,
     typer.Option(
-        help="How the model writes tool calls, for OpenAI's API: hermes (Qwen, too) or "
-        "llama3_json; they stay text if left out.",
+        help="Parser of tool calls for the OpenAI API: hermes (also for Qwen) or llama3_json. "
+        "Default: tool calls stay text.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
 ReasoningParser = Annotated[
     str,
     typer.Option(
-        help="How the model sets its reasoning apart, for OpenAI's API: qwen3, or deepseek_r1 "
-        "where its template begins it; it stays text if left out.",
+        help="Parser of reasoning for the OpenAI API: qwen3, or deepseek_r1 if the chat template "
+        "opens the reasoning. Default: reasoning stays text.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
 NodePatience = Annotated[
     float,
     typer.Option(
-        help="How long a request waits for a decode node when none is there; 0 is off.",
+        help="Seconds that a request waits for a decode node if there is none; 0: fail at once.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
 StuckAfter = Annotated[
     float,
     typer.Option(
-        help="Not ready when the engine has finished no step and no layer for so long.",
+        help="Seconds without a finished step or layer after which the node is not ready.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
@@ -293,57 +303,59 @@ DrainTimeout = Annotated[
     float,
     typer.Option(
         min=0,
-        help="Seconds to finish what it has when told to end; then it ends at once.",
+        help="Seconds to finish running requests after SIGTERM; the process then ends at once.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
 NodeName = Annotated[
-    str, typer.Option(help="Name of the node; drawn when left out.", rich_help_panel=NETWORK_PANEL)
+    str,
+    typer.Option(help="Name of the node. Default: a random name.", rich_help_panel=NETWORK_PANEL),
 ]
 Nodes = Annotated[
     str,
     typer.Option(
-        help="host:port, dns:///name:port (each address behind the name is a node) or "
-        "file:///path (a list of host:port lines), with commas between.",
+        help="Comma-separated node addresses: host:port, dns:///name:port (each address behind "
+        "the name is a node) or file:///path (a list of host:port lines).",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
 FindEvery = Annotated[
     float,
     typer.Option(
-        help="Seconds until names are resolved and lists are read again.",
+        help="Seconds between two resolutions of names and reads of lists.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
-ParentPid = Annotated[int, typer.Option(hidden=True, help="End with this process.")]
+ParentPid = Annotated[int, typer.Option(hidden=True, help="End when this process ends.")]
 
 Policy = Annotated[
     str,
     typer.Option(
-        help="How nodes are chosen: prefix_aware, least_loaded, power_of_two or round_robin.",
+        help="Routing policy: prefix_aware, least_loaded, power_of_two or round_robin.",
         rich_help_panel=ROUTING_PANEL,
     ),
 ]
 LocalPrefill = Annotated[
     int,
     typer.Option(
-        help="Decode computes what it lacks of a prompt, in small parts between its answers, if "
-        "that is fewer tokens than this and prefill would compute twice as many; 0 is off.",
+        help="Compute the uncached part of a prompt on the decode node, in small chunks between "
+        "decode steps, if it has fewer tokens than this and the prefill node would have to "
+        "compute at least twice as many; 0: never.",
         rich_help_panel=ROUTING_PANEL,
     ),
 ]
 MaxInFlight = Annotated[
     int | None,
     typer.Option(
-        help="Most requests that the nodes work on at once; left out, as many as the decode nodes' "
-        "batches hold.",
+        help="Maximum number of requests in flight on the nodes. Default: as many as the decode "
+        "nodes' batches hold.",
         rich_help_panel=ROUTING_PANEL,
     ),
 ]
 MaxQueue = Annotated[
     int,
     typer.Option(
-        help="Most requests that wait for their turn; more are refused.",
+        help="Maximum number of queued requests; more are refused (QUEUE_FULL).",
         rich_help_panel=ROUTING_PANEL,
     ),
 ]
@@ -351,21 +363,21 @@ MaxQueue = Annotated[
 LogFormat = Annotated[
     str,
     typer.Option(
-        help="auto, text or json: auto is text on a terminal and JSON elsewhere.",
+        help="auto, text or json; auto: text on a terminal, JSON elsewhere.",
         rich_help_panel=OUTPUT_PANEL,
     ),
 ]
 LogLevel = Annotated[
     str,
     typer.Option(
-        help="debug, info or warning; debug tells of each request that ended well, too.",
+        help="debug, info or warning; debug also logs each successful request.",
         rich_help_panel=OUTPUT_PANEL,
     ),
 ]
 
 
 def can_be_written(path: Path | None) -> Path | None:
-    """Told before the work whose outcome goes there."""
+    """Reject a file that cannot be written, before the work whose result goes there."""
     trouble = None if path is None else file_trouble(path)
     if trouble is not None:
         raise typer.BadParameter(trouble)
@@ -373,7 +385,7 @@ def can_be_written(path: Path | None) -> Path | None:
 
 
 def can_be_made(folder: Path | None) -> Path | None:
-    """The same for a folder, which is made with those above it when there is something to write."""
+    """Reject a folder that cannot be created, with its parents, when it is first written to."""
     trouble = None if folder is None else folder_trouble(folder)
     if trouble is not None:
         raise typer.BadParameter(trouble)
@@ -384,7 +396,7 @@ JsonFile = Annotated[
     Path | None,
     typer.Option(
         "--json",
-        help="Write the figures here, too.",
+        help="Also write the figures to this JSON file.",
         callback=can_be_written,
         rich_help_panel=OUTPUT_PANEL,
     ),

@@ -1,4 +1,4 @@
-"""`baton run`: prompts to answers in this process, without servers."""
+"""`baton run`: offline generation in this process, without servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.units import format_bytes
 @takes_options_of(sampling)
 def run(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="What to continue; without any, standard input.")
+        list[str] | None, typer.Argument(help="Prompts to continue. Default: standard input.")
     ] = None,
     model: ModelOrDemo = "",
     dtype: Dtype = "auto",
@@ -29,7 +29,7 @@ def run(
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(
-            help="Size of the KV cache, such as 512MiB; half of what is free.",
+            help="Size of the KV cache, such as 512MiB. Default: half of the free memory.",
             rich_help_panel=KV_PANEL,
         ),
     ] = None,
@@ -37,13 +37,13 @@ def run(
     include_stop_in_output: IncludeStop = False,
     **given: Any,
 ) -> None:
-    """Continue prompts with a model loaded here."""
+    """Continue prompts with a model loaded in this process."""
     from baton.llm import LLM
 
     chosen = sampling(**given)
-    asked = prompts or [sys.stdin.read()]
+    texts = prompts or [sys.stdin.read()]
     with valid_text():
-        "".join(asked).encode()
+        "".join(texts).encode()
     with LLM(
         model or demo_model(),
         dtype=dtype,
@@ -55,14 +55,14 @@ def run(
         size = f"{llm.kv_memory.num_blocks} blocks, {llm.kv_memory.num_tokens} tokens"
         print(f"KV cache: {format_bytes(llm.kv_memory.num_bytes)}, {size}", file=sys.stderr)
         answers = llm.generate(
-            asked,
+            texts,
             llm.info.defaults.sampling.params(**chosen),
             stop=stop or (),
             include_stop_in_output=include_stop_in_output,
         )
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(texts, answers, strict=True):
         print(prompt + answer.text)
         if answer.error is not None:
-            tell(f"the answer broke off: {answer.error}")
+            tell(f"the answer is incomplete: {answer.error}")
     if any(answer.error is not None for answer in answers):
         raise typer.Exit(FAILED)

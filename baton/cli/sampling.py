@@ -1,4 +1,4 @@
-"""How tokens are chosen: options of every command that generates."""
+"""Sampling options of every command that generates."""
 
 from __future__ import annotations
 
@@ -20,37 +20,48 @@ def _option(*names: str, help: str, **more: Any) -> Any:  # noqa: A002
     return typer.Option(*names, help=help, rich_help_panel=SAMPLING_PANEL, **more)
 
 
-# What is left out is as the model's makers advise.
+# None: the default of the model's generation_config.json.
 Chosen = float | None
 
-MaxTokens = Annotated[int, _option(help="The most tokens to generate.")]
-MinTokens = Annotated[int | None, _option(help="Nothing ends the answer before.")]
-Temperature = Annotated[
-    Chosen, _option(help="0 is greedy; left out, as the model's makers advise.")
+MaxTokens = Annotated[int, _option(help="Maximum number of tokens to generate.")]
+MinTokens = Annotated[
+    int | None, _option(help="Minimum number of tokens before the answer may end.")
 ]
-TopP = Annotated[Chosen, _option(help="Keep the likeliest tokens up to this mass.")]
-TopK = Annotated[int | None, _option(help="Keep so many of the likeliest; 0 keeps all.")]
-MinP = Annotated[Chosen, _option(help="Keep tokens at least this likely.")]
-RepetitionPenalty = Annotated[Chosen, _option(help="Above 1 shuns repeats.")]
-PresencePenalty = Annotated[Chosen, _option(help="Against tokens that it holds.")]
-FrequencyPenalty = Annotated[Chosen, _option(help="The same, each time anew.")]
-Seed = Annotated[int | None, _option(help="Same seed, same answer.")]
-TokenIds = Annotated[list[int] | None, _option("--stop-token-id", help="Token that ends it, too.")]
-IgnoreEos = Annotated[bool, _option("--ignore-eos", help="Go on after the model's own end token.")]
+Temperature = Annotated[Chosen, _option(help="0 is greedy. Default: as the model recommends.")]
+TopP = Annotated[
+    Chosen, _option(help="Keep the most likely tokens up to this cumulative probability.")
+]
+TopK = Annotated[int | None, _option(help="Keep the K most likely tokens; 0 keeps all.")]
+MinP = Annotated[
+    Chosen, _option(help="Keep tokens of at least this probability, relative to the most likely.")
+]
+RepetitionPenalty = Annotated[Chosen, _option(help="Values above 1 discourage repetition.")]
+PresencePenalty = Annotated[Chosen, _option(help="Penalty on tokens that the answer already has.")]
+FrequencyPenalty = Annotated[
+    Chosen, _option(help="Penalty on tokens, per occurrence in the answer.")
+]
+Seed = Annotated[int | None, _option(help="Random seed; the same seed gives the same answer.")]
+TokenIds = Annotated[
+    list[int] | None,
+    _option("--stop-token-id", help="Token id that also ends the answer; may be repeated."),
+]
+IgnoreEos = Annotated[
+    bool, _option("--ignore-eos", help="Do not stop at the end-of-sequence token.")
+]
 StopStrings = Annotated[
-    list[str] | None, _option("--stop", help="Text that ends the answer; may be given often.")
+    list[str] | None, _option("--stop", help="Text that ends the answer; may be repeated.")
 ]
 BadWords = Annotated[
     list[str] | None,
     typer.Option(
         "--bad-word",
-        help="A text that the answer must not hold; may be given often.",
+        help="Text that the answer must not contain; may be repeated.",
         rich_help_panel=SAMPLING_PANEL,
     ),
 ]
 IncludeStop = Annotated[
     bool,
-    _option("--include-stop-in-output", help="Leave the text that ended it in the answer."),
+    _option("--include-stop-in-output", help="Keep the stop text in the answer."),
 ]
 
 
@@ -60,15 +71,17 @@ def _form(*names: str, help: str, **more: Any) -> Any:  # noqa: A002
 
 _FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "metavar": "FILE"}
 JsonSchema = Annotated[
-    Path | None, _form("--json-schema", help="File with a schema of its JSON.", **_FILE)
+    Path | None, _form("--json-schema", help="File with the JSON schema of the answer.", **_FILE)
 ]
-JsonObject = Annotated[bool, _form("--json-object", help="Any JSON object.")]
-Regex = Annotated[str | None, _form("--regex", help="What all of it matches.")]
+JsonObject = Annotated[bool, _form("--json-object", help="The answer is a JSON object.")]
+Regex = Annotated[
+    str | None, _form("--regex", help="Regular expression that the whole answer matches.")
+]
 Choices = Annotated[
-    list[str] | None, _form("--choice", help="A text that it may be; may be given often.")
+    list[str] | None, _form("--choice", help="Allowed text of the whole answer; may be repeated.")
 ]
 GrammarFile = Annotated[
-    Path | None, _form("--grammar", help="File with a grammar, Lark's or GBNF.", **_FILE)
+    Path | None, _form("--grammar", help="File with a grammar in Lark or GBNF syntax.", **_FILE)
 ]
 
 
@@ -91,7 +104,7 @@ def sampling(
     choices: Choices = None,
     grammar: GrammarFile = None,
 ) -> Sampling:
-    """What was chosen. Raises InvalidRequest."""
+    """Return the parameters that were set. Raises InvalidRequest."""
     given: dict[str, Any] = locals()
     form = {
         "json": _read(given.pop("json_schema")),
@@ -103,13 +116,13 @@ def sampling(
     if any(value not in (None, False, ()) for value in form.values()):
         given["structured_outputs"] = structured_outputs_of(form)
     chosen = {name: value for name, value in given.items() if value is not None}
-    SamplingParams(**chosen)  # it complains of what cannot be
+    SamplingParams(**chosen)  # validates the values
     return chosen  # type: ignore[return-value]  # the options have its keys
 
 
 def _read(path: Path | None) -> str | None:
-    """Raises InvalidRequest for what is no text."""
+    """Read a UTF-8 file. Raises InvalidRequest if it is not UTF-8."""
     try:
         return None if path is None else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{path} is no valid UTF-8: {error}; convert it first") from error
+        raise InvalidRequest(f"{path} is not valid UTF-8: {error}; convert it first") from error

@@ -1,4 +1,4 @@
-"""How channels are secured: options of every command that opens one, with one meaning for all."""
+"""TLS and token options of every command that opens or serves a channel."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ def _option(help: str) -> Any:  # noqa: A002
     return typer.Option(help=help, rich_help_panel=SECURITY_PANEL)
 
 
-TlsCert = Annotated[Path | None, _option("PEM file: the certificate by which it shows who it is.")]
-TlsKey = Annotated[Path | None, _option("PEM file: the key of --tls-cert.")]
+TlsCert = Annotated[Path | None, _option("PEM file: certificate of this process.")]
+TlsKey = Annotated[Path | None, _option("PEM file: private key of --tls-cert.")]
 TlsCa = Annotated[
-    Path | None, _option("PEM file: authorities it trusts; given, it dials others by TLS.")
+    Path | None, _option("PEM file: trusted authorities; enables TLS for outgoing connections.")
 ]
 TlsClientCa = Annotated[
-    Path | None, _option("PEM file: whoever dials it must show a certificate of these authorities.")
+    Path | None, _option("PEM file: authorities of client certificates; enables mutual TLS.")
 ]
 TlsServerName = Annotated[
-    str, _option("What the certificates of those it dials are for, if not for the host dialled.")
+    str, _option("Server name to expect in certificates, if it is not the host.")
 ]
-RouterTokenFile = Annotated[
-    Path | None, _option("Clients must send a token of this file, which has one in each line.")
-]
-ClientTokenFile = Annotated[Path | None, _option("Send the first token of this file.")]
+RouterTokenFile = Annotated[Path | None, _option("File of accepted client tokens, one per line.")]
+ClientTokenFile = Annotated[Path | None, _option("File with the token to send, in its first line.")]
 
 
 def tls_config(
@@ -41,7 +39,7 @@ def tls_config(
     tls_client_ca: TlsClientCa = None,
     tls_server_name: TlsServerName = "",
 ) -> TlsConfig:
-    """Of a process that listens. Raises InvalidConfig."""
+    """TLS settings of a server process. Raises InvalidConfig."""
     from serving.tls import TlsConfig
 
     return TlsConfig(tls_cert, tls_key, tls_ca, tls_client_ca, tls_server_name)
@@ -53,5 +51,5 @@ def client_tls(
     tls_key: TlsKey = None,
     tls_server_name: TlsServerName = "",
 ) -> TlsConfig:
-    """Of a process that only dials. Raises InvalidConfig."""
+    """TLS settings of a process that is only a client. Raises InvalidConfig."""
     return tls_config(tls_cert, tls_key, tls_ca, tls_server_name=tls_server_name)

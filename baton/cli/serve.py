@@ -123,7 +123,7 @@ def node_options(
     trace_step_ratio: TraceStepRatio = 0.0,
     **given: Any,
 ) -> NodeOptions:
-    """Both kinds of node take these."""
+    """Options of prefill and decode nodes."""
     from engine.runner.settings import RunnerConfig
     from engine.scheduler_config import (
         SchedulerConfig,
@@ -218,11 +218,11 @@ def _run_decode(options: NodeOptions) -> None:
 
 serve.command(
     "prefill",
-    help="Run a prefill node: it computes prompts and pushes their KV to decode nodes.",
+    help="Run a prefill node, which computes prompts and pushes their KV to decode nodes.",
 )(node_command("prefill", _run_prefill))
 serve.command(
     "decode",
-    help="Run a decode node: it takes KV from prefill nodes and writes answers.",
+    help="Run a decode node, which receives KV from prefill nodes and generates the answers.",
 )(node_command("decode", _run_decode))
 
 
@@ -283,7 +283,7 @@ def router(
     log_level: LogLevel = "info",
     **given: Any,
 ) -> None:
-    """Run the router: the door for clients. Without --model it takes token ids alone."""
+    """Run the router, which clients connect to. Without --model it accepts only token ids."""
     from router.__main__ import main
 
     options = router_options(**given)
@@ -300,7 +300,7 @@ def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
 
 
 def parse_cpus(written: str) -> tuple[int, ...]:
-    """0-3,6 names five cores."""
+    """Parse a list of CPU cores: `0-3,6` names five."""
     cpus: list[int] = []
     for part in filter(None, written.split(",")):
         match = CPU_RANGE.fullmatch(part.strip())

@@ -1,4 +1,4 @@
-"""A settings file: TOML with a table for each command, checked against what the commands take."""
+"""Settings file: TOML with a table per command, validated against the commands' options."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DefaultMap = dict[str, object]  # values by option for a command; such maps by n
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a file may set."""
+    """Option that a file may set."""
 
     name: str  # with underscores
-    kind: type  # bool, int, float, or str for all that is written as text
+    kind: type  # bool, int, float, or str for any other type
     takes_several: bool = False
 
 
@@ -39,20 +39,20 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def read_settings(path: Path, commands: Node) -> DefaultMap:
-    """What the file sets for each command. Raises InvalidConfig with the file and the key."""
+    """Return the file's values by command. Raises InvalidConfig with the file and the key."""
     try:
         parsed = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InvalidConfig(f"{path} cannot be read: {reason}") from error
     except tomllib.TOMLDecodeError as error:
-        raise InvalidConfig(f"{path} is no TOML: {error}") from error
+        raise InvalidConfig(f"{path} is not TOML: {error}") from error
     return _settings(parsed, commands, {}, _Place(path))
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in the file a reader is, for complaints."""
+    """Position in the file, for error messages."""
 
     path: Path
     tables: tuple[str, ...] = ()
@@ -60,9 +60,9 @@ class _Place:
     def below(self, name: str) -> _Place:
         return _Place(self.path, (*self.tables, name))
 
-    def wrong(self, complaint: str) -> InvalidConfig:
+    def wrong(self, message: str) -> InvalidConfig:
         table = f" [{'.'.join(self.tables)}]" if self.tables else ""
-        return InvalidConfig(f"{self.path}{table}: {complaint}")
+        return InvalidConfig(f"{self.path}{table}: {message}")
 
     def unknown(self, what: str, name: str, known: Iterable[str]) -> InvalidConfig:
         known = sorted(known)
@@ -73,23 +73,23 @@ class _Place:
 def _settings(
     table: Mapping[str, object], node: Node, above: Mapping[str, object], place: _Place
 ) -> DefaultMap:
-    """A key stands for every command below its table that has such an option."""
+    """Apply each key to every command below its table that has such an option."""
     values = {_name(key): value for key, value in table.items() if not isinstance(value, dict)}
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
     options = _options_below(node)
     for name in values:
         if name not in options:
             raise place.unknown("key", name, options)
-    here = {**above, **values}
+    inherited = {**above, **values}
     commands = node.commands if isinstance(node, GroupOptions) else {}
     for name in tables:
         if name not in commands:
             raise place.unknown("table", name, commands)
     if isinstance(node, CommandOptions):
-        mine = {name: value for name, value in here.items() if name in node.options}
-        return {name: _checked(node.options[name], mine[name], place) for name in mine}
+        own = {name: value for name, value in inherited.items() if name in node.options}
+        return {name: _checked(node.options[name], own[name], place) for name in own}
     return {
-        name: _settings(tables.get(name, {}), below, here, place.below(name))
+        name: _settings(tables.get(name, {}), below, inherited, place.below(name))
         for name, below in node.commands.items()
     }
 
@@ -101,7 +101,7 @@ def _options_below(node: Node) -> set[str]:
 
 
 def _checked(option: Option, value: object, place: _Place) -> object:
-    """Lists are for options that take several, or that take text with commas in it."""
+    """Accept lists for repeatable options and for options with comma-separated text."""
     if isinstance(value, list):
         if not (option.takes_several or option.kind is str):
             raise place.wrong(f"{option.name} is a list; it must be {KINDS[option.kind]}")

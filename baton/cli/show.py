@@ -1,4 +1,4 @@
-"""Tables for people: in colour on a terminal, plain and never cut off elsewhere."""
+"""Console tables: coloured on a terminal, plain and never truncated elsewhere."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-# What moves the cursor, colours the screen or rings: a model may write it, a terminal obeys it.
+# Control characters move the cursor, change colours or ring the bell: never pass on a model's.
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 WIDE = 240  # where no terminal bounds the width
 
 
 def console(*, stderr: bool = False) -> Console:
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(stderr=stderr, width=WIDE)
+    terminal = Console(stderr=stderr)
+    return terminal if terminal.is_terminal else Console(stderr=stderr, width=WIDE)
 
 
 def for_terminal(text: str) -> str:
-    """A model's text without control characters; unchanged where no terminal obeys them."""
+    """Remove control characters from a model's text if standard output is a terminal."""
     return text.translate(CONTROLS) if sys.stdout.isatty() else text
 
 
@@ -28,7 +28,7 @@ def show_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
-    """One column for each key of the first row; numbers to the right."""
+    """Make a table with one column per key of the first row; numbers are right-aligned."""
     table = Table(title=title, title_justify="left")
     for name, cell in rows[0].items() if rows else ():
         is_number = isinstance(cell, int | float)

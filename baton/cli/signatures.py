@@ -1,4 +1,4 @@
-"""Options that are written once: a command takes what other functions take, and passes it on."""
+"""Shared options: a command inherits the parameters of other functions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Command = Callable[..., Any]
 
 
 def options_of(function: Command) -> list[inspect.Parameter]:
-    """Its parameters with their types looked up, so that another function can have them.
+    """Return the function's parameters with resolved annotations, for use in another signature.
 
-    Its return type is left alone: it may be a name that only type checkers import.
+    The return annotation is not resolved: it may be a name imported only for type checking.
     """
     names = function.__globals__
     return [
@@ -28,9 +28,9 @@ def options_of(function: Command) -> list[inspect.Parameter]:
 def takes_options_of(
     *others: Command, without: Collection[str] = ()
 ) -> Callable[[Command], Command]:
-    """The function's own parameters, then those of the others; it gets these by `**name`."""
+    """Add the parameters of `others` to the function's signature; it gets them by `**name`."""
 
-    def dress(function: Command) -> Command:
+    def decorate(function: Command) -> Command:
         own = [one for one in options_of(function) if one.kind is not one.VAR_KEYWORD]
         taken = {one.name: one for one in own}
         for one in (one for other in others for one in options_of(other)):
@@ -41,29 +41,29 @@ def takes_options_of(
         function.__annotations__ = {}  # the signature has them all
         return function
 
-    return dress
+    return decorate
 
 
 def passed_on(
     context: typer.Context, taker: Command, *, without: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The options that a person chose and that `taker` takes, too, as command-line arguments."""
+    """Return the explicitly set options that `taker` also has, as command-line arguments."""
     names = {one.name for one in options_of(taker)} - set(without)
     return tuple(
         argument
         for option in context.command.params
         if option.name in names and is_chosen(context, option.name)
-        for argument in _spelled(option, context.params[option.name])
+        for argument in _arguments(option, context.params[option.name])
     )
 
 
 def is_chosen(context: typer.Context, name: str) -> bool:
-    """By a flag, the environment or a file; else it has its default."""
+    """Return whether a flag, the environment or a file set the option."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
 
-def _spelled(option: Any, value: object) -> Iterator[str]:
+def _arguments(option: Any, value: object) -> Iterator[str]:
     if isinstance(value, bool):
         yield option.opts[0] if value else option.secondary_opts[0]
         return
@@ -72,6 +72,6 @@ def _spelled(option: Any, value: object) -> Iterator[str]:
 
 
 def split(given: dict[str, Any], *takers: Command) -> list[dict[str, Any]]:
-    """To each what it takes."""
+    """Return for each taker the values of its parameters."""
     wanted = [{one.name for one in options_of(taker)} for taker in takers]
     return [{name: value for name, value in given.items() if name in names} for names in wanted]

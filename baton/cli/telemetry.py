@@ -1,4 +1,4 @@
-"""Options that say what is traced and counted, and where traces and metrics go."""
+"""Tracing and metrics options."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NOWHERE = ("off", "none")
 TraceRatio = Annotated[
     float,
     typer.Option(
-        help="Share of the requests that are traced, from 0 to 1; a caller's traceparent goes "
-        "before it.",
+        help="Share of requests to trace, from 0 to 1; the sampling flag of a caller's "
+        "traceparent takes precedence.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
 TraceStepRatio = Annotated[
     float,
     typer.Option(
-        help="Share of the engine's steps that get a trace of their own, linked to those of the "
-        "requests in the step, from 0 to 1; 0 is none.",
+        help="Share of engine steps to trace, from 0 to 1. Each is a trace of its own, linked to "
+        "those of the requests in the step.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
@@ -34,15 +34,15 @@ TraceDir = Annotated[
     str,
     typer.Option(
         envvar=TRACE_DIR_VARIABLE,
-        help="Folder that traces are kept in, for `baton trace`; the user's cache if left out, "
-        "none or off keeps none.",
+        help="Folder of stored traces, read by `baton trace`; none or off stores none. Default: in "
+        "the user's cache folder.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
 TraceLimit = Annotated[
     str,
     typer.Option(
-        help="Most that the folder may hold; the oldest traces make room.",
+        help="Maximum size of the trace folder; the oldest traces are deleted.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
@@ -50,7 +50,7 @@ OtlpEndpoint = Annotated[
     str,
     typer.Option(
         envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-        help="Collector to send traces and metrics to by OTLP over gRPC, such as "
+        help="OTLP/gRPC endpoint of a collector for traces and metrics, such as "
         "http://127.0.0.1:4317.",
         rich_help_panel=TRACING_PANEL,
     ),
@@ -60,22 +60,22 @@ MetricsPort = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Port of this process's metrics for Prometheus, at /metrics; 0 takes any that is "
-        "free and logs it, none are served if left out.",
+        help="Port of the Prometheus endpoint /metrics; 0 takes a free port and logs it. Default: "
+        "no endpoint.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
 MetricsHost = Annotated[
     str,
     typer.Option(
-        help="Address to serve metrics on; whoever reaches it can read them.",
+        help="Address to serve metrics on; access is not authenticated.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
 OtlpMetricsEvery = Annotated[
     float,
     typer.Option(
-        help="Seconds between two times that metrics go to the OTLP collector; 0 is never.",
+        help="Seconds between exports of metrics to the OTLP collector; 0: never.",
         rich_help_panel=TRACING_PANEL,
     ),
 ]
@@ -90,7 +90,7 @@ def telemetry_options(
     metrics_host: MetricsHost = "127.0.0.1",
     otlp_metrics_every_s: OtlpMetricsEvery = 15.0,
 ) -> TelemetryOptions:
-    """Every process of a cluster takes these."""
+    """Telemetry options of every process of a cluster."""
     return TelemetryOptions(
         trace_ratio=trace_ratio,
         trace_dir=trace_folder(trace_dir),
@@ -102,8 +102,8 @@ def telemetry_options(
     )
 
 
-def trace_folder(written: str) -> Path | None:
-    """None: no traces are kept. A folder of such a name is written as ./none."""
-    if written.strip().lower() in NOWHERE:
+def trace_folder(text: str) -> Path | None:
+    """Return the trace folder, or None for `none` and `off`; `./none` names such a folder."""
+    if text.strip().lower() in NOWHERE:
         return None
-    return Path(written).expanduser() if written else default_trace_dir()
+    return Path(text).expanduser() if text else default_trace_dir()

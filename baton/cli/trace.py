@@ -1,4 +1,4 @@
-"""`baton trace`: the traces that this machine's processes keep."""
+"""`baton trace`: list, draw and export the traces stored on this machine."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from telemetry.traces import Trace, find_trace, traces_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-UNCUT = 160  # columns where no terminal says how wide it is
+UNCUT = 160  # columns if there is no terminal
 
-trace = typer.Typer(help="See where a request's time went.", no_args_is_help=True)
+trace = typer.Typer(help="Show the timeline of requests.", no_args_is_help=True)
 
 Folder = Annotated[
     str,
     typer.Option(
         "--trace-dir",
         envvar=TRACE_DIR_VARIABLE,
-        help="Folder that traces are kept in; the user's cache if left out.",
+        help="Folder of stored traces. Default: in the user's cache folder.",
     ),
 ]
 Wanted = Annotated[
     str,
-    typer.Argument(
-        help="The beginning of a trace's id, or a request's id; the newest if left out."
-    ),
+    typer.Argument(help="Prefix of a trace id, or a request id. Default: the newest trace."),
 ]
 
 
 class NoSuchTrace(EngineError):
-    """Nothing of that name is kept."""
+    """No stored trace has that id."""
 
 
 @trace.command(
@@ -49,22 +47,23 @@ class NoSuchTrace(EngineError):
     ),
 )
 def list_traces(
-    limit: Annotated[int, typer.Option(min=1, help="How many, the newest last.")] = 20,
-    failed: Annotated[
-        bool, typer.Option("--failed", help="Only those that did not end well.")
-    ] = False,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Maximum number of traces; the newest is last.")
+    ] = 20,
+    failed: Annotated[bool, typer.Option("--failed", help="List only failed requests.")] = False,
     steps: Annotated[
-        bool, typer.Option("--steps", help="Engine steps (--trace-step-ratio) and not requests.")
+        bool,
+        typer.Option("--steps", help="List engine steps (--trace-step-ratio) instead of requests."),
     ] = False,
     trace_dir: Folder = "",
 ) -> None:
-    """List the traces that are kept."""
+    """List stored traces."""
     from baton.traces.lists import table_of_requests, table_of_steps
 
     kept = [one for one in _kept(trace_dir) if one.is_step is steps]
     found = [one for one in kept if not failed or one.outcome != "ok"][-limit:]
     if not found:
-        print(f"no such trace is kept in {_folder(trace_dir)}", file=sys.stderr)
+        print(f"no matching trace in {_folder(trace_dir)}", file=sys.stderr)
         return
     table_of = table_of_steps if steps else table_of_requests
     console = _console()
@@ -81,7 +80,7 @@ def show(
     html: Annotated[
         Path | None,
         typer.Option(
-            help="Write a page to this file instead; it needs no network.", callback=can_be_written
+            help="Write a self-contained HTML page to this file instead.", callback=can_be_written
         ),
     ] = None,
     trace_dir: Folder = "",
@@ -107,15 +106,16 @@ def export(
         str,
         typer.Option(
             envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-            help="Collector to send to, by OTLP over gRPC.",
+            help="OTLP/gRPC endpoint of the collector.",
         ),
     ],
     wanted: Annotated[
-        str, typer.Argument(help="As with show; all that are kept if left out.")
+        str,
+        typer.Argument(help="Prefix of a trace id, or a request id. Default: all stored traces."),
     ] = "",
     trace_dir: Folder = "",
 ) -> None:
-    """Send traces that are kept to a collector."""
+    """Send stored traces to a collector."""
     from telemetry.export import send_all
 
     kept = _kept(trace_dir)
@@ -134,9 +134,11 @@ def _console() -> Console:
 def _folder(trace_dir: str) -> Path:
     folder = trace_folder(trace_dir)
     if folder is None:
-        raise InvalidConfig(f"--trace-dir {trace_dir} keeps no traces; name the folder of some")
+        raise InvalidConfig(
+            f"--trace-dir {trace_dir} keeps no traces; pass a folder of stored traces"
+        )
     if folder.exists() and not folder.is_dir():
-        raise InvalidConfig(f"--trace-dir {folder} is no folder; name the folder of some traces")
+        raise InvalidConfig(f"--trace-dir {folder} is not a folder; pass a folder of stored traces")
     return folder
 
 
@@ -148,6 +150,6 @@ def _wanted(kept: list[Trace], trace_dir: str, wanted: str) -> Trace:
     found = find_trace(kept, wanted)
     if found is None:
         where = _folder(trace_dir)
-        what = f"no trace and no request is called {wanted!r}" if kept else "no trace is kept"
-        raise NoSuchTrace(f"{what} in {where}; see baton trace list, or name another --trace-dir")
+        what = f"no trace or request has the id {wanted!r}" if kept else "no trace is stored"
+        raise NoSuchTrace(f"{what} in {where}; see baton trace list, or pass another --trace-dir")
     return found

@@ -1,4 +1,4 @@
-"""The life of the cluster that `baton up` starts: coming up, running, told to end."""
+"""Life cycle of the cluster that `baton up` starts: starting, running, draining."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_cluster(options: ClusterOptions, num_processes: int) -> None:
-    """Until it is told to end. Raises ClusterFailed and ModelError."""
-    resolve_model_folder(options.model)  # downloaded once, before many would
+    """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
+    resolve_model_folder(options.model)  # download once, before every process would
     life = Life(options, num_processes)
     with life.listening():
         try:
             life.run()
         except ClusterFailed:
-            if not life.is_told:
+            if not life.is_ending:
                 raise
-    if life.was_hurried or not life.is_up:
+    if life.was_interrupted_again or not life.is_up:
         raise typer.Exit(INTERRUPTED)
 
 
 class Life:
-    """One cluster between its start and its end, with the signals that it gets meanwhile."""
+    """One cluster from start to end, with its signal handlers."""
 
     def __init__(self, options: ClusterOptions, num_processes: int) -> None:
         self._options = replace(options, on_up=self._note_up, on_end=self._note_end)
@@ -51,15 +51,15 @@ class Life:
         self._screen = console(stderr=True)
         self._status = self._screen.status("") if self._screen.is_terminal else None
         self.is_up = False
-        # None: told to end. Simple queues may be put into by signal handlers.
-        self._news: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
-        self.is_told = False
-        self.was_hurried = False
+        # None: a signal asks for the end. Signal handlers may put into a SimpleQueue.
+        self._events: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+        self.is_ending = False
+        self.was_interrupted_again = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """For the whole life: a signal never breaks off what is under way, it ends it in order."""
-        before = {number: signal.signal(number, self._hear) for number in ENDING}
+        """Handle signals by an orderly end instead of an exception."""
+        before = {number: signal.signal(number, self._on_signal) for number in ENDING}
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class Life:
                 self._status.stop()
             print(f"serving on {_where(cluster, self._options.tls)}; Ctrl-C ends", flush=True)
             self._screen.print(table_of("", _rows(cluster, self._options)))
-            self._until_told(cluster)
+            self._run_until_signal(cluster)
             print("draining; Ctrl-C ends at once", file=sys.stderr)
 
     @contextmanager
@@ -81,25 +81,27 @@ class Life:
             self.is_up = True
             yield cluster
 
-    def _until_told(self, cluster: LocalCluster) -> None:
-        """A cluster that cannot serve any more is over."""
+    def _run_until_signal(self, cluster: LocalCluster) -> None:
+        """Wait for a signal. Raises ClusterFailed if the remaining processes cannot serve."""
         ended: set[str] = set()
-        while (child := get_interruptibly(self._news)) is not None:
+        while (child := get_interruptibly(self._events)) is not None:
             ended.add(child.name)
             code = child.process.wait()
             if child is cluster.router or ended.issuperset(one.name for one in cluster.decodes):
-                raise ClusterFailed(f"{child.name} ended with code {code}; nobody can serve")
+                raise ClusterFailed(
+                    f"{child.name} ended with code {code}; the cluster cannot serve without it"
+                )
             print(f"baton: {child.name} ended with code {code}", file=sys.stderr)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        """While it comes up there is nothing to drain, and a second time nothing is waited for."""
-        self.was_hurried = self.is_told
-        if self.is_told or not self.is_up:
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """Drain; kill at once during start-up and on a second signal."""
+        self.was_interrupted_again = self.is_ending
+        if self.is_ending or not self.is_up:
             self._cluster.kill()
-        self.is_told = True
-        self._news.put(None)
+        self.is_ending = True
+        self._events.put(None)
 
-    # --- coming up ----------------------------------------------------------------
+    # --- start-up --------------------------------------------------------------
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
@@ -119,8 +121,8 @@ class Life:
             self._show_progress()
 
     def _note_end(self, child: Child) -> None:
-        if self.is_up and not self.is_told:
-            self._news.put(child)
+        if self.is_up and not self.is_ending:
+            self._events.put(child)
 
     def _show_progress(self) -> None:
         if self._status is not None:

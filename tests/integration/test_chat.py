@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_is_one_line_and_no_traceback() -> None:
 
     assert done.returncode == 1
     assert done.stderr == (
-        "baton: error: what came could not be written: No space left on device\n"
+        "baton: error: the output could not be written: No space left on device\n"
     )
 
 
@@ -253,4 +253,4 @@ def test_a_model_without_a_chat_template_is_refused_with_the_way_around_it(
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert "this model has no chat template" in line
-    assert line.endswith("--plain does without a chat template")
+    assert line.endswith("--plain needs no chat template")

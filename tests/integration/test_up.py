@@ -144,7 +144,9 @@ def test_up_tells_of_a_node_that_is_gone_and_ends_when_nobody_can_serve(
 
         os.kill(shown["decode-1"][0], signal.SIGKILL)
 
-        screen.await_text("baton: error: decode-1 ended with code -9; nobody can serve")
+        screen.await_text(
+            "baton: error: decode-1 ended with code -9; the cluster cannot serve without it"
+        )
         screen.await_end()
         assert screen.process.returncode == 1
         assert all(is_gone(pid) for pid, _ in shown.values())

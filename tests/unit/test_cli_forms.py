@@ -45,7 +45,7 @@ def test_the_others_are_written_out() -> None:
 
 
 def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="file is no valid UTF-8"):
+    with pytest.raises(InvalidRequest, match="file is not valid UTF-8"):
         sampling(json_schema=written(tmp_path, b"\xff"))
 
 

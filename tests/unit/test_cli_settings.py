@@ -100,7 +100,7 @@ def test_lists_and_numbers_become_what_the_option_takes(tmp_path: Path) -> None:
         ("[up]\nkv_cache_memory = false", r"kv_cache_memory is False; it must be text"),
         ("[serve.decode]\nkv_verify = 1", r"kv_verify is 1; it must be true or false"),
         ("[serve.decode]\nkv_lease_s = 'x'", r"kv_lease_s is 'x'; it must be a number"),
-        ("[up\nport = 1", r"is no TOML: .*line 1"),
+        ("[up\nport = 1", r"is not TOML: .*line 1"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_with_its_name_and_its_key(
