@@ -1,6 +1,6 @@
-"""The least that a streamed token can cost in Python: `grpc.aio` writes the same bytes each time.
+"""Lower bound of the cost of a streamed token in Python: `grpc.aio` writes constant bytes.
 
-It stands where the router does, asks no node and reads nothing into messages.
+The server takes the place of the router, without nodes and without building messages.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ async def serve(interval_s: float) -> None:
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with stop_signal() as told:
-        stepping = asyncio.ensure_future(steps.go_on()) if interval_s else None
+    async with stop_signal() as stop:
+        stepping = asyncio.ensure_future(steps.run()) if interval_s else None
         announce("bare", f"127.0.0.1:{port}")
-        await told.wait()
+        await stop.wait()
         if stepping is not None:
             stepping.cancel()
     await server.stop(None)
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--interval-ms", type=float, default=0.0)
     parser.add_argument("--parent-pid", type=int, required=True)
-    given = parser.parse_args(arguments)
-    end_with_parent(given.parent_pid)
-    asyncio.run(serve(given.interval_ms / 1e3))
+    options = parser.parse_args(arguments)
+    end_with_parent(options.parent_pid)
+    asyncio.run(serve(options.interval_ms / 1e3))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`python -m baton.bench.bystander`: streams answers and asks for `/health`, and reports waits.
+"""`python -m baton.bench.bystander`: streams answers, polls `/health` and reports latencies.
 
-A process of its own, since whoever plays faults and judges answers is busy itself. Reports are
-lines of JSON on its standard output, with times of the monotonic clock, which all processes share.
+It is a process of its own, since the process that injects faults and checks answers is busy.
+Reports are JSON lines on standard output with monotonic times, which all processes share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serving.parent import end_with_parent
 
 NUM_STREAMS = 2
 NUM_TOKENS = 200
-# Shorter waits are counted, and not reported one by one.
+# Shorter waits are only counted.
 REPORTED_S = 0.1
 HEALTH_EVERY_S = 0.2
 LAG_EVERY_S = 0.02
@@ -32,11 +32,11 @@ PAUSE_S = 0.2
 
 
 class Wait(Enum):
-    GAP = "gap"  # from one token to the next
+    GAP = "gap"  # between tokens
     FIRST_TOKEN = "first token"
     HEALTH = "health"
-    LAG = "lag"  # of this process itself
-    FAILURE = "failure"  # of a stream or of /health, with its reason
+    LAG = "lag"  # event-loop lag of this process
+    FAILURE = "failure"  # of a stream or /health, with its reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class Bystander:
     async def run(self, stop: asyncio.Event) -> None:
         async with AsyncClient(self._router, retries=Retries(max_attempts=1)) as client:
             tasks = [asyncio.ensure_future(self._stream(client, n)) for n in range(NUM_STREAMS)]
-            tasks += [asyncio.ensure_future(one()) for one in (self._look, self._measure_lag)]
+            tasks += [
+                asyncio.ensure_future(one()) for one in (self._poll_health, self._measure_lag)
+            ]
             await stop.wait()
             for task in tasks:
                 task.cancel()
@@ -68,7 +70,7 @@ class Bystander:
             prompt = (TOKEN + number, *(TOKEN + place for place in _digits(count)))
             last_s, kind = time.monotonic(), Wait.FIRST_TOKEN
             try:
-                # The router is told of no deadline: it would refuse what may come too late.
+                # A deadline is not sent: the router would refuse requests that may miss it.
                 async with asyncio.timeout(STREAM_PATIENCE_S):
                     async for _ in client.stream(prompt, Generation(sampling)):
                         now_s = time.monotonic()
@@ -80,7 +82,7 @@ class Bystander:
                 self._note(Wait.FAILURE, last_s, time.monotonic(), error.reason or error.code.name)
                 await asyncio.sleep(PAUSE_S)
 
-    async def _look(self) -> None:
+    async def _poll_health(self) -> None:
         host, _, port = self._http.rpartition(":")
         while True:
             began_s = time.monotonic()
@@ -92,11 +94,11 @@ class Bystander:
                         writing.write(
                             b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
                         )
-                        told = await reading.read()
+                        reply = await reading.read()
                     finally:
                         writing.close()
-                if not told.startswith(b"HTTP/1.1 200"):
-                    reason = f"/health: {told[:20]!r}"
+                if not reply.startswith(b"HTTP/1.1 200"):
+                    reason = f"/health: {reply[:20]!r}"
             except (OSError, TimeoutError) as error:
                 reason = f"/health: {type(error).__name__}"
             kind = Wait.FAILURE if reason else Wait.HEALTH
@@ -112,30 +114,30 @@ class Bystander:
     def _note(self, kind: Wait, began_s: float, ended_s: float, reason: str = "") -> None:
         self.counts[kind.value] += 1
         if ended_s - began_s >= REPORTED_S or reason:
-            _tell(asdict(Waited(kind.value, began_s, ended_s, reason)))
+            _report(asdict(Waited(kind.value, began_s, ended_s, reason)))
 
 
 TOKEN = 5
 
 
 def _digits(number: int) -> Iterator[int]:
-    """So that no prompt is like another one."""
+    """Yield the digits of a number, which make each prompt unique."""
     while number:
         number, digit = divmod(number, 50)
         yield digit
 
 
-def _tell(what: dict[str, object]) -> None:
-    print(json.dumps(what), flush=True)
+def _report(values: dict[str, object]) -> None:
+    print(json.dumps(values), flush=True)
 
 
 async def watch(router: str, http: str) -> None:
-    """Until SIGTERM; then the counts are told."""
+    """Run until SIGTERM, then report the counts."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     bystander = Bystander(router, http)
     await bystander.run(stop)
-    _tell({"counts": bystander.counts})
+    _report({"counts": bystander.counts})
 
 
 def main() -> None:
@@ -143,9 +145,9 @@ def main() -> None:
     parser.add_argument("--router", required=True)
     parser.add_argument("--http", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
-    given = parser.parse_args()
-    end_with_parent(given.parent_pid)
-    asyncio.run(watch(given.router, given.http))
+    options = parser.parse_args()
+    end_with_parent(options.parent_pid)
+    asyncio.run(watch(options.router, options.http))
 
 
 if __name__ == "__main__":

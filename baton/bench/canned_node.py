@@ -1,7 +1,6 @@
-"""A node that computes nothing: real servers and messages, an answer known beforehand.
+"""Node without an engine: real servers and messages with a constant answer.
 
-What is measured in front of it is the cost of whoever asks. Like an engine, it gives all its
-streams a token at each step.
+It measures the cost of its client. Like an engine, it sends each stream one token per step.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from serving.streamed import streamed
 
 Context = aio.ServicerContext[Any, Any]
 
-# As ids of the model in the box they are words of Python, spaces and punctuation.
+# With the demo model these ids are words of Python, spaces and punctuation.
 ANSWER = tuple(range(300, 700))
 UNFINISHED = sampling_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class Steps:
-    """The beat at which every stream gets its next token."""
+    """Clock of the steps at which every stream gets its next token."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -44,7 +43,7 @@ class Steps:
         if self._interval_s:
             await self._step.wait()
 
-    async def go_on(self) -> None:
+    async def run(self) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         for number in itertools.count(1):
@@ -168,11 +167,11 @@ async def serve(role: NodeRole, interval_s: float) -> None:
             lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(state, server),
         ),
     )
-    async with serving("127.0.0.1", 0, services) as server, stop_signal() as told:
-        stepping = asyncio.ensure_future(steps.go_on()) if interval_s else None
+    async with serving("127.0.0.1", 0, services) as server, stop_signal() as stop:
+        stepping = asyncio.ensure_future(steps.run()) if interval_s else None
         await server.health.set_ready(True)
         announce(role.value, server.address)
-        await told.wait()
+        await stop.wait()
         if stepping is not None:
             stepping.cancel()
 
@@ -182,9 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--role", type=NodeRole, required=True)
     parser.add_argument("--interval-ms", type=float, default=0.0)
     parser.add_argument("--parent-pid", type=int, required=True)
-    given = parser.parse_args(arguments)
-    end_with_parent(given.parent_pid)
-    asyncio.run(serve(given.role, given.interval_ms / 1e3))
+    options = parser.parse_args(arguments)
+    end_with_parent(options.parent_pid)
+    asyncio.run(serve(options.role, options.interval_ms / 1e3))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A cluster under load while its processes are killed, stopped and cut off from each other.
+"""Chaos run: a cluster under load while its processes are killed, stopped and partitioned.
 
-Faults come from outside: signals, and doors that bar links. The processes are those of
-everybody, and know nothing of it.
+Faults are injected from outside, by signals and TCP proxies; the processes under test run
+unmodified, except that the KV transfer of nodes is wrapped (`chaos_wire`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
 JUMP_S = 3600.0
 WIRE_PATIENCE_S = 10.0
 FREEZE_S = KEEPALIVE.every_s + KEEPALIVE.patience_s + 4.0
-ONCE = Retries(max_attempts=1)  # whatever fails shall be seen
+ONCE = Retries(max_attempts=1)  # no retries, so that every failure is visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ChaosBench:
     script: Script
     num_clients: int = 6
     num_asks: int = 30
-    attacks: tuple[Attack, ...] = tuple(Attack)  # of a hostile client, if there is one
+    attacks: tuple[Attack, ...] = tuple(Attack)  # of the hostile client, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,19 @@ class Progress:
     told: Sequence[Told]
     num_under_way: int
     num_struck: int
-    latest: str  # what went wrong last
+    latest: str  # latest fault
 
 
 OnProgress = Callable[[Progress], None]
 
 
 async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -> Report:
-    """Ends early, and tells what came so far, once `stop` is set. Raises named errors."""
+    """Run until done or until `stop` is set. Raises named errors."""
     script = what.script
     drawn = faults(script, what.setting.num_by_role)
     async with Stage(what.setting) as stage, AsyncClient(stage.address, retries=ONCE) as client:
-        to_ask = await asks(client, script.seed, what.num_asks)
-        answers = await _unless(stop, known(client, to_ask))
+        requests = await asks(client, script.seed, what.num_asks)
+        answers = await _unless(stop, known(client, requests))
         await stage.begin()
         async with AsyncExitStack() as lifetime:
             hostility: Hostility | None = None
@@ -76,9 +76,11 @@ async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) ->
             return await chaos.run(drawn, script.duration_s, stop, on_progress)
 
 
-async def _unless(stop: asyncio.Event, asking: Coroutine[None, None, list[Known]]) -> list[Known]:
-    """Raises KeyboardInterrupt when told to stop before there is anything to tell."""
-    answers, stopping = asyncio.ensure_future(asking), asyncio.ensure_future(stop.wait())
+async def _unless(
+    stop: asyncio.Event, generation: Coroutine[None, None, list[Known]]
+) -> list[Known]:
+    """Wait for the answers. Raises KeyboardInterrupt if `stop` is set before."""
+    answers, stopping = asyncio.ensure_future(generation), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([answers, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
@@ -91,7 +93,7 @@ async def _unless(stop: asyncio.Event, asking: Coroutine[None, None, list[Known]
 
 
 def nobody_looks(_: Progress) -> None:
-    """For those who wait for the report."""
+    """Ignore the progress."""
 
 
 class Chaos:
@@ -121,25 +123,25 @@ class Chaos:
         stop: asyncio.Event,
         on_progress: OnProgress = nobody_looks,
     ) -> Report:
-        """Once. Lasts longer than asked for if that is what it takes until all are well."""
-        asking = asyncio.Event()
+        """Run the faults, once. It ends when all victims have recovered, if after `duration_s`."""
+        load_end = asyncio.Event()
         self._began_s = time.monotonic()
-        at_start, in_the_middle = self._stage.rss(), self._stage.rss()
+        start_rss, middle_rss = self._stage.rss(), self._stage.rss()
 
-        async def look_in_the_middle() -> None:
-            nonlocal in_the_middle
+        async def sample_middle() -> None:
+            nonlocal middle_rss
             await asyncio.sleep(duration_s / 2)
-            in_the_middle = self._stage.rss()
+            middle_rss = self._stage.rss()
 
         async with asyncio.TaskGroup() as group:
-            load = group.create_task(self._load.run(self._num_clients, asking))
-            telling = group.create_task(self._tell(on_progress))
-            looking = group.create_task(look_in_the_middle())
+            load = group.create_task(self._load.run(self._num_clients, load_end))
+            progress = group.create_task(self._report_progress(on_progress))
+            sampling = group.create_task(sample_middle())
             await self._play(faults, duration_s, stop)
-            asking.set()
+            load_end.set()
             await load
-            telling.cancel()
-            looking.cancel()
+            progress.cancel()
+            sampling.cancel()
         ended_s = time.monotonic()
         if self._hostility is not None:
             await self._hostility.end()
@@ -151,7 +153,7 @@ class Chaos:
             elapsed_s=ended_s - self._began_s,
             leaks=leaks,
             died=self._stage.died(),
-            memory=memory(at_start, in_the_middle, self._stage.rss()),
+            memory=memory(start_rss, middle_rss, self._stage.rss()),
             bystanders=self._bystanders(),
         )
 
@@ -163,8 +165,8 @@ class Chaos:
     # --- Faults -----------------------------------------------------------------------------
 
     async def _play(self, faults: Sequence[Fault], duration_s: float, stop: asyncio.Event) -> None:
-        """Strike as the script says; returns when all are well again."""
-        async with asyncio.TaskGroup() as healing:
+        """Inject the faults of the script; return when all victims have recovered."""
+        async with asyncio.TaskGroup() as recoveries:
             for fault in faults:
                 if not await self._wait_until(fault.at_s, stop):
                     return
@@ -172,11 +174,11 @@ class Chaos:
                 victim = self._victim(fault)
                 if victim is not None:
                     self._ailing.add(victim.name)
-                    healing.create_task(self._strike(fault, victim))
+                    recoveries.create_task(self._strike(fault, victim))
             await self._wait_until(duration_s, stop)
 
     async def _wait_until(self, at_s: float, stop: asyncio.Event) -> bool:
-        """False if told to stop before."""
+        """Wait; return False if `stop` was set before."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._loop_time(at_s)):
                 await stop.wait()
@@ -187,14 +189,14 @@ class Chaos:
         return asyncio.get_running_loop().time() + at_s - elapsed_s
 
     def _victim(self, fault: Fault) -> Child | None:
-        """One that is well. The last decode node that is well is spared: nobody could serve."""
+        """Return a healthy process of the role. The last healthy decode node is spared."""
         count = self._stage.num_by_role[fault.role]
         places = [(fault.place + step) % count for step in range(count)]
         siblings = [self._stage.child(fault.role, place) for place in places]
-        well = [child for child in siblings if child.name not in self._ailing]
-        if fault.role is Role.DECODE and len(well) < 2:
+        healthy = [child for child in siblings if child.name not in self._ailing]
+        if fault.role is Role.DECODE and len(healthy) < 2:
             return None
-        return well[0] if well else None
+        return healthy[0] if healthy else None
 
     async def _strike(self, fault: Fault, victim: Child) -> None:
         struck = Struck(fault, victim.name, time.monotonic())
@@ -211,15 +213,15 @@ class Chaos:
                 case Kind.SLOW:
                     await self._slow(victim, fault.lasts_s)
                 case Kind.CUT | Kind.HUSH:
-                    await self._bar(victim, fault)
+                    await self._block_links(victim, fault)
                 case Kind.CROWD:
-                    await self._crowd(fault.lasts_s)
+                    await self._run_crowd(fault.lasts_s)
                 case Kind.JUMP:
                     await self._jump(victim, fault)
                 case Kind.HOSTILE:
                     await self._attack(struck)
                 case kind if kind in OF_WIRES:
-                    await self._wire(victim, fault)
+                    await self._disturb_transfers(victim, fault)
         finally:
             struck.healed_s = time.monotonic()
             self._ailing.discard(victim.name)
@@ -241,7 +243,7 @@ class Chaos:
             self._attempts.note(router.process.pid, await self._stage.scrape(router))
 
     async def _until_ready(self, name: str) -> None:
-        """As the router sees it, which may be away itself."""
+        """Wait until the router reports the node as ready; the router may be down, too."""
         async with asyncio.timeout(READY_WITHIN_S):
             while True:
                 with suppress(BatonError):
@@ -263,7 +265,7 @@ class Chaos:
             await self._stop(victim, SLOW_STOPPED_S)
             await asyncio.sleep(SLOW_RUNNING_S)
 
-    async def _bar(self, victim: Child, fault: Fault) -> None:
+    async def _block_links(self, victim: Child, fault: Fault) -> None:
         door = self._stage.door(victim)
         (door.cut if fault.kind is Kind.CUT else door.hush)()
         try:
@@ -271,8 +273,8 @@ class Chaos:
         finally:
             door.heal()
 
-    async def _wire(self, victim: Child, fault: Fault) -> None:
-        """Until something was hit, if nodes say so much meanwhile."""
+    async def _disturb_transfers(self, victim: Child, fault: Fault) -> None:
+        """Inject the fault until its time is over and it has hit a message, within a limit."""
         weather = self._stage.weather(victim)
         num_hits = weather.num_hits
         weather.turn(fault.kind)
@@ -286,7 +288,7 @@ class Chaos:
             weather.clear()
 
     async def _jump(self, victim: Child, fault: Fault) -> None:
-        """Forward and home again, or back and home again."""
+        """Set the clock forward or back for a while."""
         self._stage.put_clock_off(victim, JUMP_S if fault.number % 2 else -JUMP_S)
         await asyncio.sleep(fault.lasts_s)
         self._stage.put_clock_off(victim, 0.0)
@@ -296,14 +298,14 @@ class Chaos:
             attack, struck.outcomes = await self._hostility.attack()
             struck.attack = attack.value
 
-    async def _crowd(self, lasts_s: float) -> None:
+    async def _run_crowd(self, lasts_s: float) -> None:
         enough = asyncio.Event()
         asyncio.get_running_loop().call_later(lasts_s, enough.set)
         await self._load.run(CROWD_FACTOR * self._num_clients, enough)
 
-    # --- What is seen -----------------------------------------------------------------------
+    # --- Observation -----------------------------------------------------------------------
 
-    async def _tell(self, on_progress: OnProgress) -> None:
+    async def _report_progress(self, on_progress: OnProgress) -> None:
         while True:
             latest = str(self._struck[-1].fault) if self._struck else ""
             elapsed_s = time.monotonic() - self._began_s
@@ -312,7 +314,7 @@ class Chaos:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _leaks(self) -> list[str]:
-        """What is still held two leases and a second after the last request and fault."""
+        """Return what is still held two leases and a second after the last request and fault."""
         end_s = time.monotonic() + 2 * self._stage.lease_s + 1
         while True:
             leaks = [
@@ -328,7 +330,7 @@ class Chaos:
         try:
             found = await self._stage.scrape(child)
         except OSError as error:
-            return [f"does not tell of itself: {error}"]
+            return [f"metrics unavailable: {error}"]
         if child.name == Role.ROUTER.value:
             self._attempts.note(child.process.pid, found)
         before, now = self._stage.at_start[child.name], self._stage.footprint(child)

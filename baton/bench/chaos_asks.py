@@ -1,4 +1,4 @@
-"""What clients ask in a run with faults, and how an answer is judged. Pure where it judges."""
+"""Requests of a chaos run, and the check of answers against reference answers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from serving.errors import ServiceError
 
 LEAST_TOKENS, MOST_TOKENS = 8, 96
 LEAST_PROMPT, MOST_PROMPT = 4, 160
-# How far apart two runs of the same sums may be: their order is another in another batch.
+# Tolerance of logprobs: the order of summation differs between batches.
 LOGPROB_TOLERANCE = 1e-2
 STOP_CHARACTERS = 4
 
 
 class NotSteady(ServiceError):
-    """The same request got two answers, though nothing had gone wrong yet."""
+    """The same request got two different answers without faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request; its tag is in its prompt, so that no answer can be taken for another's."""
+    """One request. Its prompt contains the tag, so that answers cannot be confused."""
 
     tag: int
     kind: str
@@ -41,7 +41,7 @@ class Known:
 
 
 async def asks(client: AsyncClient, seed: int, count: int) -> list[Ask]:
-    """Same seed, same requests for the same model."""
+    """Return the requests, deterministic for a seed and a model."""
     vocab_size = (await client.model()).vocab_size
     draw = random.Random(seed)
     return [_ask(draw, tag, vocab_size) for tag in range(count)]
@@ -66,10 +66,10 @@ def _ask(draw: random.Random, tag: int, vocab_size: int) -> Ask:
     return Ask(tag, kind, prompt, Generation(kinds[kind]))
 
 
-async def known(client: AsyncClient, to_ask: Sequence[Ask]) -> list[Known]:
-    """Each asked alone, and then all at once. Raises NotSteady, for then nothing can be judged."""
+async def known(client: AsyncClient, requests: Sequence[Ask]) -> list[Known]:
+    """Return reference answers, generated alone. Raises NotSteady if a batch gives others."""
     alone: list[Known] = []
-    for ask in to_ask:
+    for ask in requests:
         answer = await client.generate(ask.prompt, ask.generation)
         if ask.kind == "stop":
             ask = replace(ask, generation=_stopped(ask.generation, answer.text))  # noqa: PLW2901
@@ -84,40 +84,41 @@ async def known(client: AsyncClient, to_ask: Sequence[Ask]) -> list[Known]:
 
 
 def salted(ask: Ask, salt: str) -> Generation:
-    """Prompts of another salt share no cached KV: it has to be computed and handed over again."""
+    """Return the request with a cache salt: prompts of another salt share no cached KV."""
     return replace(ask.generation, cache_salt=salt)
 
 
 def _stopped(generation: Generation, text: str) -> Generation:
-    """To end in the middle of what it would say."""
+    """Return the request with a stop string from the middle of its answer."""
     middle = len(text) // 2
     stop = text[middle : middle + STOP_CHARACTERS]
     return replace(generation, stop=(stop,) if stop else ())
 
 
 def difference_of(one: Known, answer: Answer) -> str | None:
-    """What is wrong with an answer."""
-    right = one.answer
-    if answer.token_ids != right.token_ids:
-        pairs = zip(answer.token_ids, right.token_ids, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), "the end")
-        counts = f"{len(answer.token_ids)} tokens came, {len(right.token_ids)} are right"
-        return f"tokens differ from place {place} on; {counts}"
-    if answer.text != right.text:
-        return f"the text is {answer.text!r}, not {right.text!r}"
-    if answer.finish is None or right.finish is None:
-        return "there is no end"
+    """Return the difference to the reference answer, or None."""
+    expected = one.answer
+    if answer.token_ids != expected.token_ids:
+        pairs = zip(answer.token_ids, expected.token_ids, strict=False)
+        index = next((i for i, (a, b) in enumerate(pairs) if a != b), "the end")
+        counts = f"{len(answer.token_ids)} tokens, expected {len(expected.token_ids)}"
+        return f"tokens differ from index {index} on; {counts}"
+    if answer.text != expected.text:
+        return f"text is {answer.text!r}, expected {expected.text!r}"
+    if answer.finish is None or expected.finish is None:
+        return "no finish reason"
     for name in ("reason", "stop_token_id", "stop_string", "num_prompt_tokens"):
-        if getattr(answer.finish, name) != getattr(right.finish, name):
-            return f"{name} is {getattr(answer.finish, name)}, not {getattr(right.finish, name)}"
-    return _difference_of_logprobs(answer, right)
+        actual, wanted = getattr(answer.finish, name), getattr(expected.finish, name)
+        if actual != wanted:
+            return f"{name} is {actual}, expected {wanted}"
+    return _difference_of_logprobs(answer, expected)
 
 
-def _difference_of_logprobs(answer: Answer, right: Answer) -> str | None:
-    if len(answer.logprobs) != len(right.logprobs):
-        return f"{len(answer.logprobs)} logprobs came for {len(right.logprobs)} tokens"
-    for place, (mine, its) in enumerate(zip(answer.logprobs, right.logprobs, strict=True)):
-        is_close = math.isclose(mine.logprob, its.logprob, abs_tol=LOGPROB_TOLERANCE)
-        if mine.token_id != its.token_id or len(mine.top) != len(its.top) or not is_close:
-            return f"the logprobs at place {place} are {mine}, not {its}"
+def _difference_of_logprobs(answer: Answer, expected: Answer) -> str | None:
+    if len(answer.logprobs) != len(expected.logprobs):
+        return f"{len(answer.logprobs)} logprobs for {len(expected.logprobs)} tokens"
+    for place, (actual, wanted) in enumerate(zip(answer.logprobs, expected.logprobs, strict=True)):
+        is_close = math.isclose(actual.logprob, wanted.logprob, abs_tol=LOGPROB_TOLERANCE)
+        if actual.token_id != wanted.token_id or len(actual.top) != len(wanted.top) or not is_close:
+            return f"logprobs at index {place} are {actual}, expected {wanted}"
     return None

@@ -1,4 +1,4 @@
-"""What bystanders of a hostile client waited for, against the bounds that they are owed. Pure."""
+"""Latencies of bystanders of a hostile client, checked against their limits. Pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from baton.bench.chaos_faults import Fault, Kind
 
 MAX_GAP_S = MAX_HEALTH_S = 1.0
 BOUND_S = {Wait.GAP: MAX_GAP_S, Wait.HEALTH: MAX_HEALTH_S}
-# What a fault or an attack has set going may end a little after it.
+# Effects of a fault or attack may last a little longer than itself.
 AFTERMATH_S = 3.0
 
 
 @dataclass(slots=True)
 class Struck:
-    """A fault that came to be."""
+    """An injected fault."""
 
     fault: Fault
     victim: str
     at_s: float
-    listens_s: float = 0.0  # the new process of one that was killed
+    listens_s: float = 0.0  # start of listening of the process that replaces a killed one
     healed_s: float = 0.0
-    attack: str = ""  # of a hostile client
-    outcomes: Mapping[str, int] | None = None  # of its requests
+    attack: str = ""  # attack of the hostile client
+    outcomes: Mapping[str, int] | None = None  # of the attack's requests
 
 
 @dataclass(frozen=True, slots=True)
 class WorstWaits:
-    """While one attack was under way, and no fault."""
+    """Longest waits during one attack, without other faults."""
 
     beside: str
     gap_s: float
@@ -43,13 +43,13 @@ class WorstWaits:
 class Bystanders:
     num_gaps: int
     num_health: int
-    worst_gap_s: float  # apart from the time of faults that are no attacks
+    worst_gap_s: float  # outside of faults other than attacks
     worst_health_s: float
-    worst_quiet_gap_s: float  # while there was neither a fault nor an attack
+    worst_quiet_gap_s: float  # without fault and attack
     worst_quiet_health_s: float
-    worst_lag_s: float  # of the measuring process itself
+    worst_lag_s: float  # of the measuring process
     by_attack: Sequence[WorstWaits]
-    missed: Sequence[str]  # bounds
+    missed: Sequence[str]  # exceeded limits
 
 
 def bystanders(
@@ -90,13 +90,13 @@ def _by_attack(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[W
 
 
 def _missed(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[str]:
-    """Each wait that was too long, and failures by their reason."""
+    """Yield each wait above its limit, and failures by reason."""
     failures: Counter[str] = Counter()
     for wait in waits:
         kind, wait_s = Wait(wait.kind), wait.ended_s - wait.began_s
         bound_s = BOUND_S.get(kind)
         names = sorted({one.attack for one in attacks if _overlap(wait, one)})
-        beside = f"beside it: {', '.join(names) or 'nothing'}"
+        beside = f"during: {', '.join(names) or 'nothing'}"
         if kind is Wait.FAILURE:
             failures[f"{wait.reason}; {beside}"] += 1
         elif bound_s is not None and wait_s > bound_s:
@@ -120,10 +120,10 @@ MAX_GROWTH = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident memory of a process that lived from the middle of the run to its end."""
+    """Resident memory of a process that ran from the middle of the run to its end."""
 
     process: str
-    start_mib: float | None  # None: it was started again since
+    start_mib: float | None  # None: restarted since
     middle_mib: float
     end_mib: float
 
@@ -136,11 +136,11 @@ class Memory:
         return self.growth <= MAX_GROWTH
 
 
-Rss = Mapping[str, tuple[int, int]]  # by name of the process: its pid and bytes
+Rss = Mapping[str, tuple[int, int]]  # pid and bytes by process name
 
 
 def memory(start: Rss, middle: Rss, end: Rss) -> list[Memory]:
-    """Of the processes that were there in the middle and at the end."""
+    """Return the memory of the processes that ran both in the middle and at the end."""
     return [
         Memory(
             name,

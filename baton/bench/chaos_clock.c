@@ -1,5 +1,5 @@
-// A wall clock that can be put forward and back from outside, for one process: loaded before the
-// C library. Each process has a file with the nanoseconds that it is off by. No other clock moves.
+// Preloaded library that shifts the wall clock of a process. The offset in nanoseconds is read from
+// a file per process, which the test writes. Other clocks are not affected.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

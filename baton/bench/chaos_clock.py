@@ -1,4 +1,4 @@
-"""Wall clocks of processes that can be put forward and back, each by itself."""
+"""Wall clocks of processes that can be set forward and back individually."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NS_PER_S = 1_000_000_000
 
 
 def can_jump() -> bool:
-    """Whether there is a compiler to build it with."""
+    """Return whether there is a C compiler to build the library with."""
     return shutil.which("cc") is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Of all processes that were started with this environment; they are told apart by pid."""
+    """Clocks of all processes started with this environment, by pid."""
 
     folder: Path
     library: Path
@@ -32,20 +32,20 @@ class Clocks:
         return {"LD_PRELOAD": str(self.library), FOLDER_VARIABLE: str(self.folder)}
 
     def put_off(self, pid: int, by_s: float) -> None:
-        """Raises OSError for a process that has no such clock."""
+        """Shift the clock of a process. Raises OSError if it has none."""
         with (self.folder / str(pid)).open("r+b") as clock:
             clock.write(round(by_s * NS_PER_S).to_bytes(8, "little", signed=True))
 
 
 def build(folder: Path) -> Clocks:
-    """Raises InvalidConfig where it cannot be built."""
+    """Build the library. Raises InvalidConfig if that fails."""
     library = folder / "clock.so"
     command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        told = getattr(error, "stderr", "") or str(error)
-        raise InvalidConfig(f"clocks that jump need a C compiler: {told}; leave out jump") from None
+        reason = getattr(error, "stderr", "") or str(error)
+        raise InvalidConfig(f"jump faults need a C compiler: {reason}; leave out jump") from None
     clocks = folder / "clocks"
     os.mkdir(clocks)
     return Clocks(clocks, library)

@@ -1,4 +1,4 @@
-"""A way into a node that can be barred to its peers while the router goes in and out."""
+"""TCP proxy of a node that can block KV links of its peers but not the router."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from baton.v1 import kv_link_pb2
 
-# What tells a link's connection from others: gRPC names the method in clear text.
+# Identifies connections of KV links: gRPC sends the method name in clear text.
 LINK_MARK = kv_link_pb2.DESCRIPTOR.services_by_name["KvLinkService"].full_name.encode()
 CHUNK_BYTES = 1 << 16
 
 
 @dataclass(eq=False, slots=True)
 class _Passage:
-    """One TCP connection that goes through."""
+    """One proxied TCP connection."""
 
     inner: asyncio.StreamWriter
     outer: asyncio.StreamWriter
@@ -27,19 +27,19 @@ class _Passage:
 
 
 class Door:
-    """Forwards connections to a node. Links of decode nodes can be cut off or hushed."""
+    """Forwards connections to a node. KV links of decode nodes can be cut or stalled."""
 
     def __init__(self, inside: str) -> None:
         self._inside = inside  # host:port of the node
         self._passages: set[_Passage] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cut = False
-        self._speaks = asyncio.Event()
-        self._speaks.set()
+        self._is_flowing = asyncio.Event()
+        self._is_flowing.set()
         self.address = ""
 
     async def open(self, host: str = "127.0.0.1") -> None:
-        self._server = await asyncio.start_server(self._let_in, host, 0)
+        self._server = await asyncio.start_server(self._accept, host, 0)
         self.address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
     async def close(self) -> None:
@@ -55,30 +55,30 @@ class Door:
         return sum(passage.is_link for passage in self._passages)
 
     def cut(self) -> None:
-        """Links break off at once, and new ones as soon as they begin."""
+        """Abort all KV links, and new ones as soon as they begin."""
         self._is_cut = True
         for passage in list(self._passages):
             if passage.is_link:
                 passage.abort()
 
     def hush(self) -> None:
-        """What is said on links waits."""
-        self._speaks.clear()
+        """Stall the traffic of KV links."""
+        self._is_flowing.clear()
 
     def heal(self) -> None:
         self._is_cut = False
-        self._speaks.set()
+        self._is_flowing.set()
 
-    async def _let_in(self, reader: asyncio.StreamReader, outer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, outer: asyncio.StreamWriter) -> None:
         host, _, port = self._inside.rpartition(":")
         try:
-            there, inner = await asyncio.open_connection(host, int(port))
-        except OSError:  # nobody listens there now
+            inner_reader, inner = await asyncio.open_connection(host, int(port))
+        except OSError:  # the node is not listening
             outer.transport.abort()
             return
         passage = _Passage(inner, outer)
         self._passages.add(passage)
-        for source, target, is_inward in ((reader, inner, True), (there, outer, False)):
+        for source, target, is_inward in ((reader, inner, True), (inner_reader, outer, False)):
             task = asyncio.ensure_future(self._forward(passage, source, target, is_inward))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -98,7 +98,7 @@ class Door:
                     if passage.is_link:
                         if self._is_cut:
                             break
-                        await self._speaks.wait()
+                        await self._is_flowing.wait()
                     target.write(chunk)
                     await target.drain()
         finally:

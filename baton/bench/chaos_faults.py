@@ -1,4 +1,4 @@
-"""What goes wrong, when, and to whom: drawn from a seed before it begins. Pure."""
+"""Fault script: kind, time and victim of each fault, drawn from a seed. Pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from engine.errors import InvalidConfig
 
 
 class Kind(Enum):
-    KILL = "kill"  # SIGKILL; a new process on the same address as soon as it can be
-    STOP = "stop"  # SIGSTOP, and SIGCONT after a while
-    FREEZE = "freeze"  # the same for longer than anybody waits for an answer to a ping
-    SLOW = "slow"  # stopped for a moment, again and again
-    CUT = "cut"  # a prefill node's links to decode nodes break off, and no new one is made
-    HUSH = "hush"  # they stay, and nothing comes through
-    CROWD = "crowd"  # more clients than the caches have room for
-    DROP = "drop"  # half of what a node says on its links, and of the notices it gets, is lost
-    LATE = "late"  # all of it comes late
-    DOUBLE = "double"  # all of it comes twice
-    SWAP = "swap"  # half of it comes after what was said later
-    CORRUPT = "corrupt"  # a prefill node's writes carry other bytes than they should
-    JUMP = "jump"  # the wall clock of a process goes forward or back, and back again
-    HOSTILE = "hostile"  # a client sends the worst that the limits allow
+    KILL = "kill"  # SIGKILL, then restart on the same address
+    STOP = "stop"  # SIGSTOP, then SIGCONT after a while
+    FREEZE = "freeze"  # the same, longer than all keepalive timeouts
+    SLOW = "slow"  # stopped for a moment repeatedly
+    CUT = "cut"  # KV links of a prefill node are aborted, and new ones are refused
+    HUSH = "hush"  # KV links stay open but stall
+    CROWD = "crowd"  # more clients than the KV caches can hold
+    DROP = "drop"  # half of a node's link messages and notifications are lost
+    LATE = "late"  # all of them are delayed
+    DOUBLE = "double"  # all of them arrive twice
+    SWAP = "swap"  # half of them are reordered
+    CORRUPT = "corrupt"  # writes of a prefill node carry wrong bytes
+    JUMP = "jump"  # the wall clock of a process is wrong for a while
+    HOSTILE = "hostile"  # a client sends the most expensive requests the limits allow
 
 
 class Phase(Enum):
-    """What the newest request has reached when a fault strikes."""
+    """Progress of the newest request when a fault strikes."""
 
-    ASKED = "asked"  # sent; no token has come
+    ASKED = "asked"  # sent, no token received
     FIRST_TOKEN = "first token"
     DECODING = "decoding"
 
@@ -57,7 +57,7 @@ ROLES_HIT_BY = {
     Kind.JUMP: (Role.ROUTER, Role.PREFILL, Role.DECODE),
     Kind.HOSTILE: (Role.ROUTER,),
 }
-# What a wire does that is unruly.
+# Faults of the KV transfer.
 OF_WIRES = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP, Kind.CORRUPT})
 OF_CLIENTS = frozenset({Kind.CROWD, Kind.HOSTILE})
 SHORTEST_S, LONGEST_S = 0.3, 6.0
@@ -66,12 +66,12 @@ SHORTEST_S, LONGEST_S = 0.3, 6.0
 @dataclass(frozen=True, slots=True)
 class Fault:
     number: int
-    at_s: float  # since the beginning; it strikes when a request is in its phase after that
+    at_s: float  # earliest time since the start; strikes when a request reaches `phase`
     kind: Kind
     role: Role
-    place: int  # which one of its role
+    place: int  # index within the role
     phase: Phase
-    lasts_s: float  # of what does not last by itself
+    lasts_s: float  # duration, for kinds that need one
 
     def __str__(self) -> str:
         who = f"{self.role.value}-{self.place}" if self.role is not Role.ROUTER else "router"
@@ -91,7 +91,7 @@ class Script:
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} is {getattr(self, name)}; it must be above 0")
         if not any(self.choices):
-            raise InvalidConfig("no fault of these kinds can strike these roles")
+            raise InvalidConfig("none of these fault kinds applies to these roles")
 
     @property
     def choices(self) -> Sequence[tuple[Kind, Role]]:
@@ -102,7 +102,7 @@ class Script:
 
 
 def faults(script: Script, num_by_role: Mapping[Role, int]) -> list[Fault]:
-    """Same script, same faults: each kind at each role in turn, in an order that is drawn."""
+    """Return the faults of a script, deterministically: each kind and role in random order."""
     draw = random.Random(script.seed)
     drawn: list[Fault] = []
     bag: list[tuple[Kind, Role]] = []
@@ -113,7 +113,7 @@ def faults(script: Script, num_by_role: Mapping[Role, int]) -> list[Fault]:
         kind, role = bag.pop()
         place = draw.randrange(num_by_role.get(role, 1))
         phase = draw.choice(tuple(Phase))
-        # As many short ones as long ones, on the scale of how long peers wait for each other.
+        # Log-uniform over the range of the peers' timeouts.
         lasts_s = SHORTEST_S * (LONGEST_S / SHORTEST_S) ** draw.random()
         drawn.append(Fault(len(drawn), at_s, kind, role, place, phase, lasts_s))
     return drawn

@@ -1,4 +1,4 @@
-"""The hostile client and the bystander of a run with faults: two processes, and what they tell."""
+"""Processes of hostile client and bystander in a chaos run, and their reports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from baton.bench.hostile_bodies import Attack, attacks
 from baton.bench.hostile_client import Target
 
 ATTACK_LIMIT_S = 12.0
-# Lines of outcomes are short; a process that tells nothing for so long has gone astray.
+# A process that reports no outcomes for so long is considered stuck.
 ANSWER_PATIENCE_S = 60.0
 END_PATIENCE_S = 5.0
 
 
 class Hostility:
-    """From `async with` to the end of the block, one attack at a time."""
+    """Runs both processes within `async with`; one attack at a time."""
 
     def __init__(self, target: Target, seed: int, chosen: Sequence[Attack] = tuple(Attack)) -> None:
         self._target = target
@@ -34,7 +34,7 @@ class Hostility:
         self._seed = seed
         self._watching: asyncio.Task[None] | None = None
         self.waits: list[Waited] = []
-        self.counts: dict[str, int] = {}  # of waits, short ones included
+        self.counts: dict[str, int] = {}  # of waits, including short ones
 
     async def __aenter__(self) -> Hostility:
         parent = ("--parent-pid", str(os.getpid()))
@@ -53,14 +53,14 @@ class Hostility:
         await self.end()
 
     async def end(self) -> None:
-        """What the bystander has counted is known then."""
+        """End both processes; the counts of the bystander are complete then."""
         for process in (self._client, self._bystander):
             await _end(process)
         if self._watching is not None:
             await self._watching
 
     async def attack(self) -> tuple[Attack, Counter[str]]:
-        """The next one. Returns when it is over, with the number of requests by outcome."""
+        """Run the next attack and return it with the number of requests by outcome."""
         attack = next(self._attacks)
         self._num_attacks += 1
         order = {
@@ -80,11 +80,11 @@ class Hostility:
         return attack, Counter(outcomes)
 
     async def _watch(self) -> None:
-        async for told in _lines(self._bystander):
-            if "counts" in told:
-                self.counts = told["counts"]
+        async for report in _lines(self._bystander):
+            if "counts" in report:
+                self.counts = report["counts"]
             else:
-                self.waits.append(Waited(**told))
+                self.waits.append(Waited(**report))
 
 
 async def _start(module: str, *arguments: str) -> Process:

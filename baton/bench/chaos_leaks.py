@@ -1,4 +1,4 @@
-"""What processes hold, as they and the system tell it, and what of that should not be held."""
+"""Leak detection: resources of processes from their metrics and from /proc."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from telemetry.metric_names import Metric
 
 SCRAPE_TIMEOUT_S = 5.0
 SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
-# Held by nobody when nothing is under way, and what it is called then.
+# Metrics that are 0 without requests, with their names in reports.
 HELD = (
     (names.RUNNING, "", "requests in the batch"),
-    (names.WAITING, "", "requests that wait"),
+    (names.WAITING, "", "waiting requests"),
     (names.OPEN_HANDOFFS, "", "open hand-offs"),
     (names.BLOCKS, "granted", "granted blocks"),
     (names.BLOCKS, "fenced", "fenced blocks"),
     (names.BLOCKS, "owned", "owned blocks"),
     (names.IN_FLIGHT, "", "requests in flight"),
-    (names.QUEUE_DEPTH, "", "requests in line"),
+    (names.QUEUE_DEPTH, "", "queued requests"),
 )
-# gRPC's and the system's own threads and descriptors come and go by a few.
+# Tolerance for threads and descriptors of gRPC and the system.
 SPARE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one process at one moment."""
+    """Metric samples of one process."""
 
     value_by_sample: dict[tuple[str, str], float]
 
     def total(self, metric: Metric, label: str = "") -> float:
-        """Over all samples that carry this label's value, or over all."""
+        """Sum a metric over its samples, or over those with this label value."""
         known = {metric.prometheus, f"{metric.prometheus}_total"}
         return sum(
             value
@@ -46,7 +46,7 @@ class Scrape:
 
 
 def scrape(url: str) -> Scrape:
-    """Raises OSError when nobody answers."""
+    """Read the metrics. Raises OSError if the process does not answer."""
     with urllib.request.urlopen(url, timeout=SCRAPE_TIMEOUT_S) as answer:
         return parse(answer.read().decode())
 
@@ -60,7 +60,7 @@ def parse(text: str) -> Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What the system holds for a process."""
+    """System resources of a process."""
 
     num_descriptors: int
     num_threads: int
@@ -78,7 +78,7 @@ def footprint(pid: int) -> Footprint:
 
 
 def held(found: Scrape) -> Iterator[str]:
-    """What a process holds for requests, of which there are none."""
+    """Yield what a process still holds for requests when there are none."""
     for metric, label, name in HELD:
         count = found.total(metric, label)
         if count:
@@ -86,7 +86,7 @@ def held(found: Scrape) -> Iterator[str]:
 
 
 def grown(before: Footprint, after: Footprint) -> Iterator[str]:
-    for name, called in (("num_descriptors", "descriptors"), ("num_threads", "threads")):
+    for name, label in (("num_descriptors", "descriptors"), ("num_threads", "threads")):
         more = getattr(after, name) - getattr(before, name)
         if more > SPARE:
-            yield f"{more} more {called} than the {getattr(before, name)} at the start"
+            yield f"{more} more {label} than the {getattr(before, name)} at the start"

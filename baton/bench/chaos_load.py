@@ -1,4 +1,4 @@
-"""Clients that ask on and on while things go wrong, and what became of each request."""
+"""Closed-loop clients of a chaos run, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from baton.bench.chaos_asks import Known, difference_of, salted
 from baton.bench.chaos_faults import Phase
 from baton.client import Answer, AsyncClient, BatonError, Generation
 
-# A request takes seconds at most; one that nobody has ended after so long is hung.
+# Requests take seconds; one without an end after this time counts as hung.
 PATIENCE_S = 90.0
 CANCEL_SHARE = 0.08
-LONGEST_STAY_S = 1.5  # of those that leave before their answer is whole
+LONGEST_STAY_S = 1.5  # of clients that cancel
 HURRY_SHARE = 0.08
-SHORTEST_HURRY_S, LONGEST_HURRY_S = 0.05, 2.0  # deadlines that not every answer can keep
-SHARING_SHARE = 0.3  # of the requests go by what caches hold of earlier ones
+SHORTEST_HURRY_S, LONGEST_HURRY_S = 0.05, 2.0  # deadlines that some answers miss
+SHARING_SHARE = 0.3  # share of requests that may hit cached prefixes
 PAUSE_AFTER_REFUSAL_S = 0.2
-FIRST_DECODED = 2  # tokens that an answer has when its decode node is at work
+FIRST_DECODED = 2  # tokens after which the decode node is generating
 
 
 class Outcome(Enum):
     RIGHT = "right"
     WRONG = "wrong"
     HUNG = "hung"
-    REFUSED = "refused"  # by name, before the answer began
-    BROKEN = "broken"  # by name, after it began
-    LATE = "late"  # told so at a deadline that was short
+    REFUSED = "refused"  # with a named error before the first token
+    BROKEN = "broken"  # with a named error after the first token
+    LATE = "late"  # ended by a short deadline
     CANCELLED = "cancelled"  # by its client
 
 
 @dataclass(slots=True)
 class Told:
-    """One request as its client saw it. Times are of the monotonic clock."""
+    """One request as seen by its client. Times are monotonic."""
 
     tag: int
     kind: str
@@ -52,12 +52,12 @@ class Told:
 
     @property
     def is_hurried(self) -> bool:
-        """It did not wait for as long as an answer may take."""
+        """Return whether the deadline is shorter than an answer may take."""
         return self.patience_s < PATIENCE_S
 
 
 class Load:
-    """So many clients, each asking the next thing as soon as it was told the last one."""
+    """Closed-loop clients: each sends its next request when the last one has ended."""
 
     def __init__(self, client: AsyncClient, known: Sequence[Known], seed: int) -> None:
         self._client = client
@@ -70,20 +70,20 @@ class Load:
         self.num_under_way = 0
 
     async def run(self, num_clients: int, stop: asyncio.Event) -> None:
-        """Asks nothing new once `stop` is set, and returns when all is told."""
+        """Run clients until `stop` is set and their requests have ended."""
 
-        async def ask_on() -> None:
+        async def send_requests() -> None:
             while not stop.is_set():
-                told = await self._ask()
+                told = await self._send()
                 if told.outcome in (Outcome.REFUSED, Outcome.BROKEN):
                     await asyncio.sleep(PAUSE_AFTER_REFUSAL_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(num_clients):
-                group.create_task(ask_on())
+                group.create_task(send_requests())
 
     async def reached(self, phase: Phase, timeout_s: float) -> None:
-        """Returns when some request comes to this phase, or none does for so long."""
+        """Wait until a request reaches this phase, at most for `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -98,18 +98,18 @@ class Load:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _ask(self) -> Told:
+    async def _send(self) -> Told:
         one = self._draw.choice(self._known)
         self._numbers += 1
         shares = self._draw.random() < SHARING_SHARE
         salt = "" if shares else str(self._numbers)
-        leaves = self._draw.random() < CANCEL_SHARE
-        leaves_after_s = self._draw.random() * LONGEST_STAY_S if leaves else None
+        cancels = self._draw.random() < CANCEL_SHARE
+        cancel_after_s = self._draw.random() * LONGEST_STAY_S if cancels else None
         told = Told(one.ask.tag, one.ask.kind, time.monotonic(), self._patience_s())
         self.num_under_way += 1
         try:
-            async with asyncio.timeout(leaves_after_s):
-                await self._hear(one, salted(one.ask, salt), told)
+            async with asyncio.timeout(cancel_after_s):
+                await self._receive(one, salted(one.ask, salt), told)
         except TimeoutError:
             _judge(told, Outcome.CANCELLED)
         finally:
@@ -123,7 +123,7 @@ class Load:
             return PATIENCE_S
         return self._draw.uniform(SHORTEST_HURRY_S, LONGEST_HURRY_S)
 
-    async def _hear(self, one: Known, generation: Generation, told: Told) -> None:
+    async def _receive(self, one: Known, generation: Generation, told: Told) -> None:
         answer = Answer()
         self._note(Phase.ASKED)
         stream = self._client.stream(one.ask.prompt, generation, timeout_s=told.patience_s)
@@ -131,16 +131,16 @@ class Load:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.first_index != len(answer.token_ids):
-                        _judge(told, Outcome.WRONG, f"place {chunk.first_index} came out of turn")
+                        _judge(told, Outcome.WRONG, f"token {chunk.first_index} is out of order")
                         return
                     answer.take(chunk)
-                    self._hear_tokens(answer, told)
+                    self._note_tokens(answer, told)
         except BatonError as error:
             self._judge_error(told, error)
         else:
             self._judge_answer(one, answer, told)
 
-    def _hear_tokens(self, answer: Answer, told: Told) -> None:
+    def _note_tokens(self, answer: Answer, told: Told) -> None:
         if not answer.token_ids:
             return
         if not told.arrivals_s:

@@ -1,4 +1,4 @@
-"""What became of all requests of a run with faults, and how fast it went on. Pure."""
+"""Report of a chaos run: outcomes of all requests, recovery times. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from serving.channel import LONGEST_RECONNECT_S
 from telemetry import metric_names as counted
 from telemetry import names
 
-# A router that is full says so; that is no loss. Nor is it that short deadlines cannot be kept.
+# Not a loss: a refusal by a full queue, or, with a short deadline, one as too late.
 FAIR_REASONS, FAIR_TO_THE_HURRIED = ("QUEUE_FULL",), ("TOO_LATE",)
-# Beyond its deadline nobody is left without a word; so late may a busy client hear of it.
+# Tolerance after a deadline, within which a busy client receives the error.
 OVERDUE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """From a death to the next token of the streams that it touched."""
+    """Time from a kill to the next token of the affected streams."""
 
     of: str
     num: int
@@ -34,7 +34,7 @@ class Recovery:
 
 @dataclass(slots=True)
 class Attempts:
-    """Tries that routers counted, those of routers that are gone included."""
+    """Attempts counted by routers, including killed ones."""
 
     by_kind_by_pid: dict[int, Counter[str]] = field(default_factory=dict)
 
@@ -53,16 +53,16 @@ class Report:
     num_faults: int
     counts: Mapping[str, int]
     recoveries: Sequence[Recovery]
-    reasons: Mapping[str, int]  # of what was refused or broke off
+    reasons: Mapping[str, int]  # of refused and broken requests
     num_by_fault: Mapping[str, int]
     wrong: Sequence[str]
     hung: Sequence[str]
     lost: Sequence[str]
-    overdue: Sequence[str]  # told after their deadlines
+    overdue: Sequence[str]  # ended after their deadlines
     leaks: Sequence[str]
     died: Sequence[str]
     memory: Sequence[Memory] = ()
-    bystanders: Bystanders | None = None  # None: no hostile client was there
+    bystanders: Bystanders | None = None  # None: no hostile client
 
     @property
     def is_good(self) -> bool:
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def missed(self) -> Sequence[str]:
-        """Bounds that a hostile client's bystanders are owed."""
+        """Exceeded limits of the bystanders of a hostile client."""
         return () if self.bystanders is None else self.bystanders.missed
 
 
@@ -103,7 +103,7 @@ def report(
         "died": len(died),
     }
     if bystanders is not None:
-        counts["missed bounds"] = len(bystanders.missed)
+        counts["exceeded limits"] = len(bystanders.missed)
     return Report(
         elapsed_s=elapsed_s,
         num_faults=len(struck),
@@ -123,7 +123,7 @@ def report(
 
 
 def _is_lost(told: Told, struck: Sequence[Struck]) -> bool:
-    """It failed, and neither was its router gone nor had anybody too much to do."""
+    """Return whether a request failed without a killed router or a fair refusal."""
     fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if told.is_hurried else ())
     if told.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or told.reason in fair:
         return False
@@ -158,8 +158,8 @@ def _line(told: Told, struck: Sequence[Struck]) -> str:
         if _overlap(told, one)
     )
     lasted_s = told.ended_s - told.began_s
-    what = f"request {told.tag} ({told.kind}), {len(told.arrivals_s)} pieces in {lasted_s:.1f} s"
-    return f"{what}: {told.reason}; beside it: {beside or 'nothing'}"
+    what = f"request {told.tag} ({told.kind}), {len(told.arrivals_s)} chunks in {lasted_s:.1f} s"
+    return f"{what}: {told.reason}; faults: {beside or 'none'}"
 
 
 def _recoveries(told: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Recovery]:
@@ -184,7 +184,7 @@ def _recoveries(told: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Reco
 
 
 def _next_tokens(told: Sequence[Told], struck: Struck) -> Iterator[float]:
-    """Of the streams that were under way and had to go on otherwise."""
+    """Yield the waits of running streams that were retried or computed locally."""
     for one in told:
         is_touched = one.attempts > 1 or one.is_local
         if is_touched and one.began_s < struck.at_s < one.ended_s:
@@ -193,7 +193,7 @@ def _next_tokens(told: Sequence[Told], struck: Struck) -> Iterator[float]:
 
 
 def _first_tokens(told: Sequence[Told], struck: Struck, end_s: float) -> Iterator[float]:
-    """Of the router's next life, if it lived to see one."""
+    """Yield the wait for the first token after a router restart, if there was one."""
     arrivals_s = (one.arrivals_s[0] for one in told if one.arrivals_s and one.arrivals_s[0] < end_s)
     later = [arrival_s - struck.listens_s for arrival_s in arrivals_s]
     yield from sorted(wait_s for wait_s in later if wait_s > 0)[:1]

@@ -1,4 +1,4 @@
-"""The cluster that things happen to: real processes, and a door in front of each prefill node."""
+"""Cluster under test: real processes, with a proxy in front of each prefill node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NODE_MODULE = "baton.cli.chaos_node"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the cluster is made of."""
+    """Settings of the cluster."""
 
     model: str
     num_prefill: int = 2
@@ -43,8 +43,8 @@ class Setting:
     node_arguments: tuple[str, ...] = ()
     router_arguments: tuple[str, ...] = ()
     log_dir: Path | None = None
-    clocks_jump: bool = False  # whether they can, for which they are built
-    has_http: bool = False  # whether the router speaks OpenAI's API, too
+    clocks_jump: bool = False  # build and preload the clock library
+    has_http: bool = False  # serve the OpenAI API, too
 
     @property
     def num_by_role(self) -> dict[Role, int]:
@@ -52,14 +52,14 @@ class Setting:
 
 
 class Stage:
-    """Up from `async with` to the end of the block. Its blocking steps take threads."""
+    """Runs the cluster within `async with`. Blocking steps run on threads."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._loop = asyncio.get_running_loop()
         self._door_by_name: dict[str, Door] = {}
         self._metrics_by_pid: dict[int, str] = {}
-        self._wanted_gone: set[int] = set()  # pids
+        self._killed_pids: set[int] = set()
         self._lifetime = AsyncExitStack()
         self._folder = Path(self._lifetime.enter_context(TemporaryDirectory()))
         self._clocks: Clocks | None = build(self._folder) if setting.clocks_jump else None
@@ -71,9 +71,9 @@ class Stage:
         return self
 
     async def begin(self) -> None:
-        """What processes hold from now on is compared with what they hold now.
+        """Take the baseline for leak detection.
 
-        To be called when every pair has handed something over: data paths open at the first
+        Call it when every pair has handed something over, since data paths open at the first
         write.
         """
         for role, peers in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
@@ -82,7 +82,7 @@ class Stage:
         self.at_start = {child.name: self.footprint(child) for child in self.children}
 
     async def _until_linked(self, child: Child, num_peers: int) -> None:
-        """The router introduces each pair; what a link takes is no leak."""
+        """Wait for the KV links to all peers, so that they are part of the baseline."""
         async with asyncio.timeout(LINKED_WITHIN_S):
             while (await self.scrape(child)).total(names.LINKS, "up") < num_peers:
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -128,7 +128,7 @@ class Stage:
         return self._door_by_name[child.name]
 
     def weather(self, child: Child) -> Weather:
-        """Of the wire of a node, for as long as there is one of this name."""
+        """Return the fault switch of a node's KV transfer; it outlives restarts."""
         return Weather(self._folder / child.name)
 
     def put_clock_off(self, child: Child, by_s: float) -> None:
@@ -136,40 +136,40 @@ class Stage:
             self._clocks.put_off(child.process.pid, by_s)
 
     def kill(self, child: Child) -> None:
-        self._wanted_gone.add(child.process.pid)
+        self._killed_pids.add(child.process.pid)
         child.process.kill()
 
-    async def restart(self, gone: Child) -> Child:
-        """Raises ClusterFailed."""
-        await asyncio.to_thread(gone.process.wait)
-        return await asyncio.to_thread(self._cluster.restart, gone)
+    async def restart(self, dead: Child) -> Child:
+        """Start a new process in place of a dead one. Raises ClusterFailed."""
+        await asyncio.to_thread(dead.process.wait)
+        return await asyncio.to_thread(self._cluster.restart, dead)
 
     def signal(self, child: Child, number: signal.Signals) -> None:
         if child.process.poll() is None:
             os.kill(child.process.pid, number)
 
     def died(self) -> list[str]:
-        """Processes that ended though nobody killed them, with their last words."""
+        """Return the processes that ended without being killed, with the end of their logs."""
         return [
             f"{child.name} ended with code {child.process.returncode}\n{child.log}"
             for child in self.children
-            if child.process.poll() is not None and child.process.pid not in self._wanted_gone
+            if child.process.poll() is not None and child.process.pid not in self._killed_pids
         ]
 
     async def scrape(self, child: Child) -> Scrape:
-        """Raises OSError when it does not answer."""
+        """Read the metrics of a process. Raises OSError if it does not answer."""
         return await asyncio.to_thread(scrape, self._metrics_by_pid[child.process.pid])
 
     @property
     def hostile_target(self) -> Target | None:
-        """None without HTTP."""
+        """Return the addresses for the hostile client; None without HTTP."""
         if not self._cluster.router.http_address:
             return None
         decodes = tuple(child.address for child in self._cluster.decodes)
         return Target(self._cluster.router.http_address, self.address, decodes)
 
     def rss(self) -> Rss:
-        """Of the processes that live."""
+        """Return the resident memory of the running processes."""
         return {
             child.name: (child.process.pid, self.footprint(child).rss_bytes)
             for child in self.children
@@ -181,7 +181,7 @@ class Stage:
 
     def _options(self) -> ClusterOptions:
         setting = self._setting
-        # A router that is killed comes back on its port.
+        # A fixed port, since a killed router restarts on it.
         http = ("--http-port", str(_free_port())) if setting.has_http else ()
         times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
         return ClusterOptions(
@@ -205,7 +205,7 @@ class Stage:
                 log.write(f"{child.process.pid} {line}")
 
     def _found_at(self, child: Child) -> str:
-        """Prefill nodes are found behind their doors, which stay when a node is restarted."""
+        """Return the address to publish: for prefill nodes that of their proxy, which persists."""
         if not child.name.startswith(Role.PREFILL.value):
             return child.address
         door = self._door_by_name.get(child.name)

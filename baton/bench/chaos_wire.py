@@ -1,7 +1,7 @@
-"""A link and a transport that lose, delay, double and swap what nodes tell each other, or
-carry other bytes than those they were given, whenever a file says so.
+"""Fault injection for KV transfer: a link and a transport that drop, delay, duplicate, reorder
+and corrupt messages and writes.
 
-A file per node holds the name of what is wrong with its wire; nothing is while it is not there.
+A file per node contains the active fault; without the file there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kv_transfer.messages import LinkMessage, Region
 from kv_transfer.transport import Arrived, Channel, ChannelEvent, Transport, Write
 from kv_transfer.types import BlockId
 
-# Of all that is said; the rest comes as it should.
+# Share of messages that DROP and SWAP hit.
 SHARE = 0.5
 LATE_S = 0.3
 ON_LINKS = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP})
@@ -29,7 +29,7 @@ WHOLLY = frozenset({Kind.LATE, Kind.DOUBLE})
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What is wrong with the wire of one node, as a file tells; another counts what was hit."""
+    """Fault switch of one node: a file with the active fault, and one that counts the hits."""
 
     path: Path
 
@@ -53,16 +53,16 @@ class Weather:
         return None
 
     def turn(self, kind: Kind) -> None:
-        beside = self.path.with_suffix(".new")
-        beside.write_text(kind.value, encoding="utf-8")
-        beside.replace(self.path)
+        new = self.path.with_suffix(".new")
+        new.write_text(kind.value, encoding="utf-8")
+        new.replace(self.path)
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)
 
 
 class UnrulyLink:
-    """What this node says on its links. To be made on the asyncio loop."""
+    """Link with faults on outgoing messages. Create it on the asyncio loop."""
 
     def __init__(self, inner: Link, weather: Weather) -> None:
         self._inner = inner
@@ -113,14 +113,14 @@ class UnrulyTransport:
 
 
 class UnrulyChannel:
-    """Writes that leave this node, and notices of what has landed here."""
+    """Channel with faults on outgoing writes and on incoming notifications."""
 
     def __init__(self, inner: Channel, num_blocks: int, weather: Weather) -> None:
         self._inner = inner
         self._num_blocks = num_blocks
         self._weather = weather
         self._draw = random.Random(0)
-        self._late: list[tuple[float, Arrived]] = []  # with when each is told
+        self._late: list[tuple[float, Arrived]] = []  # with their delivery times
 
     @property
     def metadata(self) -> bytes:
@@ -144,7 +144,7 @@ class UnrulyChannel:
 
     def post(self, write: Write) -> None:
         if self._weather.now() is Kind.CORRUPT:
-            # The digest is of the right blocks; what lands is what others hold.
+            # The digest is of the right blocks; the data is that of other blocks.
             others = tuple(BlockId((one + 1) % self._num_blocks) for one in write.sources)
             write = replace(write, sources=others)
             self._weather.hit()
@@ -158,14 +158,14 @@ class UnrulyChannel:
         events: list[ChannelEvent] = [one for due_s, one in self._late if due_s <= now]
         self._late = [(due_s, one) for due_s, one in self._late if due_s > now]
         for event in self._inner.poll():
-            events += self._heard(event, now) if isinstance(event, Arrived) else [event]
+            events += self._deliver(event, now) if isinstance(event, Arrived) else [event]
         return events
 
     def close(self) -> None:
         self._late.clear()
         self._inner.close()
 
-    def _heard(self, event: Arrived, now: float) -> Sequence[ChannelEvent]:
+    def _deliver(self, event: Arrived, now: float) -> Sequence[ChannelEvent]:
         is_hit = self._draw.random() < SHARE
         match self._weather.now():
             case Kind.DROP if is_hit:

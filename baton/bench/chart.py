@@ -1,7 +1,7 @@
-"""One picture of what was measured beside other engines, from the files of two benches.
+"""Chart of comparisons with other engines, from result files of two benchmarks.
 
-Bars of tokens per second, a row for each file of `baton bench peer`; below them what long prompts
-do to answers under way, from files of `baton bench interference`.
+Each file of `baton bench peer` is a row of bars in tokens per second. Below are the token gaps
+under long prompts, from files of `baton bench interference`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from engine.errors import InvalidConfig
 COLOURS = {"baton": "tab:blue", "vllm": "tab:orange", "llamacpp": "tab:grey"}
 NAMES = {"baton": "Baton", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 SIZES = {"decode": "requests in the batch", "prefill": "tokens of the prompt"}
-BAR_WIDTH = 0.8 / len(NAMES)  # so that those of one size leave room beside them
-FEWEST_SIZES = 4  # that a panel has room for
+BAR_WIDTH = 0.8 / len(NAMES)  # leaves a gap between the groups of sizes
+FEWEST_SIZES = 4  # minimum room of a panel
 WIDTH, BARS_HEIGHT, GAPS_HEIGHT, ROW_HEIGHT = 10.0, 3.2, 1.1, 0.36
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFile:
-    """What `baton bench peer --json` wrote."""
+    """Contents of a file of `baton bench peer --json`."""
 
     threads: int
     quantize: str
@@ -36,34 +36,34 @@ class PeerFile:
 
 
 def read_peer(path: Path) -> PeerFile:
-    """Raises InvalidConfig."""
-    told = _told(path)
+    """Read a file. Raises InvalidConfig."""
+    values = _read_json(path)
     try:
-        compared = [Comparison(**one) for one in told["compared"]]
-        return PeerFile(told["threads"], told["quantize"], compared)
+        compared = [Comparison(**one) for one in values["compared"]]
+        return PeerFile(values["threads"], values["quantize"], compared)
     except (KeyError, TypeError) as error:
         raise InvalidConfig(f"{path} was not written by `baton bench peer --json`") from error
 
 
 def read_interference(path: Path) -> list[Row]:
-    """Raises InvalidConfig."""
-    told = _told(path)
+    """Read a file. Raises InvalidConfig."""
+    values = _read_json(path)
     try:
-        return [Row(**{**one, "figures": Figures(**one["figures"])}) for one in told["engines"]]
+        return [Row(**{**one, "figures": Figures(**one["figures"])}) for one in values["engines"]]
     except (KeyError, TypeError) as error:
         message = f"{path} was not written by `baton bench interference --json`"
         raise InvalidConfig(message) from error
 
 
 def once_each(rows: Sequence[Row]) -> list[Row]:
-    """The first of each engine, in that order."""
+    """Return the first row of each engine."""
     by_engine: dict[str, Row] = {}
     for row in rows:
         by_engine.setdefault(row.engine, row)
     return list(by_engine.values())
 
 
-def _told(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -71,9 +71,9 @@ def _told(path: Path) -> Any:
 
 
 def draw(peers: Sequence[PeerFile], rows: Sequence[Row], path: Path) -> None:
-    """Decode on the left of a row of bars, prefill on the right. Raises InvalidConfig."""
-    found = [len(sizes_of(peer.compared, phase)) for peer in peers for phase in SIZES]
-    room = max([FEWEST_SIZES, *found])
+    """Draw decode on the left of each row, prefill on the right. Raises InvalidConfig."""
+    counts = [len(sizes_of(peer.compared, phase)) for peer in peers for phase in SIZES]
+    room = max([FEWEST_SIZES, *counts])
     heights = [BARS_HEIGHT] * len(peers) + ([GAPS_HEIGHT + ROW_HEIGHT * len(rows)] if rows else [])
     with drawn(path, WIDTH, sum(heights)) as figure:
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -86,13 +86,13 @@ def draw(peers: Sequence[PeerFile], rows: Sequence[Row], path: Path) -> None:
 
 
 def _bars(axes: Any, peer: PeerFile, phase: str, room: int) -> None:
-    """`room`: for so many sizes, the same in each panel, so all bars have one width."""
+    """Draw one panel with room for `room` sizes, so that bars are equally wide in all panels."""
     rates = rates_of(peer.compared, phase)
     sizes = sizes_of(peer.compared, phase)
-    for place, (engine, found) in enumerate(rates.items()):
-        at = [sizes.index(size) + (place - (len(rates) - 1) / 2) * BAR_WIDTH for size in found]
-        look = {"color": COLOURS[engine], "label": NAMES[engine]}
-        bars = axes.bar(at, list(found.values()), BAR_WIDTH, **look)
+    for place, (engine, by_size) in enumerate(rates.items()):
+        at = [sizes.index(size) + (place - (len(rates) - 1) / 2) * BAR_WIDTH for size in by_size]
+        style = {"color": COLOURS[engine], "label": NAMES[engine]}
+        bars = axes.bar(at, list(by_size.values()), BAR_WIDTH, **style)
         axes.bar_label(bars, fmt="{:.0f}", fontsize=7)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     weights = "" if peer.quantize == "none" else f", {peer.quantize}"
@@ -104,7 +104,7 @@ def _bars(axes: Any, peer: PeerFile, phase: str, room: int) -> None:
 
 
 def _legend(part: Any) -> None:
-    """Each engine once, whichever of the two panels it is in."""
+    """Draw one legend for both panels, with each engine once."""
     named: dict[str, Any] = {}
     for axes in part.axes:
         handles, labels = axes.get_legend_handles_labels()
@@ -119,7 +119,7 @@ def sizes_of(compared: Sequence[Comparison], phase: str) -> Sequence[int]:
 
 
 def rates_of(compared: Sequence[Comparison], phase: str) -> Mapping[str, Mapping[int, float]]:
-    """Tokens per second by engine and size; Baton first, whose figure is the same beside each."""
+    """Return tokens per second by engine and size, those of Baton first."""
     rates: dict[str, dict[int, float]] = {}
     for one in compared:
         if one.phase == phase:

@@ -1,8 +1,8 @@
-"""How fast the engine computes prompts and writes tokens, by length and by batch size.
+"""Engine benchmark: prefill rate by prompt length, decode rate by batch size.
 
-One process, no servers. Prompts are random token ids, so that no prefix is ever hit. Beside each
-figure stands its share of what memory and arithmetic gave in the same round, if they were all
-that a model needs.
+One process, no servers. Prompts are random token ids, so that no prefix cache hits. Each rate also
+comes as a share of the roofline: the rate that memory bandwidth and arithmetic, measured in the
+same round, would allow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.runner.runner import TorchRunner
 from engine.sampling import SamplingParams
 from engine.scheduler_config import SchedulerConfig
 
-Made = tuple[str, str]  # with which kernels, quantised to what
+Made = tuple[str, str]  # kernels and quantization
 
 NUM_WARM_UP_STEPS = 2
 DECODE_PROMPT_LEN = 32
@@ -37,7 +37,7 @@ DECODE_PROMPT_LEN = 32
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     model: str
     dtype: str = "auto"
@@ -54,14 +54,14 @@ class EngineBench:
 class Rate:
     """Tokens per second over the runs of one setting."""
 
-    kernels: str  # as asked for
+    kernels: str  # as requested
     quantize: str
     phase: str  # prefill or decode
     size: int  # tokens of the prompt, or requests in the batch
     median_tokens_per_s: float
     worst_tokens_per_s: float
     best_tokens_per_s: float
-    share_of_limit: float | None  # the median of the rounds'; None without kernels to measure it
+    share_of_limit: float | None  # median of the rounds; None without native kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class EngineFigures:
 
 
 def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
-    """`on_rate` hears of each rate as it is there: the whole takes minutes."""
+    """Run the benchmark, which takes minutes; `on_rate` is called with each rate."""
     with ExitStack() as stack:
         meters = {
             made: _Meter(
@@ -87,7 +87,7 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
         for batch_size in bench.batch_sizes:
             rates += _rates("decode", batch_size, bench.num_runs, meters, _Meter.decode, limits)
             on_rate(rates[-1])
-        # Last, for the clocks stay in.
+        # Last, since the clocks cannot be removed from the engine.
         steps = [
             step_cost(*made, batch_size, spent)
             for made, meter in meters.items()
@@ -98,7 +98,7 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
 
 @contextmanager
 def engine_meter(bench: EngineBench) -> Iterator[_Meter]:
-    """With the first kernels and the first quantisation that are asked for."""
+    """Yield a meter with the first of the requested kernels and quantizations."""
     with load_runner(_config(bench, bench.kernels[0], bench.quantize[0])) as runner:
         yield _Meter(runner, bench, bench.quantize[0])
 
@@ -117,7 +117,7 @@ def _config(bench: EngineBench, kernels: str, quantize: str) -> RunnerConfig:
 
 
 def longest(bench: EngineBench) -> int:
-    """Tokens of the longest sequence that is measured."""
+    """Return the length of the longest measured sequence in tokens."""
     decoding = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps
     return max(*bench.prompt_lens, decoding) + 2
 
@@ -137,17 +137,17 @@ def _rates(
     measure: Callable[[_Meter, int], float],
     limits: LimitMeter | None,
 ) -> list[Rate]:
-    """Of all in turns, so that they meet the same weather."""
+    """Measure all settings alternately, so that machine noise affects them alike."""
     for meter in meters.values():
-        measure(meter, size)  # the first is slower: memory is touched, threads start
+        measure(meter, size)  # warm-up: page faults, thread start
     rounds: list[list[float]] = []
     shares: list[list[float]] = []
     for _ in range(num_runs):
         rates = [measure(meter, size) for meter in meters.values()]
         rounds.append(rates)
         if limits is not None:
-            given = limits.bytes_per_s(), limits.flops_per_s()
-            best = [meter.limit(phase, size, *given) for meter in meters.values()]
+            roofline = limits.bytes_per_s(), limits.flops_per_s()
+            best = [meter.limit(phase, size, *roofline) for meter in meters.values()]
             shares.append([rate / limit for rate, limit in zip(rates, best, strict=True)])
     return [
         Rate(
@@ -177,14 +177,14 @@ class _Meter:
         self._engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
 
     def prefill(self, prompt_len: int) -> float:
-        """Tokens per second of one prompt, its first token sampled."""
+        """Return the tokens per second of one prompt, including sampling of the first token."""
         self._add(prompt_len, max_tokens=1)
         began_s = perf_counter()
         _run_dry(self._engine)
         return prompt_len / (perf_counter() - began_s)
 
     def decode(self, batch_size: int) -> float:
-        """Tokens per second of a steady batch."""
+        """Return the tokens per second of a steady batch."""
         num_steps = self._bench.num_decode_steps
         self._begin_batch(batch_size)
         began_s = perf_counter()
@@ -195,28 +195,28 @@ class _Meter:
         return batch_size * num_steps / elapsed_s
 
     def steps(self) -> dict[int, list[Spent]]:
-        """By batch size, what each step of a steady batch spent on what."""
+        """Return by batch size the CPU time of each decode step, by phase."""
         meter = StepMeter(self._engine, self._runner)
         spent: dict[int, list[Spent]] = {size: [] for size in self._bench.batch_sizes}
         for batch_size, _ in itertools.product(spent, range(self._bench.num_runs)):
             self._begin_batch(batch_size)
-            meter.step()  # forgets what it took to begin
+            meter.step()  # resets the clocks
             spent[batch_size] += [meter.step() for _ in range(self._bench.num_decode_steps)]
             _run_dry(self._engine)
         return spent
 
     def limit(self, phase: str, size: int, bytes_per_s: float, flops_per_s: float) -> float:
-        """Tokens per second, if a step did nothing but read and multiply."""
+        """Return the roofline in tokens per second: a step only reads and multiplies."""
         context_len = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + self._bench.num_decode_steps // 2
         load = prompt_of(size) if phase == "prefill" else batch_of(size, context_len)
         return size / self._work.seconds(load, bytes_per_s, flops_per_s)
 
     def _begin_batch(self, batch_size: int) -> None:
-        """From here on each step decodes."""
+        """Start a batch; all following steps decode."""
         max_tokens = NUM_WARM_UP_STEPS + self._bench.num_decode_steps + 2
         for _ in range(batch_size):
             self._add(DECODE_PROMPT_LEN, max_tokens)
-        for _ in range(NUM_WARM_UP_STEPS):  # the first of them computes the prompts
+        for _ in range(NUM_WARM_UP_STEPS):  # the first step computes the prompts
             self._engine.step()
 
     def _add(self, prompt_len: int, max_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Baton and vLLM as servers, started for a measurement and ended after it."""
+"""Baton and vLLM servers, started for one measurement."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ from engine.errors import InvalidConfig
 
 START_TIMEOUT_S = 600.0
 LOOK_EVERY_S = 0.5
-LINES_TOLD = 20
-MOST_SEQUENCES = ("--max-num-seqs", "32")
-# Each engine has room for the KV of the load and computes every prompt anew.
-BATON = ("--kv-cache-memory", "2GiB", "--no-prefix-caching", "--trace-dir", "off", *MOST_SEQUENCES)
+NUM_LOG_LINES = 20
+MAX_NUM_SEQS = ("--max-num-seqs", "32")
+# The KV cache holds the whole load, and no engine caches prefixes.
+BATON = ("--kv-cache-memory", "2GiB", "--no-prefix-caching", "--trace-dir", "off", *MAX_NUM_SEQS)
 PATCHES = Path(__file__).resolve().parent / "peers" / "quiet_vllm"
 OVER_NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
 VLLM_KV_GIB = 2
-VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MOST_SEQUENCES)
+VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MAX_NUM_SEQS)
 
 
 def halves() -> tuple[Sequence[int], Sequence[int]]:
-    """The cores of this machine for prefill and for decode."""
+    """Return the cores for prefill and for decode. Raises InvalidConfig with a single core."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
-        raise InvalidConfig("a prefill and a decode node need a core each; this process has one")
+        raise InvalidConfig(
+            "a prefill and a decode node need one core each; this process may use one only"
+        )
     middle = len(cpus) // 2
     return cpus[:middle], cpus[middle:]
 
 
 @contextmanager
 def baton_apart(model: str) -> Iterator[Door]:
-    """A prefill node on one half of the cores, a decode node on the other."""
+    """Start a prefill node on one half of the cores, a decode node on the other."""
     prefill, decode = halves()
     options = replace(
         _options(model), prefill_arguments=_own(prefill), decode_arguments=_own(decode)
@@ -56,7 +58,7 @@ def baton_apart(model: str) -> Iterator[Door]:
 def baton_colocated(
     model: str, cpus: Sequence[int] | None = None, step_ms: int | None = None
 ) -> Iterator[Door]:
-    """One node that does both, on these cores or on all; its steps last about so long, if said."""
+    """Start one node that prefills and decodes, on `cpus` or on all cores."""
     own = _own(cpus or [*halves()[0], *halves()[1]])
     pace = () if step_ms is None else ("--target-step-ms", str(step_ms))
     options = replace(_options(model), num_prefill=0, decode_arguments=(*own, *pace))
@@ -66,7 +68,7 @@ def baton_colocated(
 
 @contextmanager
 def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Door]:
-    """One server on all cores; `chunk`: most tokens of a step, None for vLLM's own choice."""
+    """Start one server on all cores. `chunk`: token budget of a step; None: vLLM's default."""
     more = () if chunk is None else ("--max-num-batched-tokens", str(chunk))
     cpus = [*halves()[0], *halves()[1]]
     with (
@@ -78,7 +80,7 @@ def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Door]:
 
 @contextmanager
 def vllm_apart(model: str, venv: Path, *, is_patched: bool) -> Iterator[Door]:
-    """Two servers with a half of the cores each; KV goes over NIXL."""
+    """Start a prefill and a decode server, each on half of the cores, with KV over NIXL."""
     patches = {"PYTHONPATH": str(PATCHES)} if is_patched else {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")))
@@ -93,7 +95,7 @@ def vllm_apart(model: str, venv: Path, *, is_patched: bool) -> Iterator[Door]:
 
 
 def vllm_server_bytes(model: str) -> int:
-    """About what a server of vLLM's holds: KV, the weights as read and as packed, its processes."""
+    """Estimate the memory of a vLLM server: KV, weights read and packed, processes."""
     weights = sum(shard.stat().st_size for shard in Path(model).glob("*.safetensors"))
     processes = 3 * GIB // 2
     return VLLM_KV_GIB * GIB + 2 * weights + processes
@@ -117,7 +119,7 @@ def _vllm(
     more: Sequence[str],
     settings: dict[str, str],
 ) -> Iterator[_Server]:
-    """It begins to start, and ends with the block."""
+    """Launch a server without waiting for it; it ends with the block."""
     port = _free_port()
     serve = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16")
     command = [
@@ -132,11 +134,11 @@ def _vllm(
     ]
     environment = clean_environment() | vllm_settings(venv, cpus, kv_gib=VLLM_KV_GIB) | settings
     with (
-        log.open("w") as told,
+        log.open("w") as output,
         others(
             ["taskset", "-c", ",".join(map(str, cpus)), *command],
             environment | {"VLLM_HOST_IP": "127.0.0.1"},
-            stdout=told,
+            stdout=output,
             stderr=subprocess.STDOUT,
         ) as process,
     ):
@@ -150,15 +152,18 @@ class _Server:
     log: Path
 
     def door(self) -> Door:
-        """Once it serves. Raises EngineFailed."""
+        """Wait until it serves. Raises EngineFailed."""
         until_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < until_s and self.process.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as told:
-                if told.status == 200:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply,
+            ):
+                if reply.status == 200:
                     return Door(self.url, groups=(self.process.pid,))
             time.sleep(LOOK_EVERY_S)
-        said = self.log.read_text(errors="replace").splitlines()[-LINES_TOLD:]
-        raise EngineFailed("\n".join(["vLLM did not come up; its last words:", *said]))
+        lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+        raise EngineFailed("\n".join(["vLLM did not start; the end of its log:", *lines]))
 
 
 def _free_port() -> int:

@@ -1,7 +1,7 @@
-"""What forms cost: compiling them, a mask for each token, and applying it to a batch's logits.
+"""Structured-output benchmark: compilation, mask per token, mask application to a batch.
 
-Times are of the processor, by the thread that works. Answers are random walks: each token is drawn
-from all that are allowed, and the end token only where nothing else is.
+Times are CPU time of the working thread. Answers are random walks: each token is drawn from the
+allowed ones, and the end token only if no other is allowed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NUM_TIMES_APPLIED = 50
 
 @dataclass(frozen=True, slots=True)
 class FormBench:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     model: str
     num_runs: int = 5
-    num_tokens: int = 300  # of a walk, unless it ends before
+    num_tokens: int = 300  # maximum length of a walk
     batch_sizes: tuple[int, ...] = (1, 16, 64)
 
 
@@ -45,7 +45,7 @@ class FormCost:
     form: str
     compile_ms: float  # with the first mask; median of the runs
     num_tokens: int
-    mask_p50_us: float  # one row's: advanced by its last token, and filled
+    mask_p50_us: float  # one row: advance by the last token, fill the mask
     mask_p99_us: float
     mask_max_us: float
 
@@ -53,7 +53,7 @@ class FormCost:
 @dataclass(frozen=True, slots=True)
 class ApplyCost:
     num_rows: int
-    us_per_step: float  # for all rows: bits unpacked, logits copied and masked
+    us_per_step: float  # all rows: unpack bits, copy and mask logits
 
 
 def _object(properties: Mapping[str, Any], *, needed: bool = True) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def run(what: FormBench, on_done: Callable[[str], None]) -> tuple[list[FormCost]
     vocab_size = read_model_config(folder).vocab_size
     eos_token_ids = read_generation_defaults(folder).eos_token_ids
     library = GrammarLibrary(folder, vocab_size, eos_token_ids)
-    library.compile(StructuredOutputs(regex=""))  # the tokenizer is read once for all
+    library.compile(StructuredOutputs(regex=""))  # warm-up: loads the tokenizer
     costs = []
     for name, form in FORMS.items():
         costs.append(_cost(what, name, form, library, vocab_size, frozenset(eos_token_ids)))
@@ -117,21 +117,21 @@ def _cost(
     vocab_size: int,
     eos_token_ids: frozenset[int],
 ) -> FormCost:
-    compile_s, look_s = [], []
+    compile_s, mask_s = [], []
     for seed in range(what.num_runs):
         began_s = thread_time()
         grammar = library.compile(form)
         compile_s.append(thread_time() - began_s)
         walk = _walk(grammar, vocab_size, eos_token_ids, what.num_tokens, random.Random(seed))
-        look_s += list(walk)
-    look_us = sorted(1e6 * seconds for seconds in look_s)
+        mask_s += list(walk)
+    mask_us = sorted(1e6 * seconds for seconds in mask_s)
     return FormCost(
         form=name,
         compile_ms=1e3 * statistics.median(compile_s),
-        num_tokens=len(look_us),
-        mask_p50_us=look_us[len(look_us) // 2],
-        mask_p99_us=look_us[len(look_us) * 99 // 100],
-        mask_max_us=look_us[-1],
+        num_tokens=len(mask_us),
+        mask_p50_us=mask_us[len(mask_us) // 2],
+        mask_p99_us=mask_us[len(mask_us) * 99 // 100],
+        mask_max_us=mask_us[-1],
     )
 
 
@@ -142,7 +142,7 @@ def _walk(
     num_tokens: int,
     chance: random.Random,
 ) -> Iterator[float]:
-    """Seconds that each token took."""
+    """Yield the seconds of each token."""
     matcher, bits = grammar.matcher(), np.zeros(num_words(vocab_size), dtype=np.int32)
     last: list[int] = []
     for _ in range(num_tokens):

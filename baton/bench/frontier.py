@@ -1,7 +1,7 @@
-"""At which rate each engine still keeps its promises, for many promises at once.
+"""Goodput frontier: the highest rate at which each engine meets given latency limits.
 
-Each engine gets the same requests at the same times, at one rate after the other. What each
-client saw is kept, so one sweep answers for every pair of limits.
+Each engine gets the same requests at the same times, at increasing rates. The latencies of all
+requests are kept, so one sweep serves every pair of limits.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ MEAN, P99 = "mean", "p99"
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The load, the same for each engine, and the limits to look at."""
+    """Load, the same for each engine, and latency limits."""
 
     rates: Sequence[float] = (0.1, 0.2, 0.3, 0.4)  # requests per second, rising
-    seconds: float = 90.0  # that requests are sent at one rate
+    seconds: float = 90.0  # duration of the load at each rate
     prompt_tokens: int = 512
     answer_tokens: int = 64
     first_token_limits_s: Sequence[float] = (2.0, 4.0, 8.0)
     itl_limits_ms: Sequence[float] = (50, 75, 100, 150, 200, 300, 500, 1000)
-    itl: str = MEAN  # what of a request's gaps the limit is for
-    share: float = 0.95  # of the requests that must keep both limits
+    itl: str = MEAN  # statistic of an answer's gaps that is limited
+    share: float = 0.95  # share of the requests that must meet both limits
     seed: int = 0
 
     def __post_init__(self) -> None:
         listed = (self.rates, self.first_token_limits_s, self.itl_limits_ms)
         if not all(listed) or min(map(min, listed)) <= 0:
-            raise InvalidConfig("rates and limits must be above 0, one of each at least")
+            raise InvalidConfig("rates and limits must be above 0, with at least one of each")
         if self.answer_tokens < 2 or not 0 < self.share <= 1:
-            raise InvalidConfig("answers need two tokens, and the share is above 0 and at most 1")
+            raise InvalidConfig(
+                "answers need at least two tokens, and the share must be above 0 and at most 1"
+            )
         if self.itl not in (MEAN, P99):
-            raise InvalidConfig(f"a limit is for the {MEAN} or the {P99} of gaps, not {self.itl!r}")
+            raise InvalidConfig(f"itl is {self.itl!r}; it must be {MEAN} or {P99}")
 
     def load(self, rate: float) -> Load:
         return Load(
@@ -59,7 +61,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One answer as its client saw it. The first token is counted from when it was due."""
+    """One answer as seen by its client. The first token counts from the planned send time."""
 
     first_token_s: float
     itl_mean_ms: float
@@ -71,15 +73,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class RateRun:
-    """All requests that were sent to an engine at one rate."""
+    """Results of one engine at one rate."""
 
     engine: str
     rate: float
     answers: Sequence[Seen]
-    errors: Sequence[str]  # of the requests that failed
+    errors: Sequence[str]  # of failed requests
 
     def kept(self, first_token_s: float, itl_ms: float, kind: str) -> float:
-        """The share of all requests that kept both limits."""
+        """Return the share of all requests that met both limits."""
         good = [
             one
             for one in self.answers
@@ -90,7 +92,7 @@ class RateRun:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The highest measured rate at which enough requests kept both limits; 0 if at none."""
+    """Highest measured rate at which enough requests met both limits; 0 if none."""
 
     engine: str
     first_token_limit_s: float
@@ -100,7 +102,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was asked, and the runs at all rates or those before it broke off."""
+    """Sweep with its runs, or those before an interruption."""
 
     what: Sweep
     runs: Sequence[RateRun]
@@ -108,13 +110,13 @@ class Measured:
 
 
 def run(what: Sweep, engines: Mapping[str, Start], on_run: Callable[[RateRun], None]) -> None:
-    """`on_run` gets each rate's as it is done. Raises EngineFailed."""
+    """Run the sweep; `on_run` is called with each run. Raises EngineFailed."""
     for name, start in engines.items():
         with start() as door:
             for one in _swept(what, name, door):
                 on_run(one)
                 if _is_overloaded(what, one):
-                    break  # nothing is kept at a higher rate
+                    break  # higher rates would miss the limits, too
 
 
 def _swept(what: Sweep, name: str, door: Door) -> Iterator[RateRun]:
@@ -136,19 +138,19 @@ def _is_overloaded(what: Sweep, one: RateRun) -> bool:
 
 
 def _sent(door: Door, model: str, requests: Sequence[PlannedRequest]) -> list[Seen | str]:
-    """Each at its time, whatever became of those before."""
+    """Send the requests open-loop at their times."""
     began_s = time.monotonic()
     with not_waited_for(len(requests)) as threads:
         sent: list[Future[Seen | str]] = []
         for request in requests:
             due_s = began_s + request.at_s
             time.sleep(max(0.0, due_s - time.monotonic()))
-            sent.append(threads.submit(_asked, door, model, request, due_s))
+            sent.append(threads.submit(_send, door, model, request, due_s))
         return [one.result() for one in sent]
 
 
-def _asked(door: Door, model: str, request: PlannedRequest, due_s: float) -> Seen | str:
-    """What its client saw, or why there was nothing to see."""
+def _send(door: Door, model: str, request: PlannedRequest, due_s: float) -> Seen | str:
+    """Return the latencies of a request, or its error."""
     try:
         return seen(door.stream(model, _ids(request), request.max_tokens), due_s)
     except EngineFailed as error:
@@ -160,7 +162,7 @@ def _ids(request: PlannedRequest) -> Sequence[int]:
 
 
 def seen(streamed: Streamed, due_s: float) -> Seen:
-    """Gaps are from one message to the next; their mean is by token."""
+    """Return the latencies. Gaps are between messages; their mean is per token."""
     times_s = [at_s for at_s, _ in streamed.arrivals]
     gaps_ms = [(later_s - earlier_s) * 1e3 for earlier_s, later_s in pairwise(times_s)]
     num_later = streamed.num_tokens - streamed.arrivals[0][1]
@@ -172,7 +174,7 @@ def seen(streamed: Streamed, due_s: float) -> Seen:
 
 
 def frontier(what: Sweep, runs: Sequence[RateRun]) -> list[Goodput]:
-    """For each engine and each pair of limits."""
+    """Return the goodput for each engine and each pair of limits."""
     names = dict.fromkeys(one.engine for one in runs)
     limits = product(what.first_token_limits_s, what.itl_limits_ms)
     return [
@@ -188,13 +190,13 @@ def _highest(what: Sweep, runs: Sequence[RateRun], first_token_s: float, itl_ms:
 
 
 def read_sweep(path: Path) -> Measured:
-    """Raises InvalidConfig."""
+    """Read a file of `--json`. Raises InvalidConfig."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
         runs = [
             RateRun(**{**one, "answers": [Seen(**answer) for answer in one["answers"]]})
-            for one in told["runs"]
+            for one in values["runs"]
         ]
-        return Measured(Sweep(**told["what"]), runs, told.get("is_whole", True))
+        return Measured(Sweep(**values["what"]), runs, values.get("is_whole", True))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidConfig(f"{path} was not written by `baton bench frontier --json`") from error

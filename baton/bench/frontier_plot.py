@@ -1,4 +1,4 @@
-"""The picture of which rate each engine bears, by the limits that it has to keep."""
+"""Plot of goodput by latency limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def draw(what: Sweep, found: Sequence[Goodput], path: Path) -> None:
-    """A panel for each limit of the first token, a line for each engine."""
+    """Draw one panel per limit of the first token, with one line per engine."""
     limits_s = list(dict.fromkeys(one.first_token_limit_s for one in found))
     names = list(dict.fromkeys(one.engine for one in found))
     most = max(*what.rates, *(one.requests_per_s for one in found))
@@ -24,7 +24,7 @@ def draw(what: Sweep, found: Sequence[Goodput], path: Path) -> None:
                 points = sorted(
                     (one.itl_limit_ms, one.requests_per_s) for one in shown if one.engine == name
                 )
-                panel.step(*zip(*points, strict=True), where="post", label=name, **_look(place))
+                panel.step(*zip(*points, strict=True), where="post", label=name, **_style(place))
             panel.set(
                 title=f"first token within {limit_s:g} s",
                 xscale="log",
@@ -34,14 +34,14 @@ def draw(what: Sweep, found: Sequence[Goodput], path: Path) -> None:
             panel.set_xticks(what.itl_limits_ms, [f"{one:g}" for one in what.itl_limits_ms])
             panel.tick_params(axis="x", labelsize=7, rotation=45)
             panel.minorticks_off()
-        panels[0].set(ylabel=f"requests/s, {what.share:.0%} within both limits")
+        panels[0].set(ylabel=f"requests/s with {what.share:.0%} within both limits")
         panels[0].figure.legend(
             *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
         )
 
 
-def _look(place: int) -> dict[str, object]:
-    """Lines that lie on each other can still be told apart."""
+def _style(place: int) -> dict[str, object]:
+    """Return a line style in which overlapping lines stay distinguishable."""
     is_own = place < 2  # Baton's come first
     return {
         "color": "tab:blue" if is_own else f"C{place}",

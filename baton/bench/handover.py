@@ -1,7 +1,7 @@
-"""What a first token costs more where the prompt is computed by a prefill node.
+"""Hand-off benchmark: time to first token added by a separate prefill node.
 
-One prompt at a time and nothing beside it: first at a node that does both, then at a prefill node
-on the same cores whose decode node has the others, and the other way round in the next pair.
+Prompts run one at a time on an otherwise idle machine: on a colocated node, and on a prefill node
+with the same cores whose decode node has the other cores. The order alternates between pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.bench.streams import Door, EngineFailed, Model, drawn_prompt
 from engine.errors import InvalidConfig
 
 ANSWER_TOKENS = 4
-NUM_WARM_UP = 2  # of each
+NUM_WARM_UP = 2  # prompts per setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,20 @@ class Handover:
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens, self.num_pairs) < 1:
-            raise InvalidConfig("a prompt has a token at least, and there is one pair at least")
+            raise InvalidConfig("a run needs prompts of at least one token, and at least one pair")
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one prompt, as its client saw it."""
+    """Latencies of one prompt as seen by its client."""
 
     first_token_ms: float
-    second_token_ms: float  # since the first: whatever the hand-off still held back
+    second_token_ms: float  # after the first: includes the rest of the hand-off
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same prompt in both places."""
+    """The same prompt on both setups."""
 
     together: Times
     apart: Times
@@ -48,19 +48,19 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Medians over the pairs. Ratios are apart over together, pair by pair."""
+    """Medians over the pairs. A ratio is apart (disaggregated) over together (colocated)."""
 
     time: str
     together_ms: float
     apart_ms: float
     added_ms: float  # median of the differences
-    added_share: float  # median of the ratios, less one
+    added_share: float  # median of the ratios minus one
     least_share: float
     most_share: float
 
 
 def run(what: Handover, together: Start, apart: Start, on_pair: Callable[[Pair], None]) -> None:
-    """Both are up all the time; `on_pair` gets each as it is done. Raises EngineFailed."""
+    """Run both setups and call `on_pair` with each pair. Raises EngineFailed."""
     draw = random.Random(what.seed)
     with together() as one_node, apart() as two_nodes:
         doors = [(door, door.model()) for door in (one_node, two_nodes)]
@@ -68,14 +68,14 @@ def run(what: Handover, together: Start, apart: Start, on_pair: Callable[[Pair],
             _timed(door, model, drawn_prompt(draw, what.prompt_tokens))
         for number in range(what.num_pairs):
             prompt = drawn_prompt(draw, what.prompt_tokens)
-            on_pair(_pair(doors, prompt, is_turned=number % 2 == 1))
+            on_pair(_pair(doors, prompt, is_reversed=number % 2 == 1))
 
 
-def _pair(doors: Sequence[tuple[Door, Model]], prompt: Sequence[int], *, is_turned: bool) -> Pair:
-    """Whoever comes second in one pair comes first in the next."""
-    order = doors[::-1] if is_turned else doors
+def _pair(doors: Sequence[tuple[Door, Model]], prompt: Sequence[int], *, is_reversed: bool) -> Pair:
+    """Measure a prompt on both setups, the second one first if `is_reversed`."""
+    order = doors[::-1] if is_reversed else doors
     times = [_timed(door, model, prompt) for door, model in order]
-    return Pair(*(times[::-1] if is_turned else times))
+    return Pair(*(times[::-1] if is_reversed else times))
 
 
 def _timed(door: Door, model: Model, prompt: Sequence[int]) -> Times:
@@ -87,7 +87,7 @@ def _timed(door: Door, model: Model, prompt: Sequence[int]) -> Times:
 
 
 def added(pairs: Sequence[Pair]) -> list[Added]:
-    """For the first token, for the one behind it, and for both in a row."""
+    """Return the added time to the first token, from first to second, and to the second."""
     return [
         _added("first token", pairs, lambda times: times.first_token_ms),
         _added("from first to second", pairs, lambda times: times.second_token_ms),

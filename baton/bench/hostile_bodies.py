@@ -12,20 +12,20 @@ from typing import Any
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 AMBIGUOUS = 'start: s\ns: s s | s s s | "a"'
-TOKEN = 5  # of any model
+TOKEN = 5  # a token id of any model
 MIB = 1 << 20
-LIST_BYTES = 16 * MIB - 1000  # what fits into the largest body
+LIST_BYTES = 16 * MIB - 1000  # just below the body limit
 
 
 class Attack(Enum):
-    LARGE_ANSWERS = "large-answers"  # few bytes that ask for many choices with many logprobs
+    LARGE_ANSWERS = "large-answers"  # small bodies with many choices and logprobs
     TOKEN_LISTS = "token-lists"  # bodies of 16 MiB of token ids
-    LARGE_SETTINGS = "large-settings"  # allowed tokens, biases and stop strings by the million
-    IDLE_CONNECTIONS = "idle-connections"  # on both doors, silent or in the middle of a request
+    LARGE_SETTINGS = "large-settings"  # millions of allowed tokens, biases and stop strings
+    IDLE_CONNECTIONS = "idle-connections"  # to HTTP and gRPC, silent or stopped inside a request
     LONG_IDS = "long-ids"  # 60 MB of request id and cache salt over gRPC
     AMBIGUOUS_GRAMMARS = "ambiguous-grammars"
-    DEAD_PEERS = "dead-peers"  # decode nodes are to link up with addresses where nobody listens
-    MUTATIONS = "mutations"  # of valid bodies, over both doors
+    DEAD_PEERS = "dead-peers"  # Connect calls to decode nodes with unreachable peers
+    MUTATIONS = "mutations"  # of valid bodies, over HTTP and gRPC
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Post:
 
 
 def attacks(seed: int, chosen: Sequence[Attack] = tuple(Attack)) -> Iterator[Attack]:
-    """Each in turn, in an order that is drawn anew each time; without end."""
+    """Yield all attacks repeatedly, each time in a new random order."""
     draw = random.Random(seed)
     while True:
         yield from draw.sample(chosen, k=len(chosen))
 
 
 def posts(attack: Attack, model: str, draw: random.Random) -> list[Post]:
-    """Over HTTP; none for an attack that is not made of bodies."""
+    """Return the HTTP requests of an attack; none if it does not consist of requests."""
     match attack:
         case Attack.LARGE_ANSWERS:
             return [
@@ -67,25 +67,25 @@ def posts(attack: Attack, model: str, draw: random.Random) -> list[Post]:
 
 
 def mutated(draw: random.Random, model: str) -> Post:
-    """A valid body with a few things wrong with it."""
+    """Return a valid body with a few mutations."""
     path, valid = draw.choice(_valid(model))
     body = deepcopy(valid)
     for _ in range(draw.randint(1, 3)):
         _mutate(body, draw)
     try:
-        written = json.dumps(body).encode()
+        encoded = json.dumps(body).encode()
     except (ValueError, RecursionError):
-        written = b"{"
+        encoded = b"{"
     if draw.random() < SPOILT_SHARE:
-        written = spoilt(written, draw)
-    return Post(path, written)
+        encoded = spoilt(encoded, draw)
+    return Post(path, encoded)
 
 
 SPOILT_SHARE = 0.3
 
 
 def spoilt(whole: bytes, draw: random.Random) -> bytes:
-    """Some bytes changed, or cut off."""
+    """Return the bytes with some of them changed, or cut in half."""
     if not whole or draw.random() < 0.3:
         return whole[: len(whole) // 2]
     changed = bytearray(whole)

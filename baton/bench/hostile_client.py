@@ -1,8 +1,8 @@
-"""`python -m baton.bench.hostile_client`: attacks a router and its nodes, one order at a time.
+"""`python -m baton.bench.hostile_client`: runs attacks on a router and its nodes.
 
-A process of its own, so that what it takes to be hostile does not hold up whoever measures. An
-order is a line of JSON on its standard input, its outcomes are one on its standard output. Each
-attack ends by itself: in the number of its requests, and by a deadline.
+It is a process of its own, so that attacks do not slow down the measuring process. Each line of
+JSON on standard input is an attack; its outcomes are a line on standard output. An attack is
+limited by its number of requests and by a deadline.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ GENERATE = "/baton.v1.InferenceService/Generate"
 NUM_AT_ONCE = 8
 NUM_IDLE, IDLE_S = 400, 3.0
 NUM_DEAD_PEERS = 100
-ALL_OF_LOOPBACK = "0.0.0.0"  # 127.0.0.1 to 127.0.0.100 are among it
+ALL_OF_LOOPBACK = "0.0.0.0"  # includes 127.0.0.1 to 127.0.0.100
 NUM_SPOILT = 30
 LONG_ID_BYTES = 60_000_000
 READ_BYTES = 1 << 16
-NICENESS = 5  # the machine is small: what is measured is the servers, not who gets a core
+NICENESS = 5  # on a small machine, leaves the cores to the servers
 HALVES = (
     b"",
     b"GET /hea",
@@ -53,13 +53,13 @@ class Target:
     decodes: tuple[str, ...]  # addresses of decode nodes
 
     def model(self) -> str:
-        """As the router names it. Raises OSError when that is away."""
+        """Return the name of the served model. Raises OSError if the router does not answer."""
         connection = http.client.HTTPConnection(self.http, timeout=5.0)
         try:
             connection.request("GET", "/v1/models")
             return str(json.loads(connection.getresponse().read())["data"][0]["id"])
         except (http.client.HTTPException, ValueError, LookupError) as error:
-            raise OSError(f"the router names no model: {error}") from error
+            raise OSError(f"the router lists no model: {error}") from error
         finally:
             connection.close()
 
@@ -68,7 +68,7 @@ Outcomes = Counter[str]
 
 
 def attack(kind: Attack, target: Target, model: str, seed: int, limit_s: float) -> Outcomes:
-    """Returns the number of requests by outcome."""
+    """Run an attack and return the number of requests by outcome."""
     draw = random.Random(seed)
     end_s = time.monotonic() + limit_s
     match kind:
@@ -100,11 +100,11 @@ def _post(address: str, post: Post, end_s: float) -> str:
     try:
         connection.request("POST", post.path, post.body, {"content-type": "application/json"})
         response = connection.getresponse()
-        begun = response.read(READ_BYTES)
+        beginning = response.read(READ_BYTES)
         while response.read(READ_BYTES):
             if time.monotonic() > end_s:
                 return f"{response.status}, cut off at the time limit"
-        return f"{response.status} {_code(begun)}".strip()
+        return f"{response.status} {_code(beginning)}".strip()
     except TimeoutError:
         return "no answer in time"
     except (OSError, http.client.HTTPException) as error:
@@ -121,17 +121,17 @@ def _code(body: bytes) -> str:
 
 
 def _idle(target: Target, end_s: float) -> Outcomes:
-    """Silent connections, and such as stop in the middle of a request."""
+    """Open connections that stay silent or stop inside a request."""
     outcomes: Outcomes = Counter()
-    with ExitStack() as open_ones:
+    with ExitStack() as connections:
         for number in range(NUM_IDLE):
             for address in (target.http, target.grpc):
                 host, _, port = address.rpartition(":")
                 try:
-                    one = socket.create_connection((host, int(port)), timeout=1.0)
-                    open_ones.enter_context(one)
+                    connection = socket.create_connection((host, int(port)), timeout=1.0)
+                    connections.enter_context(connection)
                     if address == target.http:
-                        one.sendall(HALVES[number % len(HALVES)])
+                        connection.sendall(HALVES[number % len(HALVES)])
                     outcomes["opened"] += 1
                 except OSError as error:
                     outcomes[type(error).__name__] += 1
@@ -172,7 +172,7 @@ def _spoilt_calls(target: Target, draw: random.Random, end_s: float) -> Outcomes
 
 
 def _dead_peers(target: Target, end_s: float) -> Outcomes:
-    """Half of the addresses are ports where nobody listens, half take calls and never answer."""
+    """Have decode nodes connect to peers that refuse connections or never answer."""
     outcomes: Outcomes = Counter()
     with socket.create_server((ALL_OF_LOOPBACK, 0), backlog=NUM_DEAD_PEERS) as silent:
         port = silent.getsockname()[1]

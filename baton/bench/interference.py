@@ -1,7 +1,7 @@
-"""What long prompts do to the answers that are under way, in one engine after the other.
+"""Interference benchmark: token gaps of running streams while long prompts arrive.
 
-A few streams decode without end while a long prompt arrives every few seconds. Where both are
-computed in one place, each prompt stands in the way of every stream.
+A few streams decode continuously while a long prompt arrives every few seconds. On a colocated
+engine, each prompt delays every stream.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from baton.bench.staying import Start
 from baton.bench.streams import Door, EngineFailed, Model, Streamed, drawn_prompt, not_waited_for
 from engine.errors import InvalidConfig
 
-ANSWER_TOKENS = 8  # of those that arrive
-WARM_TOKENS = 8  # that each steady stream has before the first prompt arrives
+ANSWER_TOKENS = 8  # of the arriving prompts
+WARM_TOKENS = 8  # received by each stream before the first prompt
 WARM_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """The load, the same for each engine."""
+    """Load, the same for each engine."""
 
     num_streams: int = 4
     stream_prompt_tokens: int = 128
-    stream_tokens: int = 1500  # then it begins anew, or as many as the model takes
+    stream_tokens: int = 1500  # or the model's maximum; then the stream restarts
     num_prompts: int = 8
     prompt_tokens: int = 512
     every_s: float = 5.0
@@ -46,19 +46,19 @@ class Interference:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One engine under the load. `itl`: from one message with tokens to the next, ms."""
+    """Figures of one engine. `itl`: time between messages with tokens, in ms."""
 
     itl_p50_ms: float
     itl_p99_ms: float
     itl_most_ms: float
-    first_token_p50_s: float  # of the prompts that arrive
+    first_token_p50_s: float  # of the arriving prompts
     first_token_most_s: float
     tokens_per_s: float  # of all answers
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over the rounds; how many times better the first engine was, round by round."""
+    """Medians over the rounds. A ratio is this engine over the first one, by round."""
 
     engine: str
     figures: Figures
@@ -77,7 +77,7 @@ class Turn:
 
 
 def run(what: Interference, engines: Mapping[str, Start], on_turn: Callable[[Turn], None]) -> None:
-    """Each engine once a round, alone on the machine; `on_turn` gets each turn as it is done."""
+    """Run each engine once per round, one at a time; `on_turn` is called with each turn."""
     for number in range(what.num_rounds):
         for name, start in engines.items():
             with start() as door:
@@ -85,7 +85,7 @@ def run(what: Interference, engines: Mapping[str, Start], on_turn: Callable[[Tur
 
 
 def measured(what: Interference, door: Door) -> Figures:
-    """Raises EngineFailed."""
+    """Put load on an engine and return its figures. Raises EngineFailed."""
     load = _Load(what, door)
     load.warm_up()
     with load.steady():
@@ -110,31 +110,31 @@ class _Load:
         self.draw = random.Random(self.what.seed)
 
     def warm_up(self) -> None:
-        """Memory is touched, and shapes are known."""
+        """Send one prompt of each kind, for page faults and compiled shapes."""
         for num_tokens in (self.what.stream_prompt_tokens, self.what.prompt_tokens):
             prompt = drawn_prompt(self.draw, num_tokens)
             self.door.stream(self.model.name, prompt, ANSWER_TOKENS)
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """All streams decode from the beginning of the block to its end."""
+        """Keep all streams decoding within the block."""
         num_streams = self.what.num_streams
         starts = [
             drawn_prompt(self.draw, self.what.stream_prompt_tokens) for _ in range(num_streams)
         ]
         with ThreadPoolExecutor(num_streams) as threads:
-            going = [threads.submit(self._go_on, start) for start in starts]
+            running = [threads.submit(self._stream_repeatedly, start) for start in starts]
             try:
-                for _ in going:
+                for _ in running:
                     if not self.warm.acquire(timeout=WARM_TIMEOUT_S):
                         raise EngineFailed(f"{self.door.url} does not decode")
                 yield
             finally:
                 self.is_over.set()
-        for one in going:
+        for one in running:
             one.result()
 
-    def _go_on(self, prompt: Sequence[int]) -> None:
+    def _stream_repeatedly(self, prompt: Sequence[int]) -> None:
         num_messages = 0
         num_tokens = min(self.what.stream_tokens, self.model.max_len - len(prompt))
 
@@ -150,10 +150,10 @@ class _Load:
                 streamed = self.door.stream(self.model.name, prompt, num_tokens, is_over)
                 self.streams.append(streamed)
         finally:
-            self.warm.release()  # nobody waits for one that failed
+            self.warm.release()  # do not wait for a failed stream
 
     def arrivals(self, began_s: float) -> list[Streamed]:
-        """The prompts, each sent at its time whatever became of the one before."""
+        """Send the prompts open-loop at their times."""
         what, name = self.what, self.model.name
         drawn = [drawn_prompt(self.draw, what.prompt_tokens) for _ in range(what.num_prompts)]
         with not_waited_for(what.num_prompts) as threads:
@@ -167,7 +167,7 @@ class _Load:
 def figures(
     streams: Sequence[Streamed], prompts: Sequence[Streamed], began_s: float, ended_s: float
 ) -> Figures:
-    """Of what came between the two times."""
+    """Return the figures of the tokens between the two times."""
     between = [
         ((later_s - earlier_s) * 1e3, num_tokens)
         for one in streams
@@ -191,12 +191,12 @@ def figures(
 
 
 def num_whole_rounds(turns: Sequence[Turn]) -> int:
-    """Those of every engine that had a turn at all."""
+    """Return the number of rounds completed by every engine that had a turn."""
     return min(Counter(turn.engine for turn in turns).values(), default=0)
 
 
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
-    """Of the whole rounds; the first engine is what others are held to."""
+    """Return the rows of the complete rounds, with ratios to the first engine."""
     num_rounds = num_whole_rounds(turns)
     found: dict[str, list[Figures]] = {}
     for turn in turns:

@@ -1,4 +1,4 @@
-"""The picture of what long prompts do to answers under way."""
+"""Plot of token gaps and first tokens under long prompts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TICKS = (20, 50, 100, 200, 500, 1000, 2000)
 
 
 def draw(what: Interference, rows: Sequence[Row], path: Path) -> None:
-    """Gaps between tokens from the median to the 99th percentile, and the first token beside."""
+    """Draw the token gaps, and next to them the times to first token."""
     with picture(path, 10, 1.2 + 0.42 * len(rows), columns=2) as [[gaps, first]]:
         draw_gaps(gaps, rows)
         _draw_first_tokens(first, what, rows)
 
 
 def draw_gaps(axes: Any, rows: Sequence[Row]) -> None:
-    """A bar from the median to the 99th percentile, a row for each engine."""
+    """Draw a bar from the median to the 99th percentile of the gaps for each engine."""
     places = range(len(rows))
     for place, row in enumerate(rows):
         found = row.figures
@@ -31,7 +31,7 @@ def draw_gaps(axes: Any, rows: Sequence[Row]) -> None:
         axes.plot(ends_ms, [place] * 2, color=_colour(row), linewidth=5)
         _annotate(axes, found.itl_p50_ms, place, -5)
         _annotate(axes, found.itl_p99_ms, place, 5)
-    axes.set(xscale="log", title="token to token, ms: median to p99")
+    axes.set(xscale="log", title="gap between tokens, ms: median to p99")
     axes.set_yticks(places, [row.engine for row in rows])
     axes.margins(x=0.2)
     axes.invert_yaxis()
@@ -45,20 +45,20 @@ def _draw_first_tokens(axes: Any, what: Interference, rows: Sequence[Row]) -> No
         first_ms = row.figures.first_token_p50_s * MILLIS
         axes.barh(place, first_ms, color=_colour(row), height=0.45)
         _annotate(axes, first_ms, place, 4)
-    axes.set(title=f"first of a {what.prompt_tokens} token prompt, ms")
+    axes.set(title=f"first token of a {what.prompt_tokens}-token prompt, ms")
     axes.set_yticks([])
     axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter("{x:.0f}")
 
 
-def _annotate(axes: Any, at_ms: float, place: int, beside: int) -> None:
+def _annotate(axes: Any, at_ms: float, place: int, offset: int) -> None:
     axes.annotate(
         f"{at_ms:.0f}",
         (at_ms, place),
-        (beside, 0),
+        (offset, 0),
         textcoords="offset points",
-        ha="right" if beside < 0 else "left",
+        ha="right" if offset < 0 else "left",
         va="center",
         **SMALL,
     )

@@ -1,10 +1,9 @@
-"""What a hand-off of KV costs between two processes of this machine, beside raw references.
+"""KV transfer benchmark: hand-offs between two processes of this machine, and raw references.
 
-Each side is a process with a core of its own (where there are two). Within one run every size
-is measured in rounds: memcpy, one contiguous NIXL write, scattered blocks by the bare channel,
-and whole hand-offs through both worker halves without and with digests. Blocks are drawn anew
-from memory much larger than a hand-off, alike for all, so that none finds its bytes in a cache
-that another did not.
+Each side is a process on its own core (if there are two). Each size is measured in rounds:
+memcpy, one contiguous NIXL write, scattered blocks over the bare channel, and whole hand-offs
+through both KV workers without and with digests. Each measurement draws its blocks at random from
+memory much larger than a hand-off, so that CPU caches favour none of them.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ OnFigure = Callable[[str], None]
 
 
 class BenchEndLost(KvTransferError):
-    """A process of the benchmark ended before its time, or says nothing."""
+    """A benchmark process ended early or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvBench:
-    """What to measure."""
+    """Settings of the benchmark."""
 
-    paths: Sequence[tuple[str, str]]  # transport and what UCX may use; empty lets it choose
+    paths: Sequence[tuple[str, str]]  # transport and UCX_TLS; empty: UCX chooses
     block_bytes: Sequence[int]
     handoff_bytes: Sequence[int]
     num_layers: int
@@ -93,46 +92,46 @@ def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterato
 
 
 def _num_layers(bench: KvBench, block_bytes: int) -> int:
-    """Small blocks are those of small models."""
-    most = max(1, min(bench.num_layers, block_bytes // LEAST_LAYER_BYTES))
-    return next(number for number in range(most, 0, -1) if block_bytes % number == 0)
+    """Return the number of layers of a block; small blocks have fewer, like small models."""
+    largest = max(1, min(bench.num_layers, block_bytes // LEAST_LAYER_BYTES))
+    return next(number for number in range(largest, 0, -1) if block_bytes % number == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RawTimes:
-    """Seconds from the post of one bare write, nothing else being done on either side."""
+    """Seconds from the post of one bare write, with both sides otherwise idle."""
 
-    written_s: float  # until P sees it ended
+    written_s: float  # until P sees it complete
     noticed_s: float  # until D has the notification
 
 
 class _End:
-    """The parent's handle on one side."""
+    """Handle of the parent process on one side."""
 
     def __init__(self, plan: EndPlan) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection: Connection
-        self._connection, theirs = context.Pipe()
+        self._connection, child_end = context.Pipe()
         self._process: SpawnProcess = context.Process(
-            target=serve_end, args=(theirs, plan), daemon=True
+            target=serve_end, args=(child_end, plan), daemon=True
         )
         self._process.start()
-        theirs.close()
+        child_end.close()
 
-    def tell(self, command: str, *arguments: object) -> None:
+    def send(self, command: str, *arguments: object) -> None:
         self._connection.send((command, arguments))
 
-    def answer(self) -> Any:
+    def receive(self) -> Any:
         try:
             if self._connection.poll(ANSWER_S):
                 return self._connection.recv()
         except EOFError:
-            raise BenchEndLost("a process of the benchmark ended before its time") from None
-        raise BenchEndLost(f"a process of the benchmark said nothing for {ANSWER_S:g} s")
+            raise BenchEndLost("a benchmark process ended early") from None
+        raise BenchEndLost(f"a benchmark process did not answer for {ANSWER_S:g} s")
 
-    def ask(self, command: str, *arguments: object) -> Any:
-        self.tell(command, *arguments)
-        return self.answer()
+    def call(self, command: str, *arguments: object) -> Any:
+        self.send(command, *arguments)
+        return self.receive()
 
     def close(self) -> None:
         self._connection.close()
@@ -143,7 +142,7 @@ class _End:
 
 
 class _Pair:
-    """A decode and a prefill side, and the sizes that are measured between them."""
+    """Decode side and prefill side, and the measurements between them."""
 
     def __init__(self, bench: KvBench, path: str, block_bytes: int, d: _End, p: _End) -> None:
         self.path = path
@@ -154,28 +153,28 @@ class _Pair:
         self._draw = random.Random(0)
         self._num_tickets = 0
         for end in (d, p):
-            end.answer()
-        self._peers = p.ask("peers")
+            end.receive()
+        self._peers = p.call("peers")
         for size in (None, *bench.handoff_bytes):
-            ours, theirs = d.ask("metadata", size), p.ask("metadata", size)
-            p.ask("connect", size, *ours)
-            d.ask("connect", size, *theirs)
+            ours, theirs = d.call("metadata", size), p.call("metadata", size)
+            p.call("connect", size, *ours)
+            d.call("connect", size, *theirs)
 
     def measure(self, size: int) -> KvFigure:
         num_blocks = max(1, size // self._block_bytes)
-        self._round(size, num_blocks)  # connections are made, pages mapped
+        self._round(size, num_blocks)  # warm-up: connections, page mappings
         rounds = [self._round(size, num_blocks) for _ in range(self._bench.num_runs)]
         return figure_of(self.path, self._block_bytes, num_blocks, size, rounds)
 
     def measure_tails(self) -> list[TailFigure]:
         return [self._tail(push, verify) for push in ("chunk", "layer") for verify in (False, True)]
 
-    # --- One of each -------------------------------------------------------------------------
+    # --- Single measurements ---------------------------------------------------------------
 
     def _round(self, size: int, num_blocks: int) -> KvRound:
         num_slots = MEMORY_BYTES // size
         places = [self._draw.randrange(num_slots) for _ in range(4)]
-        memcpy = self._p.ask("copy", places[0] * size, places[1] * size, size)
+        memcpy = self._p.call("copy", places[0] * size, places[1] * size, size)
         contiguous = self._write(size, (BlockId(places[2]),), (BlockId(places[3]),))
         scattered = self._write(None, self._blocks(num_blocks), self._blocks(num_blocks))
         (sent, landed), (sent_verified, landed_verified) = (
@@ -196,21 +195,21 @@ class _Pair:
 
     def _hand_over(self, num_blocks: int, verify: bool) -> tuple[HandOffTimes, HandOffTimes]:
         handoff_id = self._next_id()
-        self._p.ask("hold", verify, handoff_id, self._blocks(num_blocks))
+        self._p.call("hold", verify, handoff_id, self._blocks(num_blocks))
         blocks = self._blocks(num_blocks)
-        landed = self._d.ask("receive", verify, handoff_id, self._peers[verify], blocks)
-        return self._p.ask("sent", handoff_id), landed
+        landed = self._d.call("receive", verify, handoff_id, self._peers[verify], blocks)
+        return self._p.call("sent", handoff_id), landed
 
     def _write(
         self, size: int | None, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]
     ) -> RawTimes:
         ticket = self._next_ticket()
-        self._d.tell("take_write", size, ticket, targets)
-        self._p.tell("write", size, Write(ticket, ticket, 0, sources, targets))
-        noticed_s: float = self._d.answer()
-        self._p.tell("rest")
-        times: HandOffTimes = self._p.answer()
-        self._p.answer()
+        self._d.send("take_write", size, ticket, targets)
+        self._p.send("write", size, Write(ticket, ticket, 0, sources, targets))
+        noticed_s: float = self._d.receive()
+        self._p.send("rest")
+        times: HandOffTimes = self._p.receive()
+        self._p.receive()
         return RawTimes(times.ended_s - times.began_s, noticed_s - times.began_s)
 
     def _tail(self, push: str, verify: bool) -> TailFigure:
@@ -232,14 +231,14 @@ class _Pair:
         )
 
     def _tail_round(self, num_blocks: int, push: str, verify: bool) -> tuple[float, float, float]:
-        """All in one go; from the last chunk until it had landed; what the pushing cost."""
+        """Return seconds of a whole hand-off, of the tail after the last chunk, and of pushing."""
         _, whole = self._hand_over(num_blocks, verify)
-        alone: PrefillTimes = self._p.ask("prefill", verify, self._prefill(num_blocks, "none"))
+        alone: PrefillTimes = self._p.call("prefill", verify, self._prefill(num_blocks, "none"))
         prefill = self._prefill(num_blocks, push)
         blocks = self._blocks(num_blocks)
-        self._d.tell("receive", verify, prefill.handoff_id, self._peers[verify], blocks)
-        times: PrefillTimes = self._p.ask("prefill", verify, prefill)
-        landed: HandOffTimes = self._d.answer()
+        self._d.send("receive", verify, prefill.handoff_id, self._peers[verify], blocks)
+        times: PrefillTimes = self._p.call("prefill", verify, prefill)
+        landed: HandOffTimes = self._d.receive()
         cost_s = (times.last_chunk_s - times.began_s) - (alone.last_chunk_s - alone.began_s)
         return whole.ended_s - whole.began_s, landed.ended_s - times.last_chunk_s, cost_s
 

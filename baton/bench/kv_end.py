@@ -1,8 +1,8 @@
-"""One side of `baton bench kv`, as a process: memory, the real worker halves, and raw channels.
+"""One side of `baton bench kv`, as a process: memory, real KV workers, and raw channels.
 
-Like a node it has an engine thread that sleeps in its mailbox for as long as the worker allows,
-and control links over gRPC. Two workers serve the same memory, one that verifies digests and one
-that does not; they are never busy at the same time.
+Like a node it has an engine thread, which sleeps in its mailbox for as long as the worker allows,
+and control links over gRPC. Two workers serve the same memory, one with digests and one without;
+they are never busy at the same time.
 """
 
 from __future__ import annotations
@@ -52,46 +52,46 @@ from serving.server import Service, serving
 from serving.servicer import KvLinkServicer
 
 HOST = "127.0.0.1"
-NUM_TOKENS = 16  # of no consequence: nobody decodes
+NUM_TOKENS = 16  # arbitrary: nothing is decoded
 
 
 @dataclass(frozen=True, slots=True)
 class EndPlan:
-    """What both sides of one measurement are made of."""
+    """Settings of one side of a measurement."""
 
     name: str
     transport: str  # nixl or ucxx
-    tls: str  # what UCX may use; empty lets it choose
+    tls: str  # UCX_TLS; empty: UCX chooses
     block_bytes: int
     num_layers: int
     memory_bytes: int
-    cpus: tuple[int, ...]  # each side has cores of its own
-    whole_bytes: tuple[int, ...]  # the sizes that the contiguous reference writes
+    cpus: tuple[int, ...]  # cores of this side alone
+    whole_bytes: tuple[int, ...]  # sizes of the contiguous reference writes
 
 
 @dataclass(frozen=True, slots=True)
 class HandOffTimes:
-    """Monotonic seconds, which all processes of a machine count alike."""
+    """Monotonic seconds, comparable between the processes of a machine."""
 
-    began_s: float  # D: the scheduler's order; P: the first post
-    ended_s: float  # D: landed; P: the last write was seen to have landed
+    began_s: float  # D: order of the scheduler; P: first posted write
+    ended_s: float  # D: landed; P: completion of the last write seen
 
 
 @dataclass(slots=True)
 class _Station:
-    """A worker half with its own links and its own address."""
+    """KV worker with its own links and address."""
 
     worker: KvTransferWorker
     peer: Peer
 
 
 class BenchFailed(RuntimeError):
-    """A measurement came to something else than its end."""
+    """A measurement failed."""
 
 
 def serve_end(connection: Connection, plan: EndPlan) -> None:
-    """Obeys until the pipe is closed, which the end of the parent does, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    """Execute commands until the pipe is closed, also by the end of the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if plan.cpus:
         os.sched_setaffinity(0, plan.cpus)
     asyncio.run(_serve(connection, plan))
@@ -100,7 +100,7 @@ def serve_end(connection: Connection, plan: EndPlan) -> None:
 async def _serve(connection: Connection, plan: EndPlan) -> None:
     memory = _Memory(plan)
     mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    # NIXL first: once ucxx is loaded, NIXL's own UCX finds no transport but TCP.
+    # NIXL first: once ucxx is loaded, the UCX of NIXL finds no transport but TCP.
     raw_by_bytes = {
         size: open_transport("nixl", plan.tls, memory.divided_into(size)).open()
         for size in plan.whole_bytes
@@ -150,7 +150,7 @@ def open_transport(name: str, tls: str, region: Region) -> Transport:
 
 
 class _Memory:
-    """The bytes that a node's KV cache would be, full of noise."""
+    """Memory in place of a node's KV cache, filled with random bytes."""
 
     def __init__(self, plan: EndPlan) -> None:
         num_blocks = plan.memory_bytes // plan.block_bytes
@@ -170,14 +170,14 @@ class _Memory:
     def fill(
         self, block_ids: tuple[BlockId, ...], layer: int, layer_bytes: int, value: int
     ) -> None:
-        """What a layer of a forward pass leaves behind."""
+        """Write one layer of the blocks, as a forward pass does."""
         for block_id in block_ids:
             start = block_id * self.region.block_bytes + layer * layer_bytes
             self._bytes[start : start + layer_bytes] = value
 
 
 class _End:
-    """Everything here happens on the engine's thread, but for `listen`."""
+    """Command loop of the process. Everything but `listen` runs on the engine thread."""
 
     def __init__(
         self,
@@ -201,14 +201,14 @@ class _End:
         connection.send("ready")
 
     def listen(self) -> None:
-        """On a thread of its own: letters of the parent become mail."""
+        """Put commands of the parent into the mailbox, on a thread of its own."""
         while True:
             try:
                 command, arguments = self._connection.recv()
             except (EOFError, OSError):
                 self._mail.put(self._stop)
                 return
-            self._mail.put(partial(self._obey, command, arguments))
+            self._mail.put(partial(self._execute, command, arguments))
 
     def run(self) -> None:
         while not self._is_stopping:
@@ -219,7 +219,7 @@ class _End:
             channel.close()
 
     def _read_mail(self) -> None:
-        """As the engine's loop does it."""
+        """Wait for mail like the engine thread and run it."""
         now = time.monotonic()
         waits = [station.worker.next_poll_s(now) for station in self._stations.values()]
         wait_s = min((wait for wait in waits if wait is not None), default=1.0)
@@ -243,7 +243,7 @@ class _End:
     def _stop(self) -> None:
         self._is_stopping = True
 
-    def _obey(self, command: str, arguments: tuple[Any, ...]) -> None:
+    def _execute(self, command: str, arguments: tuple[Any, ...]) -> None:
         answer = getattr(self, command)(*arguments)
         if answer is not None:
             self._connection.send(answer)
@@ -256,13 +256,13 @@ class _End:
     def receive(
         self, verify: bool, handoff_id: HandoffId, peer: Peer, blocks: tuple[BlockId, ...]
     ) -> None:
-        """Answered when it has landed."""
+        """Start receiving; the answer is sent when the KV has landed."""
         self._awaited = handoff_id
         order = Receive(handoff_id, peer, 0, blocks, NUM_TOKENS)
         self._stations[verify].worker.start(KvOrders(receives=(order,)), time.monotonic())
 
     def hold(self, verify: bool, handoff_id: HandoffId, blocks: tuple[BlockId, ...]) -> bool:
-        """All of it is computed and waits for D's grant."""
+        """Offer blocks as completely computed; they wait for the grant of D."""
         orders = KvOrders(
             sends=(Send(handoff_id, 0, blocks),),
             completes=(Complete(handoff_id, NUM_TOKENS, FirstToken(0)),),
@@ -271,11 +271,11 @@ class _End:
         return True
 
     def sent(self, handoff_id: HandoffId) -> None:
-        """Answered when nothing of it is in flight."""
+        """Send the answer when no write of the hand-off is in flight."""
         self._awaited = handoff_id
 
     def prefill(self, verify: bool, prefill: Prefill) -> PrefillTimes:
-        """Compute in chunks, and push as an engine does."""
+        """Compute in chunks and push KV like an engine."""
         layer_bytes = self._plan.block_bytes // self._plan.num_layers
 
         def fill(blocks: tuple[BlockId, ...], layer: int, value: int) -> None:
@@ -299,7 +299,7 @@ class _End:
         return time.perf_counter() - began_s
 
     def take_write(self, size: int | None, ticket: int, blocks: tuple[BlockId, ...]) -> float:
-        """D: do nothing but poll until it is there."""
+        """D: poll until the write has arrived."""
         channel = self._raw(size)
         channel.expect(ticket, blocks)
         while Arrived(ticket) not in channel.poll():
@@ -307,19 +307,19 @@ class _End:
         return time.monotonic()
 
     def write(self, size: int | None, write: Write) -> HandOffTimes:
-        """P: how long one write takes that nothing else is done beside."""
+        """P: time one write with nothing else running."""
         channel = self._raw(size)
         began_s = time.monotonic()
         channel.post(write)
         self._poll_until_written(channel, write)
         times = HandOffTimes(began_s, time.monotonic())
         channel.notify(write.ticket, b"")
-        while not self._mail.qsize():  # the notification needs us until D has it
+        while not self._mail.qsize():  # polling drives the notification until D has it
             channel.poll()
         return times
 
     def rest(self) -> bool:
-        """P: D has it all."""
+        """P: return from `write`, since D has received everything."""
         return True
 
     def _poll_until_written(self, channel: Channel, write: Write) -> None:

@@ -1,4 +1,4 @@
-"""The figures of `baton bench kv`, made of the rounds that were measured."""
+"""Figures of `baton bench kv`, computed from its rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class KvRound:
-    """Seconds that one round took, its parts one after the other."""
+    """Seconds of the consecutive parts of one round."""
 
     memcpy: float
     contiguous: float
@@ -29,33 +29,33 @@ class KvRound:
 class KvFigure:
     """Medians of one size over one path, rates in GB/s.
 
-    A ratio is that of a rate to the contiguous write of the same round, so that a machine which
-    is slower for a while slows both.
+    A ratio compares a rate with the contiguous write of the same round, so that temporary slowness
+    of the machine cancels out.
     """
 
     path: str
     block_kib: float
     handoff_mib: float
     memcpy: float
-    contiguous: float  # one NIXL write, both sides doing nothing but poll
-    noticed: float  # the same until the other side has the notification of it
-    scattered: float  # the blocks, by the bare channel
-    written: float  # by the worker halves: first post until P has seen the last write end
+    contiguous: float  # one NIXL write, both sides only poll
+    noticed: float  # the same, until the other side has the notification
+    scattered: float  # scattered blocks over the bare channel
+    written: float  # KV workers: first post until P has seen the last write complete
     landed: float  # first post until D has seen data and Done and may decode
-    verified_written: float  # the same with digests: P's is in it
-    verified_landed: float  # and D's in this one
+    verified_written: float  # the same, including the digest on P
+    verified_landed: float  # the same, including the digests on P and D
     scattered_ratio: float
     written_ratio: float
     landed_ratio: float
     verified_written_ratio: float
     verified_landed_ratio: float
-    handoff_us: float  # the order on D until landed, all of it computed before
+    handoff_us: float  # order on D until landed, with all KV computed before
     handoff_verified_us: float
 
 
 @dataclass(frozen=True, slots=True)
 class TailFigure:
-    """What is left of a hand-off when the last chunk of its prefill has ended; medians."""
+    """Rest of a hand-off after the last chunk of its prefill; medians."""
 
     path: str
     block_kib: float
@@ -66,13 +66,13 @@ class TailFigure:
     whole_ms: float  # the same bytes handed over in one go
     tail_ms: float
     tail_share: float
-    cost_ms: float  # by which pushing made the prefill itself longer
+    cost_ms: float  # added duration of the prefill because of pushing
 
 
 def figure_of(
     path: str, block_bytes: int, num_blocks: int, size: int, rounds: Sequence[KvRound]
 ) -> KvFigure:
-    """The references move `size` bytes, and the blocks what whole blocks of that come to."""
+    """Return the medians. References move `size` bytes, the others as many whole blocks."""
     moved = num_blocks * block_bytes
 
     def rate(part: str, num_bytes: int = moved) -> float:
@@ -80,9 +80,9 @@ def figure_of(
         return num_bytes / seconds / 1e9
 
     def ratio(part: str) -> float:
-        alike = moved / size
+        scale = moved / size
         share: float = statistics.median(
-            alike * one.contiguous / getattr(one, part) for one in rounds
+            scale * one.contiguous / getattr(one, part) for one in rounds
         )
         return share
 

@@ -1,6 +1,6 @@
-"""A prefill for `baton bench kv`: real matrix products, real bytes, no model.
+"""Prefill of `baton bench kv`: real matrix products and writes, without a model.
 
-It does what an engine's step does, in the same order: orders, layers, poll.
+It follows the order of an engine step: orders, layers, poll.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kv_transfer.worker import KvTransferWorker
 MATRIX = 512
 NUM_TOKENS = 16
 
-# Blocks, layer, value: write that layer of these blocks.
+# Arguments: blocks, layer, value. Writes that layer of the blocks.
 Fill = Callable[[tuple[BlockId, ...], int, int], None]
 
 
@@ -25,8 +25,8 @@ Fill = Callable[[tuple[BlockId, ...], int, int], None]
 class Prefill:
     handoff_id: HandoffId
     chunks: Sequence[tuple[BlockId, ...]]
-    chunk_s: float  # of computing, per chunk
-    value: int  # what fills the blocks
+    chunk_s: float  # compute time of a chunk
+    value: int  # byte that fills the blocks
     push: str  # chunk, layer, or none: compute only
 
 
@@ -35,8 +35,8 @@ class PrefillTimes:
     """Monotonic seconds."""
 
     began_s: float
-    last_chunk_s: float  # the last chunk's last layer had ended
-    ended_s: float  # the source was free
+    last_chunk_s: float  # end of the last layer of the last chunk
+    ended_s: float  # all writes complete
 
 
 def compute(
@@ -46,10 +46,10 @@ def compute(
     place, orders = 0, tuple[Send, ...]()
     for blocks in prefill.chunks:
         layers = SendLayers(prefill.handoff_id, place, blocks)
-        coming = (layers,) if prefill.push == "layer" else ()
-        worker.start(KvOrders(sends=orders, layer_sends=coming), time.monotonic())
+        layer_sends = (layers,) if prefill.push == "layer" else ()
+        worker.start(KvOrders(sends=orders, layer_sends=layer_sends), time.monotonic())
         for layer in range(num_layers):
-            _work(prefill.chunk_s / num_layers)
+            _multiply_for(prefill.chunk_s / num_layers)
             fill(blocks, layer, prefill.value)
             worker.layer_done(layer, time.monotonic())
         worker.poll(time.monotonic())
@@ -65,7 +65,7 @@ def compute(
     return PrefillTimes(began_s, last_chunk_s, time.monotonic())
 
 
-def _work(seconds: float) -> None:
+def _multiply_for(seconds: float) -> None:
     left, right = (np.ones((MATRIX, MATRIX), np.float32) for _ in range(2))
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:

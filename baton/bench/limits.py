@@ -1,4 +1,4 @@
-"""How fast a model could be computed if the machine did nothing but what cannot be left out."""
+"""Roofline of a model: the time of a step that only reads weights and KV and multiplies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KV_NUMBER_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is computed in one step."""
+    """Work of one step."""
 
     num_tokens: int
     num_sampled: int
-    num_slots: int  # whose keys and values are read
-    num_pairs: int  # of a token and a slot that it sees
+    num_slots: int  # slots whose keys and values are read
+    num_pairs: int  # pairs of a token and a slot it attends to
 
 
 def prompt_of(num_tokens: int) -> Load:
@@ -34,7 +34,7 @@ def batch_of(num_sequences: int, context_len: int) -> Load:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step costs at least: every matrix and every slot is read once, and multiplied."""
+    """Minimum cost of a step: each matrix and each slot is read once and multiplied."""
 
     layer_numbers: int
     head_numbers: int
@@ -43,7 +43,7 @@ class Work:
     pair_products: int
 
     def seconds(self, load: Load, bytes_per_s: float, flops_per_s: float) -> float:
-        """Reading and multiplying can be done at the same time."""
+        """Return the longer of read time and compute time, which can overlap."""
         numbers = self.layer_numbers + self.head_numbers
         read = numbers * self.bytes_of_number + self.slot_numbers * KV_NUMBER_BYTES * load.num_slots
         products = (
@@ -55,7 +55,7 @@ class Work:
 
 
 def work_of(folder: Path, quantize: str) -> Work:
-    """Norms and embeddings that are looked up count nothing, and no layer has a window."""
+    """Return the work of a model. Norms, embedding look-ups and attention windows are ignored."""
     config = read_model_config(folder)
     shapes = expected_tensors(config)
     layers = sum(

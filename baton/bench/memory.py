@@ -1,4 +1,4 @@
-"""Memory of a cluster's processes under very many short requests, and how it grows."""
+"""Memory growth of a cluster's processes under very many short requests."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class MemoryBench:
     num_clients: int = 32
     prompt_tokens: int = 24
     answer_tokens: int = 2
-    every_s: float = 1.0  # from look to look
+    every_s: float = 1.0  # between samples
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What all processes held when so many requests had ended."""
+    """Footprint of all processes after `num_ended` requests."""
 
     num_ended: int
     footprint_by_name: Mapping[str, Footprint]
@@ -40,15 +40,15 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A straight line through points, by least squares."""
+    """Least-squares line."""
 
     per_x: float
-    spread: float  # the standard deviation of the points around it
+    spread: float  # standard deviation of the residuals
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """One process: MiB in its memory, and the line through what it held in the second half."""
+    """Memory of one process in MiB, with the line fitted to the second half of the run."""
 
     process: str
     first_mib: float
@@ -62,7 +62,7 @@ class Growth:
 
 @dataclass(slots=True)
 class Held:
-    """A whole run."""
+    """Result of a run."""
 
     elapsed_s: float = 0.0
     num_ended: int = 0
@@ -79,7 +79,7 @@ OnLook = Callable[[Look], None]
 
 
 async def run(what: MemoryBench, stop: asyncio.Event, on_look: OnLook) -> Held:
-    """Ends early, and tells what came so far, once `stop` is set. Raises named errors."""
+    """Run until done or until `stop` is set. Raises named errors."""
     cluster = LocalCluster(what.cluster)
     await asyncio.to_thread(cluster.__enter__)
     try:
@@ -103,7 +103,7 @@ async def _measure(
     pids = {child.name: child.process.pid for child in cluster.children}
     pids["this client"] = os.getpid()
 
-    async def ask_on() -> None:
+    async def send_requests() -> None:
         while next(numbers) < what.num_requests and not stop.is_set():
             prompt = tuple(draw.choices(plain, k=what.prompt_tokens))
             try:
@@ -113,29 +113,29 @@ async def _measure(
             held.num_ended += 1
 
     began_s = time.monotonic()
-    async with _looked_at(held, pids, what.every_s, on_look), asyncio.TaskGroup() as group:
+    async with _sampled(held, pids, what.every_s, on_look), asyncio.TaskGroup() as group:
         for _ in range(what.num_clients):
-            group.create_task(ask_on())
+            group.create_task(send_requests())
     held.elapsed_s = time.monotonic() - began_s
     return held
 
 
 @asynccontextmanager
-async def _looked_at(
+async def _sampled(
     held: Held, pids: Mapping[str, int], every_s: float, on_look: OnLook
 ) -> AsyncIterator[None]:
-    async def look_on() -> None:
+    async def sample() -> None:
         while True:
             found = {name: footprint(pid) for name, pid in pids.items()}
             held.looks.append(Look(held.num_ended, found))
             on_look(held.looks[-1])
             await asyncio.sleep(every_s)
 
-    looking = asyncio.ensure_future(look_on())
+    sampling = asyncio.ensure_future(sample())
     try:
         yield
     finally:
-        looking.cancel()
+        sampling.cancel()
 
 
 def _growth(name: str, looks: Sequence[Look]) -> Growth:
@@ -157,10 +157,10 @@ def _growth(name: str, looks: Sequence[Look]) -> Growth:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """Of points that are all at one place, a level one."""
+    """Fit a line; it is level if all points have the same x."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     width = sum((x - mean_x) ** 2 for x, _ in points)
     per_x = sum((x - mean_x) * (y - mean_y) for x, y in points) / width if width else 0.0
-    off = sum((y - mean_y - per_x * (x - mean_x)) ** 2 for x, y in points)
-    return Line(per_x, (off / len(points)) ** 0.5)
+    residuals = sum((y - mean_y - per_x * (x - mean_x)) ** 2 for x, y in points)
+    return Line(per_x, (residuals / len(points)) ** 0.5)

@@ -1,4 +1,4 @@
-"""What a cluster does with more requests than it can serve: its peak, then a multiple of it."""
+"""Overload benchmark: the peak rate of a cluster, then a multiple of it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from baton.cluster import ClusterOptions, LocalCluster
 from engine.errors import InvalidConfig
 from engine.sampling import SamplingParams
 
-ORDINARY, URGENT = 0, -1  # priorities: the lower goes first
-CLIENTS = "the clients"
+ORDINARY, URGENT = 0, -1  # priorities; lower values run earlier
+CLIENTS = "clients"
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadBench:
     cluster: ClusterOptions
     factor: float = 3.0  # of the peak
-    seconds: float = 20.0  # of each part
-    num_clients: int = 128  # that show the peak, each asking on and on
-    patience_s: float = 8.0  # deadline of each request beyond the peak
+    seconds: float = 20.0  # of each phase
+    num_clients: int = 128  # closed-loop clients that measure the peak
+    patience_s: float = 8.0  # deadline of each request under overload
     urgent_share: float = 0.1
     prompt_tokens: int = 64
     answer_tokens: int = 32
     seed: int = 0
-    node_cpus: tuple[int, ...] = ()  # theirs alone, as where clients have machines of their own
+    node_cpus: tuple[int, ...] = ()  # reserved for the nodes, as if clients ran elsewhere
 
 
 @dataclass(slots=True)
 class Asked:
-    """One request as its client saw it. Times are of the monotonic clock."""
+    """One request as seen by its client. Times are monotonic."""
 
     priority: int
     sent_s: float
@@ -50,19 +50,19 @@ class Asked:
 
     @property
     def is_refused(self) -> bool:
-        """Told when to come again, before anything was done for it."""
+        """Return whether the router refused the request with a retry-after."""
         return self.retry_after_s is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What became of the requests of one priority. Times in ms."""
+    """Outcome of the requests of one priority. Times in ms."""
 
     priority: str
     sent: int
     served: int
     refused: int
-    unserved: int  # neither served nor told when to come again
+    unserved: int  # neither served nor refused with a retry-after
     first_token_p50_ms: float | None
     first_token_p99_ms: float | None
     refusal_p50_ms: float | None
@@ -71,7 +71,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """What one process had of the machine, in cores: clients and refusals take their share, too."""
+    """CPU use of one process in cores. Clients and refusals take CPU time, too."""
 
     process: str
     at_peak: float
@@ -103,7 +103,7 @@ class _Load:
     def __post_init__(self) -> None:
         self.draw = random.Random(self.what.seed)
 
-    async def ask(self, priority: int, timeout_s: float | None) -> None:
+    async def send(self, priority: int, timeout_s: float | None) -> None:
         what = self.what
         sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
         generation = Generation(sampling, priority=priority)
@@ -124,18 +124,20 @@ class _Load:
 
 
 async def run(what: OverloadBench) -> Overloaded:
-    """Raises named errors."""
-    with _leaving(what.node_cpus):
+    """Run the benchmark. Raises named errors."""
+    with _avoiding(what.node_cpus):
         return await _run(what)
 
 
 @contextmanager
-def _leaving(cpus: Collection[int]) -> Iterator[None]:
-    """This process, and those that it starts and that ask for nothing else, stay off them."""
+def _avoiding(cpus: Collection[int]) -> Iterator[None]:
+    """Keep this process, and the processes it starts, off these cores within the block."""
     allowed = os.sched_getaffinity(0)
     rest = allowed - set(cpus)
     if not rest:
-        raise InvalidConfig(f"no core is left for router and clients beside {sorted(allowed)}")
+        raise InvalidConfig(
+            f"no core is left for router and clients: nodes take all of {sorted(allowed)}"
+        )
     os.sched_setaffinity(0, rest)
     try:
         yield
@@ -149,7 +151,7 @@ async def _run(what: OverloadBench) -> Overloaded:
     try:
         async with AsyncClient(cluster.address, retries=Retries(max_attempts=1)) as client:
             vocab_size = (await client.model()).vocab_size
-            await _peak(_Load(client, what, vocab_size), what.seconds / 4)  # nothing is new then
+            await _peak(_Load(client, what, vocab_size), what.seconds / 4)  # warm-up
             async with _cores_used(cluster, what.seconds) as at_peak:
                 peak_per_s = await _peak(_Load(client, what, vocab_size), what.seconds)
             load = _Load(client, what, vocab_size)
@@ -164,7 +166,7 @@ async def _run(what: OverloadBench) -> Overloaded:
 
 @asynccontextmanager
 async def _cores_used(cluster: LocalCluster, seconds: float) -> AsyncIterator[dict[str, float]]:
-    """Filled at its end with what each process had in the later three quarters, which count."""
+    """Yield a dict that gets the CPU use by process over the last three quarters of the block."""
     pids = {child.name: child.process.pid for child in cluster.children} | {CLIENTS: os.getpid()}
     used: dict[str, float] = {}
 
@@ -184,34 +186,34 @@ async def _cores_used(cluster: LocalCluster, seconds: float) -> AsyncIterator[di
 
 
 async def _peak(load: _Load, seconds: float) -> float:
-    """Requests per second that this many clients get served."""
+    """Return the requests per second that the closed-loop clients get served."""
     began_s = time.monotonic()
 
-    async def ask_on() -> None:
+    async def send_requests() -> None:
         while time.monotonic() < began_s + seconds:
-            await load.ask(ORDINARY, None)
+            await load.send(ORDINARY, None)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(load.what.num_clients):
-            group.create_task(ask_on())
+            group.create_task(send_requests())
     return _served_per_s(load.asked, began_s, seconds)
 
 
 async def _beyond(load: _Load, per_s: float) -> float:
-    """Requests come whatever becomes of the others. When the first one came."""
+    """Send requests open-loop at a rate; return the time of the first."""
     what, began_s = load.what, time.monotonic()
     due_s = began_s
     async with asyncio.TaskGroup() as group:
         while due_s < began_s + what.seconds:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             priority = URGENT if load.draw.random() < what.urgent_share else ORDINARY
-            group.create_task(load.ask(priority, what.patience_s))
+            group.create_task(load.send(priority, what.patience_s))
             due_s += load.draw.expovariate(per_s)
     return began_s
 
 
 def _served_per_s(asked: Sequence[Asked], began_s: float, seconds: float) -> float:
-    """In the later three quarters: what began with nothing under way is not steady."""
+    """Return the rate over the last three quarters, which exclude the ramp-up."""
     first_s, last_s = began_s + seconds / 4, began_s + seconds
     served = [one for one in asked if not one.reason and first_s <= one.ended_s < last_s]
     return len(served) / (last_s - first_s)
@@ -231,25 +233,27 @@ def overloaded(
 
 def _kinds(asked: Sequence[Asked]) -> Iterator[Kind]:
     for priority, name in ((URGENT, "urgent"), (ORDINARY, "ordinary")):
-        mine = [one for one in asked if one.priority == priority]
+        matching = [one for one in asked if one.priority == priority]
         first_ms = [
-            (one.first_token_s - one.sent_s) * 1000 for one in mine if one.first_token_s is not None
+            (one.first_token_s - one.sent_s) * 1000
+            for one in matching
+            if one.first_token_s is not None
         ]
-        refused_ms = [(one.ended_s - one.sent_s) * 1000 for one in mine if one.is_refused]
-        num_served = sum(not one.reason for one in mine)
+        refused_ms = [(one.ended_s - one.sent_s) * 1000 for one in matching if one.is_refused]
+        num_served = sum(not one.reason for one in matching)
         yield Kind(
             name,
-            len(mine),
+            len(matching),
             num_served,
             len(refused_ms),
-            len(mine) - num_served - len(refused_ms),
+            len(matching) - num_served - len(refused_ms),
             *_quantiles(first_ms),
             *_quantiles(refused_ms),
         )
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """The middle one, and one that 1 % are above."""
+    """Return the median and the 99th percentile."""
     if len(values) < 2:
         return (values[0], values[0]) if values else (None, None)
     cuts = statistics.quantiles(values, n=100, method="inclusive")

@@ -1,7 +1,7 @@
-"""Baton and other engines on the same model folder and load, in turns, as ratios.
+"""Peer benchmark: Baton and other engines alternately, on the same model folder and load.
 
-Each peer runs in an environment of its own, as a process that loads the model once and then
-measures what it is asked for, while the others wait, frozen.
+Each peer runs in its own virtual environment, as a process that loads the model once and then
+measures on request. The processes that do not measure are frozen.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ MARK = "BATON "
 
 @dataclass(frozen=True, slots=True)
 class PeerBench:
-    """What to measure, and where the peers are installed."""
+    """Settings of the benchmark and the environments of the peers."""
 
     engine: EngineBench
     vllm_venv: Path | None
     llamacpp_venv: Path | None
-    scratch: Path  # where llama.cpp's copy of the weights goes
+    scratch: Path  # for the copy of the weights for llama.cpp
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians of tokens per second; the ratio is the median of the pairs'."""
+    """Medians of tokens per second; the ratio is the median over the pairs."""
 
     peer: str
     phase: str  # prefill or decode
@@ -57,39 +57,39 @@ class Meter(Protocol):
 
 
 class PeerFailed(EngineError):
-    """A peer ended before it answered."""
+    """A peer process ended before it answered."""
 
 
 class _Peer:
-    """A process on the other side of two pipes, frozen with its own while nobody asks it.
+    """Peer process behind two pipes, frozen with its children between requests.
 
-    vLLM's go on spinning for a second when there is nothing to do: others would pay for that.
+    vLLM's workers spin for a second when idle, which would slow the measurement of others.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self._answer()  # it is ready
+        self._answer()  # wait until it is ready
         os.killpg(process.pid, signal.SIGSTOP)
 
     def prefill(self, prompt_len: int) -> float:
-        return self._ask("prefill", prompt_len)
+        return self._request("prefill", prompt_len)
 
     def decode(self, batch_size: int) -> float:
-        return self._ask("decode", batch_size)
+        return self._request("decode", batch_size)
 
-    def _ask(self, phase: str, size: int) -> float:
+    def _request(self, phase: str, size: int) -> float:
         os.killpg(self._process.pid, signal.SIGCONT)
         if self._process.stdin is not None:
-            question = json.dumps({"phase": phase, "size": size}) + "\n"
-            # One that has ended is told of below. A buffer would keep the question, and fail later.
+            request = json.dumps({"phase": phase, "size": size}) + "\n"
+            # `_answer` reports a process that has ended. A buffered write would fail later.
             with suppress(BrokenPipeError):
-                os.write(self._process.stdin.fileno(), question.encode())
+                os.write(self._process.stdin.fileno(), request.encode())
         rate = float(self._answer())
         os.killpg(self._process.pid, signal.SIGSTOP)
         return rate
 
     def _answer(self) -> str:
-        # Engines write lines of their own to the same place.
+        # Engines write their own lines to the same pipe.
         for line in self._process.stdout or ():
             if line.startswith(MARK):
                 return line.removeprefix(MARK).strip()
@@ -97,13 +97,13 @@ class _Peer:
 
 
 def run(bench: PeerBench, on_comparison: Callable[[Comparison], None]) -> None:
-    """`on_comparison` gets each as it is there: the whole takes minutes. Raises PeerFailed."""
+    """Run for minutes; `on_comparison` is called with each result. Raises PeerFailed."""
     with ExitStack() as stack:
         peers = dict(_peers(bench, stack))
         own = stack.enter_context(engine_meter(bench.engine))
         for phase, size in _settings(bench.engine):
-            able = {name: one for name, one in peers.items() if _can(name, phase, size)}
-            for one in _compared(phase, size, bench.engine.num_runs, own, able):
+            supported = {name: one for name, one in peers.items() if _supports(name, phase, size)}
+            for one in _compared(phase, size, bench.engine.num_runs, own, supported):
                 on_comparison(one)
 
 
@@ -112,17 +112,17 @@ def _settings(bench: EngineBench) -> Iterator[tuple[str, int]]:
     yield from (("prefill", size) for size in bench.prompt_lens)
 
 
-def _can(name: str, phase: str, size: int) -> bool:
+def _supports(name: str, phase: str, size: int) -> bool:
     return name == "vllm" or phase == "prefill" or size == 1
 
 
 def _compared(
     phase: str, size: int, num_runs: int, own: Meter, peers: dict[str, Meter]
 ) -> Iterator[Comparison]:
-    """Each pair is measured one right after the other."""
+    """Measure Baton and the peers one right after the other in each round."""
     meters = {"baton": own, **peers}
     for meter in meters.values():
-        getattr(meter, phase)(size)  # the first is slower: memory is touched, threads start
+        getattr(meter, phase)(size)  # warm-up: page faults, thread start
     rounds = [
         {name: float(getattr(meter, phase)(size)) for name, meter in meters.items()}
         for _ in range(num_runs)
@@ -143,7 +143,7 @@ def _compared(
 
 def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, Meter]]:
     cpus = _cpus(bench.engine.num_threads)
-    given = {
+    settings = {
         "model": bench.engine.model,
         "max_model_len": longest(bench.engine) + 64,
         "num_threads": len(cpus),
@@ -153,16 +153,16 @@ def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, Meter]]:
         "weights": "q8_0" if bench.engine.quantize == ("int8",) else "bf16",
     }
     if bench.vllm_venv is not None:
-        settings = vllm_settings(bench.vllm_venv, cpus, kv_gib=4)
-        process = _started(bench.vllm_venv, "vllm_end.py", given, settings)
+        environment = vllm_settings(bench.vllm_venv, cpus, kv_gib=4)
+        process = _started(bench.vllm_venv, "vllm_end.py", settings, environment)
         yield "vllm", _Peer(stack.enter_context(process))
     if bench.llamacpp_venv is not None:
-        process = _started(bench.llamacpp_venv, "llamacpp_end.py", given, {})
+        process = _started(bench.llamacpp_venv, "llamacpp_end.py", settings, {})
         yield "llamacpp", _Peer(stack.enter_context(process))
 
 
 def _cpus(num_threads: int | None) -> Sequence[int]:
-    """One for each thread, of those that this process may use."""
+    """Return one allowed core per thread."""
     cpus = sorted(os.sched_getaffinity(0))
     if num_threads is not None and num_threads > len(cpus):
         raise InvalidConfig(f"{num_threads} threads need as many cores; there are {len(cpus)}")
@@ -170,16 +170,16 @@ def _cpus(num_threads: int | None) -> Sequence[int]:
 
 
 def _started(
-    venv: Path, script: str, given: dict[str, object], settings: dict[str, str]
+    venv: Path, script: str, settings: dict[str, object], environment: dict[str, str]
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     return others(
-        _command(python_of(venv), ENDS / script, given),
-        clean_environment() | settings,
+        _command(python_of(venv), ENDS / script, settings),
+        clean_environment() | environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
 
 
-def _command(python: Path, script: Path, given: dict[str, object]) -> Sequence[str]:
-    return [str(python), str(script), json.dumps(given)]
+def _command(python: Path, script: Path, settings: dict[str, object]) -> Sequence[str]:
+    return [str(python), str(script), json.dumps(settings)]

@@ -1,4 +1,4 @@
-"""How other engines are started at their best, in environments of their own."""
+"""Start settings of other engines, tuned for their best performance."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from engine.errors import InvalidConfig
 
 
 def python_of(venv: Path) -> Path:
-    """Raises InvalidConfig."""
+    """Return the interpreter of a virtual environment. Raises InvalidConfig."""
     python = venv / "bin" / "python"
     if not python.exists():
-        raise InvalidConfig(f"{venv} is no virtual environment: it has no bin/python")
+        raise InvalidConfig(f"{venv} is not a virtual environment: it has no bin/python")
     return python.absolute()
 
 
 def clean_environment() -> dict[str, str]:
-    """What was set for this process must not reach the peer: it is measured at its best."""
+    """Return this process's environment without OpenMP and Python settings, which slow peers."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -27,11 +27,11 @@ def clean_environment() -> dict[str, str]:
 
 
 def vllm_settings(venv: Path, cpus: Sequence[int], kv_gib: int) -> dict[str, str]:
-    """What it is fastest with on a CPU: a core for each thread, and Intel's OpenMP."""
+    """Return the fastest CPU settings of vLLM: one core per thread, and Intel OpenMP."""
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        # A step that was under way when it was frozen may end much later.
+        # A step that is interrupted by freezing may end much later.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(24 * 3600),
     }
     openmp = venv.absolute() / "lib" / "libiomp5.so"

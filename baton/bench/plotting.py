@@ -1,4 +1,4 @@
-"""What all plots share."""
+"""Helpers of all plots."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from engine.errors import InvalidConfig
 
 
 def need_matplotlib() -> Any:
-    """Before anything is measured. Raises InvalidConfig if it is not there."""
+    """Import matplotlib; call it before measuring. Raises InvalidConfig if it is missing."""
     try:
         import matplotlib.pyplot as plt
     except ModuleNotFoundError as missing:
         raise InvalidConfig("plots need matplotlib: pip install 'baton[plots]'") from missing
-    plt.switch_backend("agg")  # a file needs no screen
+    plt.switch_backend("agg")  # no display needed
     return plt
 
 
 @contextmanager
 def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A figure, written when the block ends. All of its axes are dressed alike."""
+    """Yield a figure, which is saved in the common style when the block ends."""
     plt = need_matplotlib()
     figure = plt.figure(figsize=(width, height), layout="constrained")
     try:
@@ -40,6 +40,6 @@ def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
 def picture(
     path: Path, width: float, height: float, *, rows: int = 1, columns: int = 1
 ) -> Iterator[Any]:
-    """Such a figure's axes, in rows."""
+    """Yield the axes of a figure as rows; it is saved when the block ends."""
     with drawn(path, width, height) as figure:
         yield figure.subplots(rows, columns, squeeze=False)

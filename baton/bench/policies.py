@@ -1,9 +1,9 @@
-"""The router's policies compared on a simulated cluster: its own code chooses, time is a number.
+"""Routing policies on a simulated cluster: the router's own code with simulated nodes and time.
 
-Prefill nodes are queues that compute one prompt after the other; decode nodes write all their
-answers at the same time. Both keep the prefixes they saw, the least recently used ones are
-evicted, and the router hears of it after a while, as from real nodes. What is not simulated:
-the wire (hand-offs take no time, their size is counted) and steps that slow each other down.
+Prefill nodes are queues that compute one prompt at a time; decode nodes generate all their
+answers concurrently. Both cache prefixes with LRU eviction and report changes to the router with
+a delay, like real nodes. Not simulated: transfer time of KV (only its size is counted), and
+interference between requests in a step.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from serving.prefixes import PrefixChanges
 
 @dataclass(frozen=True, slots=True)
 class PolicyBench:
-    """The cluster and what is asked of it."""
+    """Simulated cluster and load."""
 
     num_nodes: int = 1000  # half of them prefill nodes
     num_requests: int = 6_000
-    num_system_prompts: int = 50  # that sessions begin with
-    skew: float = 1.1  # Zipf's exponent: how much more often the first ones are used
-    load: float = 0.7  # of what the prefill nodes could compute without a single hit
+    num_system_prompts: int = 50  # prefixes of sessions
+    skew: float = 1.1  # Zipf exponent of their popularity
+    load: float = 0.7  # relative to the prefill capacity without prefix hits
     seed: int = 0
     block_size: int = 64
     num_blocks: int = 256  # KV blocks of a node
     system_tokens: int = 512
-    turn_tokens: int = 256  # that each turn adds to a session
-    max_turns: int = 12  # of a session; 1 to so many
-    least_pause_s: float = 2.0  # from one turn to the next
+    turn_tokens: int = 256  # added to a session by each turn
+    max_turns: int = 12  # of a session, uniform from 1
+    least_pause_s: float = 2.0  # between turns
     mean_pause_s: float = 4.0
     answer_tokens: int = 32
     prefill_tokens_per_s: float = 2_000.0
     decode_s_per_token: float = 0.02
-    news_delay_s: float = 0.02  # until the router hears of a change
+    news_delay_s: float = 0.02  # until the router receives a change
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """Of the requests after the first third, which warms the caches."""
+    """Figures of the requests after the first third, which warms the caches."""
 
     policy: str
-    prefill_hit_rate: float  # of prompt tokens, found on the prefill node
-    decode_hit_rate: float  # of prompt tokens, found on the decode node: they are not moved
+    prefill_hit_rate: float  # share of prompt tokens cached on the prefill node
+    decode_hit_rate: float  # share of prompt tokens cached on the decode node, hence not moved
     p50_wait_s: float  # from the request to its first token
     p99_wait_s: float
-    busiest_decode: int  # most answers that one node wrote at the same time
-    busiest_prefill: float  # share of the prompt tokens that one node got
+    busiest_decode: int  # maximum of concurrent answers on one node
+    busiest_prefill: float  # largest share of prompt tokens on one node
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +73,22 @@ class Request:
 
 @dataclass(slots=True)
 class SimNode:
-    """A node: its cache, and what it has to do."""
+    """Simulated node: cache and queue."""
 
     node: Node
     num_blocks: int
     cached: OrderedDict[BlockHash, None] = field(default_factory=OrderedDict)
-    waiting: deque[Visit] = field(default_factory=deque)  # the first one is being computed
+    waiting: deque[Visit] = field(default_factory=deque)  # the first is being computed
     num_requests: int = 0
     most_requests: int = 0
-    num_tokens: int = 0  # of prompts sent there
+    num_tokens: int = 0  # of prompts sent to it
     sequence: int = 1
 
     def hit(self, names: Sequence[BlockHash]) -> int:
         return next((n for n, name in enumerate(names) if name not in self.cached), len(names))
 
     def store(self, names: Sequence[BlockHash]) -> PrefixChanges:
-        """What the router will hear of it."""
+        """Cache the blocks and return the changes to report to the router."""
         stored = {name for name in names if name not in self.cached}
         for name in reversed(names):  # the end of a sequence is evicted first
             self.cached[name] = None
@@ -129,15 +129,15 @@ def run(what: PolicyBench, on_done: Callable[[PolicyFigures], None]) -> list[Pol
 
 
 def make_requests(what: PolicyBench) -> list[Request]:
-    """Sessions whose prompts grow turn by turn; a few system prompts begin most of them."""
+    """Return requests of sessions whose prompts grow by turns and share system prompts."""
     draw = random.Random(what.seed)
     systems = [_tokens(draw, what.system_tokens) for _ in range(what.num_system_prompts)]
     weights = [1 / place**what.skew for place in range(1, len(systems) + 1)]
     mean_turns = (1 + what.max_turns) / 2
-    # Late turns are rarer than early ones: not every session comes so far.
+    # Late turns are rarer than early ones: sessions have 1 to max_turns turns.
     mean_tokens = what.system_tokens + what.turn_tokens * (what.max_turns + 2) / 3
     per_s = what.load * (what.num_nodes // 2) * what.prefill_tokens_per_s / mean_tokens
-    # At the beginning, sessions of every age are under way.
+    # Start before time 0, so that sessions of every age exist at the start.
     now, end_s = -what.max_turns * what.mean_pause_s, what.num_requests / per_s
     requests: list[Request] = []
     while now < end_s:
@@ -149,12 +149,12 @@ def make_requests(what: PolicyBench) -> list[Request]:
 
 
 def _session(
-    what: PolicyBench, draw: random.Random, at_s: float, said: tuple[int, ...]
+    what: PolicyBench, draw: random.Random, at_s: float, history: tuple[int, ...]
 ) -> list[Request]:
     turns = []
     for _ in range(draw.randint(1, what.max_turns)):
-        said += _tokens(draw, what.turn_tokens)
-        turns.append(Request(at_s, said))
+        history += _tokens(draw, what.turn_tokens)
+        turns.append(Request(at_s, history))
         at_s += what.least_pause_s
         at_s += draw.expovariate(1 / (what.mean_pause_s - what.least_pause_s))
     return turns
@@ -185,9 +185,9 @@ class Simulation:
     def run(self, requests: Sequence[Request]) -> PolicyFigures:
         first_counted = len(requests) // 3
         for number, request in enumerate(requests):
-            self._go_on_until(request.at_s)
+            self._run_events(request.at_s)
             self._serve(number, request, is_counted=number >= first_counted)
-        self._go_on_until(math.inf)
+        self._run_events(math.inf)
         waits = sorted(self._waits)
         decodes = [n for n in self._nodes.values() if n.node.card.role is NodeRole.DECODE]
         prefills = [n for n in self._nodes.values() if n.node.card.role is NodeRole.PREFILL]
@@ -225,7 +225,7 @@ class Simulation:
             self._compute(visit)
 
     def _compute(self, visit: Visit) -> None:
-        """It is first in its prefill node's queue: what is cached now, it does not compute."""
+        """Compute the first prompt of a prefill node's queue, except for its cached prefix."""
         num_hit = visit.prefill.hit(visit.names)
         num_missing = len(visit.request.token_ids) - num_hit * self._what.block_size
         computed_s = self._now + num_missing / self._what.prefill_tokens_per_s
@@ -238,7 +238,7 @@ class Simulation:
         visit.prefill.num_requests -= 1
         visit.assignment.prompt_done()
         for node in (visit.prefill, visit.decode):
-            self._tell(node, node.store(visit.names))
+            self._report(node, node.store(visit.names))
         visit.prefill.waiting.popleft()
         if visit.prefill.waiting:
             self._compute(visit.prefill.waiting[0])
@@ -248,25 +248,25 @@ class Simulation:
     def _ended(self, visit: Visit) -> None:
         visit.decode.num_requests -= 1
         visit.assignment.close()
-        self._tell(visit.decode, None)
+        self._report(visit.decode, None)
 
     def _count_hit(self, node: SimNode, num_blocks: int) -> None:
         self._num_hit[node.node.card.role] += num_blocks * self._what.block_size
 
-    def _tell(self, node: SimNode, changes: PrefixChanges | None) -> None:
+    def _report(self, node: SimNode, changes: PrefixChanges | None) -> None:
         load, address = NodeLoad(node.num_requests), node.node.address
 
-        def hear() -> None:
+        def receive() -> None:
             self._table.note_load(address, load)
             if changes is not None:
                 self._table.note_prefixes(address, changes)
 
-        self._at(self._now + self._what.news_delay_s, hear)
+        self._at(self._now + self._what.news_delay_s, receive)
 
     def _at(self, at_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), event))
 
-    def _go_on_until(self, now: float) -> None:
+    def _run_events(self, now: float) -> None:
         while self._events and self._events[0][0] <= now:
             self._now, _, event = heapq.heappop(self._events)
             event()
@@ -293,12 +293,12 @@ class Simulation:
 
 @lru_cache(maxsize=2**15)
 def _names(naming: PrefixNaming, token_ids: tuple[int, ...]) -> tuple[BlockHash, ...]:
-    """Of the same prompts for every policy."""
+    """Return the block names of a prompt, cached since every policy uses the same prompts."""
     return tuple(naming.names(token_ids, len(token_ids) + 1))
 
 
 def plot(figures: Sequence[PolicyFigures], path: Path) -> None:
-    """Bars for each policy: tokens found, and how long the unluckiest hundredth waits."""
+    """Plot hit rates and the 99th percentile of waiting time by policy."""
     names, places = [one.policy for one in figures], range(len(figures))
     with picture(path, 10, 4, columns=2) as [[rates, waits]]:
         rates.bar([at - 0.2 for at in places], [one.prefill_hit_rate for one in figures], 0.4)

@@ -1,4 +1,4 @@
-"""Processes that a measurement starts, and what they cost."""
+"""Processes started by a measurement, and their CPU time."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Server:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of all threads of a process so far, those that ended included."""
+    """Return the CPU time of a process, including threads that have ended."""
     return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
 
 
 @contextmanager
 def server(module: str, *arguments: str) -> Iterator[Server]:
-    """A process that announces where it serves, from here to the end of the block."""
+    """Run a module as a server process within the block; it announces its address."""
     command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
-    # Its own session: Ctrl-C is for this process, which ends the others in order.
+    # A session of its own: Ctrl-C goes to this process only, which ends the server in order.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -76,9 +76,9 @@ def others(
     stdout: int | IO[str],
     stderr: int,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A program that knows nothing of us, ended with all that it started at the end of the block.
+    """Run an external program within the block, and kill it with its children at the end.
 
-    A signal that came while it starts would leave it without anybody who ends it.
+    Signals are deferred during the start: an exception then would leave the process running.
     """
     with ExitStack() as ends:
         with ends_wait():
@@ -97,6 +97,6 @@ def others(
 
 
 def _end_all(group: int) -> None:
-    # An engine's own processes outlive it when it is told alone.
+    # The child processes of an engine survive a signal to the engine alone.
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""What the router costs: its own CPU time per token and per request, and the time it adds.
+"""Router benchmark: CPU time of the router per token and per request, and the latency it adds.
 
-The nodes answer at once and compute nothing, over real gRPC. CPU time is that of the router's
-process alone, as the kernel counts it. A bare server that streams as much to as many is measured
-by turns with it: what a token costs there, no router in Python can go below.
+The nodes answer over real gRPC but compute nothing. CPU time is that of the router process, as
+counted by the kernel. A bare gRPC server with the same streams is measured in alternation: its
+cost per token is the lower bound for a router in Python.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from serving.node import NodeRole
 from serving.translate_sequence import Sequence as TokenSequence
 from serving.translate_sequence import decode_order, prefill_order
 
-# Long enough to tell the cost of a request from that of its tokens.
+# The difference to a full answer separates the cost per token from that per request.
 SHORT_ANSWER = 2
 START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RouterBench:
-    """What to measure."""
+    """Settings of the benchmark."""
 
-    model: str = "models/demo"  # whose tokenizer the router uses
+    model: str = "models/demo"  # the router uses its tokenizer
     num_streams: int = 64
     answer_tokens: int = 128
     prompt_tokens: int = 512
-    interval_ms: float = 20.0  # from token to token in each stream; 0: as fast as they go
-    num_first_tokens: int = 30  # requests of a round, one after the other, for the added time
+    interval_ms: float = 20.0  # between tokens of a stream; 0: no delay
+    num_first_tokens: int = 30  # sequential requests per round that measure the added latency
     num_rounds: int = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round's figures."""
+    """Figures of one round."""
 
     cpu_us_per_token: float
     bare_us_per_token: float
@@ -66,7 +66,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The median over the rounds, and how far they lie apart."""
+    """Median and range over the rounds."""
 
     name: str
     median: float
@@ -74,7 +74,7 @@ class Figure:
     most: float
 
 
-# In quotes: it is known to the type checker alone.
+# In quotes, since the class exists only in the type stubs.
 Stub: TypeAlias = "inference_pb2_grpc.InferenceServiceAsyncStub"
 FIGURES = (
     "cpu_us_per_token",
@@ -88,7 +88,7 @@ FIGURES = (
 
 
 def run(what: RouterBench, on_round: Callable[[Round], None]) -> list[Figure]:
-    """`on_round` hears of each round as it ends."""
+    """Run the benchmark; `on_round` is called with each round."""
     canned = "baton.bench.canned_node", "--interval-ms", str(what.interval_ms), "--role"
     with (
         server(*canned, "prefill") as prefill,
@@ -119,7 +119,7 @@ async def _rounds(
     what: RouterBench, cluster: Cluster, on_round: Callable[[Round], None]
 ) -> list[Round]:
     async with Meter(what, cluster) as meter:
-        await meter.round()  # connections are made, code is warm
+        await meter.round()  # warm-up
         rounds = []
         for _ in range(what.num_rounds):
             rounds.append(await meter.round())
@@ -137,7 +137,7 @@ class Cost:
 
 
 class Meter:
-    """Asks router and nodes by turns, so that what else the machine does meets both."""
+    """Measures router, nodes and bare server alternately, so that noise affects them alike."""
 
     def __init__(self, what: RouterBench, cluster: Cluster) -> None:
         self._what = what
@@ -194,7 +194,7 @@ class Meter:
         )
 
     async def _cpu_s(self, stub: Stub, process: Server, answer_tokens: int) -> tuple[float, float]:
-        """A process's CPU time for all streams at once, and how long they took."""
+        """Return the CPU time of a process for all concurrent streams, and the elapsed time."""
         before_s, began_s = process.cpu_s(), perf_counter()
         streams = (self._stream(stub, answer_tokens) for _ in range(self._what.num_streams))
         await asyncio.gather(*streams)
@@ -205,7 +205,7 @@ class Meter:
         async for response in stub.Generate(self._request(answer_tokens)):
             num_tokens += len(response.token_ids)
         if num_tokens != answer_tokens:
-            raise RuntimeError(f"{num_tokens} tokens came instead of {answer_tokens}")
+            raise RuntimeError(f"received {num_tokens} tokens instead of {answer_tokens}")
 
     async def _ttft_s(self) -> float:
         request, began_s = self._request(SHORT_ANSWER), perf_counter()
@@ -217,18 +217,18 @@ class Meter:
         return took_s
 
     async def _direct_ttft_s(self) -> float:
-        """The same two calls that the router makes, and the same wait for both to end."""
+        """Time the first token with the two calls that the router makes, without the router."""
         sequence = TokenSequence(self._prompt(), _sampling(SHORT_ANSWER), seed=0)
         handoff_id = HandoffId(f"direct-{next(self._numbers)}", 1)
         peer = Peer(canned_card(NodeRole.PREFILL).node_id, self._cluster.prefill.address)
         began_s = perf_counter()
-        came = asyncio.get_running_loop().create_future()
+        first_event = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as both:
             decode = decode_order(handoff_id, sequence, peer)
             both.create_task(self._decode.call(decode, _ignore))
             prefill = prefill_order(handoff_id, sequence)
-            both.create_task(self._prefill.call(prefill, came.set_result))
-            await came
+            both.create_task(self._prefill.call(prefill, first_event.set_result))
+            await first_event
             return perf_counter() - began_s
 
     def _request(self, answer_tokens: int) -> inference_pb2.GenerateRequest:
@@ -238,13 +238,13 @@ class Meter:
         )
 
     def _prompt(self) -> tuple[int, ...]:
-        """No two alike, so that none is remembered."""
+        """Return a new prompt each time, so that no cache hits."""
         number = next(self._numbers)
         return tuple((number + place * place) % 8192 for place in range(self._what.prompt_tokens))
 
 
 def _ignore(event: object) -> None:
-    """It is the time that counts."""
+    """Drop the event: only its time matters."""
 
 
 def _sampling(max_tokens: int) -> SamplingParams:

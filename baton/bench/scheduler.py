@@ -1,8 +1,8 @@
-"""What the scheduler costs: µs per running request for one schedule and one update.
+"""Scheduler benchmark: µs per running request for one schedule and one update.
 
-The model is left out: every request gets the same token at once. What is measured is the
-steady state of decoding, with nothing ending and blocks being added as they fill up. Times
-are the thread's own CPU time, which a busy machine blurs less than the clock on the wall.
+There is no model: every request gets the same token at once. The measurement is the steady state
+of decoding, in which no request ends and blocks are added as they fill up. Times are CPU time of
+the thread, which other load distorts less than wall time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(
     num_waiting: int = 10_000,
     context_lengths: Sequence[int] = (128, 8192),
 ) -> dict[str, list[dict[str, float]]]:
-    """Step costs by batch size, with a long queue, and by context length."""
+    """Return step costs by batch size, with a long queue, and by context length."""
     largest = max(num_running)
     return {
         "by_num_running": [asdict(_measure(count, 0, 128)) for count in num_running],
@@ -75,7 +75,7 @@ def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Step
 
 
 def _fill(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Scheduler:
-    """A scheduler in which `num_running` requests decode and `num_waiting` stand in line."""
+    """Return a scheduler with `num_running` decoding and `num_waiting` queued requests."""
     num_steps = NUM_WARM_UP_STEPS + NUM_STEPS + 8
     tokens_each = num_prompt_tokens + num_steps + BLOCK_SIZE
     blocks_each = -(-tokens_each // BLOCK_SIZE)

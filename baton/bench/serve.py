@@ -1,4 +1,4 @@
-"""Load on a router or on clusters of its own: at one rate, at several, or side by side."""
+"""Serving benchmark: load on a running router or on started clusters, at one or more rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Connect = Callable[[str], AsyncClient]
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     load: Load
     rates: Sequence[float] = ()  # one run for each; else the load's own rate
@@ -32,7 +32,7 @@ class ServeBench:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run, what was asked in it, and what it amounts to."""
+    """One run with its requests and figures."""
 
     name: str  # of the cluster
     rate: float
@@ -43,7 +43,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What somebody who waits would like to know."""
+    """State of the run for a progress bar."""
 
     name: str
     rate: float
@@ -58,7 +58,7 @@ OnProgress = Callable[[Progress], None]
 def bench_router(
     what: ServeBench, address: str, connect: Connect, on_progress: OnProgress
 ) -> list[Measured]:
-    """The runs that came to their end, and the one that Ctrl-C cut short."""
+    """Measure a running router. Return the completed runs, and the one that Ctrl-C interrupted."""
     return asyncio.run(_measure(what, {"router": address}, connect, on_progress))
 
 
@@ -68,7 +68,7 @@ def bench_clusters(
     connect: Connect,
     on_progress: OnProgress,
 ) -> list[Measured]:
-    """Of several, each gets the same requests; in every other round the last comes first."""
+    """Start the clusters and send each the same requests; the order alternates by round."""
     with ExitStack() as lifetime:
         addresses = {
             name: lifetime.enter_context(LocalCluster(one)).address for name, one in options.items()
@@ -94,13 +94,13 @@ async def _measure(
                 break
             requests = plan(load, vocab_size, what.lines)
             rate = _true_rate(load, what.lines, requests)
-            told = _Teller(name, rate, len(requests), on_progress)
+            progress = _ProgressReporter(name, rate, len(requests), on_progress)
             run = await send(
                 clients[name],
                 requests,
                 concurrency=what.concurrency,
                 stop=stop,
-                on_sample=told.sample,
+                on_sample=progress.add,
             )
             figures = summarise(run, what.slo)
             measured.append(Measured(name, rate, requests, run, figures))
@@ -110,14 +110,14 @@ async def _measure(
 def _true_rate(
     load: Load, lines: Sequence[PromptLine], requests: Sequence[PlannedRequest]
 ) -> float:
-    """Prompts that come at times of their own do not keep to the load's rate."""
+    """Return the actual rate: lines of a file may have send times of their own."""
     if all(line.at_s is None for line in lines) or not requests[-1].at_s:
         return load.rate
     return round(len(requests) / requests[-1].at_s, 2)
 
 
 def _runs(what: ServeBench, names: Sequence[str]) -> list[tuple[str, Load]]:
-    """Each round has requests of its own: what the caches kept of the last one is no use."""
+    """Return the runs by cluster. Seeds differ between rounds, so that no prefix cache hits."""
     runs = []
     for number in range(what.num_rounds):
         for place, rate in enumerate(what.rates or [what.load.rate]):
@@ -129,7 +129,7 @@ def _runs(what: ServeBench, names: Sequence[str]) -> list[tuple[str, Load]]:
 
 
 @dataclass(slots=True)
-class _Teller:
+class _ProgressReporter:
     name: str
     rate: float
     num_planned: int
@@ -139,14 +139,14 @@ class _Teller:
     def __post_init__(self) -> None:
         self.on_progress(Progress(self.name, self.rate, 0, self.num_planned, None))
 
-    def sample(self, sample: Sample) -> None:
+    def add(self, sample: Sample) -> None:
         self.num_ended += 1
         self.on_progress(Progress(self.name, self.rate, self.num_ended, self.num_planned, sample))
 
 
 @asynccontextmanager
 async def _interrupt() -> AsyncIterator[asyncio.Event]:
-    """Set by Ctrl-C: what was measured so far is told, and no more."""
+    """Yield an event that Ctrl-C sets, which ends the run and reports what was measured."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     try:
@@ -157,7 +157,7 @@ async def _interrupt() -> AsyncIterator[asyncio.Event]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The first cluster's figure over the second one's, over the rounds."""
+    """Ratio of the first cluster's figure to that of the second, over the rounds."""
 
     name: str
     first: float  # medians
@@ -182,7 +182,7 @@ RATIOS = (
 
 
 def compare(measured: Sequence[Measured], first: str, second: str) -> list[Ratio]:
-    """Rounds that only one of the two came through are left out."""
+    """Return the ratios over the rounds that both clusters completed."""
     whole = [one for one in measured if not one.figures.is_cut_short]
     pairs = list(
         zip(
@@ -193,8 +193,8 @@ def compare(measured: Sequence[Measured], first: str, second: str) -> list[Ratio
     )
     ratios = []
     for name, part in RATIOS:
-        told = [(_figure(a, name, part), _figure(b, name, part)) for a, b in pairs]
-        rows = [(a, b) for a, b in told if a is not None and b]
+        values = [(_figure(a, name, part), _figure(b, name, part)) for a, b in pairs]
+        rows = [(a, b) for a, b in values if a is not None and b]
         if rows:
             ratios.append(_ratio(f"{name} {part}".strip(), rows))
     return ratios

@@ -1,4 +1,4 @@
-"""Sends a plan and notes when what came. Open loop: a slow answer holds nothing back."""
+"""Open-loop load client: sends requests at their planned times and records token arrivals."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from baton.bench.serve_load import PlannedRequest
 from baton.client import AsyncClient, BatonError, Finish, Generation
 from engine.sampling import SamplingParams
 
-# A send that comes later than this after its time is counted as late.
+# A request sent more than this after its planned time counts as late.
 LATE_S = 0.01
 LAG_EVERY_S = 0.02
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request as its client saw it. Times are seconds since the beginning of the run."""
+    """One request as seen by its client. Times are seconds since the start of the run."""
 
     number: int
     planned_s: float
     sent_s: float = 0.0
     ended_s: float = 0.0
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when how many tokens came
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # time and number of tokens
     finish: Finish | None = None
-    error: str | None = None  # the reason of a refusal or a failure
+    error: str | None = None  # reason of a refusal or failure
 
     @property
     def is_late(self) -> bool:
@@ -38,11 +38,11 @@ class Sample:
 class Run:
     """One plan, sent once."""
 
-    samples: list[Sample] = field(default_factory=list)  # of requests that ended
+    samples: list[Sample] = field(default_factory=list)  # completed requests
     num_planned: int = 0
     duration_s: float = 0.0
-    lags_s: list[float] = field(default_factory=list)  # of this client's own event loop
-    cpu_s: float = 0.0  # of this client's process
+    lags_s: list[float] = field(default_factory=list)  # of this process's event loop
+    cpu_s: float = 0.0  # of this process
     is_cut_short: bool = False
 
 
@@ -57,7 +57,7 @@ async def send(
     stop: asyncio.Event | None = None,
     on_sample: OnSample = lambda _: None,
 ) -> Run:
-    """Whatever is under way when `stop` is set is left out of the run."""
+    """Send the requests. Those unfinished when `stop` is set are not part of the run."""
     run = Run(num_planned=len(requests))
     sender = _Sender(client, asyncio.Semaphore(concurrency or max(1, len(requests))))
     cpu_before_s = time.process_time()
@@ -117,7 +117,7 @@ class _Sender:
 
 @asynccontextmanager
 async def _lag_noted(lags_s: list[float]) -> AsyncIterator[None]:
-    """How late this process comes to things: what it measures is wrong by as much."""
+    """Record the event-loop lag of this process, which bounds its measurement error."""
 
     async def watch() -> None:
         while True:

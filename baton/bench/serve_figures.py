@@ -1,8 +1,8 @@
-"""What a run amounts to. Pure.
+"""Figures of a serving run: latency quantiles, throughput, goodput. Pure.
 
-Times begin when a request was due, not when it was sent: a client that falls behind must not
-make the server look better. A gap is the time between two tokens of one answer; of tokens that
-come in one message, all but the first have none.
+Latencies count from the planned send time, so that a client that falls behind does not make the
+server look better. A gap is the time between two tokens of one answer; tokens that arrive in one
+message have gaps of zero after the first.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a good answer keeps to; None: whatever it takes."""
+    """Latency objectives of a good answer. None: no objective."""
 
     ttft: float | None = None  # seconds
-    itl: float | None = None  # of the request's gaps, the 99th percentile
+    itl: float | None = None  # 99th percentile of the answer's gaps
     tpot: float | None = None  # mean time per token after the first
     e2e: float | None = None
 
@@ -41,19 +41,19 @@ class Slo:
         if sample.error is not None or not sample.arrivals:
             return False
         gaps = gaps_of(sample)
-        told = {
+        values = {
             "ttft": ttft_of(sample),
             "itl": quantile(gaps, 0.99) if gaps else 0.0,
             "tpot": tpot_of(sample) or 0.0,
             "e2e": sample.ended_s - sample.planned_s,
         }
         return all(
-            getattr(self, name) is None or told[name] <= getattr(self, name) for name in told
+            getattr(self, name) is None or values[name] <= getattr(self, name) for name in values
         )
 
 
 def parse_slo(written: str) -> Slo:
-    """ttft=500ms,itl=50ms. Raises InvalidConfig."""
+    """Parse objectives such as `ttft=500ms,itl=50ms`. Raises InvalidConfig."""
     limits: dict[str, float] = {}
     for part in filter(None, written.split(",")):
         name, _, limit = part.strip().partition("=")
@@ -63,35 +63,35 @@ def parse_slo(written: str) -> Slo:
             Slo(**limits)
         except (ValueError, TypeError):
             raise InvalidConfig(
-                f"{part!r} is no objective; write it like ttft=500ms,itl=50ms,tpot=40ms,e2e=5s"
+                f"{part!r} is not an objective; write it like ttft=500ms,itl=50ms,tpot=40ms,e2e=5s"
             ) from None
     return Slo(**limits)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """All of one run."""
+    """Figures of one run."""
 
     duration_s: float
     num_planned: int
     num_answered: int
     num_failed: int
     errors: Mapping[str, int]  # by reason
-    ttft_ms: Quantiles | None  # None: nothing was measured
+    ttft_ms: Quantiles | None  # None: no samples
     itl_ms: Quantiles | None
     tpot_ms: Quantiles | None
     e2e_ms: Quantiles | None
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
-    goodput_per_s: float  # answers within the objectives
-    good_share: float  # of all that ended
+    goodput_per_s: float  # answers that meet the objectives
+    good_share: float  # of all completed requests
     num_remote: int  # prompts computed on a prefill node
     num_local: int
     num_retried: int
     kv_bytes: int
-    prefix_hit_tokens: int  # prompt tokens that decode nodes had
-    num_late: int  # sends, by this client's fault or by the cap on concurrency
+    prefix_hit_tokens: int  # prompt tokens cached on decode nodes
+    num_late: int  # sends delayed by this client or by the concurrency limit
     client_lag_p99_ms: float
     client_cpu_share: float  # of one core
     is_cut_short: bool
@@ -144,7 +144,7 @@ def gaps_of(sample: Sample) -> list[float]:
 
 
 def tpot_of(sample: Sample) -> float | None:
-    """None for an answer of one token."""
+    """Return the mean time per token after the first; None for an answer of one token."""
     num_tokens = sum(count for _, count in sample.arrivals)
     if num_tokens < 2:
         return None
@@ -159,6 +159,6 @@ def quantiles_ms(values_s: Sequence[float]) -> Quantiles | None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of all does not exceed."""
+    """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

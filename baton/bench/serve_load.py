@@ -1,4 +1,4 @@
-"""What is sent and when: drawn from a seed before the first request goes out. Pure."""
+"""Load plan: requests and send times, drawn from a seed before the run. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from engine.errors import InvalidConfig
 
-# Ids below are often special tokens.
+# Lower ids are often special tokens.
 FIRST_PLAIN_TOKEN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How many tokens: fixed, even between two, around a median, or one of several by weight."""
+    """Distribution of token counts: fixed, uniform, log-normal or a weighted mix."""
 
     kind: str
     numbers: tuple[float, ...]
@@ -37,30 +37,30 @@ class Lengths:
 
 
 def parse_lengths(written: str) -> Lengths:
-    """128 · uniform:64:256 · lognormal:128:0.5 · mix:64x9,2048x1. Raises InvalidConfig."""
+    """Parse 128, uniform:64:256, lognormal:128:0.5 or mix:64x9,2048x1. Raises InvalidConfig."""
     kind, _, rest = written.partition(":") if ":" in written else ("", "", written)
     separators = {"": "", "uniform": ":", "lognormal": ":", "mix": ",x"}
     if kind not in separators:
-        raise _no_lengths(written)
+        raise _invalid_lengths(written)
     for separator in separators[kind]:
         rest = rest.replace(separator, " ")
     try:
         numbers = tuple(float(one) for one in rest.split())
     except ValueError:
-        raise _no_lengths(written) from None
+        raise _invalid_lengths(written) from None
     wanted = {"": len(numbers) == 1, "mix": bool(numbers) and len(numbers) % 2 == 0}
     is_ordered = kind != "uniform" or numbers[:1] <= numbers[1:2]
     if not wanted.get(kind, len(numbers) == 2) or not is_ordered or not min(numbers) > 0:
-        raise _no_lengths(written)
+        raise _invalid_lengths(written)
     lengths = numbers[::2] if kind == "mix" else numbers[:1]
     if min(lengths) < 1:
-        raise _no_lengths(written)
+        raise _invalid_lengths(written)
     return Lengths(kind, numbers)
 
 
-def _no_lengths(written: str) -> InvalidConfig:
+def _invalid_lengths(written: str) -> InvalidConfig:
     return InvalidConfig(
-        f"{written!r} is no length; write it like 128, uniform:64:256, lognormal:128:0.5 "
+        f"{written!r} is not a length; write it like 128, uniform:64:256, lognormal:128:0.5 "
         "(median and sigma) or mix:64x9,2048x1 (lengths and weights)"
     )
 
@@ -68,12 +68,12 @@ def _no_lengths(written: str) -> InvalidConfig:
 class Arrivals(Enum):
     POISSON = "poisson"
     CONSTANT = "constant"
-    BURST = "burst"  # several at once, as rarely as the rate then asks
+    BURST = "burst"  # several at once, at intervals that give the mean rate
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients ask for."""
+    """Load of a serving benchmark."""
 
     rate: float = 2.0  # requests per second
     num_requests: int = 50
@@ -82,7 +82,7 @@ class Load:
     burst_size: int = 8
     prompt: Lengths = Lengths("", (128,))
     output: Lengths = Lengths("", (64,))
-    prefix_tokens: int = 0  # that prompts of one group begin with, in front of their own
+    prefix_tokens: int = 0  # prefix shared by the prompts of a group
     prefix_groups: int = 1
     num_warm_up: int = 2
     seed: int = 0
@@ -94,29 +94,31 @@ class Load:
         if self.duration_s is not None and not self.duration_s > 0:
             raise InvalidConfig(f"duration_s is {self.duration_s}; it must be above 0")
         if self.prefix_tokens < 0 or self.prefix_groups < 1 or self.num_warm_up < 0:
-            raise InvalidConfig("prefix tokens, prefix groups and warm-up cannot be so few")
+            raise InvalidConfig(
+                "prefix_tokens and num_warm_up must be at least 0, prefix_groups at least 1"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One line of a file of prompts."""
+    """One line of a prompt file."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int | None = None
-    at_s: float | None = None  # since the first; else by the rate
+    at_s: float | None = None  # since the start; None: by the rate
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
     number: int
-    at_s: float  # since the beginning
+    at_s: float  # since the start
     prompt: str | tuple[int, ...]
     max_tokens: int
     seed: int
 
 
 def plan(load: Load, vocab_size: int, lines: Sequence[PromptLine] = ()) -> list[PlannedRequest]:
-    """Same load, same plan. Lines of a file are taken in turn, in place of drawn prompts."""
+    """Return the requests of a load, deterministically. Lines of a file replace drawn prompts."""
     draw = random.Random(load.seed)
     prefixes = [
         plain_tokens(draw, vocab_size, load.prefix_tokens) for _ in range(load.prefix_groups)
@@ -130,24 +132,24 @@ def plan(load: Load, vocab_size: int, lines: Sequence[PromptLine] = ()) -> list[
         own = plain_tokens(draw, vocab_size, load.prompt.draw(draw))
         prompt = draw.choice(prefixes) + own
         drawn = PlannedRequest(number, at_s, prompt, load.output.draw(draw), draw.getrandbits(32))
-        requests.append(_as_told(drawn, lines) if lines else drawn)
+        requests.append(_from_line(drawn, lines) if lines else drawn)
     return sorted(requests, key=lambda request: request.at_s)
 
 
-def _as_told(drawn: PlannedRequest, lines: Sequence[PromptLine]) -> PlannedRequest:
-    """Lines say when the first round of them is due; later rounds come by the rate."""
+def _from_line(drawn: PlannedRequest, lines: Sequence[PromptLine]) -> PlannedRequest:
+    """Apply a line of the prompt file. Its send time counts for the first use of the line only."""
     line = lines[drawn.number % len(lines)]
-    told_s = line.at_s if drawn.number < len(lines) else None
+    line_s = line.at_s if drawn.number < len(lines) else None
     return replace(
         drawn,
         prompt=line.prompt,
         max_tokens=line.max_tokens or drawn.max_tokens,
-        at_s=drawn.at_s if told_s is None else told_s,
+        at_s=drawn.at_s if line_s is None else line_s,
     )
 
 
 def warm_up(load: Load, vocab_size: int) -> list[PlannedRequest]:
-    """Like the plan, and nothing of it: the caches may not know what will be measured."""
+    """Return warm-up requests like those of the plan, with other prompts to avoid cache hits."""
     if not load.num_warm_up:
         return []
     few = replace(load, num_requests=load.num_warm_up, duration_s=None, seed=~load.seed)
@@ -172,14 +174,15 @@ def plain_tokens(draw: random.Random, vocab_size: int, count: int) -> tuple[int,
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Lines of {"prompt": text or token ids, "max_tokens": …, "at_s": …}; the last two optional."""
+    """Read lines of {"prompt": text or token ids, "max_tokens": …, "at_s": …}.
+
+    The last two are optional. Raises InvalidConfig.
+    """
     try:
-        written = path.read_text(encoding="utf-8").splitlines()
+        texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path} cannot be read: {error}") from error
-    lines = [
-        _line(f"{path}:{place}", text) for place, text in enumerate(written, 1) if text.strip()
-    ]
+    lines = [_line(f"{path}:{place}", text) for place, text in enumerate(texts, 1) if text.strip()]
     if not lines:
         raise InvalidConfig(f"{path} has no prompts")
     return lines
@@ -187,11 +190,11 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 def _line(where: str, text: str) -> PromptLine:
     try:
-        told = json.loads(text)
-        prompt = told["prompt"]
+        values = json.loads(text)
+        prompt = values["prompt"]
         if not isinstance(prompt, str):
             prompt = tuple(int(one) for one in prompt)
-        max_tokens, at_s = told.get("max_tokens"), told.get("at_s")
+        max_tokens, at_s = values.get("max_tokens"), values.get("at_s")
         return PromptLine(
             prompt,
             None if max_tokens is None else int(max_tokens),

@@ -1,4 +1,4 @@
-"""Pictures of what `baton bench serve` measured."""
+"""Plots of `baton bench serve`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from baton.bench.serve_client import Sample
 from baton.bench.serve_figures import gaps_of, ttft_of
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
-# A prompt of so many times the median is marked as long.
+# A prompt of at least this many times the median length is marked as long.
 LONG = 4
 MILLIS = 1e3
 
 
 def draw(measured: Sequence[Measured], folder: Path) -> list[Path]:
-    """Every picture that the runs give something for."""
+    """Draw all plots for which the runs have data, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = [one for one in measured if any(sample.arrivals for sample in one.run.samples)]
-    if not told:
+    answered = [one for one in measured if any(sample.arrivals for sample in one.run.samples)]
+    if not answered:
         return []
     paths = [folder / "latency.png", folder / "timeline.png"]
-    _latency(told, paths[0])
-    _timeline(told, paths[1])
-    if len({one.rate for one in told}) > 1:
+    _latency(answered, paths[0])
+    _timeline(answered, paths[1])
+    if len({one.rate for one in answered}) > 1:
         paths.append(folder / "goodput.png")
-        _goodput(told, paths[-1])
+        _goodput(answered, paths[-1])
     return paths
 
 
 def _latency(measured: Sequence[Measured], path: Path) -> None:
-    """Rounds of one cluster at one rate are taken together."""
+    """Plot the latency distributions, pooling the rounds of a cluster at one rate."""
     with picture(path, 11, 4.2, columns=2) as [[first, gaps]]:
         for colour, (label, samples) in zip(_colours(measured), _by_label(measured), strict=False):
             _step(first, [ttft_of(one) for one in samples], label, colour)
             gaps_s = [gap for one in samples for gap in gaps_of(one) if gap]
             _step(gaps, gaps_s, label, colour, is_tail=True)
-        first.set(title="time to first token", ylabel="share of requests that had it")
+        first.set(title="time to first token", ylabel="share of requests")
         first.set_ylim(0, 1.01)
-        gaps.set(title="gaps between tokens", ylabel="share of gaps that are longer", yscale="log")
+        gaps.set(title="gaps between tokens", ylabel="share of longer gaps", yscale="log")
         num_gaps = sum(len(gaps_of(sample)) for one in measured for sample in one.run.samples)
         gaps.set_ylim(0.5 / max(num_gaps, 50), 1.2)
         gaps.set_xlim(left=min(_usual_gap(one) for one in measured) / 4)
@@ -56,7 +56,7 @@ def _latency(measured: Sequence[Measured], path: Path) -> None:
 
 
 def _usual_gap(one: Measured) -> float:
-    """Much shorter ones say how messages were read, not how tokens were made."""
+    """Return the median gap; much shorter ones show message reading, not token generation."""
     return (one.figures.itl_ms.p50 if one.figures.itl_ms else 0.0) or 1.0
 
 
@@ -70,16 +70,16 @@ def _plain(value: float, _place: int) -> str:
 def _step(
     axes: Any, values_s: Sequence[float], label: str, colour: str, *, is_tail: bool = False
 ) -> None:
-    """The share of values up to each, or above it."""
+    """Plot the cumulative distribution of the values, or its complement if `is_tail`."""
     ordered = sorted(value * MILLIS for value in values_s)
     shares = [(place + 1) / len(ordered) for place in range(len(ordered))]
-    if is_tail:  # of the last one nothing is left, which a log scale cannot show
+    if is_tail:  # the share above the last value is 0, which a log scale cannot show
         ordered, shares = ordered[:-1], [1 - share for share in shares[:-1]]
     axes.step(ordered, shares, where="post", label=label, color=colour, linewidth=1.5)
 
 
 def _timeline(measured: Sequence[Measured], path: Path) -> None:
-    """The last round of each cluster, at the highest rate: one under the other, on one scale."""
+    """Plot the last round of each cluster at its highest rate, stacked, on one scale."""
     last = {one.name: one for one in sorted(measured, key=lambda one: one.rate)}
     with picture(path, 11, 1.0 + 2.7 * len(last), rows=len(last)) as rows:
         highest = 10.0
@@ -111,7 +111,7 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def _mark_long_prompts(axes: Any, measured: Measured) -> None:
-    """From when each was due to its first token."""
+    """Shade the time from the planned send of each long prompt to its first token."""
     lengths = sorted(_prompt_tokens(one) for one in measured.run.samples)
     limit = LONG * lengths[len(lengths) // 2]
     label: str | None = f"a prompt of at least {limit} tokens is computed"
@@ -133,8 +133,8 @@ def _goodput(measured: Sequence[Measured], path: Path) -> None:
             points = sorted((one.rate, one.figures.goodput_per_s) for one in runs)
             axes.plot(*_columns(points), "o-", color=colour, label=name)
         rates = sorted({one.rate for one in measured})
-        axes.plot(rates, rates, ":", color="grey", label="all that were asked for")
-        axes.set(xlabel="requests asked for, per second", xlim=(0, None), ylim=(0, None))
+        axes.plot(rates, rates, ":", color="grey", label="offered load")
+        axes.set(xlabel="offered requests per second", xlim=(0, None), ylim=(0, None))
         axes.set(ylabel="good answers per second", title="goodput")
         axes.legend(frameon=False)
 

@@ -1,7 +1,7 @@
-"""What speculation brings: code continued with it and without it, in turns.
+"""Speculation benchmark: source code continued alternately with and without speculation.
 
-One process, no servers. The prompts are beginnings of source files. Both engines must give the
-same tokens; figures of answers that differ would be worth nothing.
+One process, no servers. The prompts are beginnings of source files. Both engines must generate the
+same tokens; otherwise the figures would not be comparable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class SpeculationBench:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     model: str
     speculation: Speculation
@@ -43,17 +43,17 @@ class SpeculationBench:
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Medians over the runs. Rates are tokens per second; CPU seconds mind no neighbours."""
+    """Medians over the runs. Other load on the machine distorts CPU time less than rates."""
 
     temperature: float
     batch: int
     tokens_per_s: float
     tokens_per_s_with: float
-    speed_up: float  # of the times, run by run
-    cpu_speed_up: float  # of the process's CPU times, run by run
-    accepted: float  # share of what was proposed
+    speed_up: float  # median ratio of times, by run
+    cpu_speed_up: float  # median ratio of process CPU times, by run
+    accepted: float  # share of the proposed tokens
     tokens_per_step: float  # of a request, with speculation
-    same: bool  # every token, in every run
+    same: bool  # all tokens equal in all runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _Run:
 
 
 def run(bench: SpeculationBench, on_figure: Callable[[SpeedUp], None]) -> list[SpeedUp]:
-    """`on_figure` hears of each as it is there."""
+    """Run the benchmark; `on_figure` is called with each result."""
     with _engines(bench) as (plain, speculating, prompts):
         figures = []
         for temperature in bench.temperatures:
@@ -81,7 +81,7 @@ def _engines(
     bench: SpeculationBench,
 ) -> Iterator[tuple[EngineCore, EngineCore, list[tuple[int, ...]]]]:
     with ExitStack() as stack:
-        made = []
+        engines = []
         for speculation in (None, bench.speculation):
             config = RunnerConfig(
                 bench.model,
@@ -93,12 +93,12 @@ def _engines(
             )
             runner = stack.enter_context(load_runner(config))
             options = EngineOptions(SchedulerConfig(max_num_seqs=max(bench.batch_sizes)))
-            made.append(build_engine(runner, options))
-        yield made[0], made[1], _prompts(runner.info.folder, bench.num_prompt_tokens)
+            engines.append(build_engine(runner, options))
+        yield engines[0], engines[1], _prompts(runner.info.folder, bench.num_prompt_tokens)
 
 
 def _prompts(folder: Path, num_tokens: int) -> list[tuple[int, ...]]:
-    """Of the engine's own sources, the longest ones."""
+    """Return the beginnings of the engine's largest source files as prompts."""
     tokenizer = Tokenizer.from_folder(folder)
     sources = sorted(
         Path(engine.__file__).parent.glob("*.py"), key=lambda path: path.stat().st_size
@@ -145,7 +145,7 @@ def _answer(
     sampling: SamplingParams,
     batch: int,
 ) -> _Run:
-    """All prompts, so many at a time. Their prefixes are cached: what counts is the writing."""
+    """Continue all prompts in batches. Prefixes are cached, so that decoding dominates."""
     answers: dict[RequestId, list[int]] = {}
     stats = engine_core.scheduler.stats()
     began_s, began_cpu_s = perf_counter(), process_time()

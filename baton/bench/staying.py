@@ -1,6 +1,6 @@
-"""Engines that take long to start: started at their first turn, frozen between the others.
+"""Engines that take long to start: started once, frozen between their turns.
 
-A server that waits still costs cores, some of them a whole one. Frozen it costs its memory alone.
+An idle server still uses CPU time, some a whole core. A frozen one only keeps its memory.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from baton.bench.streams import Door, EngineFailed
 
-# Starts an engine, and stops it at the end of the block.
+# Starts an engine and stops it at the end of the block.
 Start = Callable[[], AbstractContextManager[Door]]
 
 
 def staying(start: Start, lifetime: ExitStack) -> Start:
-    """The same engine at each turn, until `lifetime` ends."""
+    """Wrap `start`: the engine starts at its first turn and runs until `lifetime` ends."""
     doors: list[Door] = []
 
     @contextmanager

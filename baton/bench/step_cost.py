@@ -1,9 +1,8 @@
-"""What a decode step costs the engine's thread beside the model: scheduling, preparing, telling.
+"""Overhead of a decode step on the engine thread: scheduling, batch preparation, output.
 
-CPU time of that one thread, taken at the borders of what it calls. What Python does between the
-kernels of the forward pass counts as forward pass; the angles of the positions count as preparing.
-Threads of torch that spin until the others have come do so where they are: where neighbours take
-their cores, one thread is what to measure with.
+The figures are CPU time of that thread, measured at call boundaries. Python between the kernels of
+the forward pass counts as forward pass; position embeddings count as preparation. Torch threads
+that wait for each other spin, so measure with one thread if other load shares the cores.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """CPU seconds of one step, apart from each other."""
+    """CPU seconds of one step, by phase."""
 
-    scheduling_s: float  # schedule and update, which makes the outputs
-    preparing_s: float  # the batch for the pass, and the result behind it
+    scheduling_s: float  # schedule, and update, which makes the outputs
+    preparing_s: float  # batch of the pass, and its result
     sampling_s: float
-    forward_s: float  # and the logits
+    forward_s: float  # including the logits
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Medians over the steps."""
 
-    kernels: str  # as asked for
+    kernels: str  # as requested
     quantize: str
     batch: int
     overhead_ms: float  # scheduling and preparing
@@ -46,45 +45,45 @@ class StepCost:
 
 
 class _Clock:
-    """The CPU time that this thread spends inside of what it is put around."""
+    """CPU time that this thread spends in the wrapped callables."""
 
     def __init__(self) -> None:
         self._spent_s = 0.0
 
-    def around(self, call: Callable[P, T]) -> Callable[P, T]:
-        def timed(*given: P.args, **named: P.kwargs) -> T:
+    def wrap(self, call: Callable[P, T]) -> Callable[P, T]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
             began_s = thread_time()
             try:
-                return call(*given, **named)
+                return call(*args, **kwargs)
             finally:
                 self._spent_s += thread_time() - began_s
 
         return timed
 
-    def taken(self) -> float:
-        """Since the last time."""
+    def take(self) -> float:
+        """Return the time since the last call, and reset."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
 
 class StepMeter:
-    """Puts clocks into an engine, for good."""
+    """Measures the steps of an engine; its clocks cannot be removed again."""
 
     def __init__(self, engine: EngineCore, runner: TorchRunner) -> None:
         self._engine = engine
         self._running, self._forward, self._sampling = _Clock(), _Clock(), _Clock()
         decoder, sampler = runner.decoder, runner.sampler
-        runner.run = self._running.around(runner.run)  # type: ignore[method-assign]
-        decoder.forward = self._forward.around(decoder.forward)  # type: ignore[method-assign]
-        decoder.logits = self._forward.around(decoder.logits)  # type: ignore[method-assign]
-        sampler.choose = self._sampling.around(sampler.choose)  # type: ignore[method-assign]
+        runner.run = self._running.wrap(runner.run)  # type: ignore[method-assign]
+        decoder.forward = self._forward.wrap(decoder.forward)  # type: ignore[method-assign]
+        decoder.logits = self._forward.wrap(decoder.logits)  # type: ignore[method-assign]
+        sampler.choose = self._sampling.wrap(sampler.choose)  # type: ignore[method-assign]
 
     def step(self) -> Spent:
         began_s = thread_time()
         self._engine.step()
         whole_s = thread_time() - began_s
-        running_s = self._running.taken()
-        forward_s, sampling_s = self._forward.taken(), self._sampling.taken()
+        running_s = self._running.take()
+        forward_s, sampling_s = self._forward.take(), self._sampling.take()
         return Spent(
             scheduling_s=whole_s - running_s,
             preparing_s=running_s - forward_s - sampling_s,

@@ -1,6 +1,6 @@
-"""Completions over HTTP, as any engine that speaks OpenAI's dialect streams them.
+"""Streamed completions from any engine with an OpenAI-compatible HTTP API.
 
-One plain client for all engines, so that none is measured with a better one.
+All engines are measured with this one plain client.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from engine.errors import EngineError
 Stop = Callable[[], bool]
 Body: TypeAlias = Mapping[str, object]
 END = "[DONE]"
-VOCAB_SIZE = 2000  # no model has fewer tokens
+VOCAB_SIZE = 2000  # a lower bound for all models
 
 
 class EngineFailed(EngineError):
-    """It answered with an error, or with less than was asked for."""
+    """An engine returned an error or fewer tokens than requested."""
 
 
 @dataclass(slots=True)
 class Streamed:
-    """One answer as its client saw it. Times are of the monotonic clock."""
+    """One answer as seen by its client. Times are monotonic."""
 
     sent_s: float
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when how many tokens came
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # time and number of tokens
 
     @property
     def first_token_s(self) -> float:
@@ -53,22 +53,22 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """An engine's door, and where prompts go before it if another process prefills them."""
+    """HTTP endpoint of an engine, with its prefill endpoint if it has a separate one."""
 
     url: str
-    prefill_url: str = ""  # vLLM's: clients see to the hand-off themselves
-    groups: tuple[int, ...] = ()  # its processes, where they may be frozen while nobody asks
+    prefill_url: str = ""  # for vLLM, whose clients arrange the hand-off themselves
+    groups: tuple[int, ...] = ()  # process groups that are frozen between turns
     timeout_s: float = 600.0
 
     def model(self) -> Model:
-        with _asked(self.url, "GET", "/v1/models", None, self.timeout_s) as answer:
-            told = json.load(answer)["data"][0]
-        return Model(told["id"], told["max_model_len"])
+        with _request(self.url, "GET", "/v1/models", None, self.timeout_s) as answer:
+            values = json.load(answer)["data"][0]
+        return Model(values["id"], values["max_model_len"])
 
     def stream(
         self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop = lambda: False
     ) -> Streamed:
-        """The whole answer, or what had come when `stop` told to leave. Raises EngineFailed."""
+        """Stream an answer until its end or until `stop` returns True. Raises EngineFailed."""
         streamed = Streamed(time.monotonic())
         body = {
             "model": model,
@@ -80,7 +80,7 @@ class Door:
             "stream": True,
             **self._handed_over(model, prompt),
         }
-        with _asked(self.url, "POST", "/v1/completions", body, self.timeout_s) as answer:
+        with _request(self.url, "POST", "/v1/completions", body, self.timeout_s) as answer:
             for choice in _choices(answer):
                 if choice.get("token_ids"):
                     streamed.arrivals.append((time.monotonic(), len(choice["token_ids"])))
@@ -91,7 +91,7 @@ class Door:
         return streamed
 
     def _handed_over(self, model: str, prompt: Sequence[int]) -> dict[str, object]:
-        """What vLLM's decode server has to know of a prompt that its prefill server computed."""
+        """Have vLLM's prefill server compute the prompt; return the KV parameters for decode."""
         if not self.prefill_url:
             return {}
         unknown = dict.fromkeys(
@@ -108,22 +108,22 @@ class Door:
                 **unknown,
             },
         }
-        asked = _asked(self.prefill_url, "POST", "/v1/completions", body, self.timeout_s)
-        with asked as answer:
+        reply = _request(self.prefill_url, "POST", "/v1/completions", body, self.timeout_s)
+        with reply as answer:
             found = json.load(answer).get("kv_transfer_params")
         if not found or not found.get("do_remote_prefill"):
-            raise EngineFailed(f"{self.prefill_url} told nothing of where the prompt's KV is")
+            raise EngineFailed(f"{self.prefill_url} returned no KV transfer parameters")
         return {"kv_transfer_params": found}
 
 
 def drawn_prompt(draw: random.Random, num_tokens: int) -> Sequence[int]:
-    """Of tokens that every model has."""
+    """Return random tokens that every model has."""
     return plain_tokens(draw, VOCAB_SIZE, num_tokens)
 
 
 @contextmanager
 def not_waited_for(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads for clients. Ctrl-C leaves answers under way: they break off with their engine."""
+    """Yield client threads that are not joined: after Ctrl-C, answers end with their engine."""
     threads = ThreadPoolExecutor(num_threads)
     try:
         yield threads
@@ -132,30 +132,30 @@ def not_waited_for(num_threads: int) -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
-def _asked(
+def _request(
     url: str, method: str, path: str, body: Body | None, timeout_s: float
 ) -> Iterator[http.client.HTTPResponse]:
     where = urlsplit(url)
     host, port = where.hostname or "127.0.0.1", where.port or 80
     with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
-        told = None if body is None else json.dumps(body)
+        text = None if body is None else json.dumps(body)
         try:
-            connection.request(method, path, told, {"Content-Type": "application/json"})
+            connection.request(method, path, text, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 reason = answer.read(1000).decode(errors="replace")
                 raise EngineFailed(f"{url} answered {answer.status}: {reason}")
             yield answer
         except (OSError, http.client.HTTPException) as error:
-            raise EngineFailed(f"{url} gave no answer: {error!r}") from error
+            raise EngineFailed(f"{url} did not answer: {error!r}") from error
 
 
 def _choices(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     for line in answer:
-        told = line.removeprefix(b"data:").strip().decode()
-        if told in ("", END):
+        data = line.removeprefix(b"data:").strip().decode()
+        if data in ("", END):
             continue
-        message = json.loads(told)
+        message = json.loads(data)
         if "error" in message:
-            raise EngineFailed(f"the stream broke off: {message['error']}")
+            raise EngineFailed(f"the stream failed: {message['error']}")
         yield from message["choices"]

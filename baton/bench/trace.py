@@ -1,4 +1,4 @@
-"""What tracing costs: the same load on two clusters in turn, one of which traces."""
+"""Tracing benchmark: the same load alternately on a cluster with tracing and one without."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.sampling import SamplingParams
 from telemetry.spans import TraceContext
 from telemetry.tracer import new_span_id, new_trace_id
 
-# By name, the share of the requests that are traced; off has no tracing in its processes at all.
-# What is measured twice shows how far figures lie apart by chance.
+# Trace ratio by name; None: a cluster without tracing. "off again" shows the noise of the
+# measurement.
 RATIOS = {"off": None, "off again": None, "1 %": 0.01, "100 %": 1.0}
 OFF = "off"
 SURE = 0.95
@@ -32,24 +32,24 @@ class TraceBench:
     num_requests: int = 40  # in each round
     prompt_tokens: int = 64
     answer_tokens: int = 24
-    num_rounds: int = 15  # many short ones: what drifts on the machine is alike in neighbours
+    num_rounds: int = 15  # many short ones, since adjacent rounds see the same machine drift
     node_arguments: tuple[str, ...] = ("--kv-cache-memory", "128MiB", "--threads", "1")
 
 
 @dataclass(slots=True)
 class Load:
-    """What one way of tracing gave, round by round."""
+    """Results of one trace ratio by round."""
 
     tokens_per_s: list[float] = field(default_factory=list)
-    intervals_s: list[float] = field(default_factory=list)  # from token to token
+    intervals_s: list[float] = field(default_factory=list)  # between tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     tracing: str
     tokens_per_s: float  # median of the rounds
-    of_off: float  # median of the rounds' ratios to the round without tracing beside it
-    at_least: float  # the true median of these ratios lies between the two, 19 times in 20
+    of_off: float  # median ratio to the round without tracing next to it
+    at_least: float  # with at_most: 95 % confidence interval of the median ratio
     at_most: float
     p99_itl_ms: float
 
@@ -67,7 +67,7 @@ def run(what: TraceBench, on_round: OnRound) -> list[Figure]:
         for address in (off.address, on.address):
             asyncio.run(_round(what, address, None, Load(), seed=0))  # warms up
         for number in range(what.num_rounds):
-            # Nobody is always first: what runs beside it on the machine drifts.
+            # Rotate the order, so that drift of the machine affects all ratios alike.
             first = number % len(RATIOS)
             names = list(RATIOS)[first:] + list(RATIOS)[:first]
             for place, name in enumerate(names, start=1):
@@ -89,7 +89,7 @@ def _options(what: TraceBench, trace_dir: str) -> ClusterOptions:
 async def _round(
     what: TraceBench, address: str, ratio: float | None, load: Load, *, seed: int
 ) -> None:
-    """Each round has prompts of its own, alike in length: none is found in a cache."""
+    """Send one round with new prompts of equal length, so that no prefix cache hits."""
     draw = random.Random(seed)
     prompts = [
         [draw.randrange(5, 500) for _ in range(what.prompt_tokens)]
@@ -99,16 +99,16 @@ async def _round(
     waiting = asyncio.Semaphore(what.num_streams)
     async with AsyncClient(address, timeout_s=120) as client:
 
-        async def ask(number: int) -> int:
+        async def send(number: int) -> int:
             async with waiting:
-                return await _ask(client, what, prompts[number], is_traced[number], load)
+                return await _stream(client, what, prompts[number], is_traced[number], load)
 
         began_s = time.perf_counter()
-        counts = await asyncio.gather(*(ask(number) for number in range(what.num_requests)))
+        counts = await asyncio.gather(*(send(number) for number in range(what.num_requests)))
         load.tokens_per_s.append(sum(counts) / (time.perf_counter() - began_s))
 
 
-async def _ask(
+async def _stream(
     client: AsyncClient, what: TraceBench, prompt: list[int], is_traced: bool, load: Load
 ) -> int:
     sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
@@ -127,7 +127,7 @@ async def _ask(
 
 def figure(name: str, load: Load, off: Load) -> Figure:
     pairs = zip(load.tokens_per_s, off.tokens_per_s, strict=True)
-    ratios = [ours / without for ours, without in pairs]
+    ratios = [traced / untraced for traced, untraced in pairs]
     at_least, at_most = median_bounds(ratios)
     return Figure(
         tracing=name,
@@ -140,10 +140,10 @@ def figure(name: str, load: Load, off: Load) -> Figure:
 
 
 def median_bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Between which the true median lies, as sure as SURE, however the values are distributed.
+    """Return a distribution-free confidence interval of the median with level SURE.
 
-    The n-th smallest is above it as often as a coin shows heads less than n times. Fewer than six
-    values cannot be as sure; they have their smallest and largest.
+    The n-th smallest of N values exceeds the median with the probability of fewer than n heads in
+    N coin tosses. With fewer than six values the interval is their range, at a lower level.
     """
     ordered, num = sorted(values), len(values)
     chance, left_out = 0.0, 0

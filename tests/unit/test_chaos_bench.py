@@ -62,14 +62,14 @@ KNOWN = Known(Ask(0, "greedy", (1, 2, 3), Generation()), an_answer())
 @pytest.mark.parametrize(
     ("answer", "word"),
     [
-        (an_answer((4, 6)), "place 1"),
-        (an_answer((4,)), "place the end"),
-        (an_answer((4, 5, 5)), "place the end"),
+        (an_answer((4, 6)), "index 1"),
+        (an_answer((4,)), "index the end"),
+        (an_answer((4, 5, 5)), "index the end"),
         (an_answer(text="aB"), "text"),
         (an_answer(logprob=-1.1), "logprobs"),
         (replace(an_answer(), finish=replace(FINISH, reason="stop")), "reason"),
         (replace(an_answer(), logprobs=[]), "logprobs"),
-        (replace(an_answer(), finish=None), "no end"),
+        (replace(an_answer(), finish=None), "no finish reason"),
     ],
 )
 def test_whatever_differs_from_the_known_answer_is_found(answer: Answer, word: str) -> None:

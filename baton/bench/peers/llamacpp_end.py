@@ -1,6 +1,6 @@
-"""llama.cpp's end of `baton bench peer`: runs in the environment of llama-cpp-python.
+"""llama.cpp process of `baton bench peer`: runs in the environment of llama-cpp-python.
 
-Takes Qwen3 folders with tied embeddings; it writes the weights as GGUF first, once.
+It supports Qwen3 folders with tied embeddings, and converts the weights to GGUF once.
 """
 
 import json
@@ -28,11 +28,11 @@ TENSORS = {
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    path = Path(given["scratch"]) / f"model-{given['weights']}.gguf"
+    settings = json.loads(sys.argv[1])
+    path = Path(settings["scratch"]) / f"model-{settings['weights']}.gguf"
     if not path.exists():
-        write_gguf(Path(given["model"]), path, given["weights"])
-    decode_tokens, clear = loaded(path, given["max_model_len"], given["num_threads"])
+        write_gguf(Path(settings["model"]), path, settings["weights"])
+    decode_tokens, clear = loaded(path, settings["max_model_len"], settings["num_threads"])
     drawn = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -40,19 +40,19 @@ def main() -> None:
 
     def prefill(length: int) -> float:
         clear()
-        asked = tokens(length)
+        prompt = tokens(length)
         began_s = time.perf_counter()
-        decode_tokens(asked)
+        decode_tokens(prompt)
         return length / (time.perf_counter() - began_s)
 
     def decode(batch_size: int) -> float:
         if batch_size != 1:
-            raise SystemExit("only one sequence at a time")
+            raise SystemExit("llama.cpp is measured with one sequence at a time")
         clear()
-        decode_tokens(tokens(given["decode_prompt_len"]))
+        decode_tokens(tokens(settings["decode_prompt_len"]))
         for _ in range(NUM_WARM_UP_STEPS):
             decode_tokens(tokens(1))
-        steps = int(given["num_decode_steps"])
+        steps = int(settings["num_decode_steps"])
         began_s = time.perf_counter()
         for _ in range(steps):
             decode_tokens(tokens(1))
@@ -61,8 +61,8 @@ def main() -> None:
     measures = {"prefill": prefill, "decode": decode}
     print("BATON ready", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print("BATON", measures[asked["phase"]](asked["size"]), flush=True)
+        request = json.loads(line)
+        print("BATON", measures[request["phase"]](request["size"]), flush=True)
 
 
 def loaded(
@@ -83,7 +83,7 @@ def loaded(
         ids = (llama_cpp.llama_token * len(tokens))(*tokens)
         status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, len(tokens)))
         if status:
-            raise SystemExit(f"llama_decode gave {status}")
+            raise SystemExit(f"llama_decode failed with status {status}")
         llama_cpp.llama_synchronize(context)
 
     def clear() -> None:
@@ -98,7 +98,7 @@ def write_gguf(folder: Path, path: Path, weights: str) -> None:
 
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "qwen3" or not config["tie_word_embeddings"]:
-        raise SystemExit("only Qwen3 folders with tied embeddings are written as GGUF")
+        raise SystemExit("only Qwen3 folders with tied embeddings can be converted to GGUF")
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "qwen3")
     write_shape(writer, config)
@@ -155,7 +155,7 @@ def gguf_name(name: str) -> str | None:
 
 
 def write_vocabulary(writer: Any, size: int) -> None:
-    """Tokens are never turned into text, but llama.cpp wants some."""
+    """Write a dummy vocabulary, which llama.cpp requires."""
     tokens = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % byte for byte in range(256))]
     num_known = len(tokens)
     tokens += [b"t%d" % place for place in range(size - num_known)]

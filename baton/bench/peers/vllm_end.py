@@ -1,6 +1,6 @@
-"""vLLM's end of `baton bench peer`: runs in vLLM's own environment, and imports nothing of Baton.
+"""vLLM process of `baton bench peer`: runs in vLLM's environment and does not import Baton.
 
-Reads one JSON object a line, {"phase": "decode", "size": 4}, and answers with tokens per second.
+It reads one JSON object per line, {"phase": "decode", "size": 4}, and answers with tokens per second.
 """
 
 import json
@@ -12,15 +12,15 @@ NUM_WARM_UP_STEPS = 3
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=given["model"],
+        model=settings["model"],
         dtype="bfloat16",
-        max_model_len=given["max_model_len"],
+        max_model_len=settings["max_model_len"],
         max_num_seqs=64,
-        max_num_batched_tokens=max(4096, given["max_model_len"]),
+        max_num_batched_tokens=max(4096, settings["max_model_len"]),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
@@ -35,17 +35,17 @@ def main() -> None:
         )
 
     def prefill(length: int) -> float:
-        asked = [prompt(length)]
+        prompts = [prompt(length)]
         began_s = time.perf_counter()
-        llm.generate(asked, sampling(1), use_tqdm=False)
+        llm.generate(prompts, sampling(1), use_tqdm=False)
         return length / (time.perf_counter() - began_s)
 
     def decode(batch_size: int) -> float:
         engine = llm.llm_engine
-        max_tokens = given["num_decode_steps"] + NUM_WARM_UP_STEPS + 1
+        max_tokens = settings["num_decode_steps"] + NUM_WARM_UP_STEPS + 1
         for _ in range(batch_size):
             name = f"{drawn.getrandbits(64):x}"
-            engine.add_request(name, prompt(given["decode_prompt_len"]), sampling(max_tokens))
+            engine.add_request(name, prompt(settings["decode_prompt_len"]), sampling(max_tokens))
         ends_s = []
         while engine.has_unfinished_requests():
             if len(engine.step()) == batch_size:
@@ -56,9 +56,9 @@ def main() -> None:
     measures = {"prefill": prefill, "decode": decode}
     print("BATON ready", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print("BATON", measures[asked["phase"]](asked["size"]), flush=True)
+        request = json.loads(line)
+        print("BATON", measures[request["phase"]](request["size"]), flush=True)
 
 
-if __name__ == "__main__":  # vLLM starts processes that import this file again
+if __name__ == "__main__":  # the processes that vLLM starts import this file
     main()

@@ -1,7 +1,7 @@
 """Three patches that let vLLM's prefill and decode servers share a small machine.
 
 Python runs this file at the start of each of their processes, because its folder is on PYTHONPATH.
-As shipped, threads that only wait burn the cores that the model needs.
+Without the patches, waiting threads spin on the cores that the model needs.
 """
 
 import importlib.abc
@@ -18,15 +18,15 @@ RING_NAP_S = 0.0003
 
 
 def keep_given_cores() -> None:
-    """NixlConnector's worker moves itself to the last core of the machine; here it stays."""
+    """Keep NixlConnector's worker from moving to the last core of the machine."""
 
-    def stay(_pid: int, _cpus: object) -> None: ...
+    def ignore(_pid: int, _cpus: object) -> None: ...
 
-    os.sched_setaffinity = stay
+    os.sched_setaffinity = ignore
 
 
 def nap_at_the_ring(ring: ModuleType) -> None:
-    """Whoever waits at the ring in shared memory sleeps in between, instead of yielding."""
+    """Make waiting readers of the shared-memory ring sleep instead of yielding."""
 
     def nap() -> None:
         time.sleep(RING_NAP_S)
@@ -35,16 +35,16 @@ def nap_at_the_ring(ring: ModuleType) -> None:
 
 
 def agents_without_threads(nixl: ModuleType) -> None:
-    """An agent's own thread polls without pause; vLLM polls each step anyway."""
+    """Create NIXL agents without their busy-polling thread; vLLM polls in each step anyway."""
     config: Any = nixl.nixl_agent_config
-    made = config.__init__
+    original = config.__init__
 
-    def make(self: Any, *given: Any, **named: Any) -> None:
-        made(self, *given, **named)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         self.enable_pthread = False
         self.num_threads = 0
 
-    config.__init__ = make
+    config.__init__ = init
 
 
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
@@ -55,7 +55,7 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
 
 
 class PatchFinder(importlib.abc.MetaPathFinder):
-    """Patches a module as soon as it has been executed."""
+    """Import hook that patches a module after its execution."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
