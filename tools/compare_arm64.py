@@ -1,7 +1,7 @@
-"""The kernels built for arm64 beside the plain build for the processors of this machine's kind.
+"""Compare the kernels built for arm64 with the baseline build for this machine's architecture.
 
-Each tells what every kernel makes of the same drawn numbers. They may differ by a rounding: one
-processor multiplies and adds in one step where the other takes two.
+Both builds run every kernel on the same random numbers. Results may differ by one rounding step,
+since one architecture fuses multiply and add where the other does not.
 
     python -m tools.compare_arm64               # or: make arm64; needs a cross compiler and qemu
 """
@@ -21,10 +21,10 @@ HERE = Path(__file__).resolve().parent
 PROGRAM = ("-fno-PIC", "-no-pie", "-static", f"-I{SOURCES}", str(HERE / "told_by_kernels.cpp"))
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 PACKAGES = "g++ g++-aarch64-linux-gnu qemu-user-static"
-MOST_ROUNDED_OTHERWISE = 1e-3  # of the numbers, and each of them by one step
-NOT_NUMBERS = frozenset({"peaks"})  # but places: they are the same
+MOST_ROUNDED_OTHERWISE = 1e-3  # share of numbers that may differ, each by one step
+NOT_NUMBERS = frozenset({"peaks"})  # indices, which must be equal
 
-# By kernel: how many numbers were told, how many by one step otherwise, how many by more.
+# By kernel: counts of all numbers, of those that differ by one step, and by more.
 Tally = dict[str, list[int]]
 
 
@@ -32,16 +32,17 @@ def main() -> int:
     missing = [name for name in (CROSS_COMPILER, EMULATOR) if shutil.which(name) is None]
     compiler = compiler_path()
     if missing or compiler is None:
-        wanted = ", ".join(missing) or "a C++ compiler"
-        print(f"Missing: {wanted}; on Debian: apt-get install {PACKAGES}", file=sys.stderr)
+        needed = ", ".join(missing) or "a C++ compiler"
+        print(f"Missing: {needed}; on Debian: apt-get install {PACKAGES}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="baton-arm64-") as folder:
-        own = _told(compiler, Path(folder, "own"))
-        other = _told(CROSS_COMPILER, Path(folder, "arm64"), EMULATOR)
+        own = _run(compiler, Path(folder, "own"))
+        other = _run(CROSS_COMPILER, Path(folder, "arm64"), EMULATOR)
     tally = compared(own, other)
-    for kernel, (num_told, num_rounded, num_wrong) in tally.items():
+    for kernel, (num_numbers, num_rounded, num_wrong) in tally.items():
         print(
-            f"{kernel:8} {num_told:7} numbers, {num_rounded} rounded otherwise, {num_wrong} wrong"
+            f"{kernel:8} {num_numbers:7} numbers, {num_rounded} rounded differently, "
+            f"{num_wrong} wrong"
         )
     return 0 if are_alike(tally) else 1
 
@@ -60,22 +61,22 @@ def compared(own: str, other: str) -> Tally:
 
 def are_alike(tally: Tally) -> bool:
     return bool(tally) and all(
-        num_wrong == 0 and num_rounded <= MOST_ROUNDED_OTHERWISE * num_told
-        for num_told, num_rounded, num_wrong in tally.values()
+        num_wrong == 0 and num_rounded <= MOST_ROUNDED_OTHERWISE * num_numbers
+        for num_numbers, num_rounded, num_wrong in tally.values()
     )
 
 
 def _steps_between(own_line: str, other_line: str) -> Iterator[int]:
-    """How many numbers of sixteen bits lie between two, place by place."""
+    """Yield the distance of the numbers at each position, in steps of 16-bit numbers."""
     own_kernel, *own_bits = own_line.split()
     other_kernel, *other_bits = other_line.split()
     if own_kernel != other_kernel:
-        raise ValueError(f"{own_kernel} beside {other_kernel}: the programs are not the same")
+        raise ValueError(f"{own_kernel} against {other_kernel}: the programs differ")
     for own, other in zip(own_bits, other_bits, strict=True):
         yield abs(int(own, 16) - int(other, 16))
 
 
-def _told(compiler: str, program: Path, *emulator: str) -> str:
+def _run(compiler: str, program: Path, *emulator: str) -> str:
     plain = next(variant for variant in VARIANTS if not variant.features)
     build = [part for part in command_for(compiler, plain, program, *PROGRAM) if part != "-shared"]
     print(f"building with {compiler}", flush=True)

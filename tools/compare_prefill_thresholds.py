@@ -1,8 +1,8 @@
-"""What --long-prefill-token-threshold does to short prompts beside long ones, on a prefill node.
+"""Effect of --long-prefill-token-threshold on short prompts among long ones, on a prefill node.
 
-One engine gets prompts at random times and gives each its first token, as a prefill node does.
-The clock is the processor time of this process, and a time in which nothing is due is skipped:
-what else runs on the machine does not count. Each row has the same prompts at the same times.
+One engine gets prompts at random times and computes the first token of each, like a prefill node.
+Time is the CPU time of this process and idle time is skipped, so that other load on the machine
+does not count. Each row has the same prompts at the same times.
 
     python -m tools.compare_prefill_thresholds --model models/demo --long 900
 """
@@ -35,7 +35,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Clock:
-    """Processor time, and the times that were skipped."""
+    """CPU time plus skipped idle time."""
 
     skipped_s: float = 0.0
 
@@ -47,18 +47,18 @@ class Clock:
 
 
 def arrivals(args: argparse.Namespace, draw: random.Random) -> list[Arrival]:
-    at_s, found = 0.0, []
+    at_s, result = 0.0, []
     for _ in range(args.requests):
         at_s += draw.expovariate(args.rate)
         is_long = draw.random() < args.share
-        found.append(Arrival(at_s, args.long if is_long else args.short))
-    return found
+        result.append(Arrival(at_s, args.long if is_long else args.short))
+    return result
 
 
 def first_tokens(
-    runner: TorchRunner, threshold: int, asked: Sequence[Arrival]
+    runner: TorchRunner, threshold: int, prompts: Sequence[Arrival]
 ) -> Iterator[tuple[Arrival, float]]:
-    """When each got its first token, after it came."""
+    """Yield each prompt with its time to first token."""
     scheduling = SchedulerConfig(
         max_num_batched_tokens=BUDGET,
         long_prefill_token_threshold=threshold,
@@ -66,18 +66,18 @@ def first_tokens(
     )
     clock = Clock()
     engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
-    begin_s, waiting, under_way = clock.now(), list(enumerate(asked)), 0
-    while waiting or under_way:
-        if not under_way:
+    begin_s, waiting, num_running = clock.now(), list(enumerate(prompts)), 0
+    while waiting or num_running:
+        if not num_running:
             clock.skip_to(begin_s + waiting[0][1].at_s)
         while waiting and begin_s + waiting[0][1].at_s <= clock.now():
             number, arrival = waiting.pop(0)
             engine.scheduler.add(_spec(number, arrival, runner.info.vocab_size))
-            under_way += 1
+            num_running += 1
         for outputs in engine.step().by_client.values():
             for output in outputs:
-                arrival = asked[int(output.request_id)]
-                under_way -= 1
+                arrival = prompts[int(output.request_id)]
+                num_running -= 1
                 yield arrival, clock.now() - begin_s - arrival.at_s
 
 
@@ -96,33 +96,34 @@ def main() -> None:
     parser.add_argument("--thresholds", default="0,128,256,512,1024,2048")
     parser.add_argument("--short", type=int, default=64)
     parser.add_argument("--long", type=int, default=900)
-    parser.add_argument("--share", type=float, default=0.1, help="of long prompts")
+    parser.add_argument("--share", type=float, default=0.1, help="share of long prompts")
     parser.add_argument("--rate", type=float, default=6.0, help="prompts per second")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     config = RunnerConfig(model=args.model, kv_cache_bytes=1 << 30, max_num_seqs=128, num_threads=1)
-    told: dict[int, list[tuple[float, ...]]] = {}
+    rows_by_threshold: dict[int, list[tuple[float, ...]]] = {}
     with load_runner(config) as runner:
         for number in range(args.rounds):
-            asked = arrivals(args, random.Random(number))
+            prompts = arrivals(args, random.Random(number))
             for threshold in map(int, args.thresholds.split(",")):
-                told.setdefault(threshold, []).append(_row(runner, threshold, asked, args.long))
+                row = _row(runner, threshold, prompts, args.long)
+                rows_by_threshold.setdefault(threshold, []).append(row)
     print("threshold   short p50   short p99   long p50   long p99   ms, medians of the rounds")
-    for threshold, rows in told.items():
+    for threshold, rows in rows_by_threshold.items():
         figures = [statistics.median(column) for column in zip(*rows, strict=True)]
         print(f"{threshold:9}", *(f"{figure:11.1f}" for figure in figures))
 
 
 def _row(
-    runner: TorchRunner, threshold: int, asked: Sequence[Arrival], long: int
+    runner: TorchRunner, threshold: int, prompts: Sequence[Arrival], long: int
 ) -> tuple[float, ...]:
-    waits = list(first_tokens(runner, threshold, asked))
+    waits = list(first_tokens(runner, threshold, prompts))
     short = sorted(wait for arrival, wait in waits if arrival.num_tokens != long)
     others = sorted(wait for arrival, wait in waits if arrival.num_tokens == long)
     return tuple(
-        1000 * some[min(len(some) - 1, int(share * len(some)))]
-        for some in (short, others)
+        1000 * group[min(len(group) - 1, int(share * len(group)))]
+        for group in (short, others)
         for share in (0.5, 0.99)
     )
 

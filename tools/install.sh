@@ -1,14 +1,14 @@
 #!/bin/sh
-# Makes .venv and installs Baton into it: `tools/install.sh EXTRA`, EXTRA being test, dev or empty.
+# Create .venv and install Baton into it: `tools/install.sh [EXTRA]` with EXTRA test or dev.
 #
-# On a machine without an NVIDIA GPU the CPU build of torch is taken, so that no CUDA libraries
-# are pulled in. TORCH names another build, TORCH_INDEX the package index that offers it.
+# Without an NVIDIA GPU, the CPU build of torch is installed, which needs no CUDA libraries. TORCH
+# selects another build, TORCH_INDEX the package index to install it from.
 set -eu
 
 extra=${1:-}
 python=${PYTHON:-python3}
 venv=.venv
-cpu_builds=https://download.pytorch.org/whl/cpu  # the project's own, where the index has none
+cpu_builds=https://download.pytorch.org/whl/cpu  # PyTorch's own index, used if the default one lacks the build
 
 "$python" - <<'PYTHON' || exit 1
 import sys
@@ -29,9 +29,9 @@ install_torch() {
         $pip install $index torch==2.13.0
     elif ! $pip install $index "torch==2.13.0+cpu" &&
         ! $pip install --index-url "$cpu_builds" "torch==2.13.0+cpu"; then
-        echo "The package index offers no CPU build of torch 2.13.0, and the default build brings" >&2
-        echo "gigabytes of CUDA libraries. Set TORCH_INDEX to an index that has the CPU build, or" >&2
-        echo "TORCH=torch==2.13.0 to take the default one all the same." >&2
+        echo "The package index has no CPU build of torch 2.13.0, and the default build needs" >&2
+        echo "gigabytes of CUDA libraries. Set TORCH_INDEX to an index with the CPU build, or" >&2
+        echo "TORCH=torch==2.13.0 to install the default build anyway." >&2
         exit 1
     fi
 }

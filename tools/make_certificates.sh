@@ -1,9 +1,9 @@
 #!/bin/sh
-# Certificates for trying TLS: `tools/make_certificates.sh FOLDER [NAME ...]`.
+# Make certificates to try TLS: `tools/make_certificates.sh FOLDER [NAME ...]`.
 #
-# Writes an authority (ca.crt, ca.key), and what it signed: router.crt for localhost, 127.0.0.1, the
-# router's names in Compose and Kubernetes, and each NAME; node.crt for node.baton, which all nodes
-# go by. All of it is good for 90 days. Keep ca.key away from the machines.
+# Writes an authority (ca.crt, ca.key) and two certificates signed by it: router.crt for localhost,
+# 127.0.0.1, the router's names in Compose and Kubernetes, and each NAME; node.crt for node.baton,
+# the name of all nodes. They are valid for 90 days. Do not copy ca.key to the servers.
 set -eu
 umask 077
 
@@ -18,7 +18,7 @@ authority() {
         -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign,cRLSign
 }
 
-sign() { # WHO NAMES
+sign() { # COMMON_NAME ALT_NAMES
     openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes \
         -subj "/CN=$1" -keyout "$1.key" -out "$1.csr"
     printf '%s\n' "subjectAltName=$2" "extendedKeyUsage=serverAuth,clientAuth" \
@@ -37,4 +37,4 @@ done
     sign node DNS:node.baton
 } 2> openssl.log || { cat openssl.log >&2; exit 1; }
 rm openssl.log
-echo "in $folder: ca.crt for everybody, router.crt and router.key, node.crt and node.key"
+echo "in $folder: ca.crt for all processes and clients, router.crt and router.key, node.crt and node.key"

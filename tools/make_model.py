@@ -1,9 +1,9 @@
-"""Make a model folder of a known shape with random weights, to measure speed with.
+"""Make a model folder of a known shape with random weights, for benchmarks.
 
     python tools/make_model.py --shape qwen3-0.6b OUT
 
-The weights are drawn tensor by tensor, so the peak of memory is one tensor above the page
-cache. The answers of such a model mean nothing.
+The weights are written tensor by tensor, so peak memory is one tensor in addition to the page
+cache. The output of such a model is meaningless.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
@@ -104,7 +104,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_weights(folder: Path, dtype: str, seed: int) -> int:
-    """A safetensors file written as it is drawn."""
+    """Write the weights as a safetensors file, tensor by tensor; return its size."""
     name, torch_dtype = DTYPES[dtype]
     tensors = expected_tensors(read_model_config(folder))
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +119,7 @@ def write_weights(folder: Path, dtype: str, seed: int) -> int:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token for each byte, and no merges: any text goes in, any of 256 ids comes out."""
+    """Write a tokenizer with one token per byte and no merges."""
     alphabet = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,9 +1,9 @@
-"""The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Run the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-With every build of the kernels that this processor can run: a bad access or an undefined step ends
-the process that tests, and its place is told.
+Every kernel variant that this CPU supports is tested. An invalid access or undefined behaviour
+ends the test process with a report.
 
-    python -m tools.sanitize_kernels            # or: make sanitize; what follows goes to pytest
+    python -m tools.sanitize_kernels [PYTEST OPTION ...]   # or: make sanitize
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ SANITIZED = (
     "-fno-sanitize-recover=all",
 )
 RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")
-FOUND = "found"  # in a file each, by process
+FOUND = "found"  # prefix of the report files, one per process
 TESTS = (
     "tests/contract/test_runner_attention.py",
     "tests/contract/test_runner_ops.py",
     "tests/contract/test_same_bits.py",
     "tests/golden/test_native_kernels.py",
 )
-TOO_LONG = "tokens_and_logprobs"  # minutes where each access is checked
+TOO_LONG = "tokens_and_logprobs"  # takes minutes with sanitizers
 
 
 def main(arguments: Sequence[str]) -> int:
     compiler = compiler_path()
     if compiler is None:
-        print("There is no C++ compiler (c++, g++ or clang++): install one.", file=sys.stderr)
+        print("No C++ compiler (c++, g++ or clang++) found: install one.", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="baton-sanitized-") as folder:
         variants = [variant for variant in VARIANTS if variant.features <= cpu_features()]
@@ -66,9 +66,9 @@ def _start_build(compiler: str, variant: Variant, folder: Path) -> subprocess.Po
 
 
 def _test(compiler: str, folder: str, arguments: Sequence[str]) -> int:
-    """In a Python that has the sanitizers' libraries from its start.
+    """Run the tests with preloaded sanitizer libraries.
 
-    What Python itself never frees is no leak of the kernels.
+    Leak detection is off, since Python itself does not free all memory.
     """
     environment = {
         **os.environ,
@@ -86,8 +86,8 @@ def _test(compiler: str, folder: str, arguments: Sequence[str]) -> int:
 
 
 def _path_of(compiler: str, runtime: str) -> str:
-    asked = [compiler, f"-print-file-name={runtime}"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    command = [compiler, f"-print-file-name={runtime}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-// What each kernel makes of drawn numbers, a line of bits for each call: the same program, built for
-// two processors, must tell the same.
+// Prints the results of every kernel on random numbers, one line of bits per call. Builds of this
+// program for two architectures must print the same, up to rounding.
 
 #include "calls.h"
 
@@ -29,62 +29,64 @@ void baton_peaks(const float* numbers, std::int64_t num_rows, std::int64_t size,
 
 namespace {
 
-// From the begin of a cache line on, and zero.
+// Zeroed and aligned to a cache line.
 struct alignas(64) Line {
     std::uint8_t bytes[64] = {};
 };
 
-struct Room {
+struct AlignedBuffer {
     std::vector<Line> lines;
-    explicit Room(std::int64_t num_bytes) : lines(num_bytes / 64 + 1) {}
+    explicit AlignedBuffer(std::int64_t num_bytes) : lines(num_bytes / 64 + 1) {}
     template <typename Number>
-    Number* of() { return reinterpret_cast<Number*>(lines.data()); }
+    Number* as() { return reinterpret_cast<Number*>(lines.data()); }
 };
 
 struct Numbers {
-    Room room;
+    AlignedBuffer buffer;
     std::int64_t count;
-    explicit Numbers(std::int64_t count) : room(count * sizeof(Bf16)), count(count) {}
-    operator Bf16*() { return room.of<Bf16>(); }
+    explicit Numbers(std::int64_t count) : buffer(count * sizeof(Bf16)), count(count) {}
+    operator Bf16*() { return buffer.as<Bf16>(); }
 };
 
-// Between 0 and 1; the same on each machine, as what a library draws need not be.
-float drawn() {
+// Uniform in [0, 1). Library generators are not guaranteed to give the same numbers everywhere.
+float uniform() {
     static std::uint64_t state = 1;
     state = state * 6364136223846793005u + 1442695040888963407u;
     return float(state >> 40) / float(1 << 24);
 }
 
-float drawn_around_zero() {
+// Approximately standard normal.
+float normal() {
     float sum = -6;
-    for (int i = 0; i < 12; ++i) sum += drawn();
+    for (int i = 0; i < 12; ++i) sum += uniform();
     return sum;
 }
 
-Numbers some(std::int64_t count, float scale = 1) {
+Numbers random_numbers(std::int64_t count, float scale = 1) {
     Numbers numbers(count);
     for (std::int64_t i = 0; i < count; ++i) {
-        const float number = drawn_around_zero() * scale;
-        std::memcpy(numbers.room.of<char>() + i * sizeof(Bf16),
+        const float number = normal() * scale;
+        std::memcpy(numbers.buffer.as<char>() + i * sizeof(Bf16),
                     reinterpret_cast<const char*>(&number) + sizeof(Bf16), sizeof(Bf16));
     }
     return numbers;
 }
 
-void tell(const char* kernel, Numbers& numbers) {
+void print_bits(const char* kernel, Numbers& numbers) {
     std::printf("%s", kernel);
     for (std::int64_t i = 0; i < numbers.count; ++i)
-        std::printf(" %04x", numbers.room.of<std::uint16_t>()[i]);
+        std::printf(" %04x", numbers.buffer.as<std::uint16_t>()[i]);
     std::puts("");
 }
 
 void multiply(std::int64_t tokens, std::int64_t rows, std::int64_t columns, int threads) {
-    Numbers states = some(tokens * columns), weights = some(rows * columns, 0.1f);
-    Numbers bias = some(rows), answer(tokens * rows);
-    Room packed(baton_packed_bytes(rows, columns));
-    baton_pack(weights, packed.of<std::uint32_t>(), rows, columns, threads);
-    baton_linear(states, packed.of<void>(), bias, answer, tokens, rows, columns, threads);
-    tell("linear", answer);
+    Numbers activations = random_numbers(tokens * columns);
+    Numbers weights = random_numbers(rows * columns, 0.1f);
+    Numbers bias = random_numbers(rows), dst(tokens * rows);
+    AlignedBuffer packed(baton_packed_bytes(rows, columns));
+    baton_pack(weights, packed.as<std::uint32_t>(), rows, columns, threads);
+    baton_linear(activations, packed.as<void>(), bias, dst, tokens, rows, columns, threads);
+    print_bits("linear", dst);
 }
 
 void multiply_quantized(int bits, std::int64_t group, std::int64_t tokens, std::int64_t rows,
@@ -92,65 +94,68 @@ void multiply_quantized(int bits, std::int64_t group, std::int64_t tokens, std::
     const std::int64_t groups = rows * columns / group;
     std::vector<std::uint8_t> numbers(rows * columns), zeros(groups, 1 << (bits - 1));
     std::vector<float> scales(groups);
-    for (auto& number : numbers) number = std::uint8_t(drawn() * float((1 << bits) - 1));
-    for (auto& scale : scales) scale = 0.01f * (1 + drawn());
-    Numbers states = some(tokens * columns), answer(tokens * rows);
-    Room packed(baton_quantized_bytes(bits, rows, columns, group));
-    baton_pack_quantized(numbers.data(), scales.data(), zeros.data(), packed.of<std::uint8_t>(),
+    for (auto& number : numbers) number = std::uint8_t(uniform() * float((1 << bits) - 1));
+    for (auto& scale : scales) scale = 0.01f * (1 + uniform());
+    Numbers activations = random_numbers(tokens * columns), dst(tokens * rows);
+    AlignedBuffer packed(baton_quantized_bytes(bits, rows, columns, group));
+    baton_pack_quantized(numbers.data(), scales.data(), zeros.data(), packed.as<std::uint8_t>(),
                          bits, rows, columns, group, threads);
-    baton_quantized_linear(states, packed.of<std::uint8_t>(), nullptr, answer, tokens, bits, rows,
+    baton_quantized_linear(activations, packed.as<std::uint8_t>(), nullptr, dst, tokens, bits, rows,
                            columns, group, threads);
-    tell(bits == 8 ? "int8" : "int4", answer);
+    print_bits(bits == 8 ? "int8" : "int4", dst);
 }
 
-void do_parts(std::int64_t tokens, std::int64_t size, int threads) {
-    Numbers states = some(tokens * size), weight = some(size), other = some(tokens * size);
+void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
+    Numbers activations = random_numbers(tokens * size), weight = random_numbers(size);
+    Numbers other = random_numbers(tokens * size);
     Numbers normed(tokens * size), gated(tokens * (size / 2));
-    baton_norm(states, weight, normed, tokens, size, 1e-6f, threads);
-    tell("norm", normed);
-    baton_gate(states, gated, tokens, size / 2, threads);
-    tell("gate", gated);
-    baton_add(states, other, tokens * size, threads);
-    tell("add", states);
+    baton_norm(activations, weight, normed, tokens, size, 1e-6f, threads);
+    print_bits("norm", normed);
+    baton_gate(activations, gated, tokens, size / 2, threads);
+    print_bits("gate", gated);
+    baton_add(activations, other, tokens * size, threads);
+    print_bits("add", activations);
 }
 
 void find_peaks(std::int64_t tokens, std::int64_t size, int threads) {
     std::vector<float> numbers(tokens * size);
-    for (auto& number : numbers) number = drawn_around_zero();
-    std::vector<std::int64_t> places(tokens);
-    Room are_finite(tokens);
-    baton_peaks(numbers.data(), tokens, size, places.data(), are_finite.of<bool>(), threads);
+    for (auto& number : numbers) number = normal();
+    std::vector<std::int64_t> indices(tokens);
+    AlignedBuffer are_finite(tokens);
+    baton_peaks(numbers.data(), tokens, size, indices.data(), are_finite.as<bool>(), threads);
     std::printf("peaks");
-    for (const auto place : places) std::printf(" %04x", unsigned(place));
+    for (const auto index : indices) std::printf(" %04x", unsigned(index));
     std::puts("");
 }
 
 void attend(std::int64_t dim, std::int64_t window, int threads) {
-    constexpr std::int64_t kLayers = 2, kLayer = 1, kHeads = 2, kShared = 4, kBlock = 16, kBlocks = 12;
+    constexpr std::int64_t kLayers = 2, kLayer = 1, kHeads = 2, kGroup = 4, kBlock = 16, kBlocks = 12;
     constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10;
     const float scale = 1 / std::sqrt(float(dim));
     std::vector<std::int64_t> tables, blocks, offsets, lengths{kLength, 5, 66};
     for (int i = 0; i < kSequences * kTable; ++i) tables.push_back((i % kTable * 7 + 3) % kBlocks);
     for (int i = 0; i < kLength; ++i) blocks.push_back(tables[i / kBlock]), offsets.push_back(i % kBlock);
 
-    Numbers keys = some(kLength * kHeads * dim), values = some(kLength * kHeads * dim);
+    Numbers keys = random_numbers(kLength * kHeads * dim);
+    Numbers values = random_numbers(kLength * kHeads * dim);
     Numbers kv(kBlocks * kLayers * 2 * kHeads * kBlock * dim);
     baton_write_kv(kv, kLayers, kHeads, kBlock, dim, kLayer, keys, kHeads * dim, values,
                    kHeads * dim, blocks.data(), offsets.data(), kLength, threads);
 
-    Numbers queries = some(kTokens * kHeads * kShared * dim), answers(queries.count);
-    baton_attend_chunk(kv, kLayers, kHeads, kBlock, dim, kLayer, queries, answers, tables.data(),
-                       kTokens, kLength, window, kShared, scale, threads);
-    tell("chunk", answers);
-    Numbers singles(kSequences * kHeads * kShared * dim);
+    Numbers queries = random_numbers(kTokens * kHeads * kGroup * dim), dst(queries.count);
+    baton_attend_chunk(kv, kLayers, kHeads, kBlock, dim, kLayer, queries, dst, tables.data(),
+                       kTokens, kLength, window, kGroup, scale, threads);
+    print_bits("chunk", dst);
+    Numbers singles(kSequences * kHeads * kGroup * dim);
     baton_attend_singles(kv, kLayers, kHeads, kBlock, dim, kLayer, queries, singles, tables.data(),
-                         kTable, lengths.data(), window, kSequences, kShared, scale, threads);
-    tell("singles", singles);
+                         kTable, lengths.data(), window, kSequences, kGroup, scale, threads);
+    print_bits("singles", singles);
 
-    Numbers cosines = some(kTokens * dim, 0.7f), sines = some(kTokens * dim, 0.7f), weight = some(dim);
-    baton_rotate(queries, kHeads * kShared * dim, weight, cosines, sines, answers, kTokens,
-                 kHeads * kShared, dim, 1e-6f, threads);
-    tell("rotate", answers);
+    Numbers cosines = random_numbers(kTokens * dim, 0.7f), sines = random_numbers(kTokens * dim, 0.7f);
+    Numbers weight = random_numbers(dim);
+    baton_rotate(queries, kHeads * kGroup * dim, weight, cosines, sines, dst, kTokens,
+                 kHeads * kGroup, dim, 1e-6f, threads);
+    print_bits("rotate", dst);
 }
 
 }  // namespace
@@ -163,8 +168,8 @@ int main() {
             multiply(tokens, 130, 258, threads);
             multiply_quantized(8, 256, tokens, 130, 256, threads);
             multiply_quantized(4, 32, tokens, 200, 96, threads);
-            do_parts(tokens, 96, threads);
-            do_parts(tokens, 258, threads);
+            run_elementwise(tokens, 96, threads);
+            run_elementwise(tokens, 258, threads);
             find_peaks(tokens, 999, threads);
         }
         for (const std::int64_t dim : {32, 128})

@@ -1,9 +1,9 @@
-"""Train the demo model: a small Llama that has read the Python standard library.
+"""Train the demo model: a small Llama trained on the Python standard library.
 
-Takes the sources of the Python that runs it, holds some files out, trains a byte-level BPE
-tokenizer and the model on the rest, and writes a Hugging Face folder with a model card. The
-figures in the card are measured on that folder, loaded again from disk. The constants below and
-the seed are the whole recipe: same Python, same torch, same kind of CPU, same weights.
+It takes the sources of the running Python, holds some files out, trains a byte-level BPE tokenizer
+and the model on the rest, and writes a Hugging Face folder with a model card. The figures in the
+card are measured on that folder, loaded again from disk. The constants below and the seed are the
+whole recipe: the same Python, torch and kind of CPU give the same weights.
 """
 
 import argparse
@@ -44,10 +44,10 @@ WEIGHT_DECAY = 0.1
 THREADS = 2
 
 BOS, EOS = "<|begin|>", "<|end|>"
-# Line breaks, then the whole indentation, are pieces of their own: a prompt may end after either
-# and still be cut the way the model has seen it.
+# Line breaks and the whole indentation are separate tokens, so that a prompt that ends after either
+# is tokenized as in training.
 PIECES = r"\n+|(?<=\n)[ \t]+|[ _.]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+(?!\S)|\s"
-# The conversation is one file that both sides write on.
+# The messages are joined into one file.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data"}
@@ -60,11 +60,11 @@ CARD_TEMPLATE = Path(__file__).with_name("demo_model_card.md")
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The library's sources by path, apart in what is trained on and what is only measured."""
+    """Sources of the library by path, split into training set and held-out set."""
 
     train: dict[str, str]
     held_out: dict[str, str]
-    digest: str  # of every path and text, in order
+    digest: str  # of all paths and texts, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """How far training has come, and how long it took, stopped and resumed runs together."""
+    """Progress of training: steps and time, including earlier runs that were resumed."""
 
     steps: int = 0
     duration_s: float = 0.0
@@ -102,7 +102,7 @@ def main() -> int:
     )
     spent = train(model, train_ids, line_starts(tokenizer, train_ids), args)
     if spent.steps < STEPS:
-        print(f"stopped after step {spent.steps}; go on with --resume", file=sys.stderr)
+        print(f"stopped after step {spent.steps}; continue with --resume", file=sys.stderr)
         return 130
     export(model, tokenizer, args.out)
     loss = loss_of_folder(args.out, corpus)
@@ -120,9 +120,9 @@ def parse_args() -> argparse.Namespace:
         "--checkpoint",
         type=Path,
         default=ROOT / "build" / "demo_model.pt",
-        help="where a stopped run is kept (%(default)s)",
+        help="checkpoint of a stopped run (%(default)s)",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument(
         "--stop-after", type=int, default=STEPS, metavar="N", help="stop early, after step N"
     )
@@ -139,7 +139,7 @@ def read_corpus(library: Path) -> Corpus:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         digest.update(f"{name}\0{text}\0".encode())
-        # By the path alone: a file stays on its side when others come and go.
+        # The split depends on the path alone, so it is stable when other files change.
         side = held_out if hashlib.sha256(name.encode()).digest()[0] < HELD_OUT_OF_256 else train
         side[name] = text
     return Corpus(train, held_out, digest.hexdigest())
@@ -168,14 +168,14 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, files: dict[str, str]) -> torch.Tensor:
-    """All files in one run of ids, each between its own begin and end."""
+    """Encode all files as one sequence of ids, each file between its begin and end tokens."""
     eos = tokenizer.token_to_id(EOS)
     encoded = tokenizer.encode_batch(list(files.values()))
     return torch.tensor([token for one in encoded for token in (*one.ids, eos)])
 
 
 def line_starts(tokenizer: Tokenizer, ids: torch.Tensor) -> torch.Tensor:
-    """Positions from which a whole window can be read that begins at a line's first token."""
+    """Return the positions of line starts that are followed by a whole window."""
     size = tokenizer.get_vocab_size()
     ends_line = torch.tensor([tokenizer.decode([token]).endswith("\n") for token in range(size)])
     starts = torch.nonzero(ends_line[ids]).squeeze(1) + 1
@@ -202,7 +202,7 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 def train(
     model: LlamaForCausalLM, ids: torch.Tensor, starts: torch.Tensor, args: argparse.Namespace
 ) -> Spent:
-    """Train to the last step, or to the one during which Ctrl-C came."""
+    """Train to the last step, or to the one that Ctrl-C interrupts."""
     optimizer = make_optimizer(model)
     before = load_checkpoint(args.checkpoint, model, optimizer) if args.resume else Spent()
     step, started = before.steps, time.monotonic()
@@ -231,7 +231,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def interrupt_flag() -> list[int]:
-    """A list that is empty until the first Ctrl-C; the second one ends the process."""
+    """Return a list that is empty until the first Ctrl-C; a second one ends the process."""
     seen: list[int] = []
 
     def note(number: int, _frame: object) -> None:
@@ -252,9 +252,9 @@ def learning_rate(step: int) -> float:
 def batch_of_step(
     step: int, ids: torch.Tensor, starts: torch.Tensor, config: LlamaConfig
 ) -> torch.Tensor:
-    """Excerpts [BATCH, CONTEXT + 1], each after a begin token, as a prompt will come.
+    """Return excerpts [BATCH, CONTEXT + 1], each after a begin token, like prompts.
 
-    Seeded by the step, so that a resumed run reads what the unbroken one would have read.
+    Seeded by the step, so that a resumed run gets the batches of an uninterrupted one.
     """
     random = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     chosen = starts[torch.randint(len(starts), (BATCH, 1), generator=random)]
@@ -276,7 +276,7 @@ def train_step(
 
 
 class Progress:
-    """Prints a line now and then: loss over the last steps, speed, time left."""
+    """Prints loss, speed and remaining time every `EVERY` steps."""
 
     EVERY = 20
 
@@ -327,7 +327,9 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         temperature=0.7,
     )
     model.bfloat16().save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written readable by its owner alone
+    (folder / "model.safetensors").chmod(
+        0o644
+    )  # save_pretrained makes it readable by its owner only
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -340,7 +342,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 @torch.inference_mode()
 def loss_of_folder(folder: Path, corpus: Corpus) -> Loss:
-    """Loss of the exported model, each held-out token counted once, in windows as trained on."""
+    """Return the loss of the exported model on the held-out tokens, in windows as in training."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     ids = encode(Tokenizer.from_file(str(folder / "tokenizer.json")), corpus.held_out)
     total = 0.0
@@ -355,7 +357,7 @@ def loss_of_folder(folder: Path, corpus: Corpus) -> Loss:
 def write_card(
     folder: Path, corpus: Corpus, num_train_tokens: int, loss: Loss, spent: Spent
 ) -> None:
-    """Fill in the card: every figure in it is one that this run measured."""
+    """Write the model card with the figures measured by this run."""
     shutil.copy(Path(sysconfig.get_path("stdlib")) / "LICENSE.txt", folder / "LICENSE-PYTHON.txt")
     weights = folder / "model.safetensors"
     card = string.Template(CARD_TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -385,17 +387,17 @@ def write_card(
 
 
 def samples(folder: Path) -> Iterator[str]:
-    """What the folder writes, as Markdown: each prompt greedily, then at temperature 0.7."""
+    """Yield samples of the model as Markdown: each prompt greedily and at temperature 0.7."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     for prompt in PROMPTS:
-        for title, how in (
+        for title, options in (
             ("greedy", {"do_sample": False, "temperature": None}),
             ("temperature 0.7", {"do_sample": True, "temperature": 0.7, "top_k": 0}),
         ):
             torch.manual_seed(SEED)
             inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-            output = model.generate(**inputs, max_new_tokens=80, **how)
+            output = model.generate(**inputs, max_new_tokens=80, **options)
             text = tokenizer.decode(output[0], skip_special_tokens=True)
             yield f"`{prompt!r}`, {title}:\n\n```python\n{text.rstrip()}\n```"
 

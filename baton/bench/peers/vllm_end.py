@@ -1,6 +1,6 @@
 """vLLM process of `baton bench peer`: runs in vLLM's environment and does not import Baton.
 
-It reads one JSON object per line, {"phase": "decode", "size": 4}, and answers with tokens per second.
+It reads one JSON object per line, {"phase": "decode", "size": 4}, and prints tokens per second.
 """
 
 import json
