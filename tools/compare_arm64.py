@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 PROGRAM = ("-fno-PIC", "-no-pie", "-static", f"-I{SOURCES}", str(HERE / "told_by_kernels.cpp"))
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 PACKAGES = "g++ g++-aarch64-linux-gnu qemu-user-static"
-MOST_ROUNDED_OTHERWISE = 1e-3  # share of numbers that may differ, each by one step
+MAX_ROUNDED_SHARE = 1e-3  # share of numbers that may differ, each by one step
 NOT_NUMBERS = frozenset({"peaks"})  # indices, which must be equal
 
 # By kernel: counts of all numbers, of those that differ by one step, and by more.
@@ -61,7 +61,7 @@ def compared(own: str, other: str) -> Tally:
 
 def are_alike(tally: Tally) -> bool:
     return bool(tally) and all(
-        num_wrong == 0 and num_rounded <= MOST_ROUNDED_OTHERWISE * num_numbers
+        num_wrong == 0 and num_rounded <= MAX_ROUNDED_SHARE * num_numbers
         for num_numbers, num_rounded, num_wrong in tally.values()
     )
 

@@ -34,7 +34,7 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Clock:
+class CpuClock:
     """CPU time plus skipped idle time."""
 
     skipped_s: float = 0.0
@@ -64,7 +64,7 @@ def first_tokens(
         long_prefill_token_threshold=threshold,
         max_long_partial_prefills=1 if threshold else None,
     )
-    clock = Clock()
+    clock = CpuClock()
     engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
     begin_s, waiting, num_running = clock.now(), list(enumerate(prompts)), 0
     while waiting or num_running:

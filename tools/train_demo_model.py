@@ -77,7 +77,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class TrainingState:
     """Progress of training: steps and time, including earlier runs that were resumed."""
 
     steps: int = 0
@@ -201,12 +201,12 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 def train(
     model: LlamaForCausalLM, ids: torch.Tensor, starts: torch.Tensor, args: argparse.Namespace
-) -> Spent:
+) -> TrainingState:
     """Train to the last step, or to the one that Ctrl-C interrupts."""
     optimizer = make_optimizer(model)
-    before = load_checkpoint(args.checkpoint, model, optimizer) if args.resume else Spent()
+    before = load_checkpoint(args.checkpoint, model, optimizer) if args.resume else TrainingState()
     step, started = before.steps, time.monotonic()
-    progress = Progress(step)
+    progress = ProgressPrinter(step)
     interrupted = interrupt_flag()
     model.train()
     while step < min(STEPS, args.stop_after) and not interrupted:
@@ -215,7 +215,7 @@ def train(
         loss = train_step(model, optimizer, batch_of_step(step, ids, starts, model.config))
         step += 1
         progress.report(step, loss)
-    spent = Spent(step, before.duration_s + time.monotonic() - started)
+    spent = TrainingState(step, before.duration_s + time.monotonic() - started)
     save_checkpoint(args.checkpoint, model, optimizer, spent)
     return spent
 
@@ -275,7 +275,7 @@ def train_step(
     return loss.item()
 
 
-class Progress:
+class ProgressPrinter:
     """Prints loss, speed and remaining time every `EVERY` steps."""
 
     EVERY = 20
@@ -300,7 +300,7 @@ class Progress:
 
 
 def save_checkpoint(
-    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, spent: Spent
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, spent: TrainingState
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
@@ -311,11 +311,13 @@ def save_checkpoint(
     torch.save(state, path)
 
 
-def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> Spent:
+def load_checkpoint(
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW
+) -> TrainingState:
     state = torch.load(path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return Spent(**state["spent"])
+    return TrainingState(**state["spent"])
 
 
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
@@ -355,7 +357,7 @@ def loss_of_folder(folder: Path, corpus: Corpus) -> Loss:
 
 
 def write_card(
-    folder: Path, corpus: Corpus, num_train_tokens: int, loss: Loss, spent: Spent
+    folder: Path, corpus: Corpus, num_train_tokens: int, loss: Loss, spent: TrainingState
 ) -> None:
     """Write the model card with the figures measured by this run."""
     shutil.copy(Path(sysconfig.get_path("stdlib")) / "LICENSE.txt", folder / "LICENSE-PYTHON.txt")

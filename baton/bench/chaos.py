@@ -47,7 +47,7 @@ class ChaosBench:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ChaosProgress:
     elapsed_s: float
     told: Sequence[Told]
     num_under_way: int
@@ -55,7 +55,7 @@ class Progress:
     latest: str  # latest fault
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[ChaosProgress], None]
 
 
 async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -> Report:
@@ -92,7 +92,7 @@ async def _unless(
         await asyncio.gather(answers, stopping, return_exceptions=True)
 
 
-def nobody_looks(_: Progress) -> None:
+def ignore_progress(_: ChaosProgress) -> None:
     """Ignore the progress."""
 
 
@@ -121,7 +121,7 @@ class Chaos:
         faults: Sequence[Fault],
         duration_s: float,
         stop: asyncio.Event,
-        on_progress: OnProgress = nobody_looks,
+        on_progress: OnProgress = ignore_progress,
     ) -> Report:
         """Run the faults, once. It ends when all victims have recovered, if after `duration_s`."""
         load_end = asyncio.Event()
@@ -310,7 +310,7 @@ class Chaos:
             latest = str(self._struck[-1].fault) if self._struck else ""
             elapsed_s = time.monotonic() - self._began_s
             told, num_under_way = self._load.told, self._load.num_under_way
-            on_progress(Progress(elapsed_s, told, num_under_way, len(self._struck), latest))
+            on_progress(ChaosProgress(elapsed_s, told, num_under_way, len(self._struck), latest))
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _leaks(self) -> list[str]:

@@ -13,8 +13,8 @@ from baton.client import Answer, AsyncClient, Generation
 from engine.sampling import SamplingParams
 from serving.errors import ServiceError
 
-LEAST_TOKENS, MOST_TOKENS = 8, 96
-LEAST_PROMPT, MOST_PROMPT = 4, 160
+MIN_TOKENS, MAX_TOKENS = 8, 96
+MIN_PROMPT_LEN, MAX_PROMPT_LEN = 4, 160
 # Tolerance of logprobs: the order of summation differs between batches.
 LOGPROB_TOLERANCE = 1e-2
 STOP_CHARACTERS = 4
@@ -49,10 +49,10 @@ async def asks(client: AsyncClient, seed: int, count: int) -> list[Ask]:
 
 def _ask(draw: random.Random, tag: int, vocab_size: int) -> Ask:
     plain = range(FIRST_PLAIN_TOKEN, vocab_size)
-    length = round(LEAST_PROMPT * (MOST_PROMPT / LEAST_PROMPT) ** draw.random())
+    length = round(MIN_PROMPT_LEN * (MAX_PROMPT_LEN / MIN_PROMPT_LEN) ** draw.random())
     tagged = (plain[tag % len(plain)], plain[tag // len(plain) % len(plain)])
     prompt = (*tagged, *draw.choices(plain, k=length))
-    max_tokens = draw.randint(LEAST_TOKENS, MOST_TOKENS)
+    max_tokens = draw.randint(MIN_TOKENS, MAX_TOKENS)
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     seeded = replace(greedy, temperature=0.8, top_p=0.95, seed=draw.getrandbits(32))
     kinds = {
@@ -75,7 +75,7 @@ async def known(client: AsyncClient, requests: Sequence[Ask]) -> list[Known]:
             ask = replace(ask, generation=_stopped(ask.generation, answer.text))  # noqa: PLW2901
             answer = await client.generate(ask.prompt, ask.generation)
         alone.append(Known(ask, answer))
-    crowd = (client.generate(one.ask.prompt, salted(one.ask, "crowd")) for one in alone)
+    crowd = (client.generate(one.ask.prompt, with_salt(one.ask, "crowd")) for one in alone)
     for one, answer in zip(alone, await asyncio.gather(*crowd), strict=True):
         difference = difference_of(one, answer)
         if difference is not None:
@@ -83,7 +83,7 @@ async def known(client: AsyncClient, requests: Sequence[Ask]) -> list[Known]:
     return alone
 
 
-def salted(ask: Ask, salt: str) -> Generation:
+def with_salt(ask: Ask, salt: str) -> Generation:
     """Return the request with a cache salt: prompts of another salt share no cached KV."""
     return replace(ask.generation, cache_salt=salt)
 

@@ -32,7 +32,7 @@ class Struck:
 class WorstWaits:
     """Longest waits during one attack, without other faults."""
 
-    beside: str
+    attack: str
     gap_s: float
     first_token_s: float
     health_s: float
@@ -74,17 +74,17 @@ def bystanders(
 
 def _by_attack(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[WorstWaits]:
     for name in sorted({one.attack for one in attacks}):
-        its = [one for one in attacks if one.attack == name]
-        beside = [wait for wait in waits if any(_overlap(wait, one) for one in its)]
+        matching = [one for one in attacks if one.attack == name]
+        during = [wait for wait in waits if any(_overlap(wait, one) for one in matching)]
         outcomes: dict[str, int] = {}
-        for one in its:
+        for one in matching:
             for outcome, count in (one.outcomes or {}).items():
                 outcomes[outcome] = outcomes.get(outcome, 0) + count
         yield WorstWaits(
             name,
-            gap_s=_worst(beside, Wait.GAP),
-            first_token_s=_worst(beside, Wait.FIRST_TOKEN),
-            health_s=_worst(beside, Wait.HEALTH),
+            gap_s=_worst(during, Wait.GAP),
+            first_token_s=_worst(during, Wait.FIRST_TOKEN),
+            health_s=_worst(during, Wait.HEALTH),
             outcomes=", ".join(f"{count} {what}" for what, count in sorted(outcomes.items())),
         )
 
@@ -96,11 +96,11 @@ def _missed(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[str]
         kind, wait_s = Wait(wait.kind), wait.ended_s - wait.began_s
         bound_s = BOUND_S.get(kind)
         names = sorted({one.attack for one in attacks if _overlap(wait, one)})
-        beside = f"during: {', '.join(names) or 'nothing'}"
+        context = f"during: {', '.join(names) or 'nothing'}"
         if kind is Wait.FAILURE:
-            failures[f"{wait.reason}; {beside}"] += 1
+            failures[f"{wait.reason}; {context}"] += 1
         elif bound_s is not None and wait_s > bound_s:
-            yield f"{kind.value} of {wait_s:.2f} s, {bound_s:g} s allowed; {beside}"
+            yield f"{kind.value} of {wait_s:.2f} s, {bound_s:g} s allowed; {context}"
     for failure, count in failures.items():
         yield f"failed {count} times: {failure}"
 
@@ -119,7 +119,7 @@ MAX_GROWTH = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ProcessMemory:
     """Resident memory of a process that ran from the middle of the run to its end."""
 
     process: str
@@ -139,10 +139,10 @@ class Memory:
 Rss = Mapping[str, tuple[int, int]]  # pid and bytes by process name
 
 
-def memory(start: Rss, middle: Rss, end: Rss) -> list[Memory]:
+def memory(start: Rss, middle: Rss, end: Rss) -> list[ProcessMemory]:
     """Return the memory of the processes that ran both in the middle and at the end."""
     return [
-        Memory(
+        ProcessMemory(
             name,
             start[name][1] / MIB if name in start and start[name][0] == pid else None,
             middle[name][1] / MIB,

@@ -59,8 +59,8 @@ ROLES_HIT_BY = {
 }
 # Faults of the KV transfer.
 OF_WIRES = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP, Kind.CORRUPT})
-OF_CLIENTS = frozenset({Kind.CROWD, Kind.HOSTILE})
-SHORTEST_S, LONGEST_S = 0.3, 6.0
+CLIENT_FAULTS = frozenset({Kind.CROWD, Kind.HOSTILE})
+MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Fault:
 
     def __str__(self) -> str:
         who = f"{self.role.value}-{self.place}" if self.role is not Role.ROUTER else "router"
-        return self.kind.value if self.kind in OF_CLIENTS else f"{self.kind.value} {who}"
+        return self.kind.value if self.kind in CLIENT_FAULTS else f"{self.kind.value} {who}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,6 @@ def faults(script: Script, num_by_role: Mapping[Role, int]) -> list[Fault]:
         place = draw.randrange(num_by_role.get(role, 1))
         phase = draw.choice(tuple(Phase))
         # Log-uniform over the range of the peers' timeouts.
-        lasts_s = SHORTEST_S * (LONGEST_S / SHORTEST_S) ** draw.random()
+        lasts_s = MIN_DURATION_S * (MAX_DURATION_S / MIN_DURATION_S) ** draw.random()
         drawn.append(Fault(len(drawn), at_s, kind, role, place, phase, lasts_s))
     return drawn

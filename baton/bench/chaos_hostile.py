@@ -16,7 +16,7 @@ from typing import Any
 
 from baton.bench.bystander import Waited
 from baton.bench.hostile_bodies import Attack, attacks
-from baton.bench.hostile_client import Target
+from baton.bench.hostile_client import AttackTarget
 
 ATTACK_LIMIT_S = 12.0
 # A process that reports no outcomes for so long is considered stuck.
@@ -27,7 +27,9 @@ END_PATIENCE_S = 5.0
 class Hostility:
     """Runs both processes within `async with`; one attack at a time."""
 
-    def __init__(self, target: Target, seed: int, chosen: Sequence[Attack] = tuple(Attack)) -> None:
+    def __init__(
+        self, target: AttackTarget, seed: int, chosen: Sequence[Attack] = tuple(Attack)
+    ) -> None:
         self._target = target
         self._attacks = attacks(seed, chosen)
         self._num_attacks = 0

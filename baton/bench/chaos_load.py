@@ -10,16 +10,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.bench.chaos_asks import Known, difference_of, salted
+from baton.bench.chaos_asks import Known, difference_of, with_salt
 from baton.bench.chaos_faults import Phase
 from baton.client import Answer, AsyncClient, BatonError, Generation
 
 # Requests take seconds; one without an end after this time counts as hung.
 PATIENCE_S = 90.0
 CANCEL_SHARE = 0.08
-LONGEST_STAY_S = 1.5  # of clients that cancel
-HURRY_SHARE = 0.08
-SHORTEST_HURRY_S, LONGEST_HURRY_S = 0.05, 2.0  # deadlines that some answers miss
+MAX_CANCEL_AFTER_S = 1.5  # of clients that cancel
+SHORT_DEADLINE_SHARE = 0.08
+MIN_DEADLINE_S, MAX_DEADLINE_S = 0.05, 2.0  # deadlines that some answers miss
 SHARING_SHARE = 0.3  # share of requests that may hit cached prefixes
 PAUSE_AFTER_REFUSAL_S = 0.2
 FIRST_DECODED = 2  # tokens after which the decode node is generating
@@ -74,8 +74,8 @@ class Load:
 
         async def send_requests() -> None:
             while not stop.is_set():
-                told = await self._send()
-                if told.outcome in (Outcome.REFUSED, Outcome.BROKEN):
+                record = await self._send()
+                if record.outcome in (Outcome.REFUSED, Outcome.BROKEN):
                     await asyncio.sleep(PAUSE_AFTER_REFUSAL_S)
 
         async with asyncio.TaskGroup() as group:
@@ -104,68 +104,68 @@ class Load:
         shares = self._draw.random() < SHARING_SHARE
         salt = "" if shares else str(self._numbers)
         cancels = self._draw.random() < CANCEL_SHARE
-        cancel_after_s = self._draw.random() * LONGEST_STAY_S if cancels else None
-        told = Told(one.ask.tag, one.ask.kind, time.monotonic(), self._patience_s())
+        cancel_after_s = self._draw.random() * MAX_CANCEL_AFTER_S if cancels else None
+        record = Told(one.ask.tag, one.ask.kind, time.monotonic(), self._patience_s())
         self.num_under_way += 1
         try:
             async with asyncio.timeout(cancel_after_s):
-                await self._receive(one, salted(one.ask, salt), told)
+                await self._receive(one, with_salt(one.ask, salt), record)
         except TimeoutError:
-            _judge(told, Outcome.CANCELLED)
+            _judge(record, Outcome.CANCELLED)
         finally:
             self.num_under_way -= 1
-        told.ended_s = time.monotonic()
-        self.told.append(told)
-        return told
+        record.ended_s = time.monotonic()
+        self.told.append(record)
+        return record
 
     def _patience_s(self) -> float:
-        if self._draw.random() >= HURRY_SHARE:
+        if self._draw.random() >= SHORT_DEADLINE_SHARE:
             return PATIENCE_S
-        return self._draw.uniform(SHORTEST_HURRY_S, LONGEST_HURRY_S)
+        return self._draw.uniform(MIN_DEADLINE_S, MAX_DEADLINE_S)
 
-    async def _receive(self, one: Known, generation: Generation, told: Told) -> None:
+    async def _receive(self, one: Known, generation: Generation, record: Told) -> None:
         answer = Answer()
         self._note(Phase.ASKED)
-        stream = self._client.stream(one.ask.prompt, generation, timeout_s=told.patience_s)
+        stream = self._client.stream(one.ask.prompt, generation, timeout_s=record.patience_s)
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.first_index != len(answer.token_ids):
-                        _judge(told, Outcome.WRONG, f"token {chunk.first_index} is out of order")
+                        _judge(record, Outcome.WRONG, f"token {chunk.first_index} is out of order")
                         return
                     answer.take(chunk)
-                    self._note_tokens(answer, told)
+                    self._note_tokens(answer, record)
         except BatonError as error:
-            self._judge_error(told, error)
+            self._judge_error(record, error)
         else:
-            self._judge_answer(one, answer, told)
+            self._judge_answer(one, answer, record)
 
-    def _note_tokens(self, answer: Answer, told: Told) -> None:
+    def _note_tokens(self, answer: Answer, record: Told) -> None:
         if not answer.token_ids:
             return
-        if not told.arrivals_s:
+        if not record.arrivals_s:
             self._note(Phase.FIRST_TOKEN)
-        elif len(told.arrivals_s) == FIRST_DECODED:
+        elif len(record.arrivals_s) == FIRST_DECODED:
             self._note(Phase.DECODING)
-        told.arrivals_s.append(time.monotonic())
+        record.arrivals_s.append(time.monotonic())
 
-    def _judge_answer(self, one: Known, answer: Answer, told: Told) -> None:
+    def _judge_answer(self, one: Known, answer: Answer, record: Told) -> None:
         difference = difference_of(one, answer)
         if difference is not None:
-            _judge(told, Outcome.WRONG, difference)
+            _judge(record, Outcome.WRONG, difference)
         if answer.finish is not None:
-            told.attempts = answer.finish.served.attempts
-            told.is_local = not answer.finish.served.is_prefill_remote
+            record.attempts = answer.finish.served.attempts
+            record.is_local = not answer.finish.served.is_prefill_remote
 
-    def _judge_error(self, told: Told, error: BatonError) -> None:
+    def _judge_error(self, record: Told, error: BatonError) -> None:
         reason = error.reason or error.code.name
-        if reason == "DEADLINE_EXCEEDED" and told.is_hurried:
-            _judge(told, Outcome.LATE)
+        if reason == "DEADLINE_EXCEEDED" and record.is_hurried:
+            _judge(record, Outcome.LATE)
         elif reason == "DEADLINE_EXCEEDED":
-            _judge(told, Outcome.HUNG, f"no end within {told.patience_s:.0f} s")
+            _judge(record, Outcome.HUNG, f"no end within {record.patience_s:.0f} s")
         else:
-            _judge(told, Outcome.BROKEN if told.arrivals_s else Outcome.REFUSED, reason)
+            _judge(record, Outcome.BROKEN if record.arrivals_s else Outcome.REFUSED, reason)
 
 
-def _judge(told: Told, outcome: Outcome, reason: str = "") -> None:
-    told.outcome, told.reason = outcome, reason
+def _judge(record: Told, outcome: Outcome, reason: str = "") -> None:
+    record.outcome, record.reason = outcome, reason

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from baton.bench.chaos_bystander import Bystanders, Memory, Struck
+from baton.bench.chaos_bystander import Bystanders, ProcessMemory, Struck
 from baton.bench.chaos_faults import Fault, Kind, Role
 from baton.bench.chaos_leaks import Scrape
 from baton.bench.chaos_load import Outcome, Told
@@ -61,7 +61,7 @@ class Report:
     overdue: Sequence[str]  # ended after their deadlines
     leaks: Sequence[str]
     died: Sequence[str]
-    memory: Sequence[Memory] = ()
+    memory: Sequence[ProcessMemory] = ()
     bystanders: Bystanders | None = None  # None: no hostile client
 
     @property
@@ -76,27 +76,27 @@ class Report:
 
 
 def report(
-    told: Sequence[Told],
+    records: Sequence[Told],
     struck: Sequence[Struck],
     attempts: Attempts,
     *,
     elapsed_s: float,
     leaks: Sequence[str],
     died: Sequence[str],
-    memory: Sequence[Memory] = (),
+    memory: Sequence[ProcessMemory] = (),
     bystanders: Bystanders | None = None,
 ) -> Report:
-    by_outcome = Counter(one.outcome for one in told)
-    lost = [one for one in told if _is_lost(one, struck)]
-    overdue = [one for one in told if _is_overdue(one)]
-    failed = (one for one in told if one.outcome in (Outcome.REFUSED, Outcome.BROKEN))
+    by_outcome = Counter(one.outcome for one in records)
+    lost = [one for one in records if _is_lost(one, struck)]
+    overdue = [one for one in records if _is_overdue(one)]
+    failed = (one for one in records if one.outcome in (Outcome.REFUSED, Outcome.BROKEN))
     counts = {
-        "requests": len(told),
-        "hurried": sum(one.is_hurried for one in told),
+        "requests": len(records),
+        "hurried": sum(one.is_hurried for one in records),
         **{outcome.value: by_outcome[outcome] for outcome in Outcome},
         "retried": attempts.total(names.RETRY),
         "migrated": attempts.total(names.MIGRATE),
-        "local": sum(one.is_local for one in told),
+        "local": sum(one.is_local for one in records),
         "lost": len(lost),
         "overdue": len(overdue),
         "leaked": len(leaks),
@@ -108,11 +108,11 @@ def report(
         elapsed_s=elapsed_s,
         num_faults=len(struck),
         counts=counts,
-        recoveries=list(_recoveries(told, struck)),
+        recoveries=list(_recoveries(records, struck)),
         reasons=dict(Counter(f"{one.outcome.value}: {one.reason}" for one in failed)),
         num_by_fault=dict(Counter(_kind(one.fault) for one in struck)),
-        wrong=[_line(one, struck) for one in told if one.outcome is Outcome.WRONG],
-        hung=[_line(one, struck) for one in told if one.outcome is Outcome.HUNG],
+        wrong=[_line(one, struck) for one in records if one.outcome is Outcome.WRONG],
+        hung=[_line(one, struck) for one in records if one.outcome is Outcome.HUNG],
         lost=[_line(one, struck) for one in lost],
         overdue=[_line(one, struck) for one in overdue],
         leaks=leaks,
@@ -122,53 +122,55 @@ def report(
     )
 
 
-def _is_lost(told: Told, struck: Sequence[Struck]) -> bool:
+def _is_lost(record: Told, struck: Sequence[Struck]) -> bool:
     """Return whether a request failed without a killed router or a fair refusal."""
-    fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if told.is_hurried else ())
-    if told.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or told.reason in fair:
+    fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if record.is_hurried else ())
+    if record.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or record.reason in fair:
         return False
     return not any(
-        told.began_s <= one.healed_s + LONGEST_RECONNECT_S and one.at_s <= told.ended_s
+        record.began_s <= one.healed_s + LONGEST_RECONNECT_S and one.at_s <= record.ended_s
         for one in struck
         if _is_router_gone(one)
     )
 
 
-def _is_overdue(told: Told) -> bool:
-    return told.ended_s - told.began_s > told.patience_s + OVERDUE_S
+def _is_overdue(record: Told) -> bool:
+    return record.ended_s - record.began_s > record.patience_s + OVERDUE_S
 
 
 def _is_router_gone(struck: Struck) -> bool:
     return struck.fault.kind is Kind.KILL and struck.fault.role is Role.ROUTER
 
 
-def _overlap(told: Told, struck: Struck) -> bool:
-    return told.began_s <= struck.healed_s and struck.at_s <= told.ended_s
+def _overlap(record: Told, struck: Struck) -> bool:
+    return record.began_s <= struck.healed_s and struck.at_s <= record.ended_s
 
 
 def _kind(fault: Fault) -> str:
     return f"{fault.kind.value} {fault.role.value}"
 
 
-def _line(told: Told, struck: Sequence[Struck]) -> str:
-    beside = ", ".join(
-        f"{one.fault.kind.value} {one.victim} from {one.at_s - told.began_s:.1f} "
-        f"to {one.healed_s - told.began_s:.1f} s"
+def _line(record: Told, struck: Sequence[Struck]) -> str:
+    faults = ", ".join(
+        f"{one.fault.kind.value} {one.victim} from {one.at_s - record.began_s:.1f} "
+        f"to {one.healed_s - record.began_s:.1f} s"
         for one in struck
-        if _overlap(told, one)
+        if _overlap(record, one)
     )
-    lasted_s = told.ended_s - told.began_s
-    what = f"request {told.tag} ({told.kind}), {len(told.arrivals_s)} chunks in {lasted_s:.1f} s"
-    return f"{what}: {told.reason}; faults: {beside or 'none'}"
+    lasted_s = record.ended_s - record.began_s
+    what = (
+        f"request {record.tag} ({record.kind}), {len(record.arrivals_s)} chunks in {lasted_s:.1f} s"
+    )
+    return f"{what}: {record.reason}; faults: {faults or 'none'}"
 
 
-def _recoveries(told: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Recovery]:
+def _recoveries(records: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Recovery]:
     for role in (Role.PREFILL, Role.DECODE):
         waits_s = [
             next_s - one.at_s
             for one in struck
             if one.fault.kind is Kind.KILL and one.fault.role is role
-            for next_s in _next_tokens(told, one)
+            for next_s in _next_tokens(records, one)
         ]
         if waits_s:
             yield _recovery(f"{role.value} death to next token", waits_s)
@@ -177,24 +179,26 @@ def _recoveries(told: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Reco
     waits_s = [
         wait_s
         for one, end_s in zip(lives, ends_s, strict=False)
-        for wait_s in _first_tokens(told, one, end_s)
+        for wait_s in _first_tokens(records, one, end_s)
     ]
     if waits_s:
         yield _recovery("router restart to first token", waits_s)
 
 
-def _next_tokens(told: Sequence[Told], struck: Struck) -> Iterator[float]:
+def _next_tokens(records: Sequence[Told], struck: Struck) -> Iterator[float]:
     """Yield the waits of running streams that were retried or computed locally."""
-    for one in told:
+    for one in records:
         is_touched = one.attempts > 1 or one.is_local
         if is_touched and one.began_s < struck.at_s < one.ended_s:
             later = [arrival_s for arrival_s in one.arrivals_s if arrival_s > struck.at_s]
             yield from later[:1]
 
 
-def _first_tokens(told: Sequence[Told], struck: Struck, end_s: float) -> Iterator[float]:
+def _first_tokens(records: Sequence[Told], struck: Struck, end_s: float) -> Iterator[float]:
     """Yield the wait for the first token after a router restart, if there was one."""
-    arrivals_s = (one.arrivals_s[0] for one in told if one.arrivals_s and one.arrivals_s[0] < end_s)
+    arrivals_s = (
+        one.arrivals_s[0] for one in records if one.arrivals_s and one.arrivals_s[0] < end_s
+    )
     later = [arrival_s - struck.listens_s for arrival_s in arrivals_s]
     yield from sorted(wait_s for wait_s in later if wait_s > 0)[:1]
 
@@ -203,5 +207,5 @@ def _recovery(of: str, waits_s: Sequence[float]) -> Recovery:
     return Recovery(of, len(waits_s), statistics.median(waits_s), max(waits_s))
 
 
-def as_told(found: Report) -> dict[str, object]:
+def report_values(found: Report) -> dict[str, object]:
     return asdict(found) | {"is_good": found.is_good}

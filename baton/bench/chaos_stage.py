@@ -19,8 +19,8 @@ from baton.bench.chaos_clock import Clocks, build
 from baton.bench.chaos_door import Door
 from baton.bench.chaos_faults import Role
 from baton.bench.chaos_leaks import Footprint, Scrape, footprint, scrape
-from baton.bench.chaos_wire import Weather
-from baton.bench.hostile_client import Target
+from baton.bench.chaos_wire import FaultSwitch
+from baton.bench.hostile_client import AttackTarget
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from telemetry import metric_names as names
 
@@ -127,9 +127,9 @@ class Stage:
     def door(self, child: Child) -> Door:
         return self._door_by_name[child.name]
 
-    def weather(self, child: Child) -> Weather:
+    def weather(self, child: Child) -> FaultSwitch:
         """Return the fault switch of a node's KV transfer; it outlives restarts."""
-        return Weather(self._folder / child.name)
+        return FaultSwitch(self._folder / child.name)
 
     def put_clock_off(self, child: Child, by_s: float) -> None:
         if self._clocks is not None and child.process.poll() is None:
@@ -161,12 +161,12 @@ class Stage:
         return await asyncio.to_thread(scrape, self._metrics_by_pid[child.process.pid])
 
     @property
-    def hostile_target(self) -> Target | None:
+    def hostile_target(self) -> AttackTarget | None:
         """Return the addresses for the hostile client; None without HTTP."""
         if not self._cluster.router.http_address:
             return None
         decodes = tuple(child.address for child in self._cluster.decodes)
-        return Target(self._cluster.router.http_address, self.address, decodes)
+        return AttackTarget(self._cluster.router.http_address, self.address, decodes)
 
     def rss(self) -> Rss:
         """Return the resident memory of the running processes."""

@@ -28,7 +28,7 @@ WHOLLY = frozenset({Kind.LATE, Kind.DOUBLE})
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class FaultSwitch:
     """Fault switch of one node: a file with the active fault, and one that counts the hits."""
 
     path: Path
@@ -61,12 +61,12 @@ class Weather:
         self.path.unlink(missing_ok=True)
 
 
-class UnrulyLink:
+class FaultyLink:
     """Link with faults on outgoing messages. Create it on the asyncio loop."""
 
-    def __init__(self, inner: Link, weather: Weather) -> None:
+    def __init__(self, inner: Link, fault_switch: FaultSwitch) -> None:
         self._inner = inner
-        self._weather = weather
+        self._fault_switch = fault_switch
         self._loop = asyncio.get_running_loop()
         self._draw = random.Random(0)
 
@@ -77,10 +77,10 @@ class UnrulyLink:
         self._inner.close(link_id)
 
     def send(self, link_id: LinkId, message: LinkMessage) -> None:
-        kind = self._weather.now()
+        kind = self._fault_switch.now()
         is_hit = self._draw.random() < SHARE
         if kind in ON_LINKS and (is_hit or kind in WHOLLY):
-            self._weather.hit()
+            self._fault_switch.hit()
         if kind is Kind.LATE or (kind is Kind.SWAP and is_hit):
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, LATE_S, self._inner.send, link_id, message
@@ -91,11 +91,11 @@ class UnrulyLink:
                 self._inner.send(link_id, message)
 
 
-class UnrulyTransport:
-    def __init__(self, inner: Transport, region: Region, weather: Weather) -> None:
+class FaultyTransport:
+    def __init__(self, inner: Transport, region: Region, fault_switch: FaultSwitch) -> None:
         self._inner = inner
         self._region = region
-        self._weather = weather
+        self._fault_switch = fault_switch
 
     @property
     def name(self) -> str:
@@ -105,20 +105,20 @@ class UnrulyTransport:
     def is_one_sided(self) -> bool:
         return self._inner.is_one_sided
 
-    def open(self) -> UnrulyChannel:
-        return UnrulyChannel(self._inner.open(), self._region.num_blocks, self._weather)
+    def open(self) -> FaultyChannel:
+        return FaultyChannel(self._inner.open(), self._region.num_blocks, self._fault_switch)
 
     def close(self) -> None:
         self._inner.close()
 
 
-class UnrulyChannel:
+class FaultyChannel:
     """Channel with faults on outgoing writes and on incoming notifications."""
 
-    def __init__(self, inner: Channel, num_blocks: int, weather: Weather) -> None:
+    def __init__(self, inner: Channel, num_blocks: int, fault_switch: FaultSwitch) -> None:
         self._inner = inner
         self._num_blocks = num_blocks
-        self._weather = weather
+        self._fault_switch = fault_switch
         self._draw = random.Random(0)
         self._late: list[tuple[float, Arrived]] = []  # with their delivery times
 
@@ -143,11 +143,11 @@ class UnrulyChannel:
         self._inner.cancel(ticket)
 
     def post(self, write: Write) -> None:
-        if self._weather.now() is Kind.CORRUPT:
+        if self._fault_switch.now() is Kind.CORRUPT:
             # The digest is of the right blocks; the data is that of other blocks.
             others = tuple(BlockId((one + 1) % self._num_blocks) for one in write.sources)
             write = replace(write, sources=others)
-            self._weather.hit()
+            self._fault_switch.hit()
         self._inner.post(write)
 
     def notify(self, ticket: int, note: bytes) -> None:
@@ -167,7 +167,7 @@ class UnrulyChannel:
 
     def _deliver(self, event: Arrived, now: float) -> Sequence[ChannelEvent]:
         is_hit = self._draw.random() < SHARE
-        match self._weather.now():
+        match self._fault_switch.now():
             case Kind.DROP if is_hit:
                 return []
             case Kind.DOUBLE:

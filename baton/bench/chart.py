@@ -22,7 +22,7 @@ COLOURS = {"baton": "tab:blue", "vllm": "tab:orange", "llamacpp": "tab:grey"}
 NAMES = {"baton": "Baton", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 SIZES = {"decode": "requests in the batch", "prefill": "tokens of the prompt"}
 BAR_WIDTH = 0.8 / len(NAMES)  # leaves a gap between the groups of sizes
-FEWEST_SIZES = 4  # minimum room of a panel
+MIN_SIZES = 4  # minimum room of a panel
 WIDTH, BARS_HEIGHT, GAPS_HEIGHT, ROW_HEIGHT = 10.0, 3.2, 1.1, 0.36
 
 
@@ -73,7 +73,7 @@ def _read_json(path: Path) -> Any:
 def draw(peers: Sequence[PeerFile], rows: Sequence[Row], path: Path) -> None:
     """Draw decode on the left of each row, prefill on the right. Raises InvalidConfig."""
     counts = [len(sizes_of(peer.compared, phase)) for peer in peers for phase in SIZES]
-    room = max([FEWEST_SIZES, *counts])
+    room = max([MIN_SIZES, *counts])
     heights = [BARS_HEIGHT] * len(peers) + ([GAPS_HEIGHT + ROW_HEIGHT * len(rows)] if rows else [])
     with drawn(path, WIDTH, sum(heights)) as figure:
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from baton.bench.serve_figures import quantile
 from baton.bench.serve_load import Lengths, Load, PlannedRequest, plan, warm_up
 from baton.bench.staying import Start
-from baton.bench.streams import VOCAB_SIZE, Door, EngineFailed, Streamed, not_waited_for
+from baton.bench.streams import VOCAB_SIZE, Door, EngineFailed, Streamed, detached_threads
 from engine.errors import InvalidConfig
 
 MEAN, P99 = "mean", "p99"
@@ -101,7 +101,7 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SweepResult:
     """Sweep with its runs, or those before an interruption."""
 
     what: Sweep
@@ -140,7 +140,7 @@ def _is_overloaded(what: Sweep, one: RateRun) -> bool:
 def _sent(door: Door, model: str, requests: Sequence[PlannedRequest]) -> list[Seen | str]:
     """Send the requests open-loop at their times."""
     began_s = time.monotonic()
-    with not_waited_for(len(requests)) as threads:
+    with detached_threads(len(requests)) as threads:
         sent: list[Future[Seen | str]] = []
         for request in requests:
             due_s = began_s + request.at_s
@@ -189,7 +189,7 @@ def _highest(what: Sweep, runs: Sequence[RateRun], first_token_s: float, itl_ms:
     return max(kept, default=0.0)
 
 
-def read_sweep(path: Path) -> Measured:
+def read_sweep(path: Path) -> SweepResult:
     """Read a file of `--json`. Raises InvalidConfig."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -197,6 +197,6 @@ def read_sweep(path: Path) -> Measured:
             RateRun(**{**one, "answers": [Seen(**answer) for answer in one["answers"]]})
             for one in values["runs"]
         ]
-        return Measured(Sweep(**values["what"]), runs, values.get("is_whole", True))
+        return SweepResult(Sweep(**values["what"]), runs, values.get("is_whole", True))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidConfig(f"{path} was not written by `baton bench frontier --json`") from error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, drawn_prompt
+from baton.bench.streams import Door, EngineFailed, Model, random_prompt
 from engine.errors import InvalidConfig
 
 ANSWER_TOKENS = 4
@@ -65,9 +65,9 @@ def run(what: Handover, together: Start, apart: Start, on_pair: Callable[[Pair],
     with together() as one_node, apart() as two_nodes:
         doors = [(door, door.model()) for door in (one_node, two_nodes)]
         for door, model in doors * NUM_WARM_UP:
-            _timed(door, model, drawn_prompt(draw, what.prompt_tokens))
+            _timed(door, model, random_prompt(draw, what.prompt_tokens))
         for number in range(what.num_pairs):
-            prompt = drawn_prompt(draw, what.prompt_tokens)
+            prompt = random_prompt(draw, what.prompt_tokens)
             on_pair(_pair(doors, prompt, is_reversed=number % 2 == 1))
 
 

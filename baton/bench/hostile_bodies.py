@@ -29,7 +29,7 @@ class Attack(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class HttpPost:
     path: str
     body: bytes
 
@@ -41,7 +41,7 @@ def attacks(seed: int, chosen: Sequence[Attack] = tuple(Attack)) -> Iterator[Att
         yield from draw.sample(chosen, k=len(chosen))
 
 
-def posts(attack: Attack, model: str, draw: random.Random) -> list[Post]:
+def posts(attack: Attack, model: str, draw: random.Random) -> list[HttpPost]:
     """Return the HTTP requests of an attack; none if it does not consist of requests."""
     match attack:
         case Attack.LARGE_ANSWERS:
@@ -52,7 +52,7 @@ def posts(attack: Attack, model: str, draw: random.Random) -> list[Post]:
             ]
         case Attack.TOKEN_LISTS:
             ids = f'{{"model":"{model}","max_tokens":2,"prompt":['.encode()
-            return [Post(COMPLETIONS, ids + _listed(LIST_BYTES) + b"]}")] * 6
+            return [HttpPost(COMPLETIONS, ids + _listed(LIST_BYTES) + b"]}")] * 6
         case Attack.LARGE_SETTINGS:
             return list(_large_settings(model))
         case Attack.AMBIGUOUS_GRAMMARS:
@@ -62,11 +62,11 @@ def posts(attack: Attack, model: str, draw: random.Random) -> list[Post]:
                 for number in range(8)
             ]
         case Attack.MUTATIONS:
-            return [mutated(draw, model) for _ in range(60)]
+            return [mutated_post(draw, model) for _ in range(60)]
     return []
 
 
-def mutated(draw: random.Random, model: str) -> Post:
+def mutated_post(draw: random.Random, model: str) -> HttpPost:
     """Return a valid body with a few mutations."""
     path, valid = draw.choice(_valid(model))
     body = deepcopy(valid)
@@ -78,7 +78,7 @@ def mutated(draw: random.Random, model: str) -> Post:
         encoded = b"{"
     if draw.random() < SPOILT_SHARE:
         encoded = spoilt(encoded, draw)
-    return Post(path, encoded)
+    return HttpPost(path, encoded)
 
 
 SPOILT_SHARE = 0.3
@@ -94,9 +94,9 @@ def spoilt(whole: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _completion(model: str, prompt: list[int] | None = None, **fields: Any) -> Post:
+def _completion(model: str, prompt: list[int] | None = None, **fields: Any) -> HttpPost:
     prompt = [TOKEN] * 1000 if prompt is None else prompt
-    return Post(COMPLETIONS, json.dumps({"model": model, "prompt": prompt, **fields}).encode())
+    return HttpPost(COMPLETIONS, json.dumps({"model": model, "prompt": prompt, **fields}).encode())
 
 
 def _listed(num_bytes: int) -> bytes:
@@ -104,17 +104,17 @@ def _listed(num_bytes: int) -> bytes:
     return one * (num_bytes // len(one) - 1) + one[:-1]
 
 
-def _large_settings(model: str) -> Iterator[Post]:
+def _large_settings(model: str) -> Iterator[HttpPost]:
     head = f'{{"model":"{model}","prompt":[3],"max_tokens":2,'.encode()
     half = LIST_BYTES // 2
-    yield Post(COMPLETIONS, head + b'"allowed_token_ids":[' + _listed(LIST_BYTES) + b"]}")
-    yield Post(COMPLETIONS, head + b'"stop_token_ids":[' + _listed(half) + b"]}")
+    yield HttpPost(COMPLETIONS, head + b'"allowed_token_ids":[' + _listed(LIST_BYTES) + b"]}")
+    yield HttpPost(COMPLETIONS, head + b'"stop_token_ids":[' + _listed(half) + b"]}")
     biases = b",".join(b'"%d":1' % number for number in range(half // 12))
-    yield Post(COMPLETIONS, head + b'"logit_bias":{' + biases + b"}}")
+    yield HttpPost(COMPLETIONS, head + b'"logit_bias":{' + biases + b"}}")
     stops = b'"stop",' * (half // 8) + b'"stop"'
-    yield Post(COMPLETIONS, head + b'"stop":[' + stops + b"]}")
-    yield Post(COMPLETIONS, head + b'"bad_words":[' + stops + b"]}")
-    yield Post(COMPLETIONS, head + b'"user":"' + b"u" * half + b'"}')
+    yield HttpPost(COMPLETIONS, head + b'"stop":[' + stops + b"]}")
+    yield HttpPost(COMPLETIONS, head + b'"bad_words":[' + stops + b"]}")
+    yield HttpPost(COMPLETIONS, head + b'"user":"' + b"u" * half + b'"}')
 
 
 def _valid(model: str) -> list[tuple[str, dict[str, Any]]]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.bench.hostile_bodies import Attack, Post, posts, spoilt
+from baton.bench.hostile_bodies import Attack, HttpPost, posts, spoilt
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from serving.channel import open_blocking_channel
 from serving.descriptors import raise_descriptor_limit
@@ -47,7 +47,7 @@ HALVES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AttackTarget:
     http: str
     grpc: str
     decodes: tuple[str, ...]  # addresses of decode nodes
@@ -67,7 +67,7 @@ class Target:
 Outcomes = Counter[str]
 
 
-def attack(kind: Attack, target: Target, model: str, seed: int, limit_s: float) -> Outcomes:
+def attack(kind: Attack, target: AttackTarget, model: str, seed: int, limit_s: float) -> Outcomes:
     """Run an attack and return the number of requests by outcome."""
     draw = random.Random(seed)
     end_s = time.monotonic() + limit_s
@@ -84,15 +84,15 @@ def attack(kind: Attack, target: Target, model: str, seed: int, limit_s: float) 
     return outcomes
 
 
-def _post_all(address: str, bodies: Sequence[Post], end_s: float) -> Outcomes:
-    def post(body: Post) -> str:
+def _post_all(address: str, bodies: Sequence[HttpPost], end_s: float) -> Outcomes:
+    def post(body: HttpPost) -> str:
         return _post(address, body, end_s)
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         return Counter(threads.map(post, bodies))
 
 
-def _post(address: str, post: Post, end_s: float) -> str:
+def _post(address: str, post: HttpPost, end_s: float) -> str:
     left_s = end_s - time.monotonic()
     if left_s <= 0:
         return "not sent"
@@ -120,7 +120,7 @@ def _code(body: bytes) -> str:
         return ""
 
 
-def _idle(target: Target, end_s: float) -> Outcomes:
+def _idle(target: AttackTarget, end_s: float) -> Outcomes:
     """Open connections that stay silent or stop inside a request."""
     outcomes: Outcomes = Counter()
     with ExitStack() as connections:
@@ -139,7 +139,7 @@ def _idle(target: Target, end_s: float) -> Outcomes:
     return outcomes
 
 
-def _long_ids(target: Target, end_s: float) -> Outcomes:
+def _long_ids(target: AttackTarget, end_s: float) -> Outcomes:
     long = "x" * LONG_ID_BYTES
     prompt = sampling_pb2.TokenIds(ids=[3, 4, 5])
     requests = [
@@ -155,7 +155,7 @@ def _long_ids(target: Target, end_s: float) -> Outcomes:
         )
 
 
-def _spoilt_calls(target: Target, draw: random.Random, end_s: float) -> Outcomes:
+def _spoilt_calls(target: AttackTarget, draw: random.Random, end_s: float) -> Outcomes:
     valid = inference_pb2.GenerateRequest(
         token_ids=sampling_pb2.TokenIds(ids=[3, 4, 5]), request_id="hostile"
     )
@@ -171,7 +171,7 @@ def _spoilt_calls(target: Target, draw: random.Random, end_s: float) -> Outcomes
         )
 
 
-def _dead_peers(target: Target, end_s: float) -> Outcomes:
+def _dead_peers(target: AttackTarget, end_s: float) -> Outcomes:
     """Have decode nodes connect to peers that refuse connections or never answer."""
     outcomes: Outcomes = Counter()
     with socket.create_server((ALL_OF_LOOPBACK, 0), backlog=NUM_DEAD_PEERS) as silent:
@@ -216,7 +216,7 @@ def main() -> None:
     model = ""
     for line in sys.stdin:
         order = json.loads(line)
-        target = Target(order["http"], order["grpc"], tuple(order["decodes"]))
+        target = AttackTarget(order["http"], order["grpc"], tuple(order["decodes"]))
         try:
             model = model or target.model()
             kind = Attack(order["attack"])

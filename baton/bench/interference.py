@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, Streamed, drawn_prompt, not_waited_for
+from baton.bench.streams import Door, EngineFailed, Model, Streamed, detached_threads, random_prompt
 from engine.errors import InvalidConfig
 
 ANSWER_TOKENS = 8  # of the arriving prompts
@@ -112,7 +112,7 @@ class _Load:
     def warm_up(self) -> None:
         """Send one prompt of each kind, for page faults and compiled shapes."""
         for num_tokens in (self.what.stream_prompt_tokens, self.what.prompt_tokens):
-            prompt = drawn_prompt(self.draw, num_tokens)
+            prompt = random_prompt(self.draw, num_tokens)
             self.door.stream(self.model.name, prompt, ANSWER_TOKENS)
 
     @contextmanager
@@ -120,7 +120,7 @@ class _Load:
         """Keep all streams decoding within the block."""
         num_streams = self.what.num_streams
         starts = [
-            drawn_prompt(self.draw, self.what.stream_prompt_tokens) for _ in range(num_streams)
+            random_prompt(self.draw, self.what.stream_prompt_tokens) for _ in range(num_streams)
         ]
         with ThreadPoolExecutor(num_streams) as threads:
             running = [threads.submit(self._stream_repeatedly, start) for start in starts]
@@ -155,8 +155,8 @@ class _Load:
     def arrivals(self, began_s: float) -> list[Streamed]:
         """Send the prompts open-loop at their times."""
         what, name = self.what, self.model.name
-        drawn = [drawn_prompt(self.draw, what.prompt_tokens) for _ in range(what.num_prompts)]
-        with not_waited_for(what.num_prompts) as threads:
+        drawn = [random_prompt(self.draw, what.prompt_tokens) for _ in range(what.num_prompts)]
+        with detached_threads(what.num_prompts) as threads:
             sent: list[Future[Streamed]] = []
             for number, prompt in enumerate(drawn):
                 time.sleep(max(0.0, began_s + number * what.every_s - time.monotonic()))

@@ -29,7 +29,7 @@ from kv_transfer.types import BlockId, HandoffId
 
 MEMORY_BYTES = 256 * MIB
 TAIL_BYTES = 64 * MIB
-LEAST_LAYER_BYTES = 8192
+MIN_LAYER_BYTES = 8192
 ANSWER_S = 60.0
 END_S = 5.0
 
@@ -93,7 +93,7 @@ def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterato
 
 def _num_layers(bench: KvBench, block_bytes: int) -> int:
     """Return the number of layers of a block; small blocks have fewer, like small models."""
-    largest = max(1, min(bench.num_layers, block_bytes // LEAST_LAYER_BYTES))
+    largest = max(1, min(bench.num_layers, block_bytes // MIN_LAYER_BYTES))
     return next(number for number in range(largest, 0, -1) if block_bytes % number == 0)
 
 

@@ -14,7 +14,7 @@ KV_NUMBER_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StepWork:
     """Work of one step."""
 
     num_tokens: int
@@ -23,13 +23,13 @@ class Load:
     num_pairs: int  # pairs of a token and a slot it attends to
 
 
-def prompt_of(num_tokens: int) -> Load:
-    return Load(num_tokens, 1, num_tokens, num_tokens * (num_tokens + 1) // 2)
+def prompt_of(num_tokens: int) -> StepWork:
+    return StepWork(num_tokens, 1, num_tokens, num_tokens * (num_tokens + 1) // 2)
 
 
-def batch_of(num_sequences: int, context_len: int) -> Load:
+def batch_of(num_sequences: int, context_len: int) -> StepWork:
     num_slots = num_sequences * context_len
-    return Load(num_sequences, num_sequences, num_slots, num_slots)
+    return StepWork(num_sequences, num_sequences, num_slots, num_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Work:
     slot_numbers: int  # keys and values
     pair_products: int
 
-    def seconds(self, load: Load, bytes_per_s: float, flops_per_s: float) -> float:
+    def seconds(self, load: StepWork, bytes_per_s: float, flops_per_s: float) -> float:
         """Return the longer of read time and compute time, which can overlap."""
         numbers = self.layer_numbers + self.head_numbers
         read = numbers * self.bytes_of_number + self.slot_numbers * KV_NUMBER_BYTES * load.num_slots

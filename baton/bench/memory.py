@@ -39,7 +39,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FittedLine:
     """Least-squares line."""
 
     per_x: float
@@ -156,11 +156,11 @@ def _growth(name: str, looks: Sequence[Look]) -> Growth:
     )
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> Line:
+def line_through(points: Sequence[tuple[float, float]]) -> FittedLine:
     """Fit a line; it is level if all points have the same x."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     width = sum((x - mean_x) ** 2 for x, _ in points)
     per_x = sum((x - mean_x) * (y - mean_y) for x, y in points) / width if width else 0.0
     residuals = sum((y - mean_y - per_x * (x - mean_x)) ** 2 for x, y in points)
-    return Line(per_x, (residuals / len(points)) ** 0.5)
+    return FittedLine(per_x, (residuals / len(points)) ** 0.5)

@@ -55,7 +55,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PriorityOutcome:
     """Outcome of the requests of one priority. Times in ms."""
 
     priority: str
@@ -83,7 +83,7 @@ class Overloaded:
     peak_per_s: float
     sent_per_s: float
     served_per_s: float
-    kinds: Sequence[Kind]
+    kinds: Sequence[PriorityOutcome]
     reasons: Mapping[str, int]
     cores: Sequence[CoreUse] = ()
 
@@ -97,7 +97,7 @@ class _Load:
     client: AsyncClient
     what: OverloadBench
     vocab_size: int
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[Asked] = field(default_factory=list)
     draw: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,18 +109,18 @@ class _Load:
         generation = Generation(sampling, priority=priority)
         plain = range(FIRST_PLAIN_TOKEN, self.vocab_size)
         prompt = tuple(self.draw.choices(plain, k=what.prompt_tokens))
-        asked = Asked(priority, time.monotonic())
-        self.asked.append(asked)
+        request = Asked(priority, time.monotonic())
+        self.requests.append(request)
         try:
             stream = self.client.stream(prompt, generation, timeout_s=timeout_s)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
-                    if chunk.token_ids and asked.first_token_s is None:
-                        asked.first_token_s = time.monotonic()
+                    if chunk.token_ids and request.first_token_s is None:
+                        request.first_token_s = time.monotonic()
         except BatonError as error:
-            asked.reason = error.reason or error.code.name
-            asked.retry_after_s = error.retry_after_s
-        asked.ended_s = time.monotonic()
+            request.reason = error.reason or error.code.name
+            request.retry_after_s = error.retry_after_s
+        request.ended_s = time.monotonic()
 
 
 async def run(what: OverloadBench) -> Overloaded:
@@ -157,7 +157,7 @@ async def _run(what: OverloadBench) -> Overloaded:
             load = _Load(client, what, vocab_size)
             async with _cores_used(cluster, what.seconds) as beyond:
                 began_s = await _beyond(load, what.factor * peak_per_s)
-            found = overloaded(load.asked, began_s, what.seconds, peak_per_s)
+            found = overloaded(load.requests, began_s, what.seconds, peak_per_s)
             uses = [CoreUse(name, at_peak[name], beyond[name]) for name in at_peak]
             return replace(found, cores=uses)
     finally:
@@ -196,7 +196,7 @@ async def _peak(load: _Load, seconds: float) -> float:
     async with asyncio.TaskGroup() as group:
         for _ in range(load.what.num_clients):
             group.create_task(send_requests())
-    return _served_per_s(load.asked, began_s, seconds)
+    return _served_per_s(load.requests, began_s, seconds)
 
 
 async def _beyond(load: _Load, per_s: float) -> float:
@@ -212,28 +212,28 @@ async def _beyond(load: _Load, per_s: float) -> float:
     return began_s
 
 
-def _served_per_s(asked: Sequence[Asked], began_s: float, seconds: float) -> float:
+def _served_per_s(requests: Sequence[Asked], began_s: float, seconds: float) -> float:
     """Return the rate over the last three quarters, which exclude the ramp-up."""
     first_s, last_s = began_s + seconds / 4, began_s + seconds
-    served = [one for one in asked if not one.reason and first_s <= one.ended_s < last_s]
+    served = [one for one in requests if not one.reason and first_s <= one.ended_s < last_s]
     return len(served) / (last_s - first_s)
 
 
 def overloaded(
-    asked: Sequence[Asked], began_s: float, seconds: float, peak_per_s: float
+    requests: Sequence[Asked], began_s: float, seconds: float, peak_per_s: float
 ) -> Overloaded:
     return Overloaded(
         peak_per_s=peak_per_s,
-        sent_per_s=len(asked) / seconds,
-        served_per_s=_served_per_s(asked, began_s, seconds),
-        kinds=list(_kinds(asked)),
-        reasons=dict(Counter(one.reason for one in asked if one.reason)),
+        sent_per_s=len(requests) / seconds,
+        served_per_s=_served_per_s(requests, began_s, seconds),
+        kinds=list(_kinds(requests)),
+        reasons=dict(Counter(one.reason for one in requests if one.reason)),
     )
 
 
-def _kinds(asked: Sequence[Asked]) -> Iterator[Kind]:
+def _kinds(requests: Sequence[Asked]) -> Iterator[PriorityOutcome]:
     for priority, name in ((URGENT, "urgent"), (ORDINARY, "ordinary")):
-        matching = [one for one in asked if one.priority == priority]
+        matching = [one for one in requests if one.priority == priority]
         first_ms = [
             (one.first_token_s - one.sent_s) * 1000
             for one in matching
@@ -241,7 +241,7 @@ def _kinds(asked: Sequence[Asked]) -> Iterator[Kind]:
         ]
         refused_ms = [(one.ended_s - one.sent_s) * 1000 for one in matching if one.is_refused]
         num_served = sum(not one.reason for one in matching)
-        yield Kind(
+        yield PriorityOutcome(
             name,
             len(matching),
             num_served,

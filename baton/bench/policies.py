@@ -78,7 +78,7 @@ class SimNode:
     node: Node
     num_blocks: int
     cached: OrderedDict[BlockHash, None] = field(default_factory=OrderedDict)
-    waiting: deque[Visit] = field(default_factory=deque)  # the first is being computed
+    waiting: deque[SimVisit] = field(default_factory=deque)  # the first is being computed
     num_requests: int = 0
     most_requests: int = 0
     num_tokens: int = 0  # of prompts sent to it
@@ -108,7 +108,7 @@ class SimNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class SimVisit:
     """One request on its two nodes."""
 
     request: Request
@@ -207,7 +207,7 @@ class Simulation:
         if route.prefill is None:
             raise RuntimeError("every simulated pair fits")
         names = _names(self._naming, request.token_ids[:-1])
-        visit = Visit(
+        visit = SimVisit(
             request,
             names,
             Assignment(self._table, route),
@@ -224,7 +224,7 @@ class Simulation:
         if len(visit.prefill.waiting) == 1:
             self._compute(visit)
 
-    def _compute(self, visit: Visit) -> None:
+    def _compute(self, visit: SimVisit) -> None:
         """Compute the first prompt of a prefill node's queue, except for its cached prefix."""
         num_hit = visit.prefill.hit(visit.names)
         num_missing = len(visit.request.token_ids) - num_hit * self._what.block_size
@@ -234,7 +234,7 @@ class Simulation:
             self._waits.append(computed_s - visit.request.at_s)
         self._at(computed_s, lambda: self._computed(visit))
 
-    def _computed(self, visit: Visit) -> None:
+    def _computed(self, visit: SimVisit) -> None:
         visit.prefill.num_requests -= 1
         visit.assignment.prompt_done()
         for node in (visit.prefill, visit.decode):
@@ -245,7 +245,7 @@ class Simulation:
         answer_s = self._what.answer_tokens * self._what.decode_s_per_token
         self._at(self._now + answer_s, lambda: self._ended(visit))
 
-    def _ended(self, visit: Visit) -> None:
+    def _ended(self, visit: SimVisit) -> None:
         visit.decode.num_requests -= 1
         visit.assignment.close()
         self._report(visit.decode, None)

@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerProcess:
     address: str
     pid: int
 
@@ -35,7 +35,7 @@ def cpu_s(pid: int) -> float:
 
 
 @contextmanager
-def server(module: str, *arguments: str) -> Iterator[Server]:
+def server(module: str, *arguments: str) -> Iterator[ServerProcess]:
     """Run a module as a server process within the block; it announces its address."""
     command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
     # A session of its own: Ctrl-C goes to this process only, which ends the server in order.
@@ -47,7 +47,7 @@ def server(module: str, *arguments: str) -> Iterator[Server]:
         start_new_session=True,
     )
     try:
-        yield Server(_announced(process, command), process.pid)
+        yield ServerProcess(_announced(process, command), process.pid)
     finally:
         process.terminate()
         try:

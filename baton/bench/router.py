@@ -19,7 +19,7 @@ from typing import TypeAlias
 from grpc import aio
 
 from baton.bench.canned_node import canned_card
-from baton.bench.processes import Server, server
+from baton.bench.processes import ServerProcess, server
 from baton.cluster import await_serving
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from engine.sampling import SamplingParams
@@ -65,7 +65,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class RouterFigure:
     """Median and range over the rounds."""
 
     name: str
@@ -87,7 +87,7 @@ FIGURES = (
 )
 
 
-def run(what: RouterBench, on_round: Callable[[Round], None]) -> list[Figure]:
+def run(what: RouterBench, on_round: Callable[[Round], None]) -> list[RouterFigure]:
     """Run the benchmark; `on_round` is called with each round."""
     canned = "baton.bench.canned_node", "--interval-ms", str(what.interval_ms), "--role"
     with (
@@ -97,28 +97,28 @@ def run(what: RouterBench, on_round: Callable[[Round], None]) -> list[Figure]:
         server("baton.bench.bare_server", "--interval-ms", str(what.interval_ms)) as bare,
     ):
         await_serving(router.address, START_TIMEOUT_S)
-        rounds = asyncio.run(_rounds(what, Cluster(router, prefill, decode, bare), on_round))
+        rounds = asyncio.run(_rounds(what, BenchProcesses(router, prefill, decode, bare), on_round))
     return [_figure(name, [getattr(one, name) for one in rounds]) for name in FIGURES]
 
 
-def _router_command(what: RouterBench, prefill: Server, decode: Server) -> list[str]:
+def _router_command(what: RouterBench, prefill: ServerProcess, decode: ServerProcess) -> list[str]:
     text = ["--model", what.model] if what.model else []
     nodes = ["--prefill-nodes", prefill.address, "--decode-nodes", decode.address]
     return ["baton", "serve", "router", "--port", "0", *text, *nodes]
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    router: Server
-    prefill: Server
-    decode: Server
-    bare: Server
+class BenchProcesses:
+    router: ServerProcess
+    prefill: ServerProcess
+    decode: ServerProcess
+    bare: ServerProcess
 
 
 async def _rounds(
-    what: RouterBench, cluster: Cluster, on_round: Callable[[Round], None]
+    what: RouterBench, cluster: BenchProcesses, on_round: Callable[[Round], None]
 ) -> list[Round]:
-    async with Meter(what, cluster) as meter:
+    async with RouterMeter(what, cluster) as meter:
         await meter.round()  # warm-up
         rounds = []
         for _ in range(what.num_rounds):
@@ -128,7 +128,7 @@ async def _rounds(
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ProcessCost:
     """CPU time of one process."""
 
     token_s: float
@@ -136,16 +136,16 @@ class Cost:
     tokens_per_s: float
 
 
-class Meter:
+class RouterMeter:
     """Measures router, nodes and bare server alternately, so that noise affects them alike."""
 
-    def __init__(self, what: RouterBench, cluster: Cluster) -> None:
+    def __init__(self, what: RouterBench, cluster: BenchProcesses) -> None:
         self._what = what
         self._cluster = cluster
         self._numbers = itertools.count()
         self._lifetime = AsyncExitStack()
 
-    async def __aenter__(self) -> Meter:
+    async def __aenter__(self) -> RouterMeter:
         cluster, channel = self._cluster, self._channel
         self._router = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.router))
         self._bare = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.bare))
@@ -159,7 +159,7 @@ class Meter:
         )
         return self
 
-    async def _channel(self, to: Server) -> aio.Channel:
+    async def _channel(self, to: ServerProcess) -> aio.Channel:
         return await self._lifetime.enter_async_context(open_channel(to.address))
 
     async def __aexit__(self, *_: object) -> None:
@@ -182,18 +182,20 @@ class Meter:
             router_ttft_ms=statistics.median(routed) * 1e3,
         )
 
-    async def _cost(self, stub: Stub, process: Server) -> Cost:
+    async def _cost(self, stub: Stub, process: ServerProcess) -> ProcessCost:
         num_streams, answer_tokens = self._what.num_streams, self._what.answer_tokens
         short_s, _ = await self._cpu_s(stub, process, SHORT_ANSWER)
         whole_s, elapsed_s = await self._cpu_s(stub, process, answer_tokens)
         token_s = (whole_s - short_s) / (num_streams * (answer_tokens - SHORT_ANSWER))
-        return Cost(
+        return ProcessCost(
             token_s=token_s,
             request_s=short_s / num_streams - SHORT_ANSWER * token_s,
             tokens_per_s=num_streams * answer_tokens / elapsed_s,
         )
 
-    async def _cpu_s(self, stub: Stub, process: Server, answer_tokens: int) -> tuple[float, float]:
+    async def _cpu_s(
+        self, stub: Stub, process: ServerProcess, answer_tokens: int
+    ) -> tuple[float, float]:
         """Return the CPU time of a process for all concurrent streams, and the elapsed time."""
         before_s, began_s = process.cpu_s(), perf_counter()
         streams = (self._stream(stub, answer_tokens) for _ in range(self._what.num_streams))
@@ -251,5 +253,5 @@ def _sampling(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
-def _figure(name: str, values: Sequence[float]) -> Figure:
-    return Figure(name, statistics.median(values), min(values), max(values))
+def _figure(name: str, values: Sequence[float]) -> RouterFigure:
+    return RouterFigure(name, statistics.median(values), min(values), max(values))

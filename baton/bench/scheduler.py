@@ -24,7 +24,7 @@ NUM_STEPS = 320
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class SchedulerStepCost:
     """Medians over the steps of one setting."""
 
     num_running: int
@@ -50,7 +50,7 @@ def run(
     }
 
 
-def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> StepCost:
+def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> SchedulerStepCost:
     scheduler = _fill(num_running, num_waiting, num_prompt_tokens)
     schedule_s, update_s = [], []
     for _ in range(NUM_STEPS):
@@ -63,7 +63,7 @@ def _measure(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Step
         schedule_s.append(planned - before)
         update_s.append(thread_time() - answered)
     both = [1e6 * (a + b) / num_running for a, b in zip(schedule_s, update_s, strict=True)]
-    return StepCost(
+    return SchedulerStepCost(
         num_running=num_running,
         num_waiting=num_waiting,
         num_prompt_tokens=num_prompt_tokens,

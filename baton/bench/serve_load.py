@@ -121,7 +121,7 @@ def plan(load: Load, vocab_size: int, lines: Sequence[PromptLine] = ()) -> list[
     """Return the requests of a load, deterministically. Lines of a file replace drawn prompts."""
     draw = random.Random(load.seed)
     prefixes = [
-        plain_tokens(draw, vocab_size, load.prefix_tokens) for _ in range(load.prefix_groups)
+        random_tokens(draw, vocab_size, load.prefix_tokens) for _ in range(load.prefix_groups)
     ]
     requests = []
     for number, at_s in enumerate(_times(load, random.Random(load.seed + 1))):
@@ -129,7 +129,7 @@ def plan(load: Load, vocab_size: int, lines: Sequence[PromptLine] = ()) -> list[
             break
         if load.duration_s is not None and at_s >= load.duration_s:
             break
-        own = plain_tokens(draw, vocab_size, load.prompt.draw(draw))
+        own = random_tokens(draw, vocab_size, load.prompt.draw(draw))
         prompt = draw.choice(prefixes) + own
         drawn = PlannedRequest(number, at_s, prompt, load.output.draw(draw), draw.getrandbits(32))
         requests.append(_from_line(drawn, lines) if lines else drawn)
@@ -169,7 +169,7 @@ def _times(load: Load, draw: random.Random) -> Iterator[float]:
                 now = (number + 1) // load.burst_size * load.burst_size / load.rate
 
 
-def plain_tokens(draw: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
+def random_tokens(draw: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
     return tuple(draw.choices(range(min(FIRST_PLAIN_TOKEN, vocab_size - 1), vocab_size), k=count))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from baton.bench.serve_load import plain_tokens
+from baton.bench.serve_load import random_tokens
 from engine.errors import EngineError
 
 Stop = Callable[[], bool]
@@ -116,13 +116,13 @@ class Door:
         return {"kv_transfer_params": found}
 
 
-def drawn_prompt(draw: random.Random, num_tokens: int) -> Sequence[int]:
+def random_prompt(draw: random.Random, num_tokens: int) -> Sequence[int]:
     """Return random tokens that every model has."""
-    return plain_tokens(draw, VOCAB_SIZE, num_tokens)
+    return random_tokens(draw, VOCAB_SIZE, num_tokens)
 
 
 @contextmanager
-def not_waited_for(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+def detached_threads(num_threads: int) -> Iterator[ThreadPoolExecutor]:
     """Yield client threads that are not joined: after Ctrl-C, answers end with their engine."""
     threads = ThreadPoolExecutor(num_threads)
     try:

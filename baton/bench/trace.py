@@ -45,7 +45,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class TraceFigure:
     tracing: str
     tokens_per_s: float  # median of the rounds
     of_off: float  # median ratio to the round without tracing next to it
@@ -57,7 +57,7 @@ class Figure:
 OnRound = Callable[[str, float], None]
 
 
-def run(what: TraceBench, on_round: OnRound) -> list[Figure]:
+def run(what: TraceBench, on_round: OnRound) -> list[TraceFigure]:
     loads = {name: Load() for name in RATIOS}
     with ExitStack() as lifetime:
         folder = lifetime.enter_context(TemporaryDirectory(prefix="baton-bench-"))
@@ -125,11 +125,11 @@ async def _stream(
     return num_tokens
 
 
-def figure(name: str, load: Load, off: Load) -> Figure:
+def figure(name: str, load: Load, off: Load) -> TraceFigure:
     pairs = zip(load.tokens_per_s, off.tokens_per_s, strict=True)
     ratios = [traced / untraced for traced, untraced in pairs]
     at_least, at_most = median_bounds(ratios)
-    return Figure(
+    return TraceFigure(
         tracing=name,
         tokens_per_s=statistics.median(load.tokens_per_s),
         of_off=statistics.median(ratios),

@@ -15,12 +15,12 @@ from baton.cli.cluster import demo, up
 from baton.cli.command import (
     ENVIRONMENT_PREFIX,
     ConfigFile,
-    dress,
     hide_variables,
-    unwrapped,
+    unwrap,
+    use_command_class,
 )
 from baton.cli.doctor import doctor
-from baton.cli.errors import NAMED, tell_named, tell_no_space, tell_usage
+from baton.cli.errors import NAMED, print_named_error, print_no_space, print_usage_error
 from baton.cli.examples import examples
 from baton.cli.generate import generate
 from baton.cli.health import health
@@ -47,7 +47,7 @@ def _show_version(is_wanted: bool) -> None:
 
 
 @app.callback(
-    help=unwrapped("""
+    help=unwrap("""
     Prefill/decode-disaggregated LLM inference.
 
     Options are read from a file (--config), the environment (BATON_UP_PORT is --port of
@@ -69,7 +69,7 @@ for command in (up, demo, generate, chat, nodes, run, health, doctor, reset_pref
 app.add_typer(serve, name="serve")
 app.add_typer(trace, name="trace")
 app.add_typer(bench, name="bench")
-dress(app)
+use_command_class(app)
 
 
 def main() -> None:
@@ -99,13 +99,13 @@ def _run() -> int:
             prog_name="baton", standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX
         )
     except NAMED as error:
-        return tell_named(error)
+        return print_named_error(error)
     except typer.TyperException as error:
-        return tell_usage(error)
+        return print_usage_error(error)
     except typer.Abort:
         return 130
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        return tell_no_space(error)
+        return print_no_space(error)
     return code if isinstance(code, int) else 0

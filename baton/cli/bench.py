@@ -26,7 +26,7 @@ from baton.cli.bench_serve import serve
 from baton.cli.bench_speculation import speculation
 from baton.cli.bench_trace import trace
 from baton.cli.examples import examples
-from baton.cli.options import JsonFile, can_be_written
+from baton.cli.options import JsonFile, check_writable_file
 from baton.cli.show import show_table
 from baton.units import parse_bytes
 from engine.errors import InvalidConfig
@@ -206,7 +206,7 @@ def policies(
     json_file: JsonFile = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", help="Draw the figures to this PNG.", callback=can_be_written),
+        typer.Option("--plot", help="Draw the figures to this PNG.", callback=check_writable_file),
     ] = None,
 ) -> None:
     """Compare the routing policies on a simulated cluster by hit rate and waiting time."""

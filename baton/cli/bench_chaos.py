@@ -19,8 +19,8 @@ from baton.cli.show import console, show_table
 from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from baton.bench.chaos import ChaosBench, OnProgress, Progress
-    from baton.bench.chaos_bystander import Bystanders, Memory
+    from baton.bench.chaos import ChaosBench, ChaosProgress, OnProgress
+    from baton.bench.chaos_bystander import Bystanders, ProcessMemory
     from baton.bench.chaos_report import Report
 
 EVERYTHING = "all"
@@ -117,9 +117,9 @@ def chaos(
     report = _run(what)
     _show(report, what)
     if json_file is not None:
-        from baton.bench.chaos_report import as_told
+        from baton.bench.chaos_report import report_values
 
-        values = {"what": asdict(what), **as_told(report)}
+        values = {"what": asdict(what), **report_values(report)}
         json_file.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
     if not report.is_good:
         raise typer.Exit(1)
@@ -157,7 +157,7 @@ def _progress(what: ChaosBench) -> Iterator[OnProgress]:
     """Show one status line on a terminal; print nothing elsewhere."""
     with console(stderr=True).status("starting the cluster; running without faults") as status:
 
-        def on_progress(now: Progress) -> None:
+        def on_progress(now: ChaosProgress) -> None:
             counts = Counter(one.outcome.value for one in now.told)
             outcomes = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
             clock = f"{now.elapsed_s:.0f}/{what.script.duration_s:.0f} s"
@@ -199,7 +199,7 @@ def _show_bystanders(found: Bystanders) -> None:
         show_table("during attacks", [asdict(one) for one in found.by_attack])
 
 
-def _memory_row(one: Memory) -> dict[str, Any]:
+def _memory_row(one: ProcessMemory) -> dict[str, Any]:
     grown = f"{one.growth:+.0%}{'' if one.is_within else ' (over)'}"
     return {
         "process": one.process,

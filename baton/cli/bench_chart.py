@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import can_be_written
+from baton.cli.options import check_writable_file
 from engine.errors import InvalidConfig
 
 
 def chart(
-    picture: Annotated[Path, typer.Argument(help="PNG file to draw.", callback=can_be_written)],
+    picture: Annotated[
+        Path, typer.Argument(help="PNG file to draw.", callback=check_writable_file)
+    ],
     peer: Annotated[
         list[Path] | None,
         typer.Option(help="Output of `baton bench peer --json`; may be repeated."),

@@ -19,13 +19,13 @@ from baton.cli.bench_engines import (
     announced,
     chosen_engines,
 )
-from baton.cli.broken_off import told_even_if_broken_off
-from baton.cli.options import JsonFile, can_be_written
+from baton.cli.broken_off import report_on_exit
+from baton.cli.options import JsonFile, check_writable_file
 from baton.cli.show import console, show_table
 from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from baton.bench.frontier import Goodput, Measured, RateRun, Sweep
+    from baton.bench.frontier import Goodput, RateRun, Sweep, SweepResult
     from baton.bench.staying import Start
 
 
@@ -60,7 +60,8 @@ def frontier(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the requests and their arrival times.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the result to this PNG.", callback=can_be_written)
+        Path | None,
+        typer.Option(help="Also draw the result to this PNG.", callback=check_writable_file),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -95,15 +96,15 @@ def measure(
     what: Sweep, engines: dict[str, Start], plot: Path | None, json_file: Path | None
 ) -> None:
     """Run the sweep and report the results, also partial ones after an interruption."""
-    from baton.bench.frontier import Measured, run
+    from baton.bench.frontier import SweepResult, run
 
     runs: list[RateRun] = []
     screen = console(stderr=True)
 
     def report(is_whole: bool) -> None:
-        _report(Measured(what, runs, is_whole), plot, json_file)
+        _report(SweepResult(what, runs, is_whole), plot, json_file)
 
-    with told_even_if_broken_off(runs, report), screen.status("starting") as status:
+    with report_on_exit(runs, report), screen.status("starting") as status:
 
         def on_run(one: RateRun) -> None:
             runs.append(one)
@@ -113,7 +114,7 @@ def measure(
         run(what, announced(engines, status.update), on_run)
 
 
-def _report(measured: Measured, plot: Path | None, json_file: Path | None) -> None:
+def _report(measured: SweepResult, plot: Path | None, json_file: Path | None) -> None:
     from baton.bench.frontier import frontier as frontier_of
     from baton.bench.frontier_plot import draw
 

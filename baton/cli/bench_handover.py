@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.broken_off import told_even_if_broken_off
+from baton.cli.broken_off import report_on_exit
 from baton.cli.options import JsonFile
 from baton.cli.show import console, show_table
 
@@ -56,7 +56,7 @@ def measure(
         _report(what, pairs, is_whole, num_cpus, json_file)
 
     with (
-        told_even_if_broken_off(pairs, report),
+        report_on_exit(pairs, report),
         console(stderr=True).status("starting") as status,
     ):
 

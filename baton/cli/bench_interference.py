@@ -21,8 +21,8 @@ from baton.cli.bench_engines import (
     chosen_engines,
     that_stay,
 )
-from baton.cli.broken_off import told_even_if_broken_off
-from baton.cli.options import JsonFile, can_be_written
+from baton.cli.broken_off import report_on_exit
+from baton.cli.options import JsonFile, check_writable_file
 from baton.cli.show import console, show_table
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def interference(
     every: Annotated[float, typer.Option(help="Seconds between long prompts.")] = 5.0,
     rounds: Annotated[int, typer.Option(help="Number of rounds; medians are shown.")] = 3,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the result to this PNG.", callback=can_be_written)
+        Path | None,
+        typer.Option(help="Also draw the result to this PNG.", callback=check_writable_file),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -90,7 +91,7 @@ def measure(
     def report(is_whole: bool) -> None:
         _report(what, turns, is_whole, plot, json_file)
 
-    with told_even_if_broken_off(turns, report), screen.status("starting") as status:
+    with report_on_exit(turns, report), screen.status("starting") as status:
 
         def on_turn(turn: Turn) -> None:
             turns.append(turn)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.cli.broken_off import told_even_if_broken_off
+from baton.cli.broken_off import report_on_exit
 from baton.cli.options import JsonFile, Quantize, Threads
 from baton.cli.show import show_table
 from engine.errors import InvalidConfig
@@ -63,7 +63,7 @@ def peer(
         show_table(f"{model}, {threads} threads, medians of {runs} pairs", compared)
 
     with (
-        told_even_if_broken_off(compared, report),
+        report_on_exit(compared, report),
         tempfile.TemporaryDirectory(prefix="baton-peer-") as scratch,
         Console(stderr=True).status("loading") as status,
     ):

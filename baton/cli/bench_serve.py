@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.cluster import shared_memory
-from baton.cli.options import OUTPUT_PANEL, JsonFile, can_be_made
+from baton.cli.options import OUTPUT_PANEL, JsonFile, check_creatable_folder
 from baton.cli.security import ClientTokenFile, client_tls
 from baton.cli.serve import node_options, router_options
 from baton.cli.show import console, show_table
@@ -119,7 +119,9 @@ def serve(
     plots: Annotated[
         Path | None,
         typer.Option(
-            help="Draw plots to this folder.", callback=can_be_made, rich_help_panel=OUTPUT_PANEL
+            help="Draw plots to this folder.",
+            callback=check_creatable_folder,
+            rich_help_panel=OUTPUT_PANEL,
         ),
     ] = None,
     **given: Any,

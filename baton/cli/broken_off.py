@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def told_even_if_broken_off(
-    results: Sequence[object], report: Callable[[bool], None]
-) -> Iterator[None]:
+def report_on_exit(results: Sequence[object], report: Callable[[bool], None]) -> Iterator[None]:
     """Call `report` after the block with True if the block completed.
 
     After a failure or Ctrl-C, `report(False)` is called if there are results, and the exception is

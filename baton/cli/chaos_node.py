@@ -25,13 +25,13 @@ GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
 
 
 def run(folder: Path, role: str, options: NodeOptions) -> None:
-    from baton.bench.chaos_wire import UnrulyLink, UnrulyTransport, Weather
+    from baton.bench.chaos_wire import FaultSwitch, FaultyLink, FaultyTransport
     from serving.node_parts import Around
 
-    weather = Weather(folder / options.node_id)
+    fault_switch = FaultSwitch(folder / options.node_id)
     around = Around(
-        lambda link: UnrulyLink(link, weather),
-        lambda transport, region: UnrulyTransport(transport, region, weather),
+        lambda link: FaultyLink(link, fault_switch),
+        lambda transport, region: FaultyTransport(transport, region, fault_switch),
     )
     options = replace(options, kv_worker=_with_short_timeouts(options.kv_worker))
     if role == "prefill":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.connection import connect
-from baton.cli.errors import tell
+from baton.cli.errors import print_error
 from baton.cli.generate import timing_line
 from baton.cli.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.show import for_terminal
@@ -74,7 +74,7 @@ def chat(
     with asyncio.Runner() as runner:
         client = runner.run(_opened(for_connection))
         try:
-            talk = Talk(
+            talk = ChatSession(
                 runner, client, generation, max_tokens, Conversation(system), plain, timings
             )
             if sys.stdin.isatty():
@@ -91,12 +91,12 @@ async def _opened(for_connection: dict[str, Any]) -> AsyncClient:
     return client
 
 
-class NoAnswer(ServiceError):
+class TurnFailed(ServiceError):
     """A turn was refused or failed; the conversation is unchanged."""
 
 
 @dataclass(slots=True)
-class Talk:
+class ChatSession:
     """One conversation with a router."""
 
     runner: asyncio.Runner  # turns Ctrl-C into the end of the current answer
@@ -115,8 +115,8 @@ class Talk:
         while is_open:
             try:
                 is_open = self._handle_line(input("> "))
-            except NoAnswer as error:
-                tell(str(error))
+            except TurnFailed as error:
+                print_error(str(error))
             except KeyboardInterrupt:
                 print("\nCtrl-D or /exit quits", file=sys.stderr)
             except EOFError:
@@ -149,7 +149,7 @@ class Talk:
         if name in commands:
             commands[name]()
         else:
-            tell(f"no command /{name}; /help lists them")
+            print_error(f"no command /{name}; /help lists them")
         return True
 
     def _set_system(self, text: str) -> None:
@@ -166,7 +166,7 @@ class Talk:
             answer = self._stream()
         except BatonError as error:
             self.conversation.take_back()
-            raise NoAnswer(f"{error}{self._hint(error)}") from error
+            raise TurnFailed(f"{error}{self._hint(error)}") from error
         self.conversation.answer(answer)
 
     def _stream(self) -> str:

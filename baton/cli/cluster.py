@@ -11,7 +11,7 @@ from baton.cli.command import FILE, SETTINGS
 from baton.cli.options import Host, ModelOrDemo, Port
 from baton.cli.security import tls_config
 from baton.cli.serve import node_options, router_options
-from baton.cli.signatures import is_chosen, options_of, passed_on, split, takes_options_of
+from baton.cli.signatures import is_set, options_of, passed_on, split, takes_options_of
 from baton.cli.telemetry import TraceDir, trace_folder
 from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
@@ -117,7 +117,7 @@ def _shared_cores(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
     """Divide the cores among the nodes, since each would use all of them by default."""
     nodes = context.meta.get(SETTINGS, {}).get("serve", {})
     in_file = any("threads" in nodes.get(role, {}) for role in ("prefill", "decode"))
-    if in_file or is_chosen(context, "threads"):
+    if in_file or is_set(context, "threads"):
         return ()
     num_cores = len(os.sched_getaffinity(0))
     return (f"--threads={max(1, num_cores // num_nodes)}",)
@@ -127,7 +127,7 @@ def shared_memory(context: typer.Context, num_nodes: int) -> tuple[str, ...]:
     """Divide the free memory among the nodes of this cluster."""
     nodes = context.meta.get(SETTINGS, {}).get("serve", {})
     in_file = any("nodes_per_machine" in nodes.get(role, {}) for role in ("prefill", "decode"))
-    if in_file or is_chosen(context, "nodes_per_machine"):
+    if in_file or is_set(context, "nodes_per_machine"):
         return ()
     return (f"--nodes-per-machine={num_nodes}",)
 

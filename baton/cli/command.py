@@ -24,7 +24,7 @@ SETTINGS = "baton.settings"
 SECRET_ENDINGS = ("token", "password")
 
 
-def use_file(context: typer.Context, config: Path | None) -> Path | None:
+def load_settings(context: typer.Context, config: Path | None) -> Path | None:
     """Load the settings file before the other options are parsed, as their default values."""
     if config is not None and not context.resilient_parsing:
         settings: Any = read_settings(config, _options_of(context.find_root().command))
@@ -38,7 +38,7 @@ def use_file(context: typer.Context, config: Path | None) -> Path | None:
     return config
 
 
-def note_show(context: typer.Context, show_config: bool) -> bool:
+def set_show_config(context: typer.Context, show_config: bool) -> bool:
     context.meta[SHOW] = show_config
     return show_config
 
@@ -48,7 +48,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         help="TOML settings file with a table per command.",
-        callback=use_file,
+        callback=load_settings,
         is_eager=True,
         rich_help_panel=SETTINGS_PANEL,
     ),
@@ -58,7 +58,7 @@ ShowConfig = Annotated[
     typer.Option(
         "--show-config",
         help="Print each option with its value and the source of it, then exit.",
-        callback=note_show,
+        callback=set_show_config,
         rich_help_panel=SETTINGS_PANEL,
     ),
 ]
@@ -82,7 +82,7 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
         super().__init__(*args, params=[*(params or ()), *_options_of_every_command()], **given)
-        self.help = unwrapped(self.help or "")
+        self.help = unwrap(self.help or "")
         hide_variables(self)
 
     def invoke(self, ctx: Any) -> Any:
@@ -92,7 +92,7 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def dress(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
+def use_command_class(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
     """Turn every command of the app and its groups into a `Command` with examples."""
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
@@ -100,10 +100,10 @@ def dress(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
         command.epilog = command.epilog or examples_of(" ".join([*groups, name]))
     for group in app.registered_groups:
         if group.typer_instance is not None and isinstance(group.name, str):
-            dress(group.typer_instance, (*groups, group.name))
+            use_command_class(group.typer_instance, (*groups, group.name))
 
 
-def unwrapped(text: str) -> str:
+def unwrap(text: str) -> str:
     """Join each paragraph into one line, so that the terminal decides where to wrap."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(" ".join(one.split()) for one in paragraphs)

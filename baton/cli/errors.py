@@ -18,25 +18,25 @@ NAMED = (EngineError, KvTransferError, ServiceError)
 USAGE = (InvalidConfig, InvalidKvSetting, InvalidRequest)
 
 
-def tell(message: str) -> None:
+def print_error(message: str) -> None:
     print(f"baton: error: {message}", file=sys.stderr)
 
 
-def tell_named(error: Exception) -> int:
+def print_named_error(error: Exception) -> int:
     """Print an error that Baton raised; return the exit code."""
-    tell(str(error))
+    print_error(str(error))
     return WRONG_USAGE if isinstance(error, USAGE) else FAILED
 
 
-def tell_no_space(error: OSError) -> int:
+def print_no_space(error: OSError) -> int:
     """Print that the output, mostly standard output, ran out of space; return the exit code."""
-    tell(f"the output could not be written: {error.strerror}")
+    print_error(f"the output could not be written: {error.strerror}")
     # Python would flush the rest at exit and report the error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 
 
-def tell_usage(error: typer.TyperException) -> int:
+def print_usage_error(error: typer.TyperException) -> int:
     """Print a usage error of command line, environment or settings file; return the exit code."""
     if type(error).__name__ == "NoArgsIsHelpError":
         print(error.message, file=sys.stderr)
@@ -45,5 +45,5 @@ def tell_usage(error: typer.TyperException) -> int:
     where = origin(context, getattr(error, "param", None))
     message = " ".join(error.format_message().split()).removesuffix(".")
     hint = f"; see {context.command_path} --help" if context is not None else ""
-    tell(f"{where}: {message}{hint}" if where else f"{message}{hint}")
+    print_error(f"{where}: {message}{hint}" if where else f"{message}{hint}")
     return error.exit_code

@@ -32,7 +32,7 @@ Model = Annotated[
 ModelOrDemo = Annotated[
     str,
     typer.Option(
-        help="Model folder, or a name on the Hugging Face hub; the demo model if left out.",
+        help="Model folder, or a name on the Hugging Face hub. Default: the demo model.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
@@ -376,7 +376,7 @@ LogLevel = Annotated[
 ]
 
 
-def can_be_written(path: Path | None) -> Path | None:
+def check_writable_file(path: Path | None) -> Path | None:
     """Reject a file that cannot be written, before the work whose result goes there."""
     trouble = None if path is None else file_trouble(path)
     if trouble is not None:
@@ -384,7 +384,7 @@ def can_be_written(path: Path | None) -> Path | None:
     return path
 
 
-def can_be_made(folder: Path | None) -> Path | None:
+def check_creatable_folder(folder: Path | None) -> Path | None:
     """Reject a folder that cannot be created, with its parents, when it is first written to."""
     trouble = None if folder is None else folder_trouble(folder)
     if trouble is not None:
@@ -397,7 +397,7 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         help="Also write the figures to this JSON file.",
-        callback=can_be_written,
+        callback=check_writable_file,
         rich_help_panel=OUTPUT_PANEL,
     ),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.errors import FAILED, tell
+from baton.cli.errors import FAILED, print_error
 from baton.cli.options import KV_PANEL, Device, Dtype, ModelOrDemo, Speculative, Threads
 from baton.cli.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import takes_options_of
@@ -63,6 +63,6 @@ def run(
     for prompt, answer in zip(texts, answers, strict=True):
         print(prompt + answer.text)
         if answer.error is not None:
-            tell(f"the answer is incomplete: {answer.error}")
+            print_error(f"the answer is incomplete: {answer.error}")
     if any(answer.error is not None for answer in answers):
         raise typer.Exit(FAILED)

@@ -52,12 +52,12 @@ def passed_on(
     return tuple(
         argument
         for option in context.command.params
-        if option.name in names and is_chosen(context, option.name)
+        if option.name in names and is_set(context, option.name)
         for argument in _arguments(option, context.params[option.name])
     )
 
 
-def is_chosen(context: typer.Context, name: str) -> bool:
+def is_set(context: typer.Context, name: str) -> bool:
     """Return whether a flag, the environment or a file set the option."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.examples import examples
-from baton.cli.options import can_be_written
+from baton.cli.options import check_writable_file
 from baton.cli.telemetry import TRACE_DIR_VARIABLE, trace_folder
 from engine.errors import EngineError, InvalidConfig
 from telemetry.store import read_spans
@@ -80,7 +80,8 @@ def show(
     html: Annotated[
         Path | None,
         typer.Option(
-            help="Write a self-contained HTML page to this file instead.", callback=can_be_written
+            help="Write a self-contained HTML page to this file instead.",
+            callback=check_writable_file,
         ),
     ] = None,
     trace_dir: Folder = "",

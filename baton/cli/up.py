@@ -29,18 +29,18 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 def run_cluster(options: ClusterOptions, num_processes: int) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     resolve_model_folder(options.model)  # download once, before every process would
-    life = Life(options, num_processes)
-    with life.listening():
+    runner = ClusterRunner(options, num_processes)
+    with runner.listening():
         try:
-            life.run()
+            runner.run()
         except ClusterFailed:
-            if not life.is_ending:
+            if not runner.is_ending:
                 raise
-    if life.was_interrupted_again or not life.is_up:
+    if runner.was_interrupted_again or not runner.is_up:
         raise typer.Exit(INTERRUPTED)
 
 
-class Life:
+class ClusterRunner:
     """One cluster from start to end, with its signal handlers."""
 
     def __init__(self, options: ClusterOptions, num_processes: int) -> None:

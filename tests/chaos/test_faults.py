@@ -156,6 +156,6 @@ def test_a_hostile_client_spoils_no_answer_and_leaves_nothing_behind(running: Ru
     assert report.counts["right"] > 0
     assert report.bystanders is not None
     assert report.bystanders.num_gaps > 0
-    [beside] = report.bystanders.by_attack
-    assert beside.beside == Attack.DEAD_PEERS.value
-    assert beside.outcomes
+    [worst] = report.bystanders.by_attack
+    assert worst.attack == Attack.DEAD_PEERS.value
+    assert worst.outcomes
