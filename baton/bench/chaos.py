@@ -289,9 +289,9 @@ class Chaos:
 
     async def _jump(self, victim: Child, fault: Fault) -> None:
         """Set the clock forward or back for a while."""
-        self._stage.put_clock_off(victim, JUMP_S if fault.number % 2 else -JUMP_S)
+        self._stage.shift_clock(victim, JUMP_S if fault.number % 2 else -JUMP_S)
         await asyncio.sleep(fault.lasts_s)
-        self._stage.put_clock_off(victim, 0.0)
+        self._stage.shift_clock(victim, 0.0)
 
     async def _attack(self, struck: Struck) -> None:
         if self._hostility is not None:
@@ -333,5 +333,5 @@ class Chaos:
             return [f"metrics unavailable: {error}"]
         if child.name == Role.ROUTER.value:
             self._attempts.note(child.process.pid, found)
-        before, now = self._stage.at_start[child.name], self._stage.footprint(child)
+        before, now = self._stage.baseline[child.name], self._stage.footprint(child)
         return [*held(found), *grown(before, now)]

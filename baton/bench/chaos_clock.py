@@ -31,7 +31,7 @@ class Clocks:
     def environment(self) -> dict[str, str]:
         return {"LD_PRELOAD": str(self.library), FOLDER_VARIABLE: str(self.folder)}
 
-    def put_off(self, pid: int, by_s: float) -> None:
+    def shift(self, pid: int, by_s: float) -> None:
         """Shift the clock of a process. Raises OSError if it has none."""
         with (self.folder / str(pid)).open("r+b") as clock:
             clock.write(round(by_s * NS_PER_S).to_bytes(8, "little", signed=True))

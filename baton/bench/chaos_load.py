@@ -51,7 +51,7 @@ class Told:
     is_local: bool = False  # its decode node computed the prompt
 
     @property
-    def is_hurried(self) -> bool:
+    def has_short_deadline(self) -> bool:
         """Return whether the deadline is shorter than an answer may take."""
         return self.patience_s < PATIENCE_S
 
@@ -159,7 +159,7 @@ class Load:
 
     def _judge_error(self, record: Told, error: BatonError) -> None:
         reason = error.reason or error.code.name
-        if reason == "DEADLINE_EXCEEDED" and record.is_hurried:
+        if reason == "DEADLINE_EXCEEDED" and record.has_short_deadline:
             _judge(record, Outcome.LATE)
         elif reason == "DEADLINE_EXCEEDED":
             _judge(record, Outcome.HUNG, f"no end within {record.patience_s:.0f} s")

@@ -92,7 +92,7 @@ def report(
     failed = (one for one in records if one.outcome in (Outcome.REFUSED, Outcome.BROKEN))
     counts = {
         "requests": len(records),
-        "hurried": sum(one.is_hurried for one in records),
+        "hurried": sum(one.has_short_deadline for one in records),
         **{outcome.value: by_outcome[outcome] for outcome in Outcome},
         "retried": attempts.total(names.RETRY),
         "migrated": attempts.total(names.MIGRATE),
@@ -124,7 +124,7 @@ def report(
 
 def _is_lost(record: Told, struck: Sequence[Struck]) -> bool:
     """Return whether a request failed without a killed router or a fair refusal."""
-    fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if record.is_hurried else ())
+    fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if record.has_short_deadline else ())
     if record.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or record.reason in fair:
         return False
     return not any(

@@ -64,7 +64,7 @@ class Stage:
         self._folder = Path(self._lifetime.enter_context(TemporaryDirectory()))
         self._clocks: Clocks | None = build(self._folder) if setting.clocks_jump else None
         self._cluster = LocalCluster(self._options())
-        self.at_start: dict[str, Footprint] = {}  # by name
+        self.baseline: dict[str, Footprint] = {}  # by name
 
     async def __aenter__(self) -> Stage:
         await asyncio.to_thread(self._cluster.__enter__)
@@ -79,7 +79,7 @@ class Stage:
         for role, peers in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             for place in range(self.num_by_role[role]):
                 await self._until_linked(self.child(role, place), self.num_by_role[peers])
-        self.at_start = {child.name: self.footprint(child) for child in self.children}
+        self.baseline = {child.name: self.footprint(child) for child in self.children}
 
     async def _until_linked(self, child: Child, num_peers: int) -> None:
         """Wait for the KV links to all peers, so that they are part of the baseline."""
@@ -131,9 +131,9 @@ class Stage:
         """Return the fault switch of a node's KV transfer; it outlives restarts."""
         return FaultSwitch(self._folder / child.name)
 
-    def put_clock_off(self, child: Child, by_s: float) -> None:
+    def shift_clock(self, child: Child, by_s: float) -> None:
         if self._clocks is not None and child.process.poll() is None:
-            self._clocks.put_off(child.process.pid, by_s)
+            self._clocks.shift(child.process.pid, by_s)
 
     def kill(self, child: Child) -> None:
         self._killed_pids.add(child.process.pid)
