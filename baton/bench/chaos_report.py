@@ -103,7 +103,7 @@ def report(
         "died": len(died),
     }
     if bystanders is not None:
-        counts["exceeded limits"] = len(bystanders.missed)
+        counts["missed bounds"] = len(bystanders.missed)
     return Report(
         elapsed_s=elapsed_s,
         num_faults=len(struck),
