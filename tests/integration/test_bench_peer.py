@@ -124,7 +124,7 @@ def test_settings_before_a_peer_ended_are_kept(
 
 
 def test_a_folder_that_is_no_environment_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="no virtual environment"):
+    with pytest.raises(InvalidConfig, match="not a virtual environment"):
         run(bench(None, tmp_path), lambda _: None)
 
 

@@ -54,7 +54,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         # A signal between the prompt and the first look at the keyboard waits for a key.
         screen.type(CTRL_C)
         screen.type("\n")
-        screen.await_text("Ctrl-D or /exit leaves")
+        screen.await_text("Ctrl-D or /exit quits")
         screen.await_text("> ")
         screen.type(CTRL_D)
         screen.await_end()

@@ -51,7 +51,7 @@ def test_without_its_environment_there_is_no_vllm() -> None:
 def test_what_cannot_be_is_told_before_anything_starts(venv: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="painted"):
         chosen_engines("model", "default", venv, "", "painted")
-    with pytest.raises(InvalidConfig, match="no virtual environment"):
+    with pytest.raises(InvalidConfig, match="not a virtual environment"):
         chosen_engines("model", "default", tmp_path / "gone", "", "")
 
 
@@ -69,14 +69,14 @@ def test_servers_stay_only_where_memory_holds_them_all(
         assert list(that_stay(engines, str(model), lifetime)) == list(engines)
 
         monkeypatch.setattr("engine.runner.host_memory.free_host_bytes", lambda: 10 * 2**30)
-        with pytest.raises(InvalidConfig, match="3 of vLLM's servers take"):
+        with pytest.raises(InvalidConfig, match="3 vLLM servers need"):
             that_stay(engines, str(model), lifetime)
 
 
 def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
 
-    with pytest.raises(InvalidConfig, match="a core each"):
+    with pytest.raises(InvalidConfig, match="one core each"):
         chosen_engines("model", "default", None, "", "")
 
 

@@ -252,7 +252,7 @@ def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a
 
     assert (found.num_gaps, found.worst_gap_s, found.worst_quiet_gap_s) == (100, 1.5, 0.0)
     assert found.worst_health_s == pytest.approx(0.9)
-    assert [(one.beside, one.gap_s) for one in found.by_attack] == [("long-ids", 1.5)]
+    assert [(one.attack, one.gap_s) for one in found.by_attack] == [("long-ids", 1.5)]
     [missed] = found.missed
     assert "gap of 1.50 s" in missed
     assert "long-ids" in missed

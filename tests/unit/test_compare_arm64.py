@@ -51,7 +51,7 @@ def test_programs_that_tell_nothing_are_not_alike() -> None:
 
 
 def test_other_programs_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="not the same"):
+    with pytest.raises(ValueError, match="the programs differ"):
         compared(told(1), told(1, kernel="gate"))
     with pytest.raises(ValueError, match="longer"):
         compared(told(1), told(1, 2))
