@@ -1,16 +1,16 @@
-# Every target sets up what it needs in .venv by itself.
+# Every target sets up .venv itself.
 #
-#   make demo         one request through router, prefill node and decode node, and what happened
-#   make test         the whole test suite, by WORKERS (2) processes: most tests wait for others
+#   make demo         a cluster of three processes, a few prompts, and a trace of one request
+#   make test         all tests that need no GPU, with WORKERS (2) processes: most tests wait
 #   make check        format, lint, import rules, types and the fast tests, about a minute and a half
-#   make breaking     whether clients and nodes of main still understand the protos
-#   make bench        the engine's own figures, as tables
+#   make breaking     compares the protos with those of main for incompatible changes
+#   make bench        benchmarks of scheduler and engine
 #   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
-#   make arm64        the kernels for arm64, emulated, beside the same ones here; needs a cross compiler
-#   make soak         a cluster under load and faults for MINUTES (20), every answer judged
-#   make containers   the cluster of docker-compose.yml, tried in real containers; needs Docker
+#   make arm64        compares emulated arm64 kernels with the host's; needs a cross compiler
+#   make soak         a cluster under load and faults for MINUTES (20), with every answer checked
+#   make containers   tests docker-compose.yml with real containers; needs Docker
 #
-# PYTHON, TORCH and TORCH_INDEX choose the interpreter and the build of torch (see README).
+# PYTHON, TORCH and TORCH_INDEX select the interpreter and the torch build (docs/configuration.md).
 
 VENV := .venv
 MINUTES := 20
@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
-# Hundreds of processes start in a run of the tests: none should compile what another one has.
+# Test runs start hundreds of processes, which should share compiled bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:

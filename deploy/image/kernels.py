@@ -1,4 +1,4 @@
-"""Builds the native kernels for every kind of processor that this machine's compiler knows."""
+"""Builds the native kernels for every CPU variant that the compiler supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints a list of requirements of pyproject.toml, one in a line, for pip."""
+"""Prints a list of requirements in pyproject.toml, one per line, for pip."""
 
 from __future__ import annotations
 
