@@ -1,4 +1,4 @@
-"""Paged attention: the Protocol that kernels must keep to, and the plain torch reference."""
+"""Paged attention: the Protocol of its kernels and the plain torch reference."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from engine.runner.layout import Ints, PassLayout
 
 
 class AttentionPass(Protocol):
-    """One forward pass; made anew for each, so that its masks are built once for all layers."""
+    """Attention of one forward pass. Its masks are built once and shared by all layers."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """The tokens' keys and values, [tokens, kv_heads, head_dim], into their blocks."""
+        """Write the tokens' keys and values, [tokens, kv_heads, head_dim], into their blocks."""
         ...
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Once the tokens' own keys and values are written.
+        """Return the attention output, in the shape of `query`: [tokens, heads, head_dim].
 
-        query [tokens, heads, head_dim]; the answer is like it. A token sees its own sequence up
-        to itself, within the layer's window. Blocks and slots outside a sequence's context may
-        hold anything, NaN too, and must not matter.
+        Call it after `write`. A token attends to its own sequence up to itself, within the
+        layer's window. Blocks and slots outside a sequence's context can hold any value, NaN
+        included, and must not affect the output.
         """
         ...
 
 
 class PagedAttention(Protocol):
-    """Attention over one KV tensor, which it alone reads and writes by layer."""
+    """Attention over one KV tensor. Nothing else reads or writes the tensor by layer."""
 
     def begin(self, layout: PassLayout) -> AttentionPass: ...
 
 
 class TorchPagedAttention:
-    """The reference: gathers each sequence's blocks and leaves the rest to torch."""
+    """Reference implementation: gathers each sequence's blocks and calls torch's attention."""
 
     def __init__(self, kv: Tensor, windows: Sequence[int | None]) -> None:
         self._kv = kv
         self._windows = tuple(windows)
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        work = {window: _work(layout, window, self._kv) for window in set(self._windows)}
+        by_window = {window: _groups(layout, window, self._kv) for window in set(self._windows)}
         write_blocks = torch.from_numpy(layout.write_blocks).to(self._kv.device)
         write_offsets = torch.from_numpy(layout.write_offsets).to(self._kv.device)
-        works = [work[window] for window in self._windows]
-        return _TorchPass(self._kv, works, write_blocks, write_offsets)
+        groups_by_layer = [by_window[window] for window in self._windows]
+        return _TorchPass(self._kv, groups_by_layer, write_blocks, write_offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences with equally many tokens, padded to equally many blocks."""
+    """Sequences with the same number of tokens, padded to the same number of blocks."""
 
     first_token: int
-    num_queries: int  # of each sequence; 1, or any number for a group of one sequence
+    num_queries: int  # per sequence: 1, or any number for a group of one sequence
     block_table: Tensor  # [sequences, blocks]
-    dead_blocks: Tensor  # flat places in block_table that hold slots nobody may see,
-    dead_slots: Tensor  # and which slots those are: [dead blocks, block_size, 1]
-    mask: Tensor | None  # [1, sequences, queries, slots], added to scores; None is causal
+    padded_blocks: Tensor  # flat indices into block_table of blocks with slots past the context
+    padding: Tensor  # mask of those slots: [padded blocks, block_size, 1]
+    mask: Tensor | None  # [1, sequences, queries, slots], added to scores; None means causal
 
     @property
     def tokens(self) -> slice:
@@ -72,10 +72,14 @@ class _Group:
 
 class _TorchPass:
     def __init__(
-        self, kv: Tensor, works: list[list[_Group]], write_blocks: Tensor, write_offsets: Tensor
+        self,
+        kv: Tensor,
+        groups_by_layer: list[list[_Group]],
+        write_blocks: Tensor,
+        write_offsets: Tensor,
     ) -> None:
         self._kv = kv
-        self._works = works
+        self._groups_by_layer = groups_by_layer
         self._write_blocks = write_blocks
         self._write_offsets = write_offsets
 
@@ -84,57 +88,57 @@ class _TorchPass:
         self._kv[self._write_blocks, layer, 1, :, self._write_offsets] = value
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        answer = torch.empty_like(query)
-        for group in self._works[layer]:
+        output = torch.empty_like(query)
+        for group in self._groups_by_layer[layer]:
             keys, values = self._gather(layer, group)
-            attend = _attend_many if group.num_queries == 1 else _attend_one
-            answer[group.tokens] = attend(query[group.tokens], keys, values, group.mask)
-        return answer
+            attend = _attend_decodes if group.num_queries == 1 else _attend_chunk
+            output[group.tokens] = attend(query[group.tokens], keys, values, group.mask)
+        return output
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
-        """The group's keys and values, each [kv_heads, sequences, slots, head_dim]."""
+        """Return the group's keys and values, each [kv_heads, sequences, slots, head_dim]."""
         num_sequences, num_blocks = group.block_table.shape
         by_head = self._kv[:, layer].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
         _, num_kv_heads, _, block_size, head_dim = blocks.shape
-        if group.dead_blocks.numel():
-            # A weight of zero does not hide a NaN, so what must not be seen is made zero.
-            cleaned = blocks[:, :, group.dead_blocks].masked_fill(group.dead_slots, 0.0)
-            blocks[:, :, group.dead_blocks] = cleaned
+        if group.padded_blocks.numel():
+            # Zero the padding: zero times NaN is NaN, so a weight of zero does not hide a NaN.
+            cleaned = blocks[:, :, group.padded_blocks].masked_fill(group.padding, 0.0)
+            blocks[:, :, group.padded_blocks] = cleaned
         keys, values = blocks.view(
             2, num_kv_heads, num_sequences, num_blocks * block_size, head_dim
         )
         return keys, values
 
 
-def _attend_many(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """One token each of many sequences; the heads that share a KV head are its queries."""
+def _attend_decodes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend for one token of each sequence; the heads of a KV head form the query dimension."""
     num_kv_heads, num_sequences, _, head_dim = keys.shape
     grouped = query.view(num_sequences, num_kv_heads, -1, head_dim).transpose(0, 1)
-    answer = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-    return answer.transpose(0, 1).reshape(query.shape)
+    output = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    return output.transpose(0, 1).reshape(query.shape)
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Many tokens of one sequence; the heads that share a KV head are a dimension."""
+def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend for many tokens of one sequence; the heads of a KV head form a dimension."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, _, num_slots, _ = keys.shape
-    shared = num_heads // num_kv_heads
-    answer = functional.scaled_dot_product_attention(
-        query.view(num_tokens, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3),
-        keys.expand(num_kv_heads, shared, num_slots, head_dim),
-        values.expand(num_kv_heads, shared, num_slots, head_dim),
+    gqa_group_size = num_heads // num_kv_heads
+    output = functional.scaled_dot_product_attention(
+        query.view(num_tokens, num_kv_heads, gqa_group_size, head_dim).permute(1, 2, 0, 3),
+        keys.expand(num_kv_heads, gqa_group_size, num_slots, head_dim),
+        values.expand(num_kv_heads, gqa_group_size, num_slots, head_dim),
         attn_mask=mask,
         is_causal=mask is None,
     )
-    return answer.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+    return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
-def _work(layout: PassLayout, window: int | None, kv: Tensor) -> list[_Group]:
+def _groups(layout: PassLayout, window: int | None, kv: Tensor) -> list[_Group]:
     block_size = kv.shape[4]
     num_single = layout.num_single
     starts = layout.query_starts
-    singles = _alike(layout.context_lens[:num_single], block_size)
+    singles = _runs_of_similar_length(layout.context_lens[:num_single], block_size)
     chunks = [(row, row + 1) for row in range(num_single, len(layout.num_queries))]
     return [
         _group(layout, np.arange(first, last), int(starts[first]), window, kv)
@@ -142,8 +146,8 @@ def _work(layout: PassLayout, window: int | None, kv: Tensor) -> list[_Group]:
     ]
 
 
-def _alike(context_lens: Ints, block_size: int) -> list[tuple[int, int]]:
-    """Runs of neighbours whose padding wastes at most about half."""
+def _runs_of_similar_length(context_lens: Ints, block_size: int) -> list[tuple[int, int]]:
+    """Split neighbours into runs, (first, end), of which padding is at most about half."""
     if not len(context_lens):
         return []
     sizes = np.frexp((context_lens - 1) // block_size + 1)[1]
@@ -161,25 +165,25 @@ def _group(
     first_block = first_seen // block_size
     num_blocks = int((((lens - 1) // block_size) - first_block).max()) + 1
     columns = first_block[:, None] + np.arange(num_blocks)
-    # A place past the context repeats its last block: any would do, its slots are dead.
+    # An entry past the context repeats the last block: any block would do, its slots are padding.
     columns = np.minimum(columns, ((lens - 1) // block_size)[:, None])
     table = layout.block_tables[rows[:, None], columns]
     slots = (first_block * block_size)[:, None] + np.arange(num_blocks * block_size)
-    dead = (slots >= lens[:, None]).reshape(-1, block_size)
-    dead_blocks = np.flatnonzero(dead.any(axis=1))
+    padding = (slots >= lens[:, None]).reshape(-1, block_size)
+    padded_blocks = np.flatnonzero(padding.any(axis=1))
     queries = first_query[:, None] + np.arange(num_queries)
     return _Group(
         first_token=first_token,
         num_queries=num_queries,
         block_table=torch.from_numpy(table).to(kv.device),
-        dead_blocks=torch.from_numpy(dead_blocks).to(kv.device),
-        dead_slots=torch.from_numpy(dead[dead_blocks]).to(kv.device)[:, :, None],
+        padded_blocks=torch.from_numpy(padded_blocks).to(kv.device),
+        padding=torch.from_numpy(padding[padded_blocks]).to(kv.device)[:, :, None],
         mask=_mask(queries, slots, window, kv),
     )
 
 
 def _mask(queries: Ints, slots: Ints, window: int | None, kv: Tensor) -> Tensor | None:
-    """queries and slots are positions in the sequence, [sequences, any]."""
+    """Build the mask from the sequence positions of queries and slots, each [sequences, any]."""
     is_whole_prompt = queries.shape[1] > 1 and queries[0, 0] == 0 and slots[0, 0] == 0
     if is_whole_prompt and (window is None or window >= queries.shape[1]):
         return None

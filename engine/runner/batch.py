@@ -1,7 +1,7 @@
-"""The persistent batch: what the runner knows of each request, kept in place between steps.
+"""Persistent batch: the runner's per-request state, updated in place between steps.
 
-Rows are gone through in Python: a pass over the weights leaves the caches cold, and then a call
-of numpy costs as much as dozens of rows.
+Loops over rows are plain Python. After a pass over the weights the CPU caches are cold, and a numpy
+call then costs as much as dozens of rows.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from kv_transfer.types import BlockId
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What stays the same of a request while it is in the batch."""
+    """Constant properties of a request while it is in the batch."""
 
     request_id: RequestId
     slot: int
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
-    # A resumed request gave its prompt's logprobs before it was put back.
+    # False for a resumed request: it returned its prompt logprobs before it was preempted.
     wants_prompt_logprobs: bool
 
 
 class Run(NamedTuple):
-    """Tokens of one row that lie behind each other in the flat batch."""
+    """Consecutive tokens of one row in the flat batch."""
 
     row: RowFacts
     num_tokens: int
-    end: int  # the length of the sequence up to the last of them
+    end: int  # sequence length up to and including the last of them
 
     @property
     def positions(self) -> range:
@@ -47,20 +47,20 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass over the batch: its input, and which of its runs end in a sample.
+    """Input of one forward pass, and the runs whose last token is sampled.
 
-    A row with a draft is there once for its newest token and once for each drafted one, in
-    this order: each sees what a step of its own would have seen, computed in the same way.
+    A row with a draft has one run for its newest token and one for each drafted token, in this
+    order. Each run has the same context and is computed in the same way as in a step of its own.
     """
 
     runs: tuple[Run, ...]  # in the order of the flat batch
     layout: PassLayout
     token_ids: Ints  # by token
-    sampled: tuple[int, ...]  # places in runs
+    sampled: tuple[int, ...]  # indices into runs
 
     @property
     def seen_lens(self) -> Ints:
-        """By token: the length of the sequence when it was or will be first computed."""
+        """Sequence length at which each token is first computed, by token."""
         num_prompt = np.array([run.row.num_prompt_tokens for run in self.runs], dtype=np.int64)
         by_token = num_prompt.repeat(self.layout.num_queries)
         return np.maximum(by_token, self.layout.positions + 1)
@@ -70,13 +70,13 @@ NO_DRAFTS: Mapping[RequestId, Sequence[int]] = {}
 
 
 class PersistentBatch:
-    """Rows by slot. A step costs what it schedules, not what the batch holds."""
+    """Rows by slot. The cost of a step depends on the scheduled rows, not on the batch size."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         max_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
         self._max_model_len = max_model_len
-        # Pages of these that no request has reached take no memory.
+        # Pages that no request has touched take no memory.
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._blocks: Ints = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._num_tokens = [0] * max_num_seqs
@@ -102,7 +102,7 @@ class PersistentBatch:
         num_scheduled_tokens: Mapping[RequestId, int],
         drafts: Mapping[RequestId, Sequence[int]] = NO_DRAFTS,
     ) -> Step:
-        self._put_behind(drafts)
+        self._append_drafts(drafts)
         runs = tuple(sorted(self._runs(num_scheduled_tokens, drafts), key=_flat_order))
         slots = np.array([run.row.slot for run in runs], dtype=np.int64)
         num_queries = np.array([run.num_tokens for run in runs], dtype=np.int64)
@@ -111,29 +111,29 @@ class PersistentBatch:
             runs=runs,
             layout=layout,
             token_ids=self._tokens[slots.repeat(num_queries), layout.positions],
-            sampled=tuple([place for place, run in enumerate(runs) if self._is_sampled(run)]),
+            sampled=tuple([index for index, run in enumerate(runs) if self._is_sampled(run)]),
         )
 
     def advance(self, step: Step) -> None:
-        """The pass is done: its tokens have their KV now."""
+        """Mark the tokens of a finished pass as computed."""
         for run in step.runs:
             self._num_computed[run.row.slot] = run.end
 
     def append(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
-        """Sampled tokens: drafted ones that came true, then the one that is the next input."""
+        """Append sampled tokens: the accepted drafts, then the next input token."""
         slot, count = self._rows[request_id].slot, len(token_ids)
         first = self._num_tokens[slot]
         self._check_tokens(request_id, first + count)
         self._tokens[slot, first : first + count] = token_ids
         self._num_tokens[slot] = first + count
-        self._num_computed[slot] = first + count - 1  # what was drafted in vain does not count
+        self._num_computed[slot] = first + count - 1  # rejected drafts do not count
 
     def known_tokens(self, row: RowFacts, num_tokens: int | None = None) -> Ints:
-        """Prompt and outputs so far, or the first so many with what is drafted, as a view."""
+        """Return a view of prompt and outputs, or of the first `num_tokens` with drafted ones."""
         return self._tokens[row.slot, : num_tokens or self._num_tokens[row.slot]]
 
     def decoding(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[RowFacts]:
-        """The rows whose newest token, an output, is all that is scheduled of them."""
+        """Yield the rows that decode: only their newest token, an output, is scheduled."""
         for request_id, num_tokens in num_scheduled_tokens.items():
             if num_tokens != 1:
                 continue
@@ -143,14 +143,14 @@ class PersistentBatch:
                 yield row
 
     def room_for_draft(self, row: RowFacts) -> int:
-        """How many tokens could be computed, and sampled behind, after the newest one."""
+        """Return the number of draft tokens that fit after the newest token."""
         known = self._num_tokens[row.slot]
-        longest = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
+        max_len = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
         num_slots = self._num_blocks[row.slot] * self._block_size
-        return max(0, min(longest - known - 1, num_slots - known))
+        return max(0, min(max_len - known - 1, num_slots - known))
 
     def _forget(self, request_ids: Sequence[RequestId]) -> None:
-        """Rows of a pass that failed may be unknown."""
+        """Remove rows and free their slots. Unknown ids, as after a failed pass, are ignored."""
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
             if row is not None:
@@ -160,14 +160,14 @@ class PersistentBatch:
         num_tokens, room = len(row.token_ids), self._tokens.shape[1]
         if num_tokens >= room or not self._free_slots:
             raise InvalidConfig(
-                f"{row.request_id} with {num_tokens} tokens does not fit: the runner was made for "
+                f"{row.request_id} with {num_tokens} tokens does not fit: the runner holds "
                 f"{self._tokens.shape[0]} requests of up to {room - 1} tokens"
             )
         slot = self._free_slots.pop()
         has_outputs = num_tokens > row.num_prompt_tokens
-        wants = row.sampling.prompt_logprobs is not None and not has_outputs
+        wants_logprobs = row.sampling.prompt_logprobs is not None and not has_outputs
         self._rows[row.request_id] = RowFacts(
-            row.request_id, slot, row.sampling, row.seed, row.num_prompt_tokens, wants
+            row.request_id, slot, row.sampling, row.seed, row.num_prompt_tokens, wants_logprobs
         )
         self._tokens[slot, :num_tokens] = row.token_ids
         self._num_tokens[slot] = num_tokens
@@ -175,8 +175,8 @@ class PersistentBatch:
         self._num_blocks[slot] = 0
         self._append_blocks(self._rows[row.request_id], row.block_ids)
 
-    def _put_behind(self, drafts: Mapping[RequestId, Sequence[int]]) -> None:
-        """Writes the drafts behind the known tokens, where they count for nothing."""
+    def _append_drafts(self, drafts: Mapping[RequestId, Sequence[int]]) -> None:
+        """Write the drafts after the known tokens without counting them."""
         for request_id, draft in drafts.items():
             slot = self._rows[request_id].slot
             first = self._num_tokens[slot]
@@ -195,7 +195,7 @@ class PersistentBatch:
             # Without this check, KV would be written into the blocks of an earlier row.
             if end + len(drafts.get(request_id, ())) > num_slots:
                 raise RowOverflow(
-                    f"{request_id} is to be computed up to token {end}; its blocks hold {num_slots}"
+                    f"{request_id} is scheduled up to token {end}; its blocks hold {num_slots}"
                 )
             for ahead in range(1 + len(drafts.get(request_id, ()))):
                 yield Run(row, num_tokens, end + ahead)
@@ -203,7 +203,7 @@ class PersistentBatch:
     def _append_blocks(self, row: RowFacts, block_ids: tuple[BlockId, ...]) -> None:
         slot = row.slot
         first, end = self._num_blocks[slot], self._num_blocks[slot] + len(block_ids)
-        # numpy cuts a slice short at the end of the row, and would drop a single block silently.
+        # numpy clips a slice at the end of the row, and would drop a single block silently.
         if end > self._blocks.shape[1]:
             raise RowOverflow(
                 f"{row.request_id} was given {end} blocks; block tables hold "
@@ -213,7 +213,7 @@ class PersistentBatch:
         self._num_blocks[slot] = end
 
     def _check_tokens(self, request_id: RequestId, num_tokens: int) -> None:
-        """Raise RowOverflow if a row cannot hold so many tokens: numpy might drop one silently."""
+        """Raise RowOverflow if a row cannot hold `num_tokens`: numpy might drop one silently."""
         if num_tokens > self._tokens.shape[1]:
             raise RowOverflow(
                 f"{request_id} would have {num_tokens} tokens; rows hold {self._tokens.shape[1]}"
@@ -236,5 +236,5 @@ class PersistentBatch:
 
 
 def _flat_order(run: Run) -> tuple[bool, int]:
-    """Single tokens first, short contexts before long ones, so that like lies beside like."""
+    """Sort key: single tokens first, then by context length, so that similar runs are adjacent."""
     return run.num_tokens != 1, run.end

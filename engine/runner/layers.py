@@ -1,6 +1,6 @@
-"""A decoder's layers: the Protocol that kernels keep to, and the way through them part by part.
+"""Decoder layers: the Protocol of fused kernels and the reference, operation by operation.
 
-Llama, Mistral, Qwen2 and Qwen3 differ in a few switches only.
+Llama, Mistral, Qwen2 and Qwen3 differ only in a few switches.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class Layer:
 
 
 class LayerPass(Protocol):
-    def through(self, index: int, states: Tensor) -> Tensor:
-        """The states before a layer are given away, and become those after it."""
+    def through(self, index: int, hidden_states: Tensor) -> Tensor:
+        """Compute a layer. The input can be overwritten: do not use it after the call."""
         ...
 
-    def write(self, index: int, states: Tensor) -> None:
-        """Only what later tokens need of a layer: keys and values, into their blocks."""
+    def write(self, index: int, hidden_states: Tensor) -> None:
+        """Compute only the layer's keys and values and write them into their blocks."""
         ...
 
 
 class Layers(Protocol):
     def begin(self, angles: Angles, attention: AttentionPass) -> LayerPass:
-        """One forward pass; `angles` are those of its tokens."""
+        """Begin a forward pass over the tokens of `angles`."""
         ...
 
 
 class PlainLayers:
-    """The reference: one part after the other, as the ops compute them."""
+    """Reference implementation: one operation of `Ops` after the other."""
 
     def __init__(self, config: ModelConfig, ops: Ops, layers: Sequence[Layer]) -> None:
         self._config = config
@@ -71,22 +71,26 @@ class _PlainPass:
         self._angles = angles
         self._attention = attention
 
-    def through(self, index: int, states: Tensor) -> Tensor:
+    def through(self, index: int, hidden_states: Tensor) -> Tensor:
         layer = self._layers[index]
-        query = self._write(index, layer, states)
+        query = self._write(index, layer, hidden_states)
         query = self._rotated(query, layer.q_norm)
-        states = states + layer.output(self._attention.attend(index, query).flatten(1))
-        return states + self._transform(layer, states)
+        hidden_states = hidden_states + layer.output(
+            self._attention.attend(index, query).flatten(1)
+        )
+        return hidden_states + self._mlp(layer, hidden_states)
 
-    def write(self, index: int, states: Tensor) -> None:
-        self._write(index, self._layers[index], states)
+    def write(self, index: int, hidden_states: Tensor) -> None:
+        self._write(index, self._layers[index], hidden_states)
 
-    def _write(self, index: int, layer: Layer, states: Tensor) -> Tensor:
-        """Answers the queries, not rotated yet."""
+    def _write(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
+        """Write the layer's keys and values; return the queries before rotation."""
         config = self._config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        mixed = layer.qkv(self._normed(states, layer.input_norm))
-        split: tuple[Tensor, ...] = mixed.view(len(states), -1, config.head_dim).split(heads, dim=1)
+        qkv = layer.qkv(self._normed(hidden_states, layer.input_norm))
+        split: tuple[Tensor, ...] = qkv.view(len(hidden_states), -1, config.head_dim).split(
+            heads, dim=1
+        )
         query, key, value = split
         self._attention.write(index, self._rotated(key, layer.k_norm), value)
         return query
@@ -94,9 +98,9 @@ class _PlainPass:
     def _rotated(self, heads: Tensor, norm: Tensor | None) -> Tensor:
         return self._ops.rotated(heads, norm, self._config.rms_norm_eps, self._angles)
 
-    def _transform(self, layer: Layer, states: Tensor) -> Tensor:
-        both = layer.gate_up(self._normed(states, layer.post_norm))
-        return layer.down(self._ops.gated(both))
+    def _mlp(self, layer: Layer, hidden_states: Tensor) -> Tensor:
+        gate_up = layer.gate_up(self._normed(hidden_states, layer.post_norm))
+        return layer.down(self._ops.gated(gate_up))
 
-    def _normed(self, states: Tensor, weight: Tensor) -> Tensor:
-        return self._ops.normed(states, weight, self._config.rms_norm_eps)
+    def _normed(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        return self._ops.normed(hidden_states, weight, self._config.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Where the tokens of one pass lie, in the flat batch and in the KV blocks."""
+"""Positions of a pass's tokens in the flat batch and in the KV blocks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PassLayout:
-    """One flat batch of tokens, sequence after sequence; arrays are by sequence unless said.
+    """Flat batch of tokens, sequence after sequence. Arrays are by sequence unless noted.
 
-    Sequences with one token lead, so that the decodes are one run of the batch.
+    Sequences with one token come first, so that all decodes are contiguous.
     """
 
     num_queries: Ints  # tokens in this pass
     context_lens: Ints  # tokens with KV once this pass has written its own
-    block_tables: Ints  # [sequences, blocks]; what lies past the context is not meaningful
+    block_tables: Ints  # [sequences, blocks]; entries past the context are undefined
     positions: Ints  # by token
-    write_blocks: Ints  # by token: the block that takes its KV,
-    write_offsets: Ints  # and the place in that block
+    write_blocks: Ints  # by token: the block that its KV is written to
+    write_offsets: Ints  # by token: the slot in that block
 
     @property
     def num_single(self) -> int:
-        """How many sequences at the front have exactly one token."""
+        """Number of sequences at the front that have exactly one token."""
         num_queries: list[int] = self.num_queries.tolist()
         return num_queries.count(1)
 
     @property
     def query_starts(self) -> Ints:
-        """The place of each sequence's first token in the flat batch."""
+        """Flat index of each sequence's first token."""
         ends: Ints = self.num_queries.cumsum()
         return ends - self.num_queries
 
     def last_tokens(self, sequences: Ints) -> Ints:
-        """Their places in the flat batch."""
+        """Return the flat indices of the last tokens of these sequences."""
         return self.query_starts[sequences] + self.num_queries[sequences] - 1
 
     def of_last_tokens(self, sequences: Ints) -> PassLayout:
-        """A pass of these tokens alone, behind the one that has written all others."""
+        """Return the layout of a pass over only the last tokens of these sequences.
+
+        It runs after the KV of all other tokens was written.
+        """
         last = self.last_tokens(sequences)
         return PassLayout(
             num_queries=np.ones_like(sequences),

@@ -1,4 +1,4 @@
-"""From settings to a runner: find, check and load the model, and allocate its KV cache."""
+"""Builds a runner from settings: finds, checks and loads the model, and allocates its KV cache."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> TorchRunner:
     """Find, check and load the model, and allocate the KV cache.
 
-    Raises ModelError for the folder's faults and InvalidConfig for the settings'. Sets the
-    number of torch threads of the whole process where the settings name one.
+    Raises ModelError for errors in the model folder and InvalidConfig for errors in the settings.
+    Sets the number of torch threads of the whole process if the settings name one.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -59,7 +59,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
 def _dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
-    # Quantised folders say float16 for the sake of GPUs' kernels; the CPU's compute bfloat16.
+    # Quantized checkpoints name float16 because GPU kernels use it; CPU kernels use bfloat16.
     if model.quantization is not None and config.device == "cpu":
         return "bfloat16"
     return model.dtype
@@ -84,9 +84,9 @@ def _describe(
 
 def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     longest = model.longest_context()
-    asked = config.max_model_len or longest
-    _check(asked <= longest, f"max_model_len {asked}: at most {longest} with this model")
-    return asked
+    requested = config.max_model_len or longest
+    _check(requested <= longest, f"max_model_len {requested}: at most {longest} with this model")
+    return requested
 
 
 def _num_blocks(

@@ -1,4 +1,4 @@
-"""The decoder: embeddings, layers, and the head that gives logits."""
+"""Decoder: embeddings, layers and LM head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.runner.ops import Angles, Linear, Ops, Peaks
 
 
 class LayerCalls(Protocol):
-    """Called between the layers of a pass."""
+    """Callbacks between the layers of a pass."""
 
     def layer_done(self, layer: int) -> None: ...
 
@@ -23,14 +23,17 @@ class LayerCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The tokens whose states are asked for, as a pass of their own behind that of all tokens."""
+    """Tokens whose hidden hidden_states are needed, with an attention pass over them alone.
 
-    places: Tensor
+    The last layer computes only these tokens, after the KV of all tokens was written.
+    """
+
+    places: Tensor  # flat indices
     attention: AttentionPass
 
 
 class Decoder:
-    """The weights and the pass over them; holds no state of any request."""
+    """Model weights and the forward pass. Holds no request state."""
 
     def __init__(
         self,
@@ -56,31 +59,31 @@ class Decoder:
         hook: LayerCalls | None,
         ends: Ends | None = None,
     ) -> Tensor:
-        """[tokens] → [tokens, hidden_size], normed and ready for `logits`.
+        """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.
 
-        With `ends` only theirs: of the others, the last layer needs to leave no more than keys
-        and values.
+        With `ends`, only the hidden hidden_states of those tokens are returned, and the last layer
+        computes only keys and values of the others.
         """
-        states = self._embedding.rows(token_ids)
+        hidden_states = self._embedding.rows(token_ids)
         layers = self._layers.begin(angles, attention)
         last = self._config.num_layers - 1
         for index in range(self._config.num_layers):
             if index == last and ends is not None:
-                layers.write(index, states)
-                states = states[ends.places]
+                layers.write(index, hidden_states)
+                hidden_states = hidden_states[ends.places]
                 cosines, sines = (angle[ends.places] for angle in angles)
                 layers = self._layers.begin((cosines, sines), ends.attention)
-            if len(states):
-                states = layers.through(index, states)
+            if len(hidden_states):
+                hidden_states = layers.through(index, hidden_states)
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
-        return self._ops.normed(states, self._norm, self._config.rms_norm_eps)
+        return self._ops.normed(hidden_states, self._norm, self._config.rms_norm_eps)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, hidden_states: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32."""
-        return self._head(states).float()
+        return self._head(hidden_states).float()
 
     def peaks(self, logits: Tensor) -> Peaks:
         return self._ops.peaks(logits)

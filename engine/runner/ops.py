@@ -1,4 +1,4 @@
-"""The parts a decoder is computed with: the Protocol that kernels keep to, and plain torch."""
+"""Operations of a decoder: the Protocol of its kernels and the plain torch reference."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ Angles = tuple[Tensor, Tensor]  # cosines and sines, each [tokens, 1, head_dim]
 
 
 class Peaks(NamedTuple):
-    """Of each row of logits."""
+    """Argmax and finiteness of each row of logits."""
 
-    token_ids: Tensor  # whose is the largest, the first of equals; means nothing beside a NaN
-    are_finite: Tensor  # all of them: booleans
+    token_ids: Tensor  # argmax, the first of equal values; undefined in a row with a NaN
+    are_finite: Tensor  # booleans: all logits of the row are finite
 
 
 class Linear(Protocol):
-    """A matrix that states are multiplied by, held as its implementation likes it best."""
+    """Linear layer, or embedding table, whose weight is in the layout of its implementation."""
 
-    def __call__(self, states: Tensor) -> Tensor:
-        """[tokens, columns] → [tokens, rows]. A row of the answer depends on its own token only."""
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, columns] → [tokens, rows]. An output row depends only on its own token."""
         ...
 
     def rows(self, row_ids: Tensor) -> Tensor:
-        """Some rows of the matrix, as they are."""
+        """Return rows of the weight, dequantized, as an embedding lookup does."""
         ...
 
 
 class Ops(Protocol):
-    """Each rounds to the dtype of its input where torch does."""
+    """Operations of a decoder. Each rounds to the dtype of its input where torch does."""
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
-        """The tensors may be kept or copied; the caller lets go of them."""
+        """Make a linear layer. It owns the tensors from then on, and can keep or copy them."""
         ...
 
-    def normed(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def normed(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """RMS norm of [tokens, size]."""
         ...
 
     def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
-        """[tokens, heads, head_dim]: each head normed, if there is a norm, then turned."""
+        """RoPE of [tokens, heads, head_dim]. If `norm` is given, each head is RMS-normed first."""
         ...
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -54,21 +54,21 @@ class Ops(Protocol):
         ...
 
     def peaks(self, logits: Tensor) -> Peaks:
-        """Of [rows, vocab_size] in float32."""
+        """Return argmax and finiteness of each row of [rows, vocab_size] in float32."""
         ...
 
 
 class TorchOps:
-    """The reference."""
+    """Reference implementation in plain torch."""
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> TorchLinear:
         plain = weight.restored() if isinstance(weight, Quantized) else weight
         return TorchLinear(plain, bias)
 
-    def normed(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = states.float()
+    def normed(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = hidden_states.float()
         variance = wide.pow(2).mean(-1, keepdim=True)
-        return weight * (wide * torch.rsqrt(variance + epsilon)).to(states.dtype)
+        return weight * (wide * torch.rsqrt(variance + epsilon)).to(hidden_states.dtype)
 
     def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
         if norm is not None:
@@ -80,13 +80,13 @@ class TorchOps:
         return functional.silu(gate) * up
 
     def peaks(self, logits: Tensor) -> Peaks:
-        # NaN goes through both. They are ten times faster than `aminmax`.
-        least, most = logits.amin(dim=-1), logits.amax(dim=-1)
-        return Peaks(_places_of_largest(logits), least.isfinite() & most.isfinite())
+        # Both propagate NaN. They are ten times faster than `aminmax`.
+        lowest, highest = logits.amin(dim=-1), logits.amax(dim=-1)
+        return Peaks(_argmax(logits), lowest.isfinite() & highest.isfinite())
 
 
-def _places_of_largest(logits: Tensor) -> Tensor:
-    """On the CPU numpy is ten times faster than torch."""
+def _argmax(logits: Tensor) -> Tensor:
+    """Return the argmax of each row. On the CPU numpy is ten times faster than torch."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
@@ -97,8 +97,8 @@ class TorchLinear:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, states: Tensor) -> Tensor:
-        return functional.linear(states, self.weight, self.bias)
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return functional.linear(hidden_states, self.weight, self.bias)
 
     def rows(self, row_ids: Tensor) -> Tensor:
         return functional.embedding(row_ids, self.weight)

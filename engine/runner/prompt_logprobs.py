@@ -1,4 +1,4 @@
-"""Logprobs of the prompt's own tokens, as its chunks go through."""
+"""Logprobs of prompt tokens, computed chunk by chunk."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from engine.runner.model import Decoder
 from engine.runner.sampler import NOT_FINITE
 from kv_transfer.types import TokenLogprobs
 
-# So many rows of logits are held at once, whatever the chunk's length.
-ROWS_AT_ONCE = 128
+# Rows of logits held in memory at once, whatever the chunk's length.
+LOGITS_CHUNK_ROWS = 128
 
 
 class PromptLogprobs:
-    """A chunk's last state foretells the next chunk's first token, so one is carried over."""
+    """Computes prompt logprobs.
+
+    The last hidden state of a chunk predicts the first token of the next chunk, so each chunk
+    carries one logprob over to the next.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._carried: dict[RequestId, TokenLogprobs] = {}
-        self._next: dict[RequestId, TokenLogprobs] = {}  # carried from the pass under way
-        self._done: list[RequestId] = []  # told in the pass under way
+        self._next: dict[RequestId, TokenLogprobs] = {}  # carried out of the current pass
+        self._done: list[RequestId] = []  # reported in the current pass
 
     def begin_pass(self) -> None:
-        """What a pass that failed has told is told by its retry."""
+        """Discard the results of a failed pass: its retry reports them."""
         self._next.clear()
         self._done.clear()
 
@@ -42,36 +46,44 @@ class PromptLogprobs:
         for request_id in request_ids:
             self._carried.pop(request_id, None)
 
-    def are_asked(self, step: Step) -> bool:
-        """Whether states of more than the last tokens are needed."""
+    def is_needed(self, step: Step) -> bool:
+        """Return whether hidden states of more than the last tokens are needed."""
         return any(run.row.wants_prompt_logprobs for run in step.runs)
 
-    def answer(self, step: Step, states: Tensor, batch: PersistentBatch, result: RunResult) -> None:
-        """One entry for each prompt token of this step; the first of a prompt has none."""
+    def answer(
+        self, step: Step, hidden_states: Tensor, batch: PersistentBatch, result: RunResult
+    ) -> None:
+        """Add one entry for each prompt token of this step; a prompt's first token has None."""
         first = 0
         for row, num_tokens, end in step.runs:
             start = end - num_tokens
             if row.wants_prompt_logprobs and start < row.num_prompt_tokens:
-                self._answer_row(row, start, states[first : first + num_tokens], batch, result)
+                own_states = hidden_states[first : first + num_tokens]
+                self._add_row(row, start, own_states, batch, result)
             first += num_tokens
 
-    def _answer_row(
-        self, row: RowFacts, start: int, states: Tensor, batch: PersistentBatch, result: RunResult
+    def _add_row(
+        self,
+        row: RowFacts,
+        start: int,
+        hidden_states: Tensor,
+        batch: PersistentBatch,
+        result: RunResult,
     ) -> None:
-        end = min(start + len(states) + 1, row.num_prompt_tokens)
+        end = min(start + len(hidden_states) + 1, row.num_prompt_tokens)
         known = batch.known_tokens(row)[start + 1 : end]
-        foretold: list[TokenLogprobs] = []
-        for rows in range(0, len(known), ROWS_AT_ONCE):
-            targets = known[rows : rows + ROWS_AT_ONCE]
-            logits = self._decoder.logits(states[rows : rows + len(targets)])
+        predicted: list[TokenLogprobs] = []
+        for rows in range(0, len(known), LOGITS_CHUNK_ROWS):
+            targets = known[rows : rows + LOGITS_CHUNK_ROWS]
+            logits = self._decoder.logits(hidden_states[rows : rows + len(targets)])
             if not torch.isfinite(logits).all():
                 result.errors[row.request_id] = NOT_FINITE
                 return
             num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
-            foretold += token_logprobs(logits, targets.tolist(), num_tops)
-        entries = [self._carried.get(row.request_id), *foretold]
+            predicted += token_logprobs(logits, targets.tolist(), num_tops)
+        entries = [self._carried.get(row.request_id), *predicted]
         self._done.append(row.request_id)
-        if len(foretold) == len(states):  # the last one is of a token of the next chunk
-            self._next[row.request_id] = foretold[-1]
+        if len(predicted) == len(hidden_states):  # the last one is of the next chunk's first token
+            self._next[row.request_id] = predicted[-1]
             entries.pop()
         result.prompt_logprobs[row.request_id] = entries

@@ -1,4 +1,4 @@
-"""Random numbers that are looked up, not drawn: a function of (seed, position, token)."""
+"""Counter-based random numbers: a pure function of (seed, position, token)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def waiting_times(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
-    """Exponential(1) numbers for each row's tokens, [rows, tokens] in float32.
+    """Return Exponential(1) numbers for each row's tokens, [rows, tokens] in float32.
 
-    The first of n such clocks to ring, each sped up by its weight, is a draw by weight.
-    A clock is a token's own: neither the other rows nor the other tokens in the row change
-    it, and a small error in the weights changes the winner only in a near tie.
+    The argmax of weight / number is a draw by weight (Gumbel-max trick). A token's number
+    depends neither on the other rows nor on the other tokens of the row, and a small error in
+    the weights changes the result only in a near tie.
     """
-    places = zip(seeds, positions, strict=True)
-    keys = [_signed(_mix(_mix(seed) + position)) for seed, position in places]
+    pairs = zip(seeds, positions, strict=True)
+    keys = [_signed(_mix(_mix(seed) + position)) for seed, position in pairs]
     key = torch.tensor(keys, dtype=torch.int64, device=token_ids.device)[:, None]
     bits = _mix_in_place(((token_ids + 1) * _signed(GOLDEN)).add_(key))
     bits.bitwise_right_shift_(1).bitwise_and_(MASK >> 1)
-    # 63 bits keep their precision where it counts, near zero; one half keeps zero itself away.
+    # 63 bits keep the precision near zero, where it matters; adding a half avoids zero.
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-63)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _mix(value: int) -> int:
-    """The splitmix64 finaliser over all integers, taken modulo 2**64."""
+    """Return the splitmix64 hash of an integer, modulo 2**64."""
     value = (value + GOLDEN) & MASK
     value = ((value ^ (value >> 30)) * FIRST) & MASK
     value = ((value ^ (value >> 27)) * SECOND) & MASK
@@ -38,7 +38,10 @@ def _mix(value: int) -> int:
 
 
 def _mix_in_place(value: Tensor) -> Tensor:
-    """The same on int64 tensors, where products wrap and shifts must be freed of the sign."""
+    """Apply the splitmix64 finaliser to an int64 tensor.
+
+    Products wrap as needed; shifts are arithmetic, so the copied sign bits are masked off.
+    """
     shifted = torch.empty_like(value)
     for num_bits, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         torch.bitwise_right_shift(value, num_bits, out=shifted)

@@ -1,11 +1,11 @@
-"""The model runner: plans in, tokens out. Owns the weights, the KV tensor and the batch.
+"""Model runner: turns plans into tokens. Owns the weights, the KV tensor and the batch.
 
-What company a request keeps changes none of its decisions: random numbers are keyed by
-(seed, position, token), and no row of logits is touched on behalf of another. With native
-kernels it does not change a bit of the logits either: a request's tokens are the same alone, in
-a batch, after preemption, with a prefix hit and on another node with the same kernels. Torch
-adds up in another order for another number of rows; there the tokens are the same unless two are
-as near as rounding: next to never in float32, now and then in half precision.
+Sampling is batch-invariant: random numbers are keyed by (seed, position, token), and no row of
+logits depends on another. The native kernels are batch-invariant too: a request's logits, and so
+its tokens, are bit-identical alone, in a batch, after preemption, with a prefix hit and on another
+node with the same kernels. Torch sums in an order that depends on the number of rows. There the
+tokens are the same unless two logits differ by no more than rounding: almost never in float32,
+occasionally in half precision.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from engine.runner.sampler import Choice, Sampler, SampleRow
 from engine.speculation import Speculation
 from kv_transfer.types import BlockId
 
-BLOCKS_READ_AT_ONCE = 32
+READ_CHUNK_BLOCKS = 32
 
 
 class TorchRunner:
-    """Keeps to the `Runner` Protocol; holds its memory from `with` to the end of the block."""
+    """Implements the `Runner` Protocol. Releases its memory when the `with` block ends."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class TorchRunner:
         self._batch = batch
         self._attention = attention
         self.sampler = Sampler(info.eos_token_ids, processors, decoder.peaks)
-        self._prompts = PromptLogprobs(decoder)
-        self._grammars = GrammarMasks(info.vocab_size)
+        self._prompt_logprobs = PromptLogprobs(decoder)
+        self._grammar_masks = GrammarMasks(info.vocab_size)
         self._drafted_rows = None if speculation is None else DraftedRows(batch, speculation)
 
     def __enter__(self) -> TorchRunner:
@@ -77,34 +77,34 @@ class TorchRunner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Whoever still holds the runner must not hold the memory with it.
-        del self.decoder, self._kv, self._attention, self._batch, self._prompts
+        # A reference to the runner that outlives the block must not keep the memory alive.
+        del self.decoder, self._kv, self._attention, self._batch, self._prompt_logprobs
 
     def run(self, plan: Plan) -> RunResult:
-        """One flat forward pass over everything the plan schedules.
+        """Run one flat forward pass over everything the plan schedules.
 
-        When it returns, the device is done with this pass and those before: their blocks may be
-        read by the wire, or granted to a peer.
+        On return the device has finished this pass and all earlier ones: the transport can read
+        their blocks, and the KV worker can grant them to a peer.
         """
         result = self._run(plan)
         self.fences.drain()
         return result
 
     def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
-        """The bytes of these blocks in order, copied from the device behind all that was launched.
+        """Yield the bytes of these blocks in order, copied after all work launched so far.
 
-        For digests of memory that the CPU cannot read.
+        Used for digests of memory that the CPU cannot read.
         """
-        for start in range(0, len(block_ids), BLOCKS_READ_AT_ONCE):
-            ids = torch.tensor(block_ids[start : start + BLOCKS_READ_AT_ONCE])
+        for start in range(0, len(block_ids), READ_CHUNK_BLOCKS):
+            ids = torch.tensor(block_ids[start : start + READ_CHUNK_BLOCKS])
             copied = self._kv[ids.to(self._kv.device)].flatten().view(torch.uint8).cpu()
             yield copied.numpy().data
 
     def _run(self, plan: Plan) -> RunResult:
-        if not plan.is_retry:  # what a failed pass makes the runner drop comes back
-            self._prompts.forget(plan.dropped)
+        if not plan.is_retry:  # rows dropped by a failed pass are added again
+            self._prompt_logprobs.forget(plan.dropped)
         self._batch.apply(plan)
-        self._grammars.apply(plan)
+        self._grammar_masks.apply(plan)
         if self._drafted_rows is not None:
             self._drafted_rows.forget(plan.dropped)
         if not plan.num_scheduled_tokens:
@@ -112,11 +112,11 @@ class TorchRunner:
         drafts = self._draft(plan)
         step = self._batch.step(plan.num_scheduled_tokens, drafts)
         with torch.inference_mode():
-            self._prompts.begin_pass()
-            states = self._forward(step, plan.is_retry)
+            self._prompt_logprobs.begin_pass()
+            hidden_states = self._forward(step, plan.is_retry)
             self._batch.advance(step)
-            result = self._answer(step, states, drafts)
-            self._prompts.end_pass()
+            result = self._make_result(step, hidden_states, drafts)
+            self._prompt_logprobs.end_pass()
             return result
 
     def _draft(self, plan: Plan) -> Drafts:
@@ -133,43 +133,43 @@ class TorchRunner:
             self._rope.angles(positions, seen),
             self._attention.begin(step.layout),
             None if self.hook is None else _FencedHook(self.hook, self.fences, is_retry),
-            self._ends(step),
+            self._sampled_tokens(step),
         )
 
-    def _ends(self, step: Step) -> Ends | None:
-        """None if the states of all tokens are asked for."""
-        if len(step.sampled) == len(step.token_ids) or self._prompts.are_asked(step):
+    def _sampled_tokens(self, step: Step) -> Ends | None:
+        """Return the sampled tokens, or None if the hidden states of all tokens are needed."""
+        if len(step.sampled) == len(step.token_ids) or self._prompt_logprobs.is_needed(step):
             return None
         sampled = np.array(step.sampled, dtype=np.int64)
         attention = self._attention.begin(step.layout.of_last_tokens(sampled))
-        return Ends(self._places(step), attention)
+        return Ends(self._sampled_indices(step), attention)
 
-    def _places(self, step: Step) -> Tensor:
-        """Of the tokens that a sample follows."""
+    def _sampled_indices(self, step: Step) -> Tensor:
+        """Return the flat indices of the tokens whose logits are sampled."""
         sampled = np.array(step.sampled, dtype=np.int64)
         return torch.from_numpy(step.layout.last_tokens(sampled)).to(self._kv.device)
 
-    def _answer(self, step: Step, states: Tensor, drafts: Drafts) -> RunResult:
+    def _make_result(self, step: Step, hidden_states: Tensor, drafts: Drafts) -> RunResult:
         result = RunResult()
-        if self._prompts.are_asked(step):
-            self._prompts.answer(step, states, self._batch, result)
-            states = states[self._places(step)]
+        if self._prompt_logprobs.is_needed(step):
+            self._prompt_logprobs.answer(step, hidden_states, self._batch, result)
+            hidden_states = hidden_states[self._sampled_indices(step)]
         if step.sampled:
-            self._sample(step, self.decoder.logits(states), drafts, result)
+            self._sample(step, self.decoder.logits(hidden_states), drafts, result)
         if self._drafted_rows is not None:
             self._drafted_rows.judge(drafts, result)
         return result
 
     def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
-        runs = [step.runs[place] for place in step.sampled]
+        runs = [step.runs[index] for index in step.sampled]
         rows = [run.row for run in runs]
-        asked = [self._sample_row(run.row, run.end) for run in runs]
-        asked = self._grammars.applied(rows, asked, result.refusals)
-        choices = self.sampler.choose(logits, asked)
-        places = standing(rows, choices, drafts)
-        _add_logprobs(logits, rows, choices, places, result)
-        for place in places:
-            request_id, choice = rows[place].request_id, choices[place]
+        sample_rows = [self._sample_row(run.row, run.end) for run in runs]
+        sample_rows = self._grammar_masks.applied(rows, sample_rows, result.refusals)
+        choices = self.sampler.choose(logits, sample_rows)
+        accepted = standing(rows, choices, drafts)
+        _add_logprobs(logits, rows, choices, accepted, result)
+        for index in accepted:
+            request_id, choice = rows[index].request_id, choices[index]
             if request_id in result.refusals:
                 continue
             if choice.token_id is None:
@@ -186,9 +186,10 @@ class TorchRunner:
 
 
 class _FencedHook:
-    """Puts a fence behind each layer.
+    """Calls a pass hook with a completion fence per layer.
 
-    It keeps failures of the hook apart from those of the pass, and layers of a retry at home.
+    Exceptions of the hook are raised as PassHookFailed, to tell them from failures of the pass.
+    In a retry, layers are reported as NO_LAYER, so that none of them is sent.
     """
 
     def __init__(self, hook: PassHook, fences: Fences, is_retry: bool) -> None:
@@ -198,7 +199,7 @@ class _FencedHook:
 
     def layer_done(self, layer: int) -> None:
         try:
-            # Other rows of the plan, whose blocks wait for the same layer, may not be run yet.
+            # Other rows of the plan may not have run yet, and their blocks wait for this layer.
             fence = self._fences.record()
             self._hook.layer_done(NO_LAYER if self._is_retry else layer, fence)
         except Exception as root:
@@ -215,15 +216,17 @@ def _add_logprobs(
     logits: Tensor,
     rows: list[RowFacts],
     choices: list[Choice],
-    places: Sequence[int],
+    accepted: Sequence[int],
     result: RunResult,
 ) -> None:
-    chosen = [(i, choices[i].token_id) for i in places if rows[i].sampling.logprobs is not None]
-    wanted = [(i, token_id) for i, token_id in chosen if token_id is not None]
-    if not wanted:
+    requested = [
+        (i, choices[i].token_id) for i in accepted if rows[i].sampling.logprobs is not None
+    ]
+    chosen = [(i, token_id) for i, token_id in requested if token_id is not None]
+    if not chosen:
         return
-    places = [place for place, _ in wanted]
-    num_tops = [rows[place].sampling.logprobs or 0 for place in places]
-    found = token_logprobs(logits[places], [token for _, token in wanted], num_tops)
-    for place, logprobs in zip(places, found, strict=True):
-        result.logprobs.setdefault(rows[place].request_id, []).append(logprobs)
+    indices = [index for index, _ in chosen]
+    num_tops = [rows[index].sampling.logprobs or 0 for index in indices]
+    found = token_logprobs(logits[indices], [token for _, token in chosen], num_tops)
+    for index, logprobs in zip(indices, found, strict=True):
+        result.logprobs.setdefault(rows[index].request_id, []).append(logprobs)

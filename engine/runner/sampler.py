@@ -1,8 +1,8 @@
-"""From logits to tokens. Each row is treated by its own parameters alone.
+"""Sampler: turns logits into tokens. Each row depends only on its own parameters.
 
-The order is vLLM V1's, but that logprobs are of the raw logits whatever a grammar allows: then
-comes the grammar; then allowed and banned tokens, min_tokens, logit bias, penalties, and
-processors of people's own; greedy rows end there; then temperature, min-p, top-k, top-p
+The order is that of vLLM V1, except that logprobs are taken from the raw logits before the grammar
+mask: logprobs, grammar mask, allowed and banned tokens, min_tokens, logit bias, penalties, custom
+logits processors. Greedy rows end here. Random rows go on with temperature, min-p, top-k and top-p
 (renormalised after each), and the draw.
 """
 
@@ -21,29 +21,31 @@ from engine.runner.processors import NO_PROCESSORS, Processors
 from engine.runner.randomness import waiting_times
 from engine.sampling import SamplingParams
 
-# How many candidates top-p looks at before it sorts the whole vocabulary.
+# Candidates that top-p considers before it sorts the whole vocabulary.
 FIRST_LOOK = 1024
-# As many as the processor's own cache holds.
-RACERS_AT_ONCE = 1 << 17
-SMALLEST_TEMPERATURE = 1e-30  # in float32 the next ones are none
+# Candidates drawn at once: as many as fit into the CPU's private cache.
+DRAW_CHUNK_CANDIDATES = 1 << 17
+MIN_TEMPERATURE = 1e-30  # smaller ones can underflow to zero in float32
 TORCH = TorchOps()
 NO_TOKEN_LEFT = "no token may be chosen: the allowed, banned and stop tokens leave none"
-NO_TOKEN_FITS = "no token may be chosen: what the form asks for is not allowed, or banned"
+NO_TOKEN_FITS = (
+    "no token may be chosen: all tokens that the grammar allows are banned or not allowed"
+)
 NOT_FINITE = "the model's logits are not finite"
 
 
 class SampleRow(NamedTuple):
-    """What the choice of one token depends on, beside the logits."""
+    """Inputs of the choice of one token, in addition to the logits."""
 
     sampling: SamplingParams
     seed: int
-    known_tokens: Ints  # prompt and outputs; the new token's position is their number
+    known_tokens: Ints  # prompt and outputs; their number is the new token's position
     num_prompt_tokens: int
-    allowed: Tensor | None = None  # [vocab_size] booleans, by its grammar
+    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
 
 
 class Choice(NamedTuple):
-    """A row's token, or why there is none."""
+    """A row's token, or the reason why it has none."""
 
     token_id: int | None
     error: str = ""
@@ -62,24 +64,24 @@ class Sampler:
         self._find_peaks = find_peaks
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
-        """logits: [rows, vocab_size] in float32; left as they are."""
+        """Choose a token for each row of `logits`, [rows, vocab_size] in float32, not modified."""
         token_ids, are_finite = self._find_peaks(logits)
-        good = [place for place, is_finite in enumerate(are_finite.tolist()) if is_finite]
-        if len(good) == len(rows):
+        finite = [index for index, is_finite in enumerate(are_finite.tolist()) if is_finite]
+        if len(finite) == len(rows):
             return self._choose(logits, rows, token_ids)
         choices = [Choice(None, NOT_FINITE)] * len(rows)
-        chosen = self._choose(logits[good], [rows[place] for place in good], token_ids[good])
-        for place, choice in zip(good, chosen, strict=True):
-            choices[place] = choice
+        chosen = self._choose(logits[finite], [rows[i] for i in finite], token_ids[finite])
+        for index, choice in zip(finite, chosen, strict=True):
+            choices[index] = choice
         return choices
 
     def _choose(self, logits: Tensor, rows: Sequence[SampleRow], token_ids: Tensor) -> list[Choice]:
-        """`token_ids`: of the largest, as long as nothing is constrained."""
+        """Choose from finite logits. `token_ids`: the argmax of each row before constraints."""
         constrained = constrain(logits, rows, self._eos_token_ids, self._processors)
         if constrained.logits is not logits:
             token_ids = self._find_peaks(constrained.logits).token_ids
         best = constrained.logits.gather(1, token_ids[:, None])
-        is_empty = best.isneginf().flatten().tolist()  # everything is forbidden
+        is_empty = best.isneginf().flatten().tolist()  # all tokens are forbidden
         random = [i for i, row in enumerate(rows) if not (row.sampling.is_greedy or is_empty[i])]
         if random:
             drawn = _draw(constrained.logits[random], [rows[i] for i in random])
@@ -91,29 +93,29 @@ class Sampler:
 
 
 def _no_choice(row: SampleRow, failure: str | None) -> Choice:
-    """`failure`: of a logits processor, which is the server's and not the client's fault."""
+    """Report a row without a token. `failure`: of a logits processor, a server-side error."""
     if failure is not None:
         return Choice(None, failure)
     return Choice(None, NO_TOKEN_LEFT if row.allowed is None else NO_TOKEN_FITS, is_refused=True)
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """One token for each row; rows that look at equally many candidates go together."""
-    temperatures = [[max(row.sampling.temperature, SMALLEST_TEMPERATURE)] for row in rows]
-    # Distances to the largest: these cannot overflow, however small the temperature.
+    """Draw one token for each row; rows with the same number of candidates are drawn together."""
+    temperatures = [[max(row.sampling.temperature, MIN_TEMPERATURE)] for row in rows]
+    # Distances to the largest logit cannot overflow, however small the temperature.
     distances = logits - logits.amax(dim=-1, keepdim=True)
     scaled = distances / torch.tensor(temperatures, device=logits.device)
     chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     by_count: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        by_count.setdefault(_num_candidates(row.sampling, logits.shape[1]), []).append(place)
-    for count, places in by_count.items():
-        chosen[places] = _draw_among(count, scaled[places], [rows[i] for i in places])
+    for index, row in enumerate(rows):
+        by_count.setdefault(_num_candidates(row.sampling, logits.shape[1]), []).append(index)
+    for count, indices in by_count.items():
+        chosen[indices] = _draw_among(count, scaled[indices], [rows[i] for i in indices])
     return chosen
 
 
 def _num_candidates(sampling: SamplingParams, vocab_size: int) -> int:
-    """How many of the likeliest must be in sight, with room for ties at the last place."""
+    """Return the number of likeliest tokens to consider, with room for ties at the last rank."""
     if sampling.top_k:
         return min(1 << (sampling.top_k + 15).bit_length(), vocab_size)
     return min(FIRST_LOOK, vocab_size) if sampling.top_p < 1 else vocab_size
@@ -123,15 +125,15 @@ def _draw_among(count: int, scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor
     scaled = _min_p(scaled, rows)
     if all(row.sampling.top_p == 1 and not row.sampling.top_k for row in rows):
         token_ids = torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
-        return _race(scaled, token_ids, rows)
+        return _gumbel_max(scaled, token_ids, rows)
     values, token_ids = _likeliest(scaled, count)
     values = _top_k(values, rows)
     enough, values = _top_p(values, scaled, rows)
-    chosen = _race(values, token_ids, rows)
-    short = [place for place, is_enough in enumerate(enough) if not is_enough]
+    chosen = _gumbel_max(values, token_ids, rows)
+    short = [index for index, is_enough in enumerate(enough) if not is_enough]
     if short:
-        all_of_them = scaled.shape[1]
-        chosen[short] = _draw_among(all_of_them, scaled[short], [rows[i] for i in short])
+        vocab_size = scaled.shape[1]
+        chosen[short] = _draw_among(vocab_size, scaled[short], [rows[i] for i in short])
     return chosen
 
 
@@ -139,12 +141,15 @@ def _min_p(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if not any(row.sampling.min_p for row in rows):
         return scaled
     min_p = torch.tensor([[row.sampling.min_p] for row in rows], device=scaled.device)
-    floor = scaled.amax(dim=-1, keepdim=True) + min_p.log()  # log 0 keeps all
+    floor = scaled.amax(dim=-1, keepdim=True) + min_p.log()  # log 0 = -inf keeps all tokens
     return scaled.masked_fill(scaled < floor, float("-inf"))
 
 
 def _likeliest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Largest first, and lower token ids first among equals: no choice is left to torch."""
+    """Return the top `count` values and token ids in an order that does not depend on torch.
+
+    Largest values come first; equal values are ordered by token id.
+    """
     if count < scaled.shape[1]:
         _, token_ids = scaled.topk(count, dim=-1, sorted=False)
         token_ids = token_ids.sort(dim=-1).values
@@ -155,7 +160,7 @@ def _likeliest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_k(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Equals of the k-th stay."""
+    """Mask all but the top k values; ties with the k-th value are kept."""
     width = values.shape[1]
     last = [[min(row.sampling.top_k or width, width) - 1] for row in rows]
     floor = values.gather(1, torch.tensor(last, device=values.device))
@@ -163,7 +168,10 @@ def _top_k(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _top_p(values: Tensor, scaled: Tensor, rows: Sequence[SampleRow]) -> tuple[list[bool], Tensor]:
-    """The shortest run from the top that holds top_p; and by row, whether all of it is in sight."""
+    """Mask all but the shortest prefix that holds top_p.
+
+    Also returns, by row, whether the candidates contain the whole prefix.
+    """
     top_p = torch.tensor([[row.sampling.top_p] for row in rows], device=values.device)
     has_top_k = torch.tensor([[row.sampling.top_k > 0] for row in rows], device=values.device)
     whole = torch.where(
@@ -180,12 +188,15 @@ def _top_p(values: Tensor, scaled: Tensor, rows: Sequence[SampleRow]) -> tuple[l
     return is_all.flatten().tolist(), values.masked_fill(cut, float("-inf"))
 
 
-def _race(values: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """values and token_ids: [rows, candidates]. The draw itself, by weight exp(value)."""
+def _gumbel_max(values: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Draw a token by weight exp(value); `values` and `token_ids` are [rows, candidates].
+
+    Divides probabilities by Exponential(1) numbers and takes the largest (Gumbel-max trick).
+    """
     seeds = [row.seed for row in rows]
     positions = [len(row.known_tokens) for row in rows]
     winners = []
-    at_once = max(1, RACERS_AT_ONCE // values.shape[1])
+    at_once = max(1, DRAW_CHUNK_CANDIDATES // values.shape[1])
     for start in range(0, len(rows), at_once):
         part = slice(start, start + at_once)
         times = waiting_times(seeds[part], positions[part], token_ids[part])

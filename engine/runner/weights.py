@@ -1,4 +1,4 @@
-"""Tensors out of safetensors files, by name; every fault names the file or the tensor."""
+"""Reads tensors from safetensors files by name. Every error names the file or the tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
 WHOLE = ("I8", "I32", "I64")
-# How many rows of each tensor the fingerprint reads.
+# Rows of each tensor that the fingerprint reads.
 SAMPLED_ROWS = 4
 
 Shape = tuple[int, ...]
@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a tensor must be."""
+    """Shape and allowed dtypes of a tensor."""
 
     shape: Shape
     dtypes: tuple[str, ...]
@@ -44,7 +44,7 @@ class TensorSlice(Protocol):
 
 
 class TensorFile(Protocol):
-    """What safetensors gives for one file; its own stubs lack the types."""
+    """One open safetensors file. The library's own stubs lack the types."""
 
     def keys(self) -> list[str]: ...
 
@@ -54,7 +54,7 @@ class TensorFile(Protocol):
 
 
 class WeightFiles:
-    """The open weight files of one folder. Tensors are mapped, not read, until copied."""
+    """Open weight files of one folder. Tensors are memory-mapped and read when they are copied."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,11 +84,14 @@ class WeightFiles:
         return sorted(self._file_by_tensor)
 
     def check(self, expected: Mapping[str, Expected], ignored: frozenset[str]) -> None:
-        """Every expected tensor is there, in its shape and one of its types, and no other."""
+        """Raise ModelError unless the files hold exactly the expected tensors.
+
+        Shape and dtype must match. Tensors in `ignored` can be present or absent.
+        """
         found = set(self._file_by_tensor)
         _refuse("lacks", sorted(set(expected) - found), self._folder)
         unknown = sorted(found - set(expected) - ignored)
-        _refuse("has what this architecture does not use:", unknown, self._folder)
+        _refuse("has tensors that this architecture does not use:", unknown, self._folder)
         for name, tensor in expected.items():
             self._check_one(name, tensor)
 
@@ -99,10 +102,10 @@ class WeightFiles:
         destination.copy_(self.tensor(name))
 
     def digest(self) -> str:
-        """Names, shapes and types of all tensors, and the bytes of a few rows of each.
+        """Hash names, shapes and dtypes of all tensors, and the bytes of a few rows of each.
 
-        Reads kilobytes per tensor instead of everything, so it sees another training run
-        or another model at once, but not a change confined to rows in between.
+        Reads kilobytes per tensor instead of everything. So it detects another model or another
+        training run quickly, but not a change confined to rows that it skips.
         """
         digest = hashlib.sha256()
         for name in self.names():
@@ -125,10 +128,10 @@ class WeightFiles:
 
     def _sharded(self) -> list[Path]:
         fields = JsonFields.read(self._folder / INDEX)
-        placed = fields.get("weight_map")
-        if not isinstance(placed, dict) or not placed:
-            raise fields.wrong("weight_map", "must say which file holds each tensor")
-        paths = [self._folder / str(file) for file in sorted({str(f) for f in placed.values()})]
+        weight_map = fields.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise fields.wrong("weight_map", "must map each tensor to its file")
+        paths = [self._folder / str(file) for file in sorted({str(f) for f in weight_map.values()})]
         missing = [path.name for path in paths if not path.exists()]
         _refuse("lacks the weight file", missing, self._folder)
         return paths
@@ -149,11 +152,11 @@ class WeightFiles:
         where = f"{self._path_by_tensor[name]}: {name}"
         if found != expected.shape:
             raise ModelError(
-                f"{where} has the shape {found}; config.json asks for {expected.shape}"
+                f"{where} has the shape {found}; config.json requires {expected.shape}"
             )
         if part.get_dtype() not in expected.dtypes:
-            wanted = list(expected.dtypes)
-            raise ModelError(f"{where} is {part.get_dtype()}; it must be one of {wanted}")
+            allowed = list(expected.dtypes)
+            raise ModelError(f"{where} is {part.get_dtype()}; it must be one of {allowed}")
 
 
 def _refuse(fault: str, names: list[str], folder: Path) -> None:
