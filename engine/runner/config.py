@@ -1,4 +1,4 @@
-"""What a model folder says about itself, as values. Reads JSON only; knows no torch."""
+"""Model configuration, read from config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions turn into angles; fields beside `theta` matter to some kinds only."""
+    """RoPE parameters. Fields other than `theta` apply only to some kinds."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -37,7 +37,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of one decoder, whatever family it is of."""
+    """Architecture of a decoder, independent of its model family."""
 
     architecture: str
     vocab_size: int
@@ -50,17 +50,17 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
-    sliding_windows: tuple[int | None, ...]  # by layer; the token itself counts
+    sliding_windows: tuple[int | None, ...]  # by layer; includes the token itself
     ties_embeddings: bool
     has_qkv_bias: bool
     has_output_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
-    dtype: str  # float32, bfloat16 or float16: what the weights were saved in
-    quantization: Quantization | None  # of the folder's own weights
+    dtype: str  # of the saved weights: float32, bfloat16 or float16
+    quantization: Quantization | None  # of the saved weights
 
     def longest_context(self) -> int:
-        """How many tokens the positions were made for, stretched as the rope says."""
+        """Return the maximum context length, with RoPE scaling applied."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.kind == "yarn":
@@ -72,7 +72,7 @@ class ModelConfig:
 def read_model_config(folder: Path) -> ModelConfig:
     raw = JsonFields.read(folder / "config.json")
     architecture = _architecture(raw)
-    _refuse_what_is_not_supported(raw)
+    _check_supported(raw)
     num_heads = raw.positive_int("num_attention_heads")
     hidden_size = raw.positive_int("hidden_size")
     is_qwen2 = architecture == "Qwen2ForCausalLM"
@@ -105,13 +105,13 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _architecture(raw: JsonFields) -> str:
-    named = raw.get("architectures")
-    if isinstance(named, list) and len(named) == 1 and named[0] in ARCHITECTURES:
-        return str(named[0])
+    names = raw.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
+        return str(names[0])
     raise raw.wrong("architectures", f"must name one of {', '.join(ARCHITECTURES)}")
 
 
-def _refuse_what_is_not_supported(raw: JsonFields) -> None:
+def _check_supported(raw: JsonFields) -> None:
     if raw.has("hidden_act") and raw.get("hidden_act") != "silu":
         raise raw.wrong("hidden_act", "must be 'silu'")
     if raw.number("partial_rotary_factor", 1.0) != 1.0:
@@ -158,14 +158,14 @@ def _qwen_windows(raw: JsonFields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _window(raw: JsonFields) -> int | None:
-    # A folder that leaves it out means the families' default; one that says null means none.
+    # A missing field means the family's default; null means no sliding window.
     if raw.says_null("sliding_window"):
         return None
     return raw.positive_int("sliding_window", 4096)
 
 
 def _rope(raw: JsonFields) -> RopeConfig:
-    """Both spellings: `rope_parameters`, and the older `rope_scaling` beside `rope_theta`."""
+    """Read RoPE from `rope_parameters`, or from the older `rope_scaling` and `rope_theta`."""
     name = next((n for n in ("rope_scaling", "rope_parameters") if raw.has(n)), None)
     theta = raw.number("rope_theta", 10_000.0)
     if name is None:
@@ -183,7 +183,7 @@ def _rope(raw: JsonFields) -> RopeConfig:
 def _scaled(raw: JsonFields, fields: JsonFields, kind: str, theta: float) -> RopeConfig:
     longest = raw.positive_int("max_position_embeddings")
     original = fields.positive_int("original_max_position_embeddings", longest)
-    # Some folders keep the trained length outside; that one wins.
+    # Some folders have the trained length at the top level; it takes precedence.
     original = raw.positive_int("original_max_position_embeddings", original)
     is_yarn, is_llama3 = kind == "yarn", kind == "llama3"
     return RopeConfig(

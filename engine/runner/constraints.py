@@ -1,4 +1,4 @@
-"""What a request forbids, favours and penalises, worked into its row of logits."""
+"""Applies a request's constraints, logit bias and penalties to its row of logits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ConstrainedRow(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """Logits to choose from; a row whose processor failed has none that is above -inf."""
+    """Constrained logits. A row whose logits processor failed has only -inf."""
 
     logits: Tensor
-    failures: Mapping[int, str]  # why, by row
+    failures: Mapping[int, str]  # reasons by row
 
 
 def constrain(
@@ -42,47 +42,49 @@ def constrain(
     eos_token_ids: tuple[int, ...],
     processors: Processors = NO_PROCESSORS,
 ) -> Constrained:
-    """A changed copy if any row asks for a change, else the logits themselves."""
-    ruled = [place for place, row in enumerate(rows) if row.allowed is not None]
-    asking = [place for place, row in enumerate(rows) if _asks(row)]
-    if not (ruled or asking):
+    """Return a modified copy if any row has constraints, else the logits themselves."""
+    masked = [index for index, row in enumerate(rows) if row.allowed is not None]
+    constrained = [index for index, row in enumerate(rows) if _is_constrained(row)]
+    if not (masked or constrained):
         return Constrained(logits, {})
     logits = logits.clone()
-    if ruled:
-        _keep_to_form(logits, rows, ruled)
-    for place in asking:
-        row, scores = rows[place], logits[place]
+    if masked:
+        _apply_grammar_masks(logits, rows, masked)
+    for index in constrained:
+        row, scores = rows[index], logits[index]
         _forbid(scores, row, eos_token_ids)
         for token_id, bias in row.sampling.logit_bias.items():
             scores[token_id] += bias
         _penalise(scores, row)
-    return Constrained(logits, _process(logits, rows, asking, processors))
+    return Constrained(logits, _process(logits, rows, constrained, processors))
 
 
-def _keep_to_form(logits: Tensor, rows: Sequence[ConstrainedRow], places: list[int]) -> None:
-    allowed = torch.stack([mask for place in places if (mask := rows[place].allowed) is not None])
-    logits[places] = logits[places].masked_fill(~allowed.to(logits.device), NEVER)
+def _apply_grammar_masks(
+    logits: Tensor, rows: Sequence[ConstrainedRow], indices: list[int]
+) -> None:
+    allowed = torch.stack([mask for index in indices if (mask := rows[index].allowed) is not None])
+    logits[indices] = logits[indices].masked_fill(~allowed.to(logits.device), NEVER)
 
 
 def _process(
     logits: Tensor,
     rows: Sequence[ConstrainedRow],
-    asking: Sequence[int],
+    indices: Sequence[int],
     processors: Processors,
 ) -> dict[int, str]:
-    """Last, so that processors see what has been made of the logits, and why some failed."""
+    """Run the logits processors, after all other constraints; return failure reasons by row."""
     failures = {}
-    for place in asking:
-        row, scores = rows[place], logits[place]
-        given = row.sampling.extra_args
-        failure = processors.apply(scores, row.known_tokens, row.num_prompt_tokens, given)
+    for index in indices:
+        row, scores = rows[index], logits[index]
+        extra_args = row.sampling.extra_args
+        failure = processors.apply(scores, row.known_tokens, row.num_prompt_tokens, extra_args)
         if failure:
-            failures[place] = failure
+            failures[index] = failure
             scores.fill_(NEVER)
     return failures
 
 
-def _asks(row: ConstrainedRow) -> bool:
+def _is_constrained(row: ConstrainedRow) -> bool:
     sampling = row.sampling
     return bool(
         sampling.allowed_token_ids is not None
@@ -115,30 +117,31 @@ def _forbid(scores: Tensor, row: ConstrainedRow, eos_token_ids: tuple[int, ...])
         scores.fill_(NEVER)
         scores[allowed] = kept
     scores[_indices(sampling.banned_token_ids, scores)] = NEVER
-    scores[_indices(_ends_of_banned(sampling.banned_sequences, row.known_tokens), scores)] = NEVER
+    banned = _last_tokens_of_banned(sampling.banned_sequences, row.known_tokens)
+    scores[_indices(banned, scores)] = NEVER
     if _num_outputs(row) < sampling.min_tokens:
-        # What would end the answer; with ignore_eos the eos tokens do not.
+        # Tokens that would end the generation; with ignore_eos, eos tokens do not end it.
         ending = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
-        _forbid_ending(scores, _indices(ending, scores), is_ruled=row.allowed is not None)
+        _forbid_ending(scores, _indices(ending, scores), has_grammar=row.allowed is not None)
 
 
-def _ends_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: Ints) -> list[int]:
-    """The last tokens of those that prompt and answer have all of before it."""
+def _last_tokens_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: Ints) -> list[int]:
+    """Return the last token of each banned sequence whose other tokens are the newest tokens."""
     longest = max(map(len, sequences), default=0)
     known = known_tokens[max(0, len(known_tokens) + 1 - longest) :].tolist()
     return [last for *before, last in sequences if not before or known[-len(before) :] == before]
 
 
-def _forbid_ending(scores: Tensor, ending: Tensor, *, is_ruled: bool) -> None:
-    """An answer that is whole by its grammar ends, however short it is."""
+def _forbid_ending(scores: Tensor, ending: Tensor, *, has_grammar: bool) -> None:
+    """Forbid tokens that end the generation, unless the grammar allows no other token."""
     kept = scores[ending]
     scores[ending] = NEVER
-    if is_ruled and scores.max() == NEVER:
+    if has_grammar and scores.max() == NEVER:
         scores[ending] = kept
 
 
 def _penalise(scores: Tensor, row: ConstrainedRow) -> None:
-    """Repetition looks at prompt and outputs, presence and frequency at outputs alone."""
+    """Apply penalties: repetition to prompt and outputs, presence and frequency to outputs only."""
     sampling = row.sampling
     if not _has_penalty(sampling):
         return

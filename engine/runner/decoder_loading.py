@@ -1,4 +1,4 @@
-"""From weight files to a decoder: each tensor is read once, and quantised if that is asked for."""
+"""Loads a decoder from weight files. Each tensor is read once, and quantized if configured."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from engine.runner.quantize import Quantize, Quantized, have_one_order, stacked,
 from engine.runner.tensors import check_tensors, expected_tensors
 from engine.runner.weights import Shape, WeightFiles
 
-LAYERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
+QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the weights are to become."""
+    """Dtype, device, implementation and quantization of the loaded weights."""
 
     dtype: torch.dtype
     device: torch.device
@@ -37,7 +37,7 @@ class Target:
 def load_decoder(
     config: ModelConfig, files: WeightFiles, target: Target, on_progress: OnLoad | None = None
 ) -> Decoder:
-    """Checks every tensor before the first is read, then copies each to its place once."""
+    """Check all tensors before the first one is read, then copy each to its place once."""
     check_tensors(config, files)
     loader = _Loader(config, files, target, on_progress)
     embedding = loader.embedding("model.embed_tokens")
@@ -51,12 +51,12 @@ def load_decoder(
 
 
 class _Loader:
-    """Copies tensors to their final places, stacked where one product serves several."""
+    """Copies tensors to their final places; matrices of one fused linear layer are stacked."""
 
     def __init__(
         self, config: ModelConfig, files: WeightFiles, target: Target, on_progress: OnLoad | None
     ) -> None:
-        self._how = config.quantization
+        self._quantization = config.quantization
         self._shapes = expected_tensors(config)
         self._files = files
         self._names = frozenset(files.names())
@@ -74,12 +74,12 @@ class _Loader:
         return whole
 
     def embedding(self, name: str) -> Linear:
-        """Four bits are too few for what every token begins and ends with."""
+        """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""
         quantize = None if self._target.quantize == "none" else to_int8
         return self._target.parts.ops.linear(self._matrix([name], quantize), None)
 
     def linear(self, names: list[str], has_bias: bool) -> Linear:
-        matrix = self._matrix(names, LAYERS[self._target.quantize])
+        matrix = self._matrix(names, QUANTIZERS[self._target.quantize])
         rows = sum(self._shapes[f"{name}.weight"][0] for name in names)
         biases = [f"{name}.bias" for name in names]
         return self._target.parts.ops.linear(
@@ -87,7 +87,7 @@ class _Loader:
         )
 
     def _matrix(self, names: list[str], quantize: Quantize | None) -> Tensor | Quantized:
-        how, weights = self._how, [f"{name}.weight" for name in names]
+        how, weights = self._quantization, [f"{name}.weight" for name in names]
         if how is not None and any(is_packed(name, self._names, how) for name in names):
             return self._packed(names, how)
         shapes = [self._shapes[weight] for weight in weights]
@@ -96,10 +96,10 @@ class _Loader:
 
     def _packed(self, names: list[str], how: Quantization) -> Quantized:
         if not all(is_packed(name, self._names, how) for name in names):
-            raise ModelError(f"{', '.join(names)}: some are quantised and some are not")
+            raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
         parts = [self._unpacked(name, how) for name in names]
         if not have_one_order(parts):
-            raise ModelError(f"{', '.join(names)}: their columns come in different orders")
+            raise ModelError(f"{', '.join(names)}: their columns have different orders")
         return stacked(parts)
 
     def _unpacked(self, name: str, how: Quantization) -> Quantized:
@@ -119,17 +119,19 @@ class _Loader:
             self._on_progress(LoadProgress(self._loaded, self._total))
 
 
-def _load_layer(config: ModelConfig, loader: _Loader, at: str) -> Layer:
+def _load_layer(config: ModelConfig, loader: _Loader, prefix: str) -> Layer:
     hidden, head = (config.hidden_size,), (config.head_dim,)
     qk_norm = config.has_qk_norm
-    qkv = [f"{at}.self_attn.{part}_proj" for part in "qkv"]
+    qkv = [f"{prefix}.self_attn.{part}_proj" for part in "qkv"]
     return Layer(
-        input_norm=loader.stacked([f"{at}.input_layernorm.weight"], hidden),
+        input_norm=loader.stacked([f"{prefix}.input_layernorm.weight"], hidden),
         qkv=loader.linear(qkv, config.has_qkv_bias),
-        q_norm=loader.stacked([f"{at}.self_attn.q_norm.weight"], head) if qk_norm else None,
-        k_norm=loader.stacked([f"{at}.self_attn.k_norm.weight"], head) if qk_norm else None,
-        output=loader.linear([f"{at}.self_attn.o_proj"], config.has_output_bias),
-        post_norm=loader.stacked([f"{at}.post_attention_layernorm.weight"], hidden),
-        gate_up=loader.linear([f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], config.has_mlp_bias),
-        down=loader.linear([f"{at}.mlp.down_proj"], config.has_mlp_bias),
+        q_norm=loader.stacked([f"{prefix}.self_attn.q_norm.weight"], head) if qk_norm else None,
+        k_norm=loader.stacked([f"{prefix}.self_attn.k_norm.weight"], head) if qk_norm else None,
+        output=loader.linear([f"{prefix}.self_attn.o_proj"], config.has_output_bias),
+        post_norm=loader.stacked([f"{prefix}.post_attention_layernorm.weight"], hidden),
+        gate_up=loader.linear(
+            [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], config.has_mlp_bias
+        ),
+        down=loader.linear([f"{prefix}.mlp.down_proj"], config.has_mlp_bias),
     )

@@ -1,9 +1,9 @@
-"""Speculation in the runner: drafts for the rows that decode, and which of what was sampled counts.
+"""Speculative decoding in the runner: proposes drafts and accepts sampled tokens.
 
-A drafted token is computed in the same step as the token before it, and sampled behind like any
-other, with the randomness of its seed and position. What was sampled in a place counts if all
-drafted tokens before it are what was sampled in theirs, so the answer is what it would have
-been without drafts.
+A drafted token is computed in the same step as the token before it. The token after it is sampled
+as usual, with the random numbers of its seed and position. A sampled token is accepted if all
+drafted tokens before it equal the tokens sampled at their positions. So the output is the same as
+without drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class DraftedRows:
     def drafts(
         self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
     ) -> Drafts:
-        """As long as the step has budget, and room for more rows without being slower."""
+        """Propose drafts for decoding rows, within the token budget and `max_rows` of the step.
+
+        Up to `max_rows` rows, a step takes about as long as without drafts.
+        """
         num_rows_left = self._speculation.max_rows - sum(num_scheduled_tokens.values())
         num_left = min(num_rows_left, max_draft_tokens)
         drafts: dict[RequestId, Sequence[int]] = {}
@@ -41,9 +44,10 @@ class DraftedRows:
             return drafts
         for row in self._batch.decoding(num_scheduled_tokens):
             if row.sampling.structured_outputs is not None:
-                continue  # a grammar that has followed a wrong draft could not go back
-            most = min(num_left, self._speculation.num_tokens, self._batch.room_for_draft(row))
-            draft = self._draft(row, most) if most > 0 else []
+                continue  # a matcher cannot go back after a rejected draft
+            room = self._batch.room_for_draft(row)
+            max_tokens = min(num_left, self._speculation.num_tokens, room)
+            draft = self._draft(row, max_tokens) if max_tokens > 0 else []
             if draft:
                 drafts[row.request_id] = draft
                 num_left -= len(draft)
@@ -52,35 +56,36 @@ class DraftedRows:
         return drafts
 
     def judge(self, drafts: Drafts, result: RunResult) -> None:
+        """Report the numbers of proposed and accepted tokens to the drafter and the result."""
         for request_id, draft in drafts.items():
             num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
             self._drafter.judged(request_id, len(draft), num_accepted)
             result.num_proposed[request_id] = len(draft)
 
-    def _draft(self, row: RowFacts, most: int) -> list[int]:
+    def _draft(self, row: RowFacts, max_tokens: int) -> list[int]:
         known: Ints = self._batch.known_tokens(row)
         return self._drafter.draft(
-            row.request_id, lambda first, count: known[first : first + count].tolist(), most
+            row.request_id, lambda first, count: known[first : first + count].tolist(), max_tokens
         )
 
 
 def standing(rows: Sequence[RowFacts], choices: Sequence[Choice], drafts: Drafts) -> Sequence[int]:
-    """The places whose choices count. A row's places are in the order of its tokens."""
+    """Return the indices of the accepted choices. The rows of a request are in token order."""
     if not drafts:
         return range(len(rows))
-    places: list[int] = []
-    num_standing: dict[RequestId, int] = {}
-    broken: set[RequestId] = set()
-    for place, (row, choice) in enumerate(zip(rows, choices, strict=True)):
+    accepted: list[int] = []
+    num_accepted: dict[RequestId, int] = {}
+    ended: set[RequestId] = set()
+    for index, (row, choice) in enumerate(zip(rows, choices, strict=True)):
         request_id = row.request_id
-        if request_id in broken:
+        if request_id in ended:
             continue
-        draft, num_before = drafts.get(request_id, ()), num_standing.get(request_id, 0)
+        draft, num_before = drafts.get(request_id, ()), num_accepted.get(request_id, 0)
         if choice.token_id is None and num_before:
-            broken.add(request_id)  # the tokens before it are good; the next step meets it again
+            ended.add(request_id)  # keep the tokens before it; the next step fails again
             continue
-        places.append(place)
-        num_standing[request_id] = num_before + 1
+        accepted.append(index)
+        num_accepted[request_id] = num_before + 1
         if num_before == len(draft) or draft[num_before] != choice.token_id:
-            broken.add(request_id)
-    return places
+            ended.add(request_id)
+    return accepted

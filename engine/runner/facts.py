@@ -1,4 +1,4 @@
-"""What the runner tells the other rooms, as values and one Protocol. No torch."""
+"""Values and the pass hook that other packages share with the runner. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_transfer.fence import Fence
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the rest of the engine needs to know of the loaded model."""
+    """Properties of the loaded model that the rest of the engine needs."""
 
     folder: Path
     fingerprint: str  # of the configuration and the weights; see WeightFiles.digest
@@ -22,14 +22,14 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
     dtype: str
-    # Prompts longer than this share KV only with prompts of the same length (dynamic rope
-    # turns their positions by the length), so their prefix cache needs that length as salt.
+    # Prompts longer than this share KV only with prompts of the same length, because the angles of
+    # dynamic RoPE depend on the length. So their length is part of the prefix-cache salt.
     max_shareable_prompt_len: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The cache as numbers, for those who move its blocks and may not know torch."""
+    """Address and shape of the KV cache, for code that moves blocks without torch."""
 
     address: int
     num_bytes: int
@@ -48,13 +48,13 @@ class KvMemory:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer inside one block; layers lie in order."""
+        """Bytes of one layer in one block; layers are stored in order."""
         return self.block_bytes // self.num_layers
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading the weights has come."""
+    """Progress of loading the weights."""
 
     loaded_bytes: int
     total_bytes: int
@@ -67,15 +67,15 @@ NO_LAYER = -1
 
 
 class PassHook(Protocol):
-    """Called as a forward pass goes on, on the engine's thread."""
+    """Callbacks during a forward pass, on the engine thread."""
 
     def layer_done(self, layer: int, fence: Fence) -> None:
-        """The layer's KV is in the KV tensor once the fence is passed, and may not leave before.
+        """Report a layer. Once `fence` is passed its KV is in the KV tensor and can be sent.
 
-        NO_LAYER: the pass goes on, and none of its layers may leave yet.
+        NO_LAYER reports progress only: no layer of this pass can be sent yet.
         """
         ...
 
     def pass_done(self) -> None:
-        """All layers were announced. It may wait for their fences: `run` does so before it ends."""
+        """Report that all layers were launched. It can wait for their fences, as `run` does too."""
         ...

@@ -1,4 +1,4 @@
-"""Fences of the runner's device: nothing on the CPU, CUDA events on a GPU."""
+"""Completion fences of the runner's device: no-ops on the CPU, CUDA events on a GPU."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kv_transfer.fence import PASSED, Fence
 
 class Fences(Protocol):
     def record(self) -> Fence:
-        """A fence behind everything that was launched so far."""
+        """Record a fence after all work launched so far."""
         ...
 
     def drain(self) -> None:
-        """Returns when everything that was launched so far is done."""
+        """Wait until all work launched so far is done."""
         ...
 
 
 class SynchronousFences:
-    """Of a device on which an operation is done when its call returns."""
+    """Fences of a device on which an operation is done when its call returns."""
 
     def record(self) -> Fence:
         return PASSED
 
     def drain(self) -> None:
-        """Everything is done."""
+        """Return at once: all work is already done."""
 
 
 class CudaFence:
@@ -42,7 +42,7 @@ class CudaFence:
 
 
 class CudaFences:
-    """Events on the device's current stream, on which the runner launches all of a pass."""
+    """CUDA events on the device's current stream, on which the runner launches every pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Host memory that a process may still allocate, its cgroups' limits included. No torch."""
+"""Host memory that this process can still allocate, within its cgroup limits. No torch."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes no limit as a number near 2**63
 
 
 def free_host_bytes(root: Path = ROOT) -> int:
-    """The smallest of the machine's MemAvailable and what each cgroup above this process leaves.
+    """Return the minimum of MemAvailable and the free memory of each cgroup of this process.
 
-    `root` is where proc and sys are mounted.
+    `root` is the folder under which proc and sys are mounted.
     """
     available = _kib((root / "proc/meminfo").read_text(encoding="ascii"), "MemAvailable:") * 1024
-    return min([available, *_left_in_cgroups(root)])
+    return min([available, *_free_in_cgroups(root)])
 
 
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Of version 2 and version 1, from the root of the hierarchy down to this process's group.
+def _free_in_cgroups(root: Path) -> Iterator[int]:
+    """Yield the free memory of each cgroup (v2 and v1), from the root down to this process's.
 
-    In a container the mount often starts at the container's own group, whose path this process
-    sees as another one: folders that are not there are skipped.
+    In a container the mount often starts at the container's own cgroup, while /proc/self/cgroup
+    shows another path: missing folders are skipped.
     """
     version_2, version_1 = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
-    for folder in _down_to(version_2, _own_group(root, "")):
-        yield from _left(folder, "memory.max", "memory.current", "inactive_file")
-    for folder in _down_to(version_1, _own_group(root, "memory")):
+    for folder in _down_to(version_2, _own_cgroup(root, "")):
+        yield from _free_in_cgroup(folder, "memory.max", "memory.current", "inactive_file")
+    for folder in _down_to(version_1, _own_cgroup(root, "memory")):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        yield from _left(folder, *names)
+        yield from _free_in_cgroup(folder, *names)
 
 
-def _own_group(root: Path, controller: str) -> str:
-    """Path of this process's cgroup in the hierarchy of that controller; empty: version 2."""
+def _own_cgroup(root: Path, controller: str) -> str:
+    """Return this process's cgroup path for `controller`; an empty controller means cgroup v2."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -50,8 +50,10 @@ def _down_to(mount: Path, path: str) -> Iterator[Path]:
         yield folder
 
 
-def _left(folder: Path, limit_file: str, used_file: str, cache_name: str) -> Iterator[int]:
-    """Nothing without a limit. Page cache that can be dropped does not count as used."""
+def _free_in_cgroup(
+    folder: Path, limit_file: str, used_file: str, cache_name: str
+) -> Iterator[int]:
+    """Yield the free memory of a cgroup, if it has a limit. Inactive page cache counts as free."""
     limit, used = _text(folder / limit_file), _text(folder / used_file)
     if not (limit.isdecimal() and used.isdecimal()) or int(limit) >= NO_LIMIT_BYTES:
         return

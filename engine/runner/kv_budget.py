@@ -1,8 +1,8 @@
 """Automatic size of the KV cache (`--kv-cache-memory auto`). Pure.
 
-The share is of the memory that is free once the weights are loaded, on the CPU within the limits
-of the container. Half of it leaves room on the CPU for activations, other processes and the page
-cache; KV pages are taken from the machine as they are first written, not at start.
+The size is a share of the memory that is free after the weights are loaded. On the CPU, free memory
+is bounded by the limits of the container, and the rest is left for activations, other processes and
+the page cache; KV pages are allocated when they are first written, not at start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MIN_BYTES = 256 << 20
 
 
 def kv_share(config: RunnerConfig) -> float:
-    """Share of the free memory that one node takes."""
+    """Return the share of free memory that one node takes."""
     if config.device == "cpu":
         return CPU_SHARE / (config.nodes_per_machine or CPU_NODES_PER_MACHINE)
     return GPU_SHARE / (config.nodes_per_machine or 1)
@@ -25,8 +25,10 @@ def kv_share(config: RunnerConfig) -> float:
 def auto_kv_bytes(
     config: RunnerConfig, free_bytes: int, block_bytes: int, max_model_len: int
 ) -> int:
-    """The node's share, at least 256 MiB where half of the free memory allows it, and at most
-    what a full batch of sequences of the longest length can fill.
+    """Return the node's share of `free_bytes`, clipped.
+
+    It is at least 256 MiB or half of the free memory, whichever is smaller, and at most the KV of
+    `max_num_seqs` sequences of `max_model_len` tokens.
     """
     share_bytes = int(free_bytes * kv_share(config))
     floor_bytes = min(MIN_BYTES, free_bytes // 2)

@@ -1,4 +1,4 @@
-"""The one tensor that holds every block's keys and values, and how large it may be."""
+"""KV cache tensor of all blocks, and its size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.runner.memory import huge_page_memory
 class KvShape:
     """Block-major: [num_blocks, num_layers, 2, kv_heads, block_size, head_dim].
 
-    One block's keys and values of all layers are one contiguous run.
+    The keys and values of all layers of one block are contiguous.
     """
 
     num_layers: int
@@ -62,7 +62,7 @@ def describe(kv: Tensor) -> KvMemory:
 
 
 def num_blocks_within(budget_bytes: int, block_bytes: int) -> int:
-    """As many whole blocks as the budget holds: never above it, less than one block below."""
+    """Return the number of whole blocks that fit into the budget."""
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 1:
         raise InvalidConfig(
@@ -73,7 +73,7 @@ def num_blocks_within(budget_bytes: int, block_bytes: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What could be allocated on the device now, the container's own limit counted in."""
+    """Return the free memory of the device, on the CPU within the container's limits."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

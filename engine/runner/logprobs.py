@@ -1,4 +1,4 @@
-"""Logprobs of chosen and of likeliest tokens, from the raw logits: before any sampling setting."""
+"""Logprobs of the chosen and the top tokens, from raw logits before any sampling parameter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from kv_transfer.types import TokenLogprobs
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """logits: [rows, vocab_size] in float32; a row's rank counts the tokens above its own."""
+    """Compute logprobs from `logits`, [rows, vocab_size] in float32.
+
+    The rank of a token is one plus the number of tokens with a higher logprob.
+    """
     logprobs = logits.log_softmax(dim=-1)
     chosen_ids = torch.tensor(list(token_ids), dtype=torch.int64, device=logits.device)[:, None]
     chosen = logprobs.gather(1, chosen_ids)
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    most = min(max(num_tops, default=0), logits.shape[1])
-    top_values, top_ids = logprobs.topk(most, dim=-1)
+    max_tops = min(max(num_tops, default=0), logits.shape[1])
+    top_values, top_ids = logprobs.topk(max_tops, dim=-1)
     columns = (token_ids, chosen.flatten().tolist(), ranks.tolist())
     tops = zip(num_tops, top_ids.tolist(), top_values.tolist(), strict=True)
     return [

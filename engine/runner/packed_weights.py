@@ -1,4 +1,4 @@
-"""Matrices out of folders that were quantised before: GPTQ, AWQ and compressed-tensors."""
+"""Reads matrices from quantized checkpoints: GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.runner.quantization import Packing, Quantization
 from engine.runner.quantize import Quantized
 
 Shape = tuple[int, ...]
-Take = Callable[[str], Tensor]  # a tensor by its name
+ReadTensor = Callable[[str], Tensor]  # by name
 
 MARKERS = {
     Packing.GPTQ: "qweight",
@@ -22,28 +22,28 @@ MARKERS = {
     Packing.BYTES: "weight_scale",
 }
 OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
-# Of the eight columns that share a word, the one that each run of four bits belongs to.
+# Column, of the eight in a 32-bit word, of each group of four bits.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """One of the tensors that a matrix is stored in."""
+    """One of the stored tensors of a quantized matrix."""
 
     name: str
     shape: Shape
-    is_whole: bool  # numbers, not floats
+    is_whole: bool  # integers, not floats
 
 
 def is_packed(name: str, names: Collection[str], how: Quantization) -> bool:
-    """Whether the folder holds the linear map `name` as whole numbers."""
+    """Return whether the checkpoint stores the linear layer `name` quantized."""
     return f"{name}.{MARKERS[how.packing]}" in names
 
 
 def packed_parts(
     name: str, shape: Shape, names: Collection[str], how: Quantization
 ) -> Iterator[PackedPart]:
-    """What stands in the place of the matrix of that shape. Some of it only some folders have."""
+    """Yield the tensors that store a matrix of `shape`; optional ones only if they are present."""
     rows, columns = shape
     groups, per_word = num_groups(columns, how), 32 // how.bits
     zeros = (groups, rows // per_word)
@@ -83,17 +83,17 @@ def read_packed(
     shape: Shape,
     names: Collection[str],
     how: Quantization,
-    take: Take,
+    read_tensor: ReadTensor,
     dtype: torch.dtype,
 ) -> Quantized:
-    """For states of the dtype. `take` gives a tensor by its name."""
+    """Read the matrix `name`, for activations of `dtype`."""
     parts = packed_parts(name, shape, names, how)
-    tensors = {part.name.rpartition(".")[2]: take(part.name) for part in parts}
+    tensors = {part.name.rpartition(".")[2]: read_tensor(part.name) for part in parts}
     numbers, scales, zeros = READERS[how.packing](tensors, how)
     group = how.group or shape[1]
     matrix = Quantized(numbers, scales.float(), zeros, how.bits, group, dtype)
     groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
-    return matrix if groups is None else _in_order(name, matrix, groups)
+    return matrix if groups is None else _sort_columns(name, matrix, groups)
 
 
 def num_groups(columns: int, how: Quantization) -> int:
@@ -101,33 +101,33 @@ def num_groups(columns: int, how: Quantization) -> int:
 
 
 Tensors = Mapping[str, Tensor]
-Parts = tuple[Tensor, Tensor, Tensor]  # numbers, scales and zeros, by row
+Parts = tuple[Tensor, Tensor, Tensor]  # numbers, scales and zero points, row-major
 
 
 def _gptq(tensors: Tensors, how: Quantization) -> Parts:
-    zeros = _unpacked(tensors["qzeros"], how.bits).T + int(how.counts_zeros_from_one)
-    return _unpacked(tensors["qweight"].T, how.bits), tensors["scales"].T, zeros
+    zeros = _unpack(tensors["qzeros"], how.bits).T + int(how.counts_zeros_from_one)
+    return _unpack(tensors["qweight"].T, how.bits), tensors["scales"].T, zeros
 
 
 def _awq(tensors: Tensors, _: Quantization) -> Parts:
-    numbers, zeros = (_awq_unpacked(tensors[part]).T for part in ("qweight", "qzeros"))
+    numbers, zeros = (_unpack_awq(tensors[part]).T for part in ("qweight", "qzeros"))
     return numbers, tensors["scales"].T, zeros
 
 
-def _awq_unpacked(words: Tensor) -> Tensor:
-    found = _unpacked(words, 4).unflatten(1, (-1, len(AWQ_ORDER)))
-    ordered = torch.empty_like(found)
-    ordered[:, :, list(AWQ_ORDER)] = found
+def _unpack_awq(words: Tensor) -> Tensor:
+    stored = _unpack(words, 4).unflatten(1, (-1, len(AWQ_ORDER)))
+    ordered = torch.empty_like(stored)
+    ordered[:, :, list(AWQ_ORDER)] = stored
     return ordered.flatten(1)
 
 
 def _words(tensors: Tensors, how: Quantization) -> Parts:
     scales = tensors["weight_scale"]
     if "weight_zero_point" in tensors:
-        zeros = _unpacked(tensors["weight_zero_point"].T, how.bits).T
+        zeros = _unpack(tensors["weight_zero_point"].T, how.bits).T
     else:
         zeros = torch.full(scales.shape, 1 << (how.bits - 1), dtype=torch.uint8)
-    return _unpacked(tensors["weight_packed"], how.bits), scales, zeros
+    return _unpack(tensors["weight_packed"], how.bits), scales, zeros
 
 
 def _bytes(tensors: Tensors, _: Quantization) -> Parts:
@@ -145,19 +145,19 @@ READERS: Mapping[Packing, Callable[[Tensors, Quantization], Parts]] = {
 }
 
 
-def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """[rows, words] → [rows, numbers], the lowest bits of a word first."""
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """[rows, words] → [rows, numbers], lowest bits of a word first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    found = (words.contiguous()[:, :, None] >> shifts) & ((1 << bits) - 1)
-    return found.to(torch.uint8).flatten(1)
+    numbers = (words.contiguous()[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return numbers.to(torch.uint8).flatten(1)
 
 
-def _in_order(name: str, matrix: Quantized, groups: Tensor) -> Quantized:
-    """`groups` says which group each column belongs to; a group's columns are brought together."""
+def _sort_columns(name: str, matrix: Quantized, groups: Tensor) -> Quantized:
+    """Sort the columns by group. `groups` has the group index of each column (act-order)."""
     order = groups.argsort(stable=True)
-    wanted = torch.arange(len(groups)) // matrix.group
-    if not torch.equal(groups[order].to(wanted.dtype), wanted):
-        raise ModelError(f"{name}: its columns do not make whole groups of {matrix.group}")
+    expected = torch.arange(len(groups)) // matrix.group
+    if not torch.equal(groups[order].to(expected.dtype), expected):
+        raise ModelError(f"{name}: its columns do not form whole groups of {matrix.group}")
     if torch.equal(order, torch.arange(len(order))):
         return matrix
     return replace(matrix, numbers=matrix.numbers[:, order], order=order)

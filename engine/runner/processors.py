@@ -1,8 +1,8 @@
-"""Logits processors that are not Baton's own: found by entry point, asked for by request.
+"""Custom logits processors: loaded by entry point, enabled by a request's `extra_args`.
 
-A package names what makes one in the group `baton.logits_processors`; a node is started with
-`--logits-processors` and the names. Which ones, and of which versions, is part of the model's
-fingerprint: only nodes with the same ones work together.
+A package registers a factory under the entry point group `baton.logits_processors`; a node loads
+it by name (`--logits-processors`). Names and versions are part of the model's fingerprint, so that
+only nodes with the same processors work together.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a processor is made for."""
+    """Model that a processor is made for."""
 
     folder: str
     vocab_size: int
 
 
 class LogitsProcessor(Protocol):
-    """Takes part in the choice of each token of the requests that give one of its arguments.
+    """Modifies the logits of requests that set at least one of its arguments.
 
-    What it does may depend on the arguments and on the tokens so far and on nothing else: an
-    answer may begin on one node and go on at another, and steps may be repeated.
+    Its result must depend only on the arguments and on the tokens so far: a generation can move
+    to another node, and steps can be repeated.
     """
 
     @property
     def arguments(self) -> frozenset[str]:
-        """The names in a request's `extra_args` that are its own."""
+        """Names in a request's `extra_args` that belong to this processor."""
         ...
 
-    def check(self, given: Arguments) -> None:
-        """Raises ValueError, which says what is wrong with them."""
+    def check(self, values: Arguments) -> None:
+        """Raise ValueError with the reason if the arguments are invalid."""
         ...
 
-    def apply(self, scores: Tensor, tokens: Ints, num_prompt_tokens: int, given: Arguments) -> None:
-        """Change the row of logits in place; -inf forbids. `tokens`: prompt and answer so far."""
+    def apply(
+        self, scores: Tensor, tokens: Ints, num_prompt_tokens: int, values: Arguments
+    ) -> None:
+        """Modify a row of logits in place; -inf forbids a token. `tokens`: prompt and outputs."""
         ...
 
 
 class Processors:
-    """Those of one node, in the order in which they were named."""
+    """Logits processors of one node, in the order of the command line."""
 
     def __init__(self, by_name: Mapping[str, LogitsProcessor]) -> None:
         self._by_name = dict(by_name)
@@ -70,58 +72,58 @@ class Processors:
                     )
 
     def check(self, extra_args: Arguments) -> None:
-        """Raises InvalidRequest for what nobody takes, or whoever takes it refuses."""
+        """Raise InvalidRequest for an unknown argument, or one that its processor rejects."""
         for argument in extra_args:
             if argument not in self._name_by_argument:
                 raise nobody_takes(argument, self._name_by_argument)
-        for name, given in self._asked(extra_args):
+        for name, values in self._select(extra_args):
             try:
-                self._by_name[name].check(given)
+                self._by_name[name].check(values)
             except ValueError as error:
                 raise InvalidRequest(f"{name}: {error}", FIELD) from error
 
     def apply(
         self, scores: Tensor, tokens: Ints, num_prompt_tokens: int, extra_args: Arguments
     ) -> str:
-        """Why it could not be done, if so: one that fails ends its request and no other.
+        """Apply the processors of a request; return the reason if one fails, else "".
 
-        What was forbidden before stays so.
+        A failing processor ends only its own request. Tokens forbidden before stay forbidden.
         """
-        asked = self._asked(extra_args)
-        forbidden = scores.isneginf() if asked else None
-        for name, given in asked:
+        selected = self._select(extra_args)
+        forbidden = scores.isneginf() if selected else None
+        for name, values in selected:
             try:
-                self._by_name[name].apply(scores, tokens, num_prompt_tokens, given)
+                self._by_name[name].apply(scores, tokens, num_prompt_tokens, values)
             except Exception as error:
                 log.exception("logits processor %s failed", name)
                 return f"logits processor {name} failed: {type(error).__name__}: {error}"
             if scores.isnan().any() or scores.isposinf().any():
-                return f"logits processor {name} gave a score that is no number, or endless"
+                return f"logits processor {name} returned a logit that is NaN or +inf"
         if forbidden is not None:
             scores.masked_fill_(forbidden, NEVER)
         return ""
 
-    def _asked(self, extra_args: Arguments) -> list[tuple[str, Arguments]]:
-        given: dict[str, dict[str, Argument]] = {}
+    def _select(self, extra_args: Arguments) -> list[tuple[str, Arguments]]:
+        by_name: dict[str, dict[str, Argument]] = {}
         for argument, value in extra_args.items():
-            given.setdefault(self._name_by_argument[argument], {})[argument] = value
-        return [(name, given[name]) for name in self._by_name if name in given]
+            by_name.setdefault(self._name_by_argument[argument], {})[argument] = value
+        return [(name, by_name[name]) for name in self._by_name if name in by_name]
 
 
 NO_PROCESSORS = Processors({})
 
 
 def load_processors(names: Sequence[str], model: Model) -> Processors:
-    """Raises InvalidConfig."""
-    return Processors({name: _made(entry, model) for name, entry in _found(names).items()})
+    """Load the processors with these names. Raises InvalidConfig."""
+    return Processors({name: _load(entry, model) for name, entry in _find(names).items()})
 
 
 def versions(names: Sequence[str]) -> list[str]:
-    """Tells apart nodes whose processors differ. Raises InvalidConfig."""
-    return [f"{name} {_version(entry)}" for name, entry in _found(names).items()]
+    """Return the processors' versions, for the model's fingerprint. Raises InvalidConfig."""
+    return [f"{name} {_version(entry)}" for name, entry in _find(names).items()]
 
 
-def _found(names: Sequence[str]) -> dict[str, EntryPoint]:
+def _find(names: Sequence[str]) -> dict[str, EntryPoint]:
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     for name in names:
         if name not in installed:
@@ -133,15 +135,15 @@ def _found(names: Sequence[str]) -> dict[str, EntryPoint]:
     return {name: installed[name] for name in names}
 
 
-def _made(entry: EntryPoint, model: Model) -> LogitsProcessor:
+def _load(entry: EntryPoint, model: Model) -> LogitsProcessor:
     try:
-        made: LogitsProcessor = entry.load()(model)
+        processor: LogitsProcessor = entry.load()(model)
     except Exception as error:
         raise InvalidConfig(
-            f"--logits-processors {entry.name}: {entry.value} cannot be made: "
+            f"--logits-processors {entry.name}: cannot load {entry.value}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return made
+    return processor
 
 
 def _version(entry: EntryPoint) -> str:

@@ -1,4 +1,4 @@
-"""What config.json says of weights that were quantised before. Values only; knows no torch."""
+"""Quantization of a checkpoint, read from its config.json. Values only; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 
 
 class Packing(Enum):
-    """How the folder's numbers lie in its tensors."""
+    """Packing format of the stored integers."""
 
     GPTQ = "gptq"
     AWQ = "awq"
@@ -24,12 +24,12 @@ class Packing(Enum):
 class Quantization:
     packing: Packing
     bits: int
-    group: int | None  # columns; None: all of them
-    counts_zeros_from_one: bool = False  # what is stored is one less
+    group: int | None  # group size in columns; None means all of them
+    counts_zeros_from_one: bool = False  # stored zero points are one less than the real ones
 
 
 def read_quantization(raw: JsonFields) -> Quantization | None:
-    """None for a folder of floats. Raises ModelError for what is not known."""
+    """Return None for unquantized weights. Raises ModelError for an unsupported format."""
     if not raw.has("quantization_config"):
         return None
     fields = raw.inner("quantization_config")
@@ -41,11 +41,11 @@ def read_quantization(raw: JsonFields) -> Quantization | None:
 
 
 def _gptq(fields: JsonFields) -> Quantization:
-    stored = fields.get("checkpoint_format") or "gptq"
-    if stored not in GPTQ_FORMATS:
+    checkpoint_format = fields.get("checkpoint_format") or "gptq"
+    if checkpoint_format not in GPTQ_FORMATS:
         raise fields.wrong("checkpoint_format", f"must be one of {', '.join(GPTQ_FORMATS)}")
     bits = _bits(fields, "bits", (4, 8))
-    return Quantization(Packing.GPTQ, bits, _group(fields), stored == "gptq")
+    return Quantization(Packing.GPTQ, bits, _group(fields), checkpoint_format == "gptq")
 
 
 def _awq(fields: JsonFields) -> Quantization:
@@ -55,8 +55,8 @@ def _awq(fields: JsonFields) -> Quantization:
 
 
 def _compressed(fields: JsonFields) -> Quantization:
-    stored = fields.get("format")
-    if stored not in COMPRESSED_FORMATS:
+    format_name = fields.get("format")
+    if format_name not in COMPRESSED_FORMATS:
         raise fields.wrong("format", f"must be one of {', '.join(COMPRESSED_FORMATS)}")
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
@@ -67,7 +67,7 @@ def _compressed(fields: JsonFields) -> Quantization:
     if weights.get("strategy") not in ("channel", "group"):
         raise weights.wrong("strategy", "must be channel or group")
     group = _group(weights) if weights.get("strategy") == "group" else None
-    if stored == "pack-quantized":
+    if format_name == "pack-quantized":
         return Quantization(Packing.PACKED, _bits(weights, "num_bits", (4, 8)), group)
     return Quantization(Packing.BYTES, _bits(weights, "num_bits", (8,)), group)
 

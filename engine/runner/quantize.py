@@ -1,4 +1,4 @@
-"""Weights as small whole numbers with scales, group by group."""
+"""Group-wise quantization of weights to 4- or 8-bit integers with scales and zero points."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from torch.nn import functional
 
 INT4_GROUP = 32
-ROWS_AT_ONCE = 4096
-SMALLEST_SCALE = 1e-12
+QUANTIZE_CHUNK_ROWS = 4096
+MIN_SCALE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix: (numbers - zeros) * scales, a scale and a zero for each row's group of columns."""
+    """Quantized matrix: (numbers - zeros) * scales, with scale and zero point per row and group."""
 
     numbers: Tensor  # uint8 [rows, columns]
     scales: Tensor  # float32 [rows, groups]
-    zeros: Tensor  # uint8 [rows, groups]: the number that means zero
-    bits: int  # 4 or 8, of each number
-    group: int  # columns; all of them, or a multiple of eight
-    dtype: torch.dtype  # of the states that it is multiplied by
-    order: Tensor | None = None  # which column of the states each of these belongs to
+    zeros: Tensor  # uint8 [rows, groups]: zero points
+    bits: int  # per number: 4 or 8
+    group: int  # group size in columns: all columns, or a multiple of eight
+    dtype: torch.dtype  # of the activations
+    order: Tensor | None = None  # activation column of each of these columns (GPTQ act-order)
 
     def on(self, device: torch.device) -> Quantized:
         tensors = {name: getattr(self, name).to(device) for name in ("numbers", "scales", "zeros")}
         return replace(self, **tensors, order=None if self.order is None else self.order.to(device))
 
     def restored(self) -> Tensor:
-        """The matrix that it stands for, rounded to the dtype."""
+        """Return the dequantized matrix, rounded to `dtype`."""
         num_rows, num_columns = self.numbers.shape
         restored = torch.empty_like(self.numbers, dtype=self.dtype)
-        for rows in _runs(num_rows):
+        for rows in _row_chunks(num_rows):
             zeros, scales = (
                 each[rows].repeat_interleave(self.group, dim=1)[:, :num_columns]
                 for each in (self.zeros.float(), self.scales)
@@ -49,39 +49,39 @@ Quantize = Callable[[Tensor], Quantized]
 
 
 def to_int8(weight: Tensor) -> Quantized:
-    """One scale for each row, and zero in the middle."""
+    """Quantize symmetrically to 8 bits with one scale per row."""
     rows, columns = weight.shape
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, 1, device=weight.device)
-    for some in _runs(rows):
-        wide = weight[some].float()
-        scales[some] = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(SMALLEST_SCALE)
-        numbers[some] = (wide / scales[some]).round_().add_(128).to(torch.uint8)
+    for chunk in _row_chunks(rows):
+        wide = weight[chunk].float()
+        scales[chunk] = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(MIN_SCALE)
+        numbers[chunk] = (wide / scales[chunk]).round_().add_(128).to(torch.uint8)
     zeros = torch.full((rows, 1), 128, dtype=torch.uint8, device=weight.device)
     return Quantized(numbers, scales, zeros, 8, columns, weight.dtype)
 
 
 def to_int4(weight: Tensor, group: int = INT4_GROUP) -> Quantized:
-    """A scale and a zero for each run of columns, so that its least and its most just fit."""
+    """Quantize to 4 bits with a scale and zero point per group, from its minimum and maximum."""
     rows, columns = weight.shape
     num_groups = -(-columns // group)
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, num_groups, device=weight.device)
     zeros = torch.empty(rows, num_groups, dtype=torch.uint8, device=weight.device)
-    for some in _runs(rows):
-        padded = functional.pad(weight[some].float(), (0, num_groups * group - columns))
+    for chunk in _row_chunks(rows):
+        padded = functional.pad(weight[chunk].float(), (0, num_groups * group - columns))
         grouped = padded.unflatten(1, (num_groups, group))
-        least, most = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
-        scale = ((most - least) / 15).clamp_min(SMALLEST_SCALE)
-        zero = (-least / scale).round()
-        found = (grouped / scale[:, :, None]).round_().add_(zero[:, :, None]).clamp_(0, 15)
-        numbers[some] = found.flatten(1)[:, :columns].to(torch.uint8)
-        scales[some], zeros[some] = scale, zero.to(torch.uint8)
+        lowest, highest = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
+        scale = ((highest - lowest) / 15).clamp_min(MIN_SCALE)
+        zero = (-lowest / scale).round()
+        rounded = (grouped / scale[:, :, None]).round_().add_(zero[:, :, None]).clamp_(0, 15)
+        numbers[chunk] = rounded.flatten(1)[:, :columns].to(torch.uint8)
+        scales[chunk], zeros[chunk] = scale, zero.to(torch.uint8)
     return Quantized(numbers, scales, zeros, 4, group, weight.dtype)
 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized:
-    """One below the other; all have the same form and order."""
+    """Concatenate matrices by row. All must have the same bits, group size and column order."""
     return replace(
         parts[0],
         numbers=torch.cat([part.numbers for part in parts]),
@@ -91,14 +91,14 @@ def stacked(parts: Sequence[Quantized]) -> Quantized:
 
 
 def have_one_order(parts: Sequence[Quantized]) -> bool:
-    """Whether one product can serve them all."""
+    """Return whether all parts have the same column order, so that they can be stacked."""
     first = parts[0].order
     if first is None:
         return all(part.order is None for part in parts)
     return all(part.order is not None and torch.equal(part.order, first) for part in parts)
 
 
-def _runs(num_rows: int) -> Iterator[slice]:
-    """So that what is between stays small beside the whole."""
-    for first in range(0, num_rows, ROWS_AT_ONCE):
-        yield slice(first, min(first + ROWS_AT_ONCE, num_rows))
+def _row_chunks(num_rows: int) -> Iterator[slice]:
+    """Split rows into chunks, so that float32 intermediates stay small."""
+    for first in range(0, num_rows, QUANTIZE_CHUNK_ROWS):
+        yield slice(first, min(first + QUANTIZE_CHUNK_ROWS, num_rows))

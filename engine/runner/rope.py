@@ -1,4 +1,4 @@
-"""Rotary positions: angles of each family member's scaling, and their application."""
+"""Rotary position embedding (RoPE) with its scaling variants."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engine.runner.config import RopeConfig
 
-SHORTEST_TABLE = 1024
+MIN_TABLE_POSITIONS = 1024
 
 
 class Rope:
-    """Turns positions into cosines and sines, once per pass for all layers."""
+    """Computes cosines and sines of positions, once per pass for all layers."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class Rope:
         return self._config.kind == "dynamic"
 
     def angles(self, positions: Tensor, seen_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [tokens, 1, head_dim].
+        """Return (cos, sin), each [tokens, 1, head_dim].
 
-        `seen_lens` matters to the dynamic kind alone: how long the sequence was when this
-        token was computed. A prompt's tokens all saw the whole prompt (in however many
-        chunks it is really computed), an output token saw itself as the last.
+        Only the dynamic kind uses `seen_lens`: the sequence length at which each token is first
+        computed. For prompt tokens that is the length of the whole prompt, whatever its chunks;
+        for an output token it is the sequence up to and including the token.
         """
         if seen_lens is not None and self.is_dynamic:
             return self._computed(positions, self._frequencies_at(seen_lens))
@@ -49,8 +49,8 @@ class Rope:
 
     def _table_of(self, num_positions: int) -> tuple[Tensor, Tensor]:
         if self._table is None or self._table[0].shape[0] < num_positions:
-            longer = max(SHORTEST_TABLE, 1 << (num_positions - 1).bit_length())
-            positions = torch.arange(longer, device=self._frequencies.device)
+            table_len = max(MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
+            positions = torch.arange(table_len, device=self._frequencies.device)
             self._table = self._computed(positions, self._frequencies)
         return self._table
 
@@ -61,22 +61,22 @@ class Rope:
         return cos.to(self._dtype), sin.to(self._dtype)
 
     def _frequencies_at(self, seen_lens: Tensor) -> Tensor:
-        lens, places = seen_lens.clamp(min=self._trained_len).unique(return_inverse=True)
-        # Each by itself: torch's powers depend in their last bits on how many there are.
-        by_len = torch.stack([self._stretched(seen_len) for seen_len in lens.tolist()])
-        return by_len.to(places.device)[places]
+        lens, indices = seen_lens.clamp(min=self._trained_len).unique(return_inverse=True)
+        # One length at a time: the last bits of torch's powers depend on the batch size.
+        by_len = torch.stack([self._scaled_frequencies(seen_len) for seen_len in lens.tolist()])
+        return by_len.to(indices.device)[indices]
 
-    def _stretched(self, seen_len: int) -> Tensor:
+    def _scaled_frequencies(self, seen_len: int) -> Tensor:
         factor, dim = self._config.factor, self._head_dim
         stretch = (factor * seen_len / self._trained_len) - (factor - 1)
         base: float = self._config.theta * stretch ** (dim / (dim - 2))
         return 1.0 / (base ** _exponents(dim))
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[tokens, heads, head_dim], halves rotated against each other."""
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat((-second, first), dim=-1) * sin
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to [tokens, heads, head_dim] (the NeoX style: first half with second half)."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _exponents(dim: int) -> Tensor:
@@ -91,11 +91,11 @@ def _frequencies(config: RopeConfig, dim: int) -> tuple[Tensor, float]:
         return _llama3(config, plain), 1.0
     if config.kind == "yarn":
         return _yarn(config, dim), _yarn_scale(config)
-    return plain, 1.0  # dynamic is plain until a sequence outgrows the trained length
+    return plain, 1.0  # dynamic equals default until a sequence exceeds the trained length
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Slow waves are stretched, fast ones left, those between are blended."""
+    """Scale low frequencies, keep high ones and interpolate between them (Llama 3)."""
     trained = config.original_max_position_embeddings
     wavelength = 2 * math.pi / plain
     low, high = config.low_freq_factor, config.high_freq_factor
@@ -106,7 +106,7 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, dim: int) -> Tensor:
-    """Dimensions that turn often keep their speed, those that turn rarely are slowed."""
+    """Keep dimensions with many rotations, scale those with few and interpolate (YaRN)."""
     powers = config.theta ** _exponents(dim)
     low, high = (_yarn_dimension(config, dim, b) for b in (config.beta_fast, config.beta_slow))
     if config.truncate:

@@ -1,4 +1,4 @@
-"""What a person may choose of the runner. Values only: whoever reads options needs no torch."""
+"""Runner settings. Values only, so that option parsing does not import torch."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 class RunnerConfig:
     """Settings of the model runner.
 
-    The KV cache takes `kv_cache_bytes`; without it, `kv_cache_share` of the memory that is free
-    after loading; without either, the automatic size (`engine.runner.kv_budget`).
+    The KV cache takes `kv_cache_bytes` if set, else `kv_cache_share` of the memory that is free
+    after loading if set, else the automatic size (`engine.runner.kv_budget`).
     """
 
     model: str  # a folder, or a name on the Hugging Face hub
-    dtype: str = "auto"  # what the folder says
+    dtype: str = "auto"  # as in the model folder
     device: str = "cpu"
     block_size: int = 16
     kv_cache_bytes: int | None = None
     kv_cache_share: float | None = 0.5
-    nodes_per_machine: int | None = None  # they divide the automatic size; None: by the device
+    nodes_per_machine: int | None = None  # divides the automatic size; None: 2 on CPU, 1 on GPU
     max_num_seqs: int = 256
-    max_model_len: int | None = None  # what the model was made for
-    num_threads: int | None = None  # of torch, for the whole process
+    max_model_len: int | None = None  # None: the model's maximum context length
+    num_threads: int | None = None  # torch threads of the whole process
     offline: bool = False
-    kernels: str = "auto"  # native where there are any for this dtype and device, else torch
-    quantize: str = "none"  # what the weights are made into as they are loaded
+    kernels: str = "auto"  # native if available for this dtype and device, else torch
+    quantize: str = "none"  # weights are quantized to this at load
     logits_processors: tuple[str, ...] = ()  # entry points; see engine.runner.processors
-    speculation: Speculation | None = None  # the scheduler must have as many slots to look ahead
+    speculation: Speculation | None = None  # the scheduler needs as many lookahead slots
 
     def __post_init__(self) -> None:
         _check(

@@ -1,4 +1,4 @@
-"""Which tensors a model folder must hold."""
+"""Names and shapes of the tensors that a model folder must contain."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.runner.weights import FLOATS, WHOLE, Expected, Shape, WeightFiles
 
 
 def check_tensors(config: ModelConfig, files: WeightFiles) -> None:
-    """Raises ModelError unless every tensor is there, in its shape, and no other."""
+    """Raise ModelError unless the files hold every tensor in its shape, and no other."""
     files.check(_stored_tensors(config, files.names()), _ignored(config))
 
 
 def _stored_tensors(config: ModelConfig, names: Collection[str]) -> dict[str, Expected]:
-    """A matrix that was quantised before is stored in several parts."""
+    """Return the tensors as stored: a quantized matrix consists of several parts."""
     stored = {}
     for name, shape in expected_tensors(config).items():
         linear, how = name.removesuffix(".weight"), config.quantization
@@ -64,6 +64,6 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Iterator[tupl
 
 
 def _ignored(config: ModelConfig) -> frozenset[str]:
-    """What some folders carry though it follows from config.json or from another tensor."""
+    """Return redundant tensors of some checkpoints: tied heads and rotary buffers."""
     buffers = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)]
     return frozenset(["lm_head.weight", "model.rotary_emb.inv_freq", *buffers])
