@@ -23,7 +23,7 @@ class LayerCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Tokens whose hidden hidden_states are needed, with an attention pass over them alone.
+    """Tokens whose hidden states are needed, with an attention pass over them alone.
 
     The last layer computes only these tokens, after the KV of all tokens was written.
     """
@@ -61,7 +61,7 @@ class Decoder:
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.
 
-        With `ends`, only the hidden hidden_states of those tokens are returned, and the last layer
+        With `ends`, only the hidden states of those tokens are returned, and the last layer
         computes only keys and values of the others.
         """
         hidden_states = self._embedding.rows(token_ids)

@@ -50,7 +50,7 @@ class PromptLogprobs:
         """Return whether hidden states of more than the last tokens are needed."""
         return any(run.row.wants_prompt_logprobs for run in step.runs)
 
-    def answer(
+    def collect(
         self, step: Step, hidden_states: Tensor, batch: PersistentBatch, result: RunResult
     ) -> None:
         """Add one entry for each prompt token of this step; a prompt's first token has None."""

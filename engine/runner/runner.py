@@ -152,7 +152,7 @@ class TorchRunner:
     def _make_result(self, step: Step, hidden_states: Tensor, drafts: Drafts) -> RunResult:
         result = RunResult()
         if self._prompt_logprobs.is_needed(step):
-            self._prompt_logprobs.answer(step, hidden_states, self._batch, result)
+            self._prompt_logprobs.collect(step, hidden_states, self._batch, result)
             hidden_states = hidden_states[self._sampled_indices(step)]
         if step.sampled:
             self._sample(step, self.decoder.logits(hidden_states), drafts, result)

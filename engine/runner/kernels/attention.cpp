@@ -1,12 +1,11 @@
 // Paged attention.
 //
-// There is one way to it, whatever a sequence has in a pass: a chunk of a prompt or a single token.
-// The context is taken 256 slots at a time, counted from its first. Rows of queries (token by token,
-// all heads that share the KV head) look at them, a few at a time: scores of the slots, weights,
-// values. Where many rows look, keys and values are packed into panels first; where few do, they are
-// read as they lie, and add up in the same order. So an answer has the same bits however its prompt
-// was cut into chunks, whoever is beside it, and whether a token was written in its own step or is
-// computed again with others.
+// Prompt chunks and single tokens use one algorithm: online softmax over the context, 256 slots at
+// a time, counted from its first slot. Query rows, ordered by token and then by the heads of a GQA
+// group, are processed a few at a time: scores of the slots, softmax weights, weighted sum of
+// values. For many rows, keys and values are packed into panels first. For few rows they are read
+// in place and summed in the same order. So the output is bit-identical for all ways to split a
+// prompt into chunks, for all batches, and for tokens that are computed again after preemption.
 
 #include "calls.h"
 #include "pool.h"
@@ -20,13 +19,13 @@ namespace {
 
 constexpr float kLog2OfE = 1.44269504f;
 
-// Some of a chunk's rows, of some of the KV heads.
+// A unit of work: a range of a chunk's query rows for a range of KV heads.
 struct Part {
     std::int64_t first_head, end_head, first_row, end_row;
 };
 
-std::vector<Rows> rows_of(const Chunk& chunk, const Part& part, bool is_in_place) {
-    std::vector<Rows> runs;
+std::vector<QueryRows> rows_of(const Chunk& chunk, const Part& part, bool is_in_place) {
+    std::vector<QueryRows> runs;
     runs.reserve((part.end_head - part.first_head) *
                  ((part.end_row - part.first_row + kRunRows - 1) / kRunRows));
     for (std::int64_t head = part.first_head; head < part.end_head; ++head)
@@ -37,79 +36,80 @@ std::vector<Rows> rows_of(const Chunk& chunk, const Part& part, bool is_in_place
     return runs;
 }
 
-// Rows that look at a panel while it is near: with tiles they are so fast that many must share the
-// packing, if each thread has a few parts all the same.
+// Query rows that share the packed panels of one unit of work. With AMX the products are so fast
+// that more rows must share the cost of packing, as long as each thread still gets a few units.
 std::int64_t rows_at_once(const Chunk& chunk, int num_threads) {
-    constexpr std::int64_t kLeast = 512, kMost = kPairsAtOnce > 1 ? 1024 : kLeast;
-    const std::int64_t parts = (chunk.num_rows() + kMost - 1) / kMost;
-    return parts * chunk.context.cache.num_kv_heads < 8 * num_threads ? kLeast : kMost;
+    constexpr std::int64_t kMin = 512, kMax = kPairsAtOnce > 1 ? 1024 : kMin;
+    const std::int64_t parts = (chunk.num_rows() + kMax - 1) / kMax;
+    return parts * chunk.context.cache.num_kv_heads < 8 * num_threads ? kMin : kMax;
 }
 
-// What a thread needs for it.
+// Attention of one thread, with its buffers.
 class Attention {
   public:
     explicit Attention(std::int64_t head_dim) : packed_(head_dim) {}
 
     void operator()(const Chunk& chunk, const Part& part) {
-        const std::int64_t end = chunk.position((part.end_row - 1) / chunk.num_shared) + 1;
-        const bool is_in_place = SlotsInPlace::can(chunk.context.cache) &&
+        const std::int64_t end = chunk.position((part.end_row - 1) / chunk.gqa_group_size) + 1;
+        const bool is_in_place = SlotsInPlace::supports(chunk.context.cache) &&
                                  part.end_row - part.first_row <= SlotsInPlace::kFewRows;
-        std::vector<Rows> runs = rows_of(chunk, part, is_in_place);
-        looks_ = std::make_unique_for_overwrite<Look[]>(is_in_place ? runs.size() : 1);
-        std::int64_t slot = chunk.first_slot(part.first_row / chunk.num_shared);
+        std::vector<QueryRows> runs = rows_of(chunk, part, is_in_place);
+        score_tiles_ = std::make_unique_for_overwrite<ScoreTile[]>(is_in_place ? runs.size() : 1);
+        std::int64_t slot = chunk.first_slot(part.first_row / chunk.gqa_group_size);
         for (slot -= slot % kSlotsAtOnce; slot < end; slot += kSlotsAtOnce)
             if (is_in_place)
-                look_in_place(chunk.context, runs, slot, end);
+                attend_in_place(chunk.context, runs, slot, end);
             else
-                look_packed(chunk.context, runs, slot, end);
-        for (const Rows& rows : runs) rows.answer();
+                attend_packed(chunk.context, runs, slot, end);
+        for (const QueryRows& rows : runs) rows.write_output();
     }
 
   private:
-    // Head by head, as they lie in their blocks.
-    void look_packed(const Context& context, std::vector<Rows>& runs, std::int64_t slot,
+    // Packs keys and values head by head.
+    void attend_packed(const Context& context, std::vector<QueryRows>& runs, std::int64_t slot,
                      std::int64_t end) {
         for (std::size_t run = 0; run < runs.size(); ++run) {
             if (run == 0 || runs[run].head() != runs[run - 1].head())
-                packed_.take(context, runs[run].head(), slot, end);
-            if (runs[run].sees(slot)) runs[run].look_at(packed_, slot, looks_[0], tiles_);
+                packed_.load(context, runs[run].head(), slot, end);
+            if (runs[run].overlaps(slot)) runs[run].attend(packed_, slot, score_tiles_[0], tiles_);
         }
     }
 
-    // A block's keys of all heads lie behind each other, and so do its values: read that way,
-    // they come faster.
-    void look_in_place(const Context& context, std::vector<Rows>& runs, std::int64_t slot,
+    // Reads step by step through all heads: a block's keys of all heads are contiguous, and so are
+    // its values, and sequential reads are faster.
+    void attend_in_place(const Context& context, std::vector<QueryRows>& runs, std::int64_t slot,
                        std::int64_t end) {
-        in_place_.take(context, slot, end);
-        for_each_step(runs, slot, [&](Rows& rows, Look& look, std::int64_t step) {
-            rows.score(in_place_, step, look, tiles_);
+        in_place_.load(context, slot, end);
+        for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
+            rows.score(in_place_, step, tile, tiles_);
         });
         for (std::size_t run = 0; run < runs.size(); ++run)
-            if (runs[run].sees(slot)) runs[run].weigh(slot, looks_[run]);
-        for_each_step(runs, slot, [&](Rows& rows, Look& look, std::int64_t step) {
-            rows.add(in_place_, step, look);
+            if (runs[run].overlaps(slot)) runs[run].softmax(slot, score_tiles_[run]);
+        for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
+            rows.add(in_place_, step, tile);
         });
     }
 
     template <typename Each>
-    void for_each_step(std::vector<Rows>& runs, std::int64_t slot, Each each) {
+    void for_each_step(std::vector<QueryRows>& runs, std::int64_t slot, Each each) {
         constexpr std::int64_t kStep = SlotsInPlace::kStep;
         for (std::int64_t step = 0; step < in_place_.num_steps(); ++step)
             for (std::size_t run = 0; run < runs.size(); ++run)
-                if (runs[run].sees(slot + step * kStep, kStep)) each(runs[run], looks_[run], step);
+                if (runs[run].overlaps(slot + step * kStep, kStep))
+                    each(runs[run], score_tiles_[run], step);
     }
 
     PackedSlots packed_;
     SlotsInPlace in_place_;
     Tiles tiles_;
-    std::unique_ptr<Look[]> looks_;  // of each run, or of all in turns
+    std::unique_ptr<ScoreTile[]> score_tiles_;  // one per run, or a single one that all runs share
 };
 
 }  // namespace
 
 extern "C" {
 
-// keys, values: [tokens, kv_heads, head_dim], with strides between tokens.
+// Writes keys and values, [tokens, kv_heads, head_dim], into the cache. Strides are between tokens.
 void baton_write_kv(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
                     std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
                     const Bf16* keys, std::int64_t key_stride, const Bf16* values,
@@ -117,7 +117,7 @@ void baton_write_kv(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_h
                     const std::int64_t* write_offsets, std::int64_t num_tokens, int num_threads) {
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
     const std::int64_t numbers = 2 * num_kv_heads * head_dim;
-    share_out(num_tokens, numbers, num_threads, [=](std::int64_t token, std::int64_t end) {
+    parallel_for(num_tokens, numbers, num_threads, [=](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token)
             for (std::int64_t head = 0; head < num_kv_heads; ++head) {
                 const std::int64_t block = write_blocks[token];
@@ -131,47 +131,47 @@ void baton_write_kv(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_h
     });
 }
 
-// One token of each sequence, which sees `lengths` slots of its blocks, or the last `window`.
+// Attention for one token of each sequence, over its `lengths` slots or the last `window` of them.
 void baton_attend_singles(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
                           std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
-                          const Bf16* queries, Bf16* answers, const std::int64_t* tables,
+                          const Bf16* queries, Bf16* dst, const std::int64_t* tables,
                           std::int64_t table_stride, const std::int64_t* lengths,
                           std::int64_t window, std::int64_t num_sequences,
-                          std::int64_t num_shared, float scale, int num_threads) {
+                          std::int64_t gqa_group_size, float scale, int num_threads) {
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
-    const std::int64_t numbers = num_kv_heads * num_shared * head_dim;  // of a token
+    const std::int64_t numbers = num_kv_heads * gqa_group_size * head_dim;  // of a token
     std::int64_t at_once = num_kv_heads;  // heads
     while (num_sequences * (num_kv_heads / at_once) < num_threads && at_once % 2 == 0) at_once /= 2;
     const std::int64_t parts = num_kv_heads / at_once;
     std::atomic<std::int64_t> next{0};
-    Pool::of_process().run(num_threads, [&](int, int) {
+    Pool::instance().run(num_threads, [&](int, int) {
         Attention attention(head_dim);
         for (std::int64_t task = next++; task < num_sequences * parts; task = next++) {
             const std::int64_t which = task / parts, head = task % parts * at_once;
             const Context context{cache, layer, tables + which * table_stride, lengths[which]};
-            const Chunk chunk{context, queries + which * numbers, answers + which * numbers,
-                              1, window, num_shared, scale * kLog2OfE};
-            attention(chunk, {head, head + at_once, 0, num_shared});
+            const Chunk chunk{context, queries + which * numbers, dst + which * numbers,
+                              1, window, gqa_group_size, scale * kLog2OfE};
+            attention(chunk, {head, head + at_once, 0, gqa_group_size});
         }
     });
 }
 
-// The last tokens of a sequence of `length`.
+// Attention for the last `num_tokens` tokens of a sequence of `length` tokens.
 void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
                         std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
-                        const Bf16* queries, Bf16* answers, const std::int64_t* table,
+                        const Bf16* queries, Bf16* dst, const std::int64_t* table,
                         std::int64_t num_tokens, std::int64_t length, std::int64_t window,
-                        std::int64_t num_shared, float scale, int num_threads) {
+                        std::int64_t gqa_group_size, float scale, int num_threads) {
     const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
     const Context context{cache, layer, table, length};
-    const Chunk chunk{context, queries, answers, num_tokens, window, num_shared, scale * kLog2OfE};
+    const Chunk chunk{context, queries, dst, num_tokens, window, gqa_group_size, scale * kLog2OfE};
     const std::int64_t at_once = rows_at_once(chunk, num_threads);
     const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;
     std::atomic<std::int64_t> next{0};
-    Pool::of_process().run(num_threads, [&](int, int) {
+    Pool::instance().run(num_threads, [&](int, int) {
         Attention attention(head_dim);
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
-            // The last part first: it takes longest.
+            // The last part takes longest, so it is first.
             const std::int64_t head = task % num_kv_heads;
             const std::int64_t first = (parts - 1 - task / num_kv_heads) * at_once;
             const std::int64_t end = std::min(first + at_once, chunk.num_rows());

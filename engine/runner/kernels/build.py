@@ -1,7 +1,7 @@
-"""The kernels' library: built once by the machine's own compiler, then found again.
+"""Builds the kernel library with the machine's C++ compiler, and caches it.
 
-There is a build for each kind of processor; the best that this one can run is taken. A machine
-without a compiler can be given the libraries of another in BATON_KERNELS.
+There is one variant per instruction set; the best one that this processor supports is used. A
+machine without a compiler can use libraries built elsewhere: BATON_KERNELS names their folder.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 class KernelsMissing(Exception):
-    """There is no library of kernels here; the message says why and what to do."""
+    """No kernel library is available; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One build: what it asks of the processor, and how the compiler is told."""
+    """Build of the kernels: required CPU features and compiler flags."""
 
     name: str
-    features: frozenset[str]  # as /proc/cpuinfo calls them
+    features: frozenset[str]  # names of /proc/cpuinfo
     flags: tuple[str, ...]
 
 
@@ -54,67 +54,67 @@ VARIANTS = (
 
 
 def best_variant(features: frozenset[str]) -> Variant:
-    """The first that the processor can run; plain asks nothing."""
+    """Return the first variant that the processor supports; `plain` requires no feature."""
     return next(variant for variant in VARIANTS if variant.features <= features)
 
 
 def cpu_features() -> frozenset[str]:
-    """Those that this process may use; empty where the system does not tell."""
+    """Return the CPU features that this process can use; empty without /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
     flags = next((line for line in lines if line.startswith("flags")), "")
     features = frozenset(flags.partition(":")[2].split())
-    return features if _may_have_tiles() else features - {"amx_tile"}
+    return features if _request_amx() else features - {"amx_tile"}
 
 
-def _may_have_tiles() -> bool:
-    """Linux gives a process the registers of tiles only if it asks, once, for all its threads."""
+def _request_amx() -> bool:
+    """Request permission for AMX tile registers: on Linux a process must do so once."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return False
-    arch_prctl, ask_for, tile_data = 158, 0x1023, 18
-    refusal: int = ctypes.CDLL(None).syscall(arch_prctl, ask_for, tile_data)
-    return refusal == 0
+    arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata = 158, 0x1023, 18
+    error: int = ctypes.CDLL(None).syscall(arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata)
+    return error == 0
 
 
 def library(variant: Variant) -> Path:
-    """Where the variant's library is, built if need be. Raises KernelsMissing."""
+    """Return the path of the variant's library, built if necessary. Raises KernelsMissing."""
     return built(variant) or _build(variant, build_folder() / file_name(variant))
 
 
 def built(variant: Variant) -> Path | None:
-    """Where it is, if it was built before."""
-    places = (folder / file_name(variant) for folder in _folders())
-    return next((place for place in places if place.exists()), None)
+    """Return the path of the variant's library, or None if it was not built yet."""
+    paths = (folder / file_name(variant) for folder in _folders())
+    return next((path for path in paths if path.exists()), None)
 
 
 def build_folder() -> Path:
-    """Where a new library goes."""
+    """Return the folder for new libraries."""
     return _folders()[-1]
 
 
 def file_name(variant: Variant) -> str:
-    """Of its library: another one as soon as the sources or flags are others."""
+    """Return the file name of the variant's library, with a digest of sources and flags."""
     return f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
 
 
 def command_for(compiler: str, variant: Variant, target: Path, *more: str) -> list[str]:
-    """What builds it; further flags have the last word."""
+    """Return the compiler command. Flags in `more` take precedence."""
     sources = map(str, sorted(SOURCES.glob("*.cpp")))
     return [compiler, *FLAGS, *variant.flags, *more, *sources, "-o", str(target)]
 
 
 def compiler_path() -> str | None:
-    """What would build it."""
+    """Return the path of the first C++ compiler found, or None."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def _folders() -> list[Path]:
-    """Where libraries may lie; a new one goes into the last."""
+    """Return the folders to search for libraries; new ones are written to the last."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    given = os.environ.get("BATON_KERNELS")
-    return [*([Path(given)] if given else []), cache / "baton" / "kernels"]
+    override = os.environ.get("BATON_KERNELS")
+    return [*([Path(override)] if override else []), cache / "baton" / "kernels"]
 
 
 def _digest(variant: Variant) -> str:
@@ -125,19 +125,19 @@ def _digest(variant: Variant) -> str:
 
 
 def _build(variant: Variant, target: Path) -> Path:
-    """Into a file beside it, which is then moved there: others may be building it too."""
+    """Build into a temporary file and move it to `target`: another process can build it too."""
     compiler = compiler_path()
     if compiler is None:
         raise KernelsMissing("there is no C++ compiler (c++, g++ or clang++): install one")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            made = Path(folder) / target.name
-            command = command_for(compiler, variant, made)
+            output = Path(folder) / target.name
+            command = command_for(compiler, variant, output)
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise KernelsMissing(f"{compiler} cannot build them: {done.stderr[:500]}")
-            made.replace(target)
+                raise KernelsMissing(f"{compiler} cannot build the kernels: {done.stderr[:500]}")
+            output.replace(target)
     except OSError as error:
-        raise KernelsMissing(f"{target.parent} cannot take them ({error})") from error
+        raise KernelsMissing(f"cannot write the kernels to {target.parent} ({error})") from error
     return target

@@ -1,4 +1,4 @@
-"""Which ops and attention a model is computed with."""
+"""Selects native kernels or plain torch for a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Layers]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the runner is put together from."""
+    """Implementation of a model's operations, attention and layers."""
 
     name: str
     ops: Ops
@@ -43,11 +43,14 @@ TORCH = Parts("torch", TorchOps(), TorchPagedAttention, _plain_layers)
 
 
 def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts:
-    """`wanted` is auto, native or torch. Raises InvalidConfig if native cannot be had."""
+    """Select the implementation for `wanted`: auto, native or torch.
+
+    Raises InvalidConfig if native kernels are requested but not available.
+    """
     fits = dtype is torch.bfloat16 and device.type == "cpu"
     if wanted == "native" and not fits:
         raise InvalidConfig(
-            f"kernels 'native' compute bfloat16 on the CPU, not {dtype} on {device}"
+            f"kernels 'native' support bfloat16 on the CPU, not {dtype} on {device}"
         )
     if wanted == "torch" or not fits:
         return TORCH
@@ -55,13 +58,13 @@ def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts
         return native_parts()
     except KernelsMissing as error:
         if wanted == "native":
-            raise InvalidConfig(f"kernels 'native' cannot be had: {error}") from error
-        log.warning("Computing with plain torch, at a half to a third of the speed: %s", error)
+            raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
+        log.warning("Using plain torch, which is two to three times slower: %s", error)
         return TORCH
 
 
 def native_parts() -> Parts:
-    """Raises KernelsMissing."""
+    """Load the native kernels. Raises KernelsMissing."""
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
 

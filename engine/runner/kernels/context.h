@@ -1,4 +1,4 @@
-// A KV head's context, a few panels of sixty-four slots at a time.
+// Context of a KV head, read a few panels of 64 slots at a time.
 #pragma once
 
 #include "cache.h"
@@ -8,14 +8,14 @@
 
 namespace baton {
 
-// A sequence's slots in one layer.
+// Slots of a sequence in one layer.
 struct Context {
     Cache cache;
     std::int64_t layer;
     const std::int64_t* table;
     std::int64_t length;
 
-    // Keys (which = 0) or values (1).
+    // Key (which = 0) or value (which = 1) of a slot.
     const Bf16* at(std::int64_t slot, int which, std::int64_t head) const {
         const Bf16* slots = cache.slots(table[slot / cache.block_size], layer, which, head);
         return slots + slot % cache.block_size * cache.head_dim;
@@ -25,12 +25,12 @@ struct Context {
 constexpr int kPanelsAtOnce = 4;
 constexpr std::int64_t kSlotsAtOnce = kPanelsAtOnce * kPanelRows;
 
-// Those that are taken at once: the keys or the values of a head, and how many there are.
+// Addresses of the keys or values of a head that are processed together.
 struct Slots {
     const Bf16* at[kSlotsAtOnce];
     std::int64_t count;
 
-    // Of the context, from `first` on, so many; what follows is the last of them.
+    // Finds up to kSlotsAtOnce slots in [first, end). Entries after `count` repeat the last slot.
     void find(const Context& context, std::int64_t head, int which, std::int64_t first,
               std::int64_t end) {
         count = std::min(kSlotsAtOnce, end - first);
@@ -44,22 +44,21 @@ struct Slots {
     }
 };
 
-// The slots that are taken at once as they lie, of all heads, and those that are taken next: these
-// are only fetched.
+// Slots that are read in place for all heads, and the next ones, which are only prefetched.
 class PlacedSlots {
   public:
-    void take(const Context& context, std::int64_t first, std::int64_t end) {
+    void load(const Context& context, std::int64_t first, std::int64_t end) {
         size_ = context.cache.head_dim;
         head_ = context.cache.block_size * size_;
         keys_.find(context, 0, 0, first, end);
         values_.find(context, 0, 1, first, end);
         const std::int64_t next = first + keys_.count;
-        next_keys_.find(context, 0, 0, next < end ? next : first, end);  // or in vain
+        next_keys_.find(context, 0, 0, next < end ? next : first, end);  // at the end: a dummy
     }
 
   protected:
-    std::int64_t size_, head_;  // numbers of a slot; of a head's slots in a block
-    Slots keys_, values_, next_keys_;  // of the first head
+    std::int64_t size_, head_;  // numbers per slot; numbers per head in a block
+    Slots keys_, values_, next_keys_;  // of head 0
 };
 
 }  // namespace baton

@@ -1,6 +1,6 @@
-// A sequence's slots where they lie, for a few rows that look at them: putting them into another
-// order would take longer than the products. Adds up just as `packed_slots.h` does, lane by lane.
-// For processors with tiles there is `in_place_tiles.h`.
+// Reads keys and values in place, for a few query rows: packing them would take longer than the
+// products. Sums in the same order as `packed_slots.h`, lane by lane, so the bits are the same.
+// `in_place_tiles.h` is the implementation for processors with AMX.
 #pragma once
 
 #include "context.h"
@@ -13,13 +13,13 @@ class SlotsInPlace : public PlacedSlots {
     static constexpr int kStep = 16;  // slots
     static constexpr std::int64_t kFewRows = 2 * kRunRows;
 
-    static bool can(const Cache& cache) { return cache.head_dim % (2 * kLanes) == 0; }
+    static bool supports(const Cache& cache) { return cache.head_dim % (2 * kLanes) == 0; }
 
-    static void put_in_order(Lines<Bf16>&, int) {}  // queries are taken as they are
+    static void pack_queries(AlignedVector<Bf16>&, int) {}  // queries need no packing
 
     std::int64_t num_steps() const { return (keys_.count + kStep - 1) / kStep; }
 
-    // scores = queries times the keys of a step.
+    // scores = queries * keys of a step.
     void score(Tiles&, float* scores, const Bf16* queries, int count, std::int64_t head,
                std::int64_t step) const {
         constexpr Score kScore[] = {
@@ -32,7 +32,7 @@ class SlotsInPlace : public PlacedSlots {
         (this->*kScore[count])(scores + step * kStep, queries, head * head_, step * kStep);
     }
 
-    // sums += weights times the values of a step.
+    // sums += weights * values of a step.
     void add(float* sums, std::int64_t sum_stride, const Bf16* weights, int count,
              std::int64_t head, std::int64_t step) const {
         constexpr Add kAdd[] = {
@@ -56,7 +56,7 @@ class SlotsInPlace : public PlacedSlots {
         return pair;
     }
 
-    // Eight pairs of eight slots at a time stand in registers. The next step's slots are fetched.
+    // Keeps eight pairs of eight slots in registers, and prefetches the slots of the next step.
     template <int ROWS>
     void score_rows(float* scores, const Bf16* queries, std::int64_t head, std::int64_t slot) const {
         const Bf16* const* keys = keys_.at + slot;
@@ -69,7 +69,7 @@ class SlotsInPlace : public PlacedSlots {
                 for (int i = 0; i < 8; ++i)
                     std::memcpy(&words[i], keys[eight * 8 + i] + head + at, sizeof words[i]);
                 for (int line = 0; line < 4; ++line, ahead += 32) __builtin_prefetch(ahead, 0, 2);
-                turn(words);
+                transpose(words);
                 for (int i = 0; i < 8; ++i)
                     for (int row = 0; row < ROWS; ++row) {
                         const auto query = pair_at(queries + row * size_ + at + 2 * i);
@@ -85,7 +85,7 @@ class SlotsInPlace : public PlacedSlots {
     template <int ROWS>
     void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t head,
                   std::int64_t slot) const {
-        constexpr int kAtOnce = 8 * ROWS <= kVectors * kMostRows ? 8 : kVectors;
+        constexpr int kAtOnce = 8 * ROWS <= kVectors * kMaxRows ? 8 : kVectors;
         const bool is_last = slot + kStep >= values_.count;
         const Bf16* ahead = is_last ? next_keys_.at[0] : values_.at[slot + kStep];
         ahead += head;

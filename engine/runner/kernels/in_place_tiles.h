@@ -1,8 +1,8 @@
-// A sequence's slots where they lie, for a few rows that look at them, where tiles multiply the
-// others (`in_place.h` is for processors without). The bits are those of `packed_slots.h`.
+// Reads keys and values in place with AMX, for a few query rows (`in_place.h` is the implementation
+// for processors without AMX). The result has the same bits as that of `packed_slots.h`.
 //
-// Keys are the rows of a tile as they are, and queries its panel. Values would have to be put into
-// another order, so vectors do what a tile does.
+// Keys are loaded unpacked as the rows of a tile; the queries are packed as its other operand.
+// Values would need packing, so vectors compute their products and emulate a tile.
 #pragma once
 
 #include "context.h"
@@ -16,13 +16,13 @@ class SlotsInPlace : public PlacedSlots {
     static constexpr int kStep = 2 * kPairsAtOnce;  // slots
     static constexpr int kFewRows = 8;
 
-    static bool can(const Cache& cache) {
+    static bool supports(const Cache& cache) {
         return cache.head_dim % (2 * kLanes) == 0 && cache.block_size % kTileRows == 0;
     }
 
-    // Queries become a panel, as narrow as there are rows.
-    static void put_in_order(Lines<Bf16>& queries, int count) {
-        const Lines<Bf16> rows = queries;
+    // Packs the queries into a panel of `count` columns.
+    static void pack_queries(AlignedVector<Bf16>& queries, int count) {
+        const AlignedVector<Bf16> rows = queries;
         const std::int64_t pairs = std::int64_t(rows.size()) / count / 2;
         for (int row = 0; row < count; ++row)
             for (std::int64_t pair = 0; pair < pairs; ++pair)
@@ -32,19 +32,19 @@ class SlotsInPlace : public PlacedSlots {
 
     std::int64_t num_steps() const { return (keys_.count + kStep - 1) / kStep; }
 
-    // scores = queries times the keys of a step.
+    // scores = queries * keys of a step.
     void score(Tiles& tiles, float* scores, const Bf16* queries, int count, std::int64_t head,
                std::int64_t step) const {
         const std::int64_t slot = step * kStep, row_bytes = size_ * sizeof(Bf16);
         const std::int64_t query_bytes = count * sizeof(std::uint32_t);
         const Bf16* const upper = keys_.at[slot] + head * head_;
-        // Where there are no more slots, the same once more: nobody looks at those scores.
+        // Past the last slot, loads the upper tile again: these scores are not used.
         const bool has_lower = slot + kTileRows < keys_.count;
         const Bf16* const lower = has_lower ? keys_.at[slot + kTileRows] + head * head_ : upper;
         const bool is_last = slot + kStep >= keys_.count;
         const Bf16* const* const ahead = is_last ? values_.at : keys_.at + slot + kStep;
-        tiles.have(kTileRows, kTileRows, count);
-        settle();
+        tiles.configure(kTileRows, kTileRows, count);
+        compiler_barrier();
         _tile_zero(0);
         _tile_zero(2);
         for (std::int64_t at = 0; at < size_; at += 2 * kPairsAtOnce) {
@@ -59,18 +59,18 @@ class SlotsInPlace : public PlacedSlots {
         alignas(64) float found[kStep * kFewRows];
         _tile_stored(0, found, query_bytes);
         _tile_stored(2, found + kTileRows * count, query_bytes);
-        settle();
+        compiler_barrier();
         for (int row = 0; row < count; ++row)
             for (int i = 0; i < kStep; ++i)
                 scores[row * kSlotsAtOnce + slot + i] = found[i * count + row];
     }
 
-    // sums += weights times the values of a step.
+    // sums += weights * values of a step.
     void add(float* sums, std::int64_t sum_stride, const Bf16* weights, int count,
              std::int64_t head, std::int64_t step) const {
         constexpr Add kAdd[] = {nullptr, &SlotsInPlace::add_rows<1>, &SlotsInPlace::add_rows<2>,
                                 &SlotsInPlace::add_rows<3>, &SlotsInPlace::add_rows<4>};
-        const SmallIsZero small_is_zero;
+        const FlushDenormals flush_denormals;
         const std::int64_t slot = step * kStep;
         const bool is_last = slot + kStep >= values_.count;
         const Bf16* const* const ahead = is_last ? next_keys_.at : values_.at + slot + kStep;
@@ -86,7 +86,7 @@ class SlotsInPlace : public PlacedSlots {
     using Add = void (SlotsInPlace::*)(float*, std::int64_t, const Bf16*, std::int64_t,
                                        std::int64_t, const Bf16* const*) const;
 
-    // Those in the low halves of words and those in the high ones become neighbours again.
+    // Interleaves the numbers from the low and the high halves of words.
     static void unzip(Floats& low, Floats& high) {
         const __m512i even =
             _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -96,13 +96,13 @@ class SlotsInPlace : public PlacedSlots {
         high = (Floats)_mm512_permutex2var_ps(one, odd, other);
     }
 
-    // Thirty-two places of a value at once. The same of the next step's slots are fetched one by
-    // one: many at a time would wait for each other.
+    // Adds 32 columns of the values. The next step's slots are prefetched one by one: many
+    // prefetches at a time would wait for each other.
     template <int ROWS>
     void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t at,
                   std::int64_t slot, const Bf16* const* ahead) const {
         struct Two {
-            Floats low, high;  // of the words that two numbers are in
+            Floats low, high;  // halves of the words
         } even[ROWS] = {}, odd[ROWS] = {};
         const std::int64_t count = std::min<std::int64_t>(kStep, values_.count - slot);
         for (std::int64_t i = 0; i < count; ++i) {

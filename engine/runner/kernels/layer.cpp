@@ -1,5 +1,5 @@
-// A layer of a decoder in one call. With few tokens what Python does between its parts takes as
-// long as some of them, and lets the threads that wait for the next part fall asleep.
+// A decoder layer in one call. With few tokens, Python's overhead between the operations of a layer
+// would be as long as some of them, and the pool's threads would fall asleep meanwhile.
 
 #include "calls.h"
 #include "panels.h"
@@ -11,18 +11,18 @@ namespace {
 struct Matrix {
     const void* packed;
     const Bf16* bias;                                 // or null
-    std::int64_t bits, num_rows, num_columns, group;  // bits: 16 if it is not quantised
+    std::int64_t bits, num_rows, num_columns, group;  // bits: 16 if not quantized
 };
 
-// Keep these as `native_layers.py` has them.
+// The structs Matrix, Layer and Pass must match those of `native_layers.py`.
 struct Layer {
-    const Bf16 *input_norm, *q_norm, *k_norm, *post_norm;  // those of queries and keys or null
+    const Bf16 *input_norm, *q_norm, *k_norm, *post_norm;  // q_norm, k_norm: or null
     Matrix qkv, output, gate_up, down;
-    std::int64_t index, num_heads, window;  // no window: 0
+    std::int64_t index, num_heads, window;  // window: 0 for none
     float epsilon;
 };
 
-// The tokens, where their sequences lie, and room for what is between two parts.
+// Tokens of a pass, the layout of their sequences, and buffers for intermediate results.
 struct Pass {
     Bf16* blocks;
     std::int64_t num_layers, num_kv_heads, block_size, head_dim;
@@ -30,62 +30,63 @@ struct Pass {
     const std::int64_t *tables, *lengths, *starts, *num_queries;  // by sequence
     std::int64_t table_stride, num_sequences, num_single, num_tokens;
     const Bf16 *cosines, *sines;
-    Bf16 *narrow, *wide, *heads;  // [tokens, hidden or query rows], [.., qkv or gate and up], [..]
+    // Each [tokens, ..]: hidden size or query rows; qkv or gate and up; rotated heads or gated.
+    Bf16 *narrow_buf, *wide_buf, *heads_buf;
     float scale;
     int num_threads;
 };
 
-// Some rows of it, from one on: those of whole panels lie behind each other.
+// The rows of a matrix from `first` on, which must be the first row of a panel.
 Matrix rows_from(const Matrix& matrix, std::int64_t first) {
     const auto* packed = static_cast<const Bf16*>(matrix.packed) + first * matrix.num_columns;
     const Bf16* bias = matrix.bias == nullptr ? nullptr : matrix.bias + first;
     return {packed, bias, matrix.bits, matrix.num_rows - first, matrix.num_columns, matrix.group};
 }
 
-void multiply(const Matrix& matrix, const Bf16* states, Bf16* answer, const Pass& pass) {
+void multiply(const Matrix& matrix, const Bf16* src, Bf16* dst, const Pass& pass) {
     if (matrix.bits == 16)
-        return baton_linear(states, matrix.packed, matrix.bias, answer, pass.num_tokens,
+        return baton_linear(src, matrix.packed, matrix.bias, dst, pass.num_tokens,
                             matrix.num_rows, matrix.num_columns, pass.num_threads);
-    baton_quantized_linear(states, static_cast<const std::uint8_t*>(matrix.packed), matrix.bias,
-                           answer, pass.num_tokens, matrix.bits, matrix.num_rows,
+    baton_quantized_linear(src, static_cast<const std::uint8_t*>(matrix.packed), matrix.bias,
+                           dst, pass.num_tokens, matrix.bits, matrix.num_rows,
                            matrix.num_columns, matrix.group, pass.num_threads);
 }
 
-void norm(const Bf16* states, const Bf16* weight, Bf16* target, const Layer& layer,
+void norm(const Bf16* src, const Bf16* weight, Bf16* dst, const Layer& layer,
           const Pass& pass) {
-    baton_norm(states, weight, target, pass.num_tokens, layer.qkv.num_columns, layer.epsilon,
+    baton_norm(src, weight, dst, pass.num_tokens, layer.qkv.num_columns, layer.epsilon,
                pass.num_threads);
 }
 
-void attend(const Layer& layer, const Pass& pass, const Bf16* queries, Bf16* answers) {
-    const std::int64_t num_shared = layer.num_heads / pass.num_kv_heads;
+void attend(const Layer& layer, const Pass& pass, const Bf16* queries, Bf16* dst) {
+    const std::int64_t gqa_group_size = layer.num_heads / pass.num_kv_heads;
     if (pass.num_single)
         baton_attend_singles(pass.blocks, pass.num_layers, pass.num_kv_heads, pass.block_size,
-                             pass.head_dim, layer.index, queries, answers, pass.tables,
+                             pass.head_dim, layer.index, queries, dst, pass.tables,
                              pass.table_stride, pass.lengths, layer.window, pass.num_single,
-                             num_shared, pass.scale, pass.num_threads);
+                             gqa_group_size, pass.scale, pass.num_threads);
     for (std::int64_t which = pass.num_single; which < pass.num_sequences; ++which) {
         const std::int64_t first = pass.starts[which] * layer.num_heads * pass.head_dim;
         baton_attend_chunk(pass.blocks, pass.num_layers, pass.num_kv_heads, pass.block_size,
-                           pass.head_dim, layer.index, queries + first, answers + first,
+                           pass.head_dim, layer.index, queries + first, dst + first,
                            pass.tables + which * pass.table_stride, pass.num_queries[which],
-                           pass.lengths[which], layer.window, num_shared, pass.scale,
+                           pass.lengths[which], layer.window, gqa_group_size, pass.scale,
                            pass.num_threads);
     }
 }
 
-void rotate(const Layer& layer, const Pass& pass, const Bf16* mixed, std::int64_t stride,
-            const Bf16* weight, std::int64_t num_heads, Bf16* turned) {
-    baton_rotate(mixed, stride, weight, pass.cosines, pass.sines, turned, pass.num_tokens,
+void rotate(const Layer& layer, const Pass& pass, const Bf16* src, std::int64_t stride,
+            const Bf16* weight, std::int64_t num_heads, Bf16* dst) {
+    baton_rotate(src, stride, weight, pass.cosines, pass.sines, dst, pass.num_tokens,
                  num_heads, pass.head_dim, layer.epsilon, pass.num_threads);
 }
 
-// A token's values lie behind its keys.
+// Rotates the keys and writes keys and values to the cache. A token's values follow its keys.
 void write(const Layer& layer, const Pass& pass, const Bf16* keys, std::int64_t stride) {
     const std::int64_t count = pass.num_kv_heads * pass.head_dim;
-    rotate(layer, pass, keys, stride, layer.k_norm, pass.num_kv_heads, pass.heads);
+    rotate(layer, pass, keys, stride, layer.k_norm, pass.num_kv_heads, pass.heads_buf);
     baton_write_kv(pass.blocks, pass.num_layers, pass.num_kv_heads, pass.block_size, pass.head_dim,
-                   layer.index, pass.heads, count, keys + count, stride, pass.write_blocks,
+                   layer.index, pass.heads_buf, count, keys + count, stride, pass.write_blocks,
                    pass.write_offsets, pass.num_tokens, pass.num_threads);
 }
 
@@ -93,34 +94,34 @@ void write(const Layer& layer, const Pass& pass, const Bf16* keys, std::int64_t 
 
 extern "C" {
 
-// states: [tokens, hidden], which become those after the layer.
-void baton_layer(const Layer* layer, const Pass* pass, Bf16* states) {
+// Computes a layer in place. hidden: [tokens, hidden_size].
+void baton_layer(const Layer* layer, const Pass* pass, Bf16* hidden) {
     const std::int64_t count = pass->num_tokens * layer->qkv.num_columns;
     const std::int64_t stride = layer->qkv.num_rows, query_rows = layer->num_heads * pass->head_dim;
-    norm(states, layer->input_norm, pass->narrow, *layer, *pass);
-    multiply(layer->qkv, pass->narrow, pass->wide, *pass);
-    write(*layer, *pass, pass->wide + query_rows, stride);
-    rotate(*layer, *pass, pass->wide, stride, layer->q_norm, layer->num_heads, pass->heads);
-    attend(*layer, *pass, pass->heads, pass->narrow);
-    multiply(layer->output, pass->narrow, pass->wide, *pass);
-    baton_add(states, pass->wide, count, pass->num_threads);
+    norm(hidden, layer->input_norm, pass->narrow_buf, *layer, *pass);
+    multiply(layer->qkv, pass->narrow_buf, pass->wide_buf, *pass);
+    write(*layer, *pass, pass->wide_buf + query_rows, stride);
+    rotate(*layer, *pass, pass->wide_buf, stride, layer->q_norm, layer->num_heads, pass->heads_buf);
+    attend(*layer, *pass, pass->heads_buf, pass->narrow_buf);
+    multiply(layer->output, pass->narrow_buf, pass->wide_buf, *pass);
+    baton_add(hidden, pass->wide_buf, count, pass->num_threads);
 
-    norm(states, layer->post_norm, pass->narrow, *layer, *pass);
-    multiply(layer->gate_up, pass->narrow, pass->wide, *pass);
-    baton_gate(pass->wide, pass->heads, pass->num_tokens, layer->down.num_columns,
+    norm(hidden, layer->post_norm, pass->narrow_buf, *layer, *pass);
+    multiply(layer->gate_up, pass->narrow_buf, pass->wide_buf, *pass);
+    baton_gate(pass->wide_buf, pass->heads_buf, pass->num_tokens, layer->down.num_columns,
                pass->num_threads);
-    multiply(layer->down, pass->heads, pass->narrow, *pass);
-    baton_add(states, pass->narrow, count, pass->num_threads);
+    multiply(layer->down, pass->heads_buf, pass->narrow_buf, *pass);
+    baton_add(hidden, pass->narrow_buf, count, pass->num_threads);
 }
 
-// Only what later tokens need of the layer: the keys and values.
-void baton_layer_write(const Layer* layer, const Pass* pass, const Bf16* states) {
+// Computes only the layer's keys and values and writes them to the cache.
+void baton_layer_write(const Layer* layer, const Pass* pass, const Bf16* hidden) {
     const std::int64_t query_rows = layer->num_heads * pass->head_dim;
-    const bool is_apart = layer->qkv.bits == 16 && query_rows % kPanelRows == 0;
-    const Matrix mixing = is_apart ? rows_from(layer->qkv, query_rows) : layer->qkv;
-    norm(states, layer->input_norm, pass->narrow, *layer, *pass);
-    multiply(mixing, pass->narrow, pass->wide, *pass);
-    write(*layer, *pass, pass->wide + (is_apart ? 0 : query_rows), mixing.num_rows);
+    const bool skips_queries = layer->qkv.bits == 16 && query_rows % kPanelRows == 0;
+    const Matrix matrix = skips_queries ? rows_from(layer->qkv, query_rows) : layer->qkv;
+    norm(hidden, layer->input_norm, pass->narrow_buf, *layer, *pass);
+    multiply(matrix, pass->narrow_buf, pass->wide_buf, *pass);
+    write(*layer, *pass, pass->wide_buf + (skips_queries ? 0 : query_rows), matrix.num_rows);
 }
 
 }  // extern "C"

@@ -1,7 +1,7 @@
-// What a tile does, by vectors, bit for bit: of sixteen pairs the products of the first ones add up
-// apart from those of the second ones, and then both are added to the sum.
+// Vector code with the same bits as AMX tiles. For each sixteen pairs, a tile sums the products of
+// the first numbers and those of the second numbers separately, and then adds both to the sum.
 //
-// Vectors read memory a little faster than tiles do, and take numbers as they lie.
+// Vectors read memory a little faster than tiles, and they need no packing.
 #pragma once
 
 #include "panels.h"
@@ -10,30 +10,30 @@
 
 namespace baton {
 
-// While it lives, what is below 2^-126 is zero in vectors, as it always is in tiles.
-class SmallIsZero {
+// Scope in which vector instructions flush denormals to zero, as tiles always do.
+class FlushDenormals {
   public:
-    SmallIsZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-    SmallIsZero(const SmallIsZero&) = delete;
-    ~SmallIsZero() { _mm_setcsr(before_); }
+    FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+    FlushDenormals(const FlushDenormals&) = delete;
+    ~FlushDenormals() { _mm_setcsr(before_); }
 
   private:
     unsigned before_;
 };
 
-// The numbers in the low halves of words, and those in the high ones.
+// bf16 numbers in the low and in the high halves of words.
 inline Floats low_of(Words both) { return (Floats)(both << 16); }
 inline Floats high_of(Words both) { return (Floats)(both & 0xffff0000u); }
 
-// total += number * numbers, rounded once.
+// total += number * numbers (fused multiply-add).
 inline void add_product(Floats& total, float number, Floats numbers) {
     total = (Floats)_mm512_fmadd_ps(_mm512_set1_ps(number), (__m512)numbers, (__m512)total);
 }
 
-// totals += a row times the panel, of as many pairs as are multiplied at once or a multiple of it.
+// totals += row * panel. Pairs beyond the last multiple of kPairsAtOnce are left to the caller.
 inline void add_row_like_tiles(Floats (&totals)[kVectors], const Bf16* row, const Words* panel,
                                std::int64_t pairs) {
-    const SmallIsZero small_is_zero;
+    const FlushDenormals flush_denormals;
     for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
         Words both;
         std::memcpy(&both, row + 2 * pair, sizeof both);

@@ -1,4 +1,4 @@
-// What the machine can do at best: the limits that the other kernels are held against.
+// Measures the machine's memory bandwidth and arithmetic peak, to compare other kernels with.
 
 #include "lanes.h"
 #include "pool.h"
@@ -10,33 +10,33 @@ namespace {
 
 #if defined(__AMX_BF16__)
 
-float multiplied(std::int64_t num_products) {
-    constexpr std::int64_t kOfTile = kTileRows * kPairsAtOnce;
+float multiply_in_registers(std::int64_t num_products) {
+    constexpr std::int64_t kProductsPerTile = kTileRows * kPairsAtOnce;
     Tiles tiles;
-    tiles.have(kTileRows, kTileRows);
-    for (std::int64_t i = 0; i < num_products / kOfTile; i += 4) {
+    tiles.configure(kTileRows, kTileRows);
+    for (std::int64_t i = 0; i < num_products / kProductsPerTile; i += 4) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    return 0;  // tiles are not left out, whatever comes of them
+    return 0;  // the compiler does not remove tile instructions
 }
 
 #else
 
-float multiplied(std::int64_t num_products) {
+float multiply_in_registers(std::int64_t num_products) {
     constexpr int kTotals = 12;
     Floats totals[kTotals];
-    for (int t = 0; t < kTotals; ++t) totals[t] = fill(float(t));  // else they are one
+    for (int t = 0; t < kTotals; ++t) totals[t] = splat(float(t));  // equal ones would be merged
     const std::uint32_t one = 0x3f803f80u;
     const Words ones = Words{} + one;
     for (std::int64_t i = 0; i < num_products / kTotals; ++i) {
         for (Floats& total : totals) add_products(total, ones, one);
     }
-    float own = 0;
-    for (const Floats& total : totals) own += sum(total);
-    return own;
+    float total_sum = 0;
+    for (const Floats& total : totals) total_sum += sum(total);
+    return total_sum;
 }
 
 #endif
@@ -45,14 +45,14 @@ float multiplied(std::int64_t num_products) {
 
 extern "C" {
 
-// Reads all of it once; the answer is there so that nothing is left out.
+// Reads all memory once. The result keeps the compiler from removing the reads.
 std::uint32_t baton_read_all(const Words* memory, std::int64_t num_vectors, int num_threads) {
     constexpr int kStreams = 4;
     std::atomic<std::uint32_t> found{0};
-    Pool::of_process().run(num_threads, [&](int i, int count) {
-        const Share share(num_vectors / kStreams, i, count);
+    Pool::instance().run(num_threads, [&](int i, int count) {
+        const Slice slice(num_vectors / kStreams, i, count);
         Words seen[kStreams] = {};
-        for (std::int64_t at = share.first * kStreams; at < share.end * kStreams; at += kStreams) {
+        for (std::int64_t at = slice.first * kStreams; at < slice.end * kStreams; at += kStreams) {
             fetch_ahead(memory + at, kStreams);
             for (int v = 0; v < kStreams; ++v) seen[v] ^= memory[at + v];
         }
@@ -62,10 +62,11 @@ std::uint32_t baton_read_all(const Words* memory, std::int64_t num_vectors, int 
     return found;
 }
 
-// So many products of pairs per thread, each for sixteen lanes, with everything in registers.
+// Runs `num_products` products of pairs of sixteen lanes per thread, all in registers.
 float baton_multiply_only(std::int64_t num_products, int num_threads) {
     std::atomic<float> found{0};
-    Pool::of_process().run(num_threads, [&](int, int) { found = multiplied(num_products); });
+    Pool::instance().run(num_threads,
+                         [&](int, int) { found = multiply_in_registers(num_products); });
     return found;
 }
 

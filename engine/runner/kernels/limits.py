@@ -1,4 +1,4 @@
-"""What memory and arithmetic of this machine give at best, by kernels that do nothing else."""
+"""Measures this machine's memory bandwidth and arithmetic peak with dedicated kernels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.runner.kernels.build import best_variant, cpu_features, library
 from engine.runner.memory import huge_page_memory
 
 _VECTOR_BYTES = 64
-_READ_BYTES = 256 << 20  # more than a cache holds
+_READ_BYTES = 256 << 20  # larger than the caches
 _NUM_PRODUCTS = 12_000_000  # per thread
 _NUM_TRIES = 5
-_FLOPS_OF_PRODUCT = 64  # sixteen lanes, two pairs in each, a product and a sum
+_FLOPS_PER_PRODUCT = 64  # sixteen lanes, two products and two sums in each
 
 
 class LimitMeter:
-    """Holds the memory that it reads. Raises KernelsMissing."""
+    """Measures limits; owns the memory that it reads. Raises KernelsMissing."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -30,7 +30,7 @@ class LimitMeter:
         self._memory.fill(1)
 
     def bytes_per_s(self) -> float:
-        """Of memory that is read in order."""
+        """Return the bandwidth of sequential memory reads."""
         return _READ_BYTES / _fastest_s(
             lambda: self._library.baton_read_all(
                 self._memory.ctypes.data, _READ_BYTES // _VECTOR_BYTES, self._num_threads
@@ -38,15 +38,15 @@ class LimitMeter:
         )
 
     def flops_per_s(self) -> float:
-        """Of products of bf16 numbers that are in registers, added up in float32."""
-        flops = _NUM_PRODUCTS * _FLOPS_OF_PRODUCT * self._num_threads
+        """Return the peak rate of bf16 products in registers, accumulated in float32."""
+        flops = _NUM_PRODUCTS * _FLOPS_PER_PRODUCT * self._num_threads
         return flops / _fastest_s(
             lambda: self._library.baton_multiply_only(_NUM_PRODUCTS, self._num_threads)
         )
 
 
 def _fastest_s(do: Callable[[], object]) -> float:
-    """Of a few: a limit is what can be had when nothing is in the way."""
+    """Return the shortest of a few runs, the one with the least interference."""
     took_s = []
     for _ in range(_NUM_TRIES):
         began_s = perf_counter()

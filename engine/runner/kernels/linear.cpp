@@ -1,7 +1,6 @@
-// Products with bf16 weights that were packed once.
+// GEMM with packed bf16 weights.
 //
-// A row of the answer adds up in the order of the columns, whatever else is in the batch and
-// however many threads there are.
+// An output row is summed in the order of the columns, for any batch and any number of threads.
 
 #include "calls.h"
 #include "like_tiles.h"
@@ -16,10 +15,10 @@ using namespace baton;
 namespace {
 
 struct Product {
-    const Bf16* states;  // [tokens, columns]
+    const Bf16* activations;  // [tokens, columns]
     const Words* packed;
     const Bf16* bias;  // or null
-    Bf16* answer;      // [tokens, rows]
+    Bf16* dst;      // [tokens, rows]
     std::int64_t num_tokens, num_rows, num_columns;
     bool is_streamed = false;
 
@@ -30,11 +29,11 @@ struct Product {
 
 #if defined(__AVX512BF16__)
 
-// Past the caches, which a long answer leaves before it is read, and where each of its lines would
-// have to be fetched to be written.
-bool goes_past_caches(const Product& p) {
+// Large outputs use non-temporal stores: they are evicted from the caches before they are read, and
+// normal stores would load each cache line before they write it.
+bool uses_streaming_stores(const Product& p) {
     constexpr std::int64_t kBytes = 1 << 20;
-    const bool has_whole_lines = p.num_rows % kPanelRows == 0 && std::uintptr_t(p.answer) % 64 == 0;
+    const bool has_whole_lines = p.num_rows % kPanelRows == 0 && std::uintptr_t(p.dst) % 64 == 0;
     return has_whole_lines && p.num_tokens * p.num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
 }
 
@@ -47,54 +46,54 @@ void stream_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* row, s
     }
 }
 
-void have_streamed() { _mm_sfence(); }  // before others are told that it is there
+void streaming_fence() { _mm_sfence(); }  // makes the stores visible to other threads
 
 #else
 
-bool goes_past_caches(const Product&) { return false; }
+bool uses_streaming_stores(const Product&) { return false; }
 void stream_row(const Floats (&)[kVectors], const Bf16*, Bf16*, std::int64_t) {}
-void have_streamed() {}
+void streaming_fence() {}
 
 #endif
 
-// Its lines come while what will be written there is computed.
-void expect(const Product& p, std::int64_t panel, std::int64_t token) {
-    const Bf16* const answer = p.answer + token * p.num_rows + panel * kPanelRows;
-    __builtin_prefetch(answer, 1, 2);
-    __builtin_prefetch(answer + kPanelRows / 2, 1, 2);
+// Prefetches the cache lines of the output while it is computed.
+void prefetch_dst(const Product& p, std::int64_t panel, std::int64_t token) {
+    const Bf16* const dst = p.dst + token * p.num_rows + panel * kPanelRows;
+    __builtin_prefetch(dst, 1, 2);
+    __builtin_prefetch(dst + kPanelRows / 2, 1, 2);
 }
 
-// A panel's columns of a token's answer.
-void give(const Product& p, const Floats (&totals)[kVectors], std::int64_t panel,
-          std::int64_t token) {
-    Bf16* const answer = p.answer + token * p.num_rows;
+// Stores a panel's columns of a token's output row.
+void store_dst(const Product& p, const Floats (&totals)[kVectors], std::int64_t panel,
+               std::int64_t token) {
+    Bf16* const dst = p.dst + token * p.num_rows;
     if (p.is_streamed)
-        stream_row(totals, p.bias, answer, panel);
+        stream_row(totals, p.bias, dst, panel);
     else
-        store_row(totals, p.bias, answer, panel, p.num_rows);
+        store_row(totals, p.bias, dst, panel, p.num_rows);
 }
 
 #if defined(__AMX_BF16__)
 
 constexpr std::int64_t kRunTokens = 2 * kTileRows;
 
-// As many tokens as stay in the second cache beside two panels, and about as many in each pass: all
-// weights come for each of them.
-std::int64_t tokens_at_once(std::int64_t num_tokens, std::int64_t num_columns) {
+// Tokens per pass over the weights: as many as fit into L2 together with two panels, split evenly.
+// Each pass reads all weights.
+std::int64_t tokens_per_pass(std::int64_t num_tokens, std::int64_t num_columns) {
     constexpr std::int64_t kBytes = 1 << 20;
     const std::int64_t run_bytes = kRunTokens * num_columns * sizeof(Bf16);
     const std::int64_t runs = (num_tokens - 1) / kRunTokens + 1;
-    const std::int64_t most = std::max<std::int64_t>(1, kBytes / run_bytes);
-    const std::int64_t passes = (runs + most - 1) / most;
+    const std::int64_t max_runs = std::max<std::int64_t>(1, kBytes / run_bytes);
+    const std::int64_t passes = (runs + max_runs - 1) / max_runs;
     return (runs + passes - 1) / passes * kRunTokens;
 }
 
 void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
     const std::int64_t pairs = p.num_columns / 2, num_runs = (end - first + kRunTokens - 1) / kRunTokens;
-    // Each run fetches its share of the next panel.
+    // Each run prefetches its share of the next panel.
     const int fetched = int((kVectors * kPairsAtOnce / 4 + num_runs - 1) / num_runs);
-    const Words *whole = p.panel(panel), *ahead = p.panel(next);
+    const Words *own_panel = p.panel(panel), *ahead = p.panel(next);
     const auto fetch = [&ahead, fetched](const Words*) {
         for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
     };
@@ -102,41 +101,42 @@ void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int
         count = int(std::min<std::int64_t>(end - first, kRunTokens));
         alignas(64) Floats sums[kRunTokens][kVectors];
         float* const numbers = &sums[0][0][0];
-        const Bf16* states = p.states + first * p.num_columns;
+        const Bf16* activations = p.activations + first * p.num_columns;
         if (p.num_tokens == 1) {
             std::fill_n(sums[0], kVectors, Floats{});
-            add_row_like_tiles(sums[0], states, whole, pairs);
-            add_rest(numbers, kPanelRows, states, p.num_columns, 1, whole, pairs);
+            add_row_like_tiles(sums[0], activations, own_panel, pairs);
+            add_tail(numbers, kPanelRows, activations, p.num_columns, 1, own_panel, pairs);
         } else if (count <= kTileRows) {
             std::memset(numbers, 0, sizeof(Floats) * kVectors * count);
-            add_rows<From::kMemory>(tiles, numbers, kPanelRows, states, p.num_columns, count,
-                                    whole, pairs);
+            add_rows<From::kMemory>(tiles, numbers, kPanelRows, activations, p.num_columns, count,
+                                    own_panel, pairs);
         } else {
             for (int half = 0; half < 2; ++half)
-                add_half<Sums::kBegin>(tiles, numbers + half * 2 * kLanes, kPanelRows, states,
-                                       p.num_columns, count, whole + half * 2 * kTileRows, pairs,
-                                       fetch);
-            add_rest(numbers, kPanelRows, states, p.num_columns, count, whole, pairs);
+                add_half<Init::kZero>(tiles, numbers + half * 2 * kLanes, kPanelRows, activations,
+                                      p.num_columns, count, own_panel + half * 2 * kTileRows,
+                                      pairs, fetch);
+            add_tail(numbers, kPanelRows, activations, p.num_columns, count, own_panel, pairs);
         }
-        for (int row = 0; row < count; ++row) give(p, sums[row], panel, first + row);
+        for (int row = 0; row < count; ++row) store_dst(p, sums[row], panel, first + row);
     }
 }
 
 #else
 
-// Some tokens times a panel. A run alone leaves fetching to the processor, which sees one stream;
-// where several runs read the same panel, each fetches a part of the next one.
+// Multiplies some tokens by a panel. A single run leaves prefetching to the hardware, which sees
+// one stream. Where several runs read the same panel, each prefetches a part of the next one.
 template <int TOKENS, int FETCHED>
 void multiply(const Product& p, std::int64_t panel, std::int64_t first, const Words* ahead) {
     const std::int64_t pairs = p.num_columns / 2;
-    const std::uint32_t* states[TOKENS];
+    const std::uint32_t* activations[TOKENS];
     for (int t = 0; t < TOKENS; ++t)
-        states[t] = reinterpret_cast<const std::uint32_t*>(p.states + (first + t) * p.num_columns);
+        activations[t] =
+            reinterpret_cast<const std::uint32_t*>(p.activations + (first + t) * p.num_columns);
     if (FETCHED > 0 && !p.is_streamed)
-        for (int t = 0; t < TOKENS; ++t) expect(p, panel, first + t);
+        for (int t = 0; t < TOKENS; ++t) prefetch_dst(p, panel, first + t);
     Totals<TOKENS> totals = {};
-    add_panel<TOKENS, FETCHED>(totals, states, p.panel(panel), pairs, ahead);
-    for (int t = 0; t < TOKENS; ++t) give(p, totals[t], panel, first + t);
+    add_panel<TOKENS, FETCHED>(totals, activations, p.panel(panel), pairs, ahead);
+    for (int t = 0; t < TOKENS; ++t) store_dst(p, totals[t], panel, first + t);
 }
 
 using Multiply = void (*)(const Product&, std::int64_t, std::int64_t, const Words*);
@@ -149,12 +149,12 @@ constexpr Multiply kMultiply[] = {
 #endif
 };
 
-// As many tokens as stay near while one panel after the other meets them.
-std::int64_t tokens_at_once(std::int64_t, std::int64_t) { return 32 * kMostRows; }
+// Tokens per pass over the weights: as many as stay in cache.
+std::int64_t tokens_per_pass(std::int64_t, std::int64_t) { return 32 * kMaxRows; }
 
 void multiply_panel(const Product& p, Tiles&, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
-    const std::int64_t num_runs = (end - first + kMostRows - 1) / kMostRows;
+    const std::int64_t num_runs = (end - first + kMaxRows - 1) / kMaxRows;
     for (std::int64_t run = 0; first < end; ++run) {
         const int count = next_run(end - first);
         if (num_runs == 1)
@@ -179,53 +179,54 @@ std::uint32_t* word_of(std::uint32_t* packed, std::int64_t pairs, std::int64_t r
 
 extern "C" {
 
-// What `packed` must hold: bytes.
+// Size of `packed` in bytes.
 std::int64_t baton_packed_bytes(std::int64_t num_rows, std::int64_t num_columns) {
     const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
     return panels * kPanelRows * num_columns * std::int64_t(sizeof(Bf16));
 }
 
-// weights: [rows, columns], columns even; `packed` must be zero.
+// Packs weights, [rows, columns] with an even number of columns. `packed` must be zeroed.
 void baton_pack(const Bf16* weights, std::uint32_t* packed, std::int64_t num_rows,
                 std::int64_t num_columns, int num_threads) {
     const std::int64_t pairs = num_columns / 2;
-    Pool::of_process().run(num_threads, [=](int i, int count) {
-        const Share share(num_rows, i, count);
-        for (std::int64_t row = share.first; row < share.end; ++row)
+    Pool::instance().run(num_threads, [=](int i, int count) {
+        const Slice slice(num_rows, i, count);
+        for (std::int64_t row = slice.first; row < slice.end; ++row)
             for (std::int64_t pair = 0; pair < pairs; ++pair)
                 std::memcpy(word_of(packed, pairs, row, pair),
                             weights + row * num_columns + 2 * pair, sizeof(std::uint32_t));
     });
 }
 
-// Some rows as they were before.
+// Copies rows of the original matrix to dst, [count, columns].
 void baton_unpack_rows(const std::uint32_t* packed, const std::int64_t* rows, std::int64_t count,
-                       Bf16* target, std::int64_t num_columns) {
+                       Bf16* dst, std::int64_t num_columns) {
     const std::int64_t pairs = num_columns / 2;
     auto* words = const_cast<std::uint32_t*>(packed);
     for (std::int64_t i = 0; i < count; ++i)
         for (std::int64_t pair = 0; pair < pairs; ++pair)
-            std::memcpy(target + i * num_columns + 2 * pair, word_of(words, pairs, rows[i], pair),
+            std::memcpy(dst + i * num_columns + 2 * pair, word_of(words, pairs, rows[i], pair),
                         sizeof(std::uint32_t));
 }
 
-void baton_linear(const Bf16* states, const void* packed, const Bf16* bias, Bf16* answer,
+void baton_linear(const Bf16* activations, const void* packed, const Bf16* bias, Bf16* dst,
                   std::int64_t num_tokens, std::int64_t num_rows, std::int64_t num_columns,
                   int num_threads) {
-    Product product{states,     static_cast<const Words*>(packed), bias, answer,
+    Product product{activations,     static_cast<const Words*>(packed), bias, dst,
                     num_tokens, num_rows,                          num_columns};
-    product.is_streamed = goes_past_caches(product);
+    product.is_streamed = uses_streaming_stores(product);
     const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
-    const std::int64_t at_once = tokens_at_once(num_tokens, num_columns);
-    Shares shares(panels, (num_tokens + at_once - 1) / at_once, num_threads);
-    Pool::of_process().run(num_threads, [&](int i, int) {
+    const std::int64_t pass_tokens = tokens_per_pass(num_tokens, num_columns);
+    WorkQueue queue(panels, (num_tokens + pass_tokens - 1) / pass_tokens, num_threads);
+    Pool::instance().run(num_threads, [&](int i, int) {
         Tiles tiles;
-        for (Shares::Unit unit; shares.take(i, unit);) {
-            const std::int64_t first = unit.pass * at_once, end = std::min(first + at_once, num_tokens);
+        for (WorkQueue::Unit unit; queue.next(i, unit);) {
+            const std::int64_t first = unit.pass * pass_tokens;
+            const std::int64_t end = std::min(first + pass_tokens, num_tokens);
             const std::int64_t next = std::min(unit.which + 1, panels - 1);
             multiply_panel(product, tiles, unit.which, next, first, end);
         }
-        if (product.is_streamed) have_streamed();
+        if (product.is_streamed) streaming_fence();
     });
 }
 

@@ -1,7 +1,7 @@
-"""The functions of the kernels' library, and the ops and attention made of them.
+"""Native kernels for bfloat16 on the CPU: the loaded library, `Ops` and paged attention.
 
-All of it is for bfloat16 on the CPU. Tensors go in as addresses: whoever calls sees to their
-shapes, and keeps them alive for as long as the call takes.
+Tensors are passed as addresses. The caller checks their shapes and keeps them alive during the
+call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
 
 
 class Kernels:
-    """The loaded library. Answers are bit for bit the same for any number of threads."""
+    """Loaded kernel library. Results are bit-identical for any number of threads."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
         self.path = path
@@ -88,28 +88,29 @@ class Kernels:
         self.attend_chunk = self._library.baton_attend_chunk
 
     def packed(self, weight: Tensor) -> Tensor:
-        """A copy of the weight in the order in which it is read, on huge pages where there are."""
-        packed = _huge_pages(self._library.baton_packed_bytes(*weight.shape))
+        """Return a copy of the weight in packed layout, on huge pages where available."""
+        packed = _allocate(self._library.baton_packed_bytes(*weight.shape))
         weight = weight.contiguous()
         self.pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, self.num_threads)
         return packed
 
     def packed_numbers(self, weight: Quantized) -> Tensor:
-        """The same of whole numbers, with their scales."""
-        form = (weight.bits, *weight.numbers.shape, weight.group)
-        packed = _huge_pages(self._library.baton_quantized_bytes(*form))
+        """Return a copy of the quantized weight and its scales in packed layout, on huge pages."""
+        layout = (weight.bits, *weight.numbers.shape, weight.group)
+        packed = _allocate(self._library.baton_quantized_bytes(*layout))
         tensors = [each.contiguous() for each in (weight.numbers, weight.scales, weight.zeros)]
         addresses = [each.data_ptr() for each in (*tensors, packed)]
-        self.pack_quantized(*addresses, *form, self.num_threads)
+        self.pack_quantized(*addresses, *layout, self.num_threads)
         return packed
 
 
-def _huge_pages(num_bytes: int) -> Tensor:
+def _allocate(num_bytes: int) -> Tensor:
+    """Return `num_bytes` of zeroed memory on huge pages."""
     return torch.frombuffer(huge_page_memory(num_bytes), dtype=torch.uint8)
 
 
 class NativeOps:
-    """Keeps to Ops."""
+    """Implements `Ops`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -118,75 +119,75 @@ class NativeOps:
         if isinstance(weight, Quantized):
             packed = self._kernels.packed_numbers(weight)
             num_rows, num_columns = weight.numbers.shape
-            form = (weight.bits, num_rows, num_columns, weight.group)
-            return NativeQuantizedLinear(self._kernels, packed, bias, form, weight.order)
+            layout = (weight.bits, num_rows, num_columns, weight.group)
+            return NativeQuantizedLinear(self._kernels, packed, bias, layout, weight.order)
         num_rows, num_columns = weight.shape
         if num_columns % 2:
-            raise ValueError(f"a matrix of {num_columns} columns: the kernels take them in pairs")
+            raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
         return NativeLinear(
             self._kernels, self._kernels.packed(weight), bias, num_rows, num_columns
         )
 
-    def normed(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        states = states.contiguous()
-        target = torch.empty_like(states)
+    def normed(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        hidden_states = hidden_states.contiguous()
+        output = torch.empty_like(hidden_states)
         self._kernels.norm(
-            states.data_ptr(),
+            hidden_states.data_ptr(),
             weight.data_ptr(),
-            target.data_ptr(),
-            *states.shape,
+            output.data_ptr(),
+            *hidden_states.shape,
             epsilon,
             self._kernels.num_threads,
         )
-        return target
+        return output
 
     def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
         if heads.stride()[1:] != (heads.shape[2], 1):
             heads = heads.contiguous()
         cosines, sines = (angle.contiguous() for angle in angles)
-        target = torch.empty(heads.shape, dtype=heads.dtype)
+        output = torch.empty(heads.shape, dtype=heads.dtype)
         self._kernels.rotate(
             heads.data_ptr(),
             heads.stride(0),
             None if norm is None else norm.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
-            target.data_ptr(),
+            output.data_ptr(),
             *heads.shape,
             epsilon,
             self._kernels.num_threads,
         )
-        return target
+        return output
 
     def gated(self, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
-        target = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
+        output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
         self._kernels.gate(
             gate_up.data_ptr(),
-            target.data_ptr(),
-            *target.shape,
+            output.data_ptr(),
+            *output.shape,
             self._kernels.num_threads,
         )
-        return target
+        return output
 
     def peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()
-        places = torch.empty(len(logits), dtype=torch.int64)
+        token_ids = torch.empty(len(logits), dtype=torch.int64)
         are_finite = torch.empty(len(logits), dtype=torch.bool)
         self._kernels.peaks(
             logits.data_ptr(),
             *logits.shape,
-            places.data_ptr(),
+            token_ids.data_ptr(),
             are_finite.data_ptr(),
             self._kernels.num_threads,
         )
-        return Peaks(places, are_finite)
+        return Peaks(token_ids, are_finite)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """Keeps to Linear."""
+    """Implements `Linear` with packed bf16 weights."""
 
     kernels: Kernels
     packed: Tensor
@@ -194,73 +195,75 @@ class NativeLinear:
     num_rows: int
     num_columns: int
 
-    def __call__(self, states: Tensor) -> Tensor:
-        states = states.contiguous()
-        answer = torch.empty(len(states), self.num_rows, dtype=states.dtype)
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = hidden_states.contiguous()
+        output = torch.empty(len(hidden_states), self.num_rows, dtype=hidden_states.dtype)
         self.kernels.linear(
-            states.data_ptr(),
+            hidden_states.data_ptr(),
             self.packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
-            answer.data_ptr(),
-            len(states),
+            output.data_ptr(),
+            len(hidden_states),
             self.num_rows,
             self.num_columns,
             self.kernels.num_threads,
         )
-        return answer
+        return output
 
     def rows(self, row_ids: Tensor) -> Tensor:
         row_ids = row_ids.contiguous()
-        target = torch.empty(len(row_ids), self.num_columns, dtype=torch.bfloat16)
+        output = torch.empty(len(row_ids), self.num_columns, dtype=torch.bfloat16)
         self.kernels.unpack_rows(
             self.packed.data_ptr(),
             row_ids.data_ptr(),
             len(row_ids),
-            target.data_ptr(),
+            output.data_ptr(),
             self.num_columns,
         )
-        return target
+        return output
 
 
 @dataclass(frozen=True, slots=True)
 class NativeQuantizedLinear:
-    """Keeps to Linear."""
+    """Implements `Linear` with packed weights of 4 or 8 bits."""
 
     kernels: Kernels
     packed: Tensor
     bias: Tensor | None
-    form: tuple[int, int, int, int]  # bits, rows, columns, columns of a group
-    order: Tensor | None
+    form: tuple[int, int, int, int]  # bits, rows, columns, group size
+    order: Tensor | None  # of the activations' columns
 
-    def __call__(self, states: Tensor) -> Tensor:
-        states = states.contiguous() if self.order is None else states[:, self.order]
-        answer = torch.empty(len(states), self.form[1], dtype=states.dtype)
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = (
+            hidden_states.contiguous() if self.order is None else hidden_states[:, self.order]
+        )
+        output = torch.empty(len(hidden_states), self.form[1], dtype=hidden_states.dtype)
         self.kernels.quantized_linear(
-            states.data_ptr(),
+            hidden_states.data_ptr(),
             self.packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
-            answer.data_ptr(),
-            len(states),
+            output.data_ptr(),
+            len(hidden_states),
             *self.form,
             self.kernels.num_threads,
         )
-        return answer
+        return output
 
     def rows(self, row_ids: Tensor) -> Tensor:
         row_ids = row_ids.contiguous()
-        target = torch.empty(len(row_ids), self.form[2], dtype=torch.bfloat16)
+        output = torch.empty(len(row_ids), self.form[2], dtype=torch.bfloat16)
         self.kernels.unpack_quantized(
             self.packed.data_ptr(),
             row_ids.data_ptr(),
             len(row_ids),
-            target.data_ptr(),
+            output.data_ptr(),
             *self.form,
         )
-        return target
+        return output
 
 
 class NativePagedAttention:
-    """Keeps to PagedAttention. An answer's bits depend on its own sequence up to itself alone."""
+    """Implements `PagedAttention`. A token's output depends only on its own context."""
 
     def __init__(self, kernels: Kernels, kv: Tensor, windows: Sequence[int | None]) -> None:
         self._kernels = kernels
@@ -272,7 +275,7 @@ class NativePagedAttention:
 
 
 class NativePass:
-    """Keeps to AttentionPass."""
+    """Implements `AttentionPass`."""
 
     def __init__(
         self,
@@ -296,7 +299,7 @@ class NativePass:
 
     @property
     def fields(self) -> dict[str, int]:
-        """What `baton_layer` must know of it; the addresses hold while this object does."""
+        """Fields of the kernels' `Pass` struct; addresses are valid while this object lives."""
         names = ("blocks", "num_layers", "num_kv_heads", "block_size", "head_dim")
         return dict(zip(names, self._cache, strict=True)) | {
             "write_blocks": self._write_blocks.ctypes.data,
@@ -312,12 +315,12 @@ class NativePass:
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
-        answer = torch.empty_like(query)
+        output = torch.empty_like(query)
         if self._num_single:
-            self._attend_singles(layer, query, answer)
+            self._attend_singles(layer, query, output)
         for row in self._chunks:
-            self._attend_chunk(layer, row, query, answer)
-        return answer
+            self._attend_chunk(layer, row, query, output)
+        return output
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         inner = (key.shape[2], 1)
@@ -336,13 +339,13 @@ class NativePass:
             self._kernels.num_threads,
         )
 
-    def _attend_singles(self, layer: int, query: Tensor, answer: Tensor) -> None:
+    def _attend_singles(self, layer: int, query: Tensor, output: Tensor) -> None:
         num_heads, head_dim = query.shape[1:]
         self._kernels.attend_singles(
             *self._cache,
             layer,
             query.data_ptr(),
-            answer.data_ptr(),
+            output.data_ptr(),
             self._tables.ctypes.data,
             self._tables.shape[1],
             self._lens.ctypes.data,
@@ -353,14 +356,14 @@ class NativePass:
             self._kernels.num_threads,
         )
 
-    def _attend_chunk(self, layer: int, row: int, query: Tensor, answer: Tensor) -> None:
+    def _attend_chunk(self, layer: int, row: int, query: Tensor, output: Tensor) -> None:
         num_heads, head_dim = query.shape[1:]
         first = int(self._starts[row])
         self._kernels.attend_chunk(
             *self._cache,
             layer,
             query[first].data_ptr(),
-            answer[first].data_ptr(),
+            output[first].data_ptr(),
             self._tables[row].ctypes.data,
             int(self._num_queries[row]),
             int(self._lens[row]),

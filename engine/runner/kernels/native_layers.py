@@ -1,4 +1,4 @@
-"""A decoder's layers with native kernels, each in one call."""
+"""Fused native kernels: one call per decoder layer."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class _Pass(ctypes.Structure):
         *((name, _POINTER) for name in ("write_blocks", "write_offsets")),
         *((name, _POINTER) for name in ("tables", "lengths", "starts", "num_queries")),
         *((name, _INT) for name in ("table_stride", "num_sequences", "num_single", "num_tokens")),
-        *((name, _POINTER) for name in ("cosines", "sines", "narrow", "wide", "heads")),
+        *((name, _POINTER) for name in ("cosines", "sines", "narrow_buf", "wide_buf", "heads_buf")),
         ("scale", _FLOAT),
         ("num_threads", _THREADS),
     )
 
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """In one call each, if the kernels can take all matrices as they are."""
+    """Return fused layers, or `PlainLayers` if a matrix needs its columns reordered."""
     plain = PlainLayers(config, NativeOps(kernels), layers)
     matrices = [
         _matrix(linear)
@@ -72,7 +72,7 @@ def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]
 
 
 class NativeLayers:
-    """Keeps to Layers: bit for bit like the same kernels part by part."""
+    """Implements `Layers`, bit-identical to `PlainLayers` with the same kernels."""
 
     def __init__(
         self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], plain: PlainLayers
@@ -86,28 +86,28 @@ class NativeLayers:
         if not isinstance(attention, NativePass):
             return self._plain.begin(angles, attention)
         cosines, sines = (angle.contiguous() for angle in angles)
-        room = self._room(len(cosines))
-        work = _Pass(
+        buffers = self._allocate_buffers(len(cosines))
+        native_pass = _Pass(
             **attention.fields,
             num_tokens=len(cosines),
             cosines=cosines.data_ptr(),
             sines=sines.data_ptr(),
-            narrow=room[0].data_ptr(),
-            wide=room[1].data_ptr(),
-            heads=room[2].data_ptr(),
+            narrow_buf=buffers[0].data_ptr(),
+            wide_buf=buffers[1].data_ptr(),
+            heads_buf=buffers[2].data_ptr(),
             scale=1 / math.sqrt(self._config.head_dim),
             num_threads=self._kernels.num_threads,
         )
 
-        alive = cosines, sines, room, attention
-        return _NativeLayerPass(self._kernels, self._layers, work, alive)
+        alive = cosines, sines, buffers, attention
+        return _NativeLayerPass(self._kernels, self._layers, native_pass, alive)
 
-    def _room(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _allocate_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config, layer = self._config, self._layers[0]
         query_rows = config.num_heads * config.head_dim
         widest = max(layer.qkv.num_rows, layer.gate_up.num_rows, config.hidden_size)
-        turned = max(query_rows, layer.down.num_columns)
-        sizes = max(config.hidden_size, query_rows), widest, turned
+        max_heads = max(query_rows, layer.down.num_columns)
+        sizes = max(config.hidden_size, query_rows), widest, max_heads
         narrow, wide, heads = (
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in sizes
         )
@@ -116,21 +116,21 @@ class NativeLayers:
 
 class _NativeLayerPass:
     def __init__(
-        self, kernels: Kernels, layers: Sequence[_Layer], work: _Pass, alive: object
+        self, kernels: Kernels, layers: Sequence[_Layer], native_pass: _Pass, alive: object
     ) -> None:
         self._kernels = kernels
         self._layers = [ctypes.addressof(layer) for layer in layers]
-        self._work = ctypes.addressof(work)
-        self._alive = layers, work, alive  # what the addresses are of
+        self._pass = ctypes.addressof(native_pass)
+        self._alive = layers, native_pass, alive  # owners of the addressed memory
 
-    def through(self, index: int, states: Tensor) -> Tensor:
-        states = states.contiguous()
-        self._kernels.layer(self._layers[index], self._work, states.data_ptr())
-        return states
+    def through(self, index: int, hidden_states: Tensor) -> Tensor:
+        hidden_states = hidden_states.contiguous()
+        self._kernels.layer(self._layers[index], self._pass, hidden_states.data_ptr())
+        return hidden_states
 
-    def write(self, index: int, states: Tensor) -> None:
-        states = states.contiguous()
-        self._kernels.layer_write(self._layers[index], self._work, states.data_ptr())
+    def write(self, index: int, hidden_states: Tensor) -> None:
+        hidden_states = hidden_states.contiguous()
+        self._kernels.layer_write(self._layers[index], self._pass, hidden_states.data_ptr())
 
 
 def _layer(config: ModelConfig, index: int, layer: Layer) -> _Layer:
@@ -151,14 +151,14 @@ def _layer(config: ModelConfig, index: int, layer: Layer) -> _Layer:
 
 
 def _matrix(linear: Linear) -> _Matrix | None:
-    """None if it is not the kernels', or needs its columns in another order."""
+    """Return None for a matrix that is not native or needs its columns reordered."""
     if isinstance(linear, NativeLinear):
-        form = 16, linear.num_rows, linear.num_columns, 0
+        layout = 16, linear.num_rows, linear.num_columns, 0
     elif isinstance(linear, NativeQuantizedLinear) and linear.order is None:
-        form = linear.form
+        layout = linear.form
     else:
         return None
-    return _Matrix(linear.packed.data_ptr(), _address(linear.bias), *form)
+    return _Matrix(linear.packed.data_ptr(), _address(linear.bias), *layout)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,4 +1,4 @@
-// A head's slots in the order in which a product reads them, for many rows that look at them.
+// Keys and values of a head, packed for products with many query rows.
 #pragma once
 
 #include "context.h"
@@ -8,15 +8,14 @@
 
 namespace baton {
 
-// The slots of a few panels. Those past the end mean nothing.
+// Packed slots of a few panels. Slots past the end are undefined.
 class PackedSlots {
   public:
     explicit PackedSlots(std::int64_t head_dim) : size_(head_dim) {}
 
-    // While slots are copied, the same slots of the next head are fetched: they lie next_ numbers
-    // further on in their blocks. Only into the second cache; behind the last head something else
-    // is fetched, in vain.
-    void take(const Context& context, std::int64_t head, std::int64_t first, std::int64_t end) {
+    // Packs the slots in [first, end). Meanwhile it prefetches the same slots of the next head, at
+    // a distance of next_ numbers, into L2. For the last head these prefetches are useless.
+    void load(const Context& context, std::int64_t head, std::int64_t first, std::int64_t end) {
         if (keys_.empty()) {
             keys_.resize(kPanelsAtOnce * kVectors * pairs());
             values_.resize(num_parts() * kPartLines);
@@ -25,32 +24,32 @@ class PackedSlots {
         next_ = context.cache.block_size * size_;
         slots.find(context, head, 0, first, end);
         count_ = slots.count;
-        for (int slot = 0; slot < count_; slot += 8) take_keys(slots.at + slot, slot);
+        for (int slot = 0; slot < count_; slot += 8) pack_keys(slots.at + slot, slot);
         slots.find(context, head, 1, first, end);
-        for (int pair = 0; pair < slot_pairs(); ++pair) take_values(slots.at + 2 * pair, pair);
+        for (int pair = 0; pair < slot_pairs(); ++pair) pack_values(slots.at + 2 * pair, pair);
     }
 
-    // scores = queries times keys, of some of the panels.
+    // scores = queries * keys, for panels in [panel, end).
     void score(Tiles& tiles, float* scores, const Bf16* queries, int count, std::int64_t panel,
                std::int64_t end) const {
         for (; panel < end; ++panel)
-            add_run<Sums::kBegin>(tiles, scores + panel * kPanelRows, kSlotsAtOnce, queries, size_,
+            add_run<Init::kZero>(tiles, scores + panel * kPanelRows, kSlotsAtOnce, queries, size_,
                                   count, words_of(keys_, panel * kVectors * pairs()), pairs());
     }
 
-    // sums += weights times values.
+    // sums += weights * values, for panels in [panel, end).
     void add_values(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* weights,
                     int count, std::int64_t panel, std::int64_t end) const {
         const std::int64_t first = panel * kPanelRows / 2;
         const std::int64_t num_pairs = std::min(end * kPanelRows / 2, slot_pairs()) - first;
         for (std::int64_t part = 0; part < num_parts(); ++part)
-            add_run<Sums::kGoOn>(tiles, sums + part * kPanelRows, sum_stride, weights + 2 * first,
+            add_run<Init::kLoad>(tiles, sums + part * kPanelRows, sum_stride, weights + 2 * first,
                                  kSlotsAtOnce, count,
                                  words_of(values_, part * kPartLines + first * kVectors), num_pairs);
     }
 
   private:
-    struct alignas(64) Line {
+    struct alignas(64) CacheLine {
         std::uint32_t words[kLanes];
     };
     static constexpr std::int64_t kPartLines = kSlotsAtOnce / 2 * kVectors;
@@ -58,18 +57,18 @@ class PackedSlots {
     std::int64_t pairs() const { return size_ / 2; }
     std::int64_t num_parts() const { return (size_ + kPanelRows - 1) / kPanelRows; }  // of a value
 
-    static const Words* words_of(const std::vector<Line>& lines, std::int64_t at) {
+    static const Words* words_of(const std::vector<CacheLine>& lines, std::int64_t at) {
         return reinterpret_cast<const Words*>(lines.data() + at);
     }
 
-    // As many as are multiplied at once, or a multiple of it.
+    // Pairs of slots, rounded up to a multiple of kPairsAtOnce.
     std::int64_t slot_pairs() const {
         const std::int64_t slots = 2 * kPairsAtOnce;
         return (count_ + slots - 1) / slots * kPairsAtOnce;
     }
 
-    // Of eight slots.
-    void take_keys(const Bf16* const* keys, int first) {
+    // Packs the keys of eight slots.
+    void pack_keys(const Bf16* const* keys, int first) {
         std::int64_t pair = 0;
         for (; pair + 8 <= pairs(); pair += 8) {
             EightWords rows[8];
@@ -78,7 +77,7 @@ class PackedSlots {
                 std::memcpy(&rows[i], from, sizeof rows[i]);
                 if (pair % 16 == 0) fetch(from + next_);
             }
-            turn(rows);
+            transpose(rows);
             for (int i = 0; i < 8; ++i)
                 std::memcpy(key_at(first, pair + i), &rows[i], sizeof rows[i]);
         }
@@ -87,8 +86,8 @@ class PackedSlots {
                 std::memcpy(key_at(first + i, pair), keys[i] + 2 * pair, sizeof(std::uint32_t));
     }
 
-    // Of two slots.
-    void take_values(const Bf16* const* values, int pair) {
+    // Packs the values of two slots.
+    void pack_values(const Bf16* const* values, int pair) {
         std::int64_t d = 0;
         for (; d + kLanes <= size_; d += kLanes) {
             const Words both = words(values[0] + d) | words(values[1] + d) << 16;
@@ -103,18 +102,18 @@ class PackedSlots {
 
     std::uint32_t* key_at(std::int64_t slot, std::int64_t pair) {
         const std::int64_t within = slot % kPanelRows;
-        Line* lines = keys_.data() + slot / kPanelRows * kVectors * pairs();
+        CacheLine* lines = keys_.data() + slot / kPanelRows * kVectors * pairs();
         return lines[vector_at(pair, within / kLanes, pairs())].words + within % kLanes;
     }
 
     std::uint32_t* value_at(std::int64_t d, int pair) {
         const std::int64_t within = d % kPanelRows;
-        Line* lines = values_.data() + d / kPanelRows * kPartLines;
+        CacheLine* lines = values_.data() + d / kPanelRows * kPartLines;
         return lines[vector_at(pair, within / kLanes, kSlotsAtOnce / 2)].words + within % kLanes;
     }
 
-    std::int64_t size_, count_ = 0, next_ = 0;  // slots; numbers to the next head's
-    std::vector<Line> keys_, values_;
+    std::int64_t size_, count_ = 0, next_ = 0;  // head_dim; slots; distance to the next head
+    std::vector<CacheLine> keys_, values_;
 };
 
 }  // namespace baton

@@ -1,8 +1,8 @@
-// Sixty-four rows of a matrix, in the order in which a product reads them.
+// Packed layout of a matrix: panels of 64 rows.
 //
-// For each pair of columns a panel holds four vectors of sixteen rows' pairs. So a thread reads
-// one stream from begin to end, and no product needs shuffling. Where the processor multiplies
-// tiles, a vector's next sixteen pairs lie behind each other: they are a tile.
+// For each pair of columns, a panel holds four vectors with the pairs of sixteen rows each. So a
+// thread reads one sequential stream, and products need no shuffles. With AMX, sixteen pairs of one
+// vector are contiguous: they form a tile.
 #pragma once
 
 #include "lanes.h"
@@ -12,31 +12,31 @@
 
 namespace baton {
 
-// Numbers from the begin of a cache line on: else each row of a tile lies in two.
+// Allocator that aligns to cache lines: unaligned rows of a tile would span two lines each.
 template <typename Number>
-struct InLines {
+struct LineAllocator {
     using value_type = Number;
     static constexpr std::align_val_t kLine{64};
 
-    InLines() = default;
+    LineAllocator() = default;
     template <typename Other>
-    InLines(const InLines<Other>&) {}
+    LineAllocator(const LineAllocator<Other>&) {}
     Number* allocate(std::size_t count) {
         return static_cast<Number*>(::operator new(count * sizeof(Number), kLine));
     }
     void deallocate(Number* numbers, std::size_t) { ::operator delete(numbers, kLine); }
-    bool operator==(const InLines&) const = default;
+    bool operator==(const LineAllocator&) const = default;
 };
 
 template <typename Number>
-using Lines = std::vector<Number, InLines<Number>>;
+using AlignedVector = std::vector<Number, LineAllocator<Number>>;
 
 constexpr int kVectors = 4;
 constexpr int kPanelRows = kVectors * kLanes;
 #if defined(__AVX512BF16__)
-constexpr int kMostRows = 6;  // of the other side: 24 of the 32 registers add up
+constexpr int kMaxRows = 6;  // activation rows per product: 24 of 32 registers accumulate
 #else
-constexpr int kMostRows = 2;
+constexpr int kMaxRows = 2;
 #endif
 
 #if defined(__AMX_BF16__)
@@ -45,15 +45,15 @@ constexpr int kPairsAtOnce = 16;
 constexpr int kPairsAtOnce = 1;
 #endif
 
-// Which of a panel's vectors it is.
+// Index of the vector, in a panel of `pairs` pairs, with the pairs of rows 16 * v and following.
 inline std::int64_t vector_at(std::int64_t pair, std::int64_t v, std::int64_t pairs) {
     const std::int64_t first = pair / kPairsAtOnce * kPairsAtOnce;
     const std::int64_t count = pairs - first < kPairsAtOnce ? pairs - first : kPairsAtOnce;
     return first * kVectors + v * count + pair - first;
 }
 
-// Of a stream from memory, what comes a while after these vectors. A processor with tiles gets more
-// that way; others fetch best if they are left alone.
+// Prefetches a memory stream a fixed distance ahead. It helps processors with AMX; on others the
+// hardware prefetcher does better alone.
 inline void fetch_ahead([[maybe_unused]] const Words* at, [[maybe_unused]] int count) {
 #if defined(__AMX_BF16__)
     constexpr int kAhead = 128;  // vectors: 8 KiB
@@ -64,8 +64,8 @@ inline void fetch_ahead([[maybe_unused]] const Words* at, [[maybe_unused]] int c
 template <int ROWS>
 using Totals = Floats[ROWS][kVectors];
 
-// totals += each row, given as pairs of columns, times the panel. For each pair of the panel, so
-// many of the four vectors at `ahead` are fetched.
+// totals += rows * panel; rows are given as pairs of columns. For each pair it prefetches FETCHED
+// of the four vectors at `ahead`.
 template <int ROWS, int FETCHED = 0>
 inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[ROWS],
                       const Words* panel, std::int64_t pairs, const Words* ahead = nullptr) {
@@ -73,13 +73,14 @@ inline void add_panel(Totals<ROWS>& totals, const std::uint32_t* const (&rows)[R
         for (int v = 0; v < FETCHED; ++v) __builtin_prefetch(ahead + v, 0, 2);
         if constexpr (FETCHED > 0) ahead += kVectors;
         for (int row = 0; row < ROWS; ++row) {
-            const std::uint32_t state = rows[row][pair];
-            for (int v = 0; v < kVectors; ++v) add_products(totals[row][v], panel[v], state);
+            const std::uint32_t activation = rows[row][pair];
+            for (int v = 0; v < kVectors; ++v) add_products(totals[row][v], panel[v], activation);
         }
     }
 }
 
-// Rounds sixteen numbers into the columns of a row of the answer from `at` on, if it has so many.
+// Rounds and stores sixteen numbers, plus bias, into an output row from column `at` on. Columns
+// past the end of the row are dropped.
 inline void store_columns(Floats numbers, const Bf16* bias, Bf16* row, std::int64_t at,
                           std::int64_t num_rows) {
     const std::int64_t left = num_rows - at;
@@ -90,7 +91,7 @@ inline void store_columns(Floats numbers, const Bf16* bias, Bf16* row, std::int6
     for (int i = 0; i < left; ++i) row[at + i] = some[i];
 }
 
-// What a panel gave becomes its columns of the answer, whose rows are `num_rows` wide.
+// Stores the sums of a panel into its columns of an output row of `num_rows` columns.
 inline void store_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* row,
                       std::int64_t panel, std::int64_t num_rows) {
     for (int v = 0; v < kVectors; ++v)
@@ -98,16 +99,16 @@ inline void store_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* 
 }
 
 template <int ROWS>
-inline void store_panel(const Totals<ROWS>& totals, const Bf16* bias, Bf16* answer,
+inline void store_panel(const Totals<ROWS>& totals, const Bf16* bias, Bf16* dst,
                         std::int64_t panel, std::int64_t num_rows) {
     for (int row = 0; row < ROWS; ++row)
-        store_row(totals[row], bias, answer + row * num_rows, panel, num_rows);
+        store_row(totals[row], bias, dst + row * num_rows, panel, num_rows);
 }
 
-// The length of the next run when so many rows are left: runs are about equally long, so that
-// none of them is too short to be worth the reading.
-inline int next_run(std::int64_t left, int most = kMostRows) {
-    const std::int64_t num_runs = (left + most - 1) / most;
+// Length of the next run of rows. Runs have about the same length, because each of them reads the
+// whole panel.
+inline int next_run(std::int64_t left, int max_rows = kMaxRows) {
+    const std::int64_t num_runs = (left + max_rows - 1) / max_rows;
     return int((left + num_runs - 1) / num_runs);
 }
 

@@ -1,4 +1,4 @@
-// A few threads that share one piece of work at a time with whoever asks.
+// Thread pool that runs one task at a time together with the calling thread.
 #pragma once
 
 #include <atomic>
@@ -10,52 +10,52 @@
 
 namespace baton {
 
-// Who waits looks for its work for a few microseconds, then sleeps: a core that spins is a core
-// that the node beside us does not have.
+// Waiting threads spin for a few microseconds, then sleep: a spinning thread would take the core
+// from other processes on the machine.
 class Pool {
   public:
-    static Pool& of_process() {
+    static Pool& instance() {
         static Pool* pool = new Pool;  // never destroyed: its threads end with the process
         return *pool;
     }
 
-    // Calls part(i, count) for each i below count, at the same time; returns when all are done.
+    // Calls part(i, count) for each i < count in parallel; returns when all calls are done.
     void run(int count, const std::function<void(int, int)>& part) {
-        count = count < kMost ? count : kMost;
+        count = count < kMaxThreads ? count : kMaxThreads;
         if (count <= 1) return part(0, 1);
-        std::lock_guard<std::mutex> one_at_a_time(turn_);
+        std::lock_guard<std::mutex> lock(mutex_);
         while (int(threads_.size()) < count - 1) {
             const int index = int(threads_.size()) + 1;
             const std::uint32_t seen = round_.load();
-            threads_.emplace_back([this, index, seen] { serve(index, seen); });
+            threads_.emplace_back([this, index, seen] { work(index, seen); });
         }
         part_ = &part;
-        left_.store(count - 1);
-        round_.store((round_.load() / (kMost + 1) + 1) * (kMost + 1) + count);
+        pending_.store(count - 1);
+        round_.store((round_.load() / (kMaxThreads + 1) + 1) * (kMaxThreads + 1) + count);
         round_.notify_all();
         part(0, count);
-        wait_while_not(left_, 0);
+        wait_until(pending_, 0);
     }
 
   private:
-    static constexpr int kLooks = 2000;
-    static constexpr int kMost = 255;  // threads in one round
+    static constexpr int kSpins = 2000;
+    static constexpr int kMaxThreads = 255;
 
-    // Who is not in a round may sleep through it, so what it needs to know of it is one number.
-    void serve(int index, std::uint32_t seen) {
+    // A thread that takes no part in a round can sleep through it, so a round is one atomic number.
+    void work(int index, std::uint32_t seen) {
         for (;;) {
-            for (int i = 0; i < kLooks && round_.load() == seen; ++i) pause();
+            for (int i = 0; i < kSpins && round_.load() == seen; ++i) pause();
             round_.wait(seen);
             seen = round_.load();
-            const int count = seen % (kMost + 1);
+            const int count = seen % (kMaxThreads + 1);
             if (index >= count) continue;
             (*part_)(index, count);
-            if (left_.fetch_sub(1) == 1) left_.notify_one();
+            if (pending_.fetch_sub(1) == 1) pending_.notify_one();
         }
     }
 
-    static void wait_while_not(std::atomic<int>& value, int wanted) {
-        for (int i = 0; i < kLooks && value.load() != wanted; ++i) pause();
+    static void wait_until(std::atomic<int>& value, int wanted) {
+        for (int i = 0; i < kSpins && value.load() != wanted; ++i) pause();
         for (int now = value.load(); now != wanted; now = value.load()) value.wait(now);
     }
 
@@ -65,37 +65,39 @@ class Pool {
 #endif
     }
 
-    std::mutex turn_;
+    std::mutex mutex_;
     std::vector<std::thread> threads_;
-    std::atomic<std::uint32_t> round_{0};  // its number, times kMost + 1, and how many take part
-    std::atomic<int> left_{0};
+    std::atomic<std::uint32_t> round_{0};  // round number * (kMaxThreads + 1) + number of threads
+    std::atomic<int> pending_{0};
     const std::function<void(int, int)>* part_ = nullptr;
 };
 
-// The i-th of so many equal runs of whole units.
-struct Share {
+// The i-th of `count` slices of [0, total) of about equal length.
+struct Slice {
     std::int64_t first, end;
-    Share(std::int64_t total, int i, int count) : first(total * i / count), end(total * (i + 1) / count) {}
+    Slice(std::int64_t total, int i, int count)
+        : first(total * i / count), end(total * (i + 1) / count) {}
 };
 
-// A run of units for each thread, gone through so many times. Who has none left takes the last of
-// another's: a core that is busy with something else, too, would keep all others waiting.
-class Shares {
+// Work stealing: each thread has a run of units, repeated for a number of passes. A thread without
+// units takes the last one of another thread, so a core that is busy with other work does not delay
+// all others.
+class WorkQueue {
   public:
     struct Unit {
         std::int64_t which, pass;
     };
 
-    Shares(std::int64_t total, std::int64_t passes, int num_threads) : runs_(num_threads) {
+    WorkQueue(std::int64_t total, std::int64_t passes, int num_threads) : runs_(num_threads) {
         for (int i = 0; i < num_threads; ++i) {
-            const Share share(total, i, num_threads);
-            runs_[i].first = share.first, runs_[i].size = share.end - share.first;
+            const Slice slice(total, i, num_threads);
+            runs_[i].first = slice.first, runs_[i].size = slice.end - slice.first;
             runs_[i].left = std::uint64_t(runs_[i].size * passes) << 32;
         }
     }
 
-    // Whether there is another unit for this thread.
-    bool take(int thread, Unit& unit) {
+    // Returns false if no unit is left for this thread.
+    bool next(int thread, Unit& unit) {
         const int count = int(runs_.size());
         if (runs_[thread].take(unit, true)) return true;
         for (int i = 1; i < count; ++i)
@@ -106,7 +108,7 @@ class Shares {
   private:
     struct alignas(64) Run {
         std::int64_t first, size;
-        std::atomic<std::uint64_t> left;  // the first that is left, and where they end << 32
+        std::atomic<std::uint64_t> left;  // index of the first remaining unit | end << 32
 
         bool take(Unit& unit, bool is_own) {
             std::uint64_t now = left.load(), at;
@@ -123,20 +125,20 @@ class Shares {
     std::vector<Run> runs_;
 };
 
-// Calls part(first, end) until each unit was in one of them, some of them at a time: as many as are
-// worth a thread's while, where a unit has so many numbers and each is touched about once.
+// Parallel loop: calls part(first, end) for ranges that cover [0, total). `numbers` is the size of
+// a unit; a range has at least 16384 numbers, because smaller ones are not worth a thread.
 template <typename Part>
-void share_out(std::int64_t total, std::int64_t numbers, int num_threads, Part part) {
+void parallel_for(std::int64_t total, std::int64_t numbers, int num_threads, Part part) {
     constexpr std::int64_t kWorthAThread = 16384;
-    const std::int64_t some = numbers < kWorthAThread ? kWorthAThread / numbers : 1;
-    const std::int64_t parts = (total + some - 1) / some;
+    const std::int64_t range = numbers < kWorthAThread ? kWorthAThread / numbers : 1;
+    const std::int64_t parts = (total + range - 1) / range;
     if (parts < num_threads) num_threads = int(parts);
     if (num_threads <= 1) return part(0, total);
-    Shares shares(parts, 1, num_threads);
-    Pool::of_process().run(num_threads, [&](int i, int) {
-        for (Shares::Unit unit; shares.take(i, unit);) {
-            const std::int64_t first = unit.which * some;
-            part(first, first + some < total ? first + some : total);
+    WorkQueue queue(parts, 1, num_threads);
+    Pool::instance().run(num_threads, [&](int i, int) {
+        for (WorkQueue::Unit unit; queue.next(i, unit);) {
+            const std::int64_t first = unit.which * range;
+            part(first, first + range < total ? first + range : total);
         }
     });
 }

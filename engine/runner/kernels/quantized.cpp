@@ -1,8 +1,8 @@
-// Products with weights in whole numbers of four or eight bits, packed once.
+// GEMM with packed weights of 4 or 8 bits.
 //
-// The states of a token become whole numbers of sixteen bits, held as two rows of bytes. So all
-// sums within a group of columns are of whole numbers: exact, in whatever order they add up. The
-// groups then add up in the order of the columns.
+// The activations of a token are quantized to 16-bit integers, stored as a row of high bytes and a
+// row of low bytes. So the sums within a group of columns are exact integers, in any order. The
+// groups are then summed in the order of the columns.
 
 #include "calls.h"
 #include "panels.h"
@@ -16,68 +16,72 @@ using namespace baton;
 
 namespace {
 
-constexpr int kMostTokens = kMostRows / 2;  // each has a row of high bytes and one of low bytes
-constexpr float kMostState = 32512;         // so that the high byte of what is rounded fits
+constexpr int kMaxTokens = kMaxRows / 2;  // each token has two rows of bytes
+constexpr float kMaxActivation = 32512;   // 127 * 256: the rounded high byte fits into int8
 typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
-// How the numbers lie: by panel of rows, by group of columns. A group begins with its rows' scales
-// and zeros, so that a thread reads one stream from begin to end.
-struct Form {
+// Packed layout: by panel of rows, then by group of columns. A group begins with the scales and
+// zero points of its rows, so that a thread reads one sequential stream.
+struct PackedLayout {
     std::int64_t bits, num_rows, num_columns, group;
 
     std::int64_t num_groups() const { return (num_columns + group - 1) / group; }
-    std::int64_t whole_group() const { return (group + 7) / 8 * 8; }
-    std::int64_t whole_columns() const { return num_groups() * whole_group(); }
+    std::int64_t padded_group() const { return (group + 7) / 8 * 8; }
+    std::int64_t padded_columns() const { return num_groups() * padded_group(); }
     std::int64_t num_panels() const { return (num_rows + kPanelRows - 1) / kPanelRows; }
-    std::int64_t group_bytes() const { return kHead + whole_group() * kPanelRows * bits / 8; }
+    std::int64_t group_bytes() const {
+        return kHeaderBytes + padded_group() * kPanelRows * bits / 8;
+    }
     std::int64_t bytes() const { return num_panels() * num_groups() * group_bytes(); }
 
     std::int64_t group_at(std::int64_t panel, std::int64_t which) const {
         return (panel * num_groups() + which) * group_bytes();
     }
-    // Of a row's number, counted in columns of its group: four columns of a row lie side by side.
+    // Offset of a number in its group; `column` dots within the group. Four columns of a row are
+    // contiguous.
     std::int64_t byte_at(std::int64_t row, std::int64_t column) const {
         const std::int64_t quad = bits == 8 ? column / 4 : column / 8;
-        return kHead + (quad * kPanelRows + row) * 4 + column % 4;
+        return kHeaderBytes + (quad * kPanelRows + row) * 4 + column % 4;
     }
     int shift(std::int64_t column) const { return bits == 4 && column % 8 >= 4 ? 4 : 0; }
 
-    static constexpr std::int64_t kZeros = kPanelRows * sizeof(float), kHead = kZeros + kPanelRows;
+    static constexpr std::int64_t kZerosOffset = kPanelRows * sizeof(float);
+    static constexpr std::int64_t kHeaderBytes = kZerosOffset + kPanelRows;
 };
 
 struct Product {
-    Form form;
+    PackedLayout layout;
     const std::uint8_t* packed;
     const Bf16* bias;  // or null
-    Bf16* answer;      // [tokens, rows]
+    Bf16* dst;         // [tokens, rows]
     std::int64_t num_tokens;
 };
 
-// The tokens as whole numbers. Kept from one product to the next, for its room.
-class States {
+// Quantized activations. Reused from one GEMM to the next, to reuse its buffers.
+class Activations {
   public:
-    void fit(const Form& form, std::int64_t num_tokens) {
-        form_ = form;
-        stride_ = form.whole_columns();
+    void resize(const PackedLayout& layout, std::int64_t num_tokens) {
+        layout_ = layout;
+        stride_ = layout.padded_columns();
         grow(bytes_, 2 * num_tokens * stride_);
-        grow(sums_, 2 * num_tokens * form.num_groups());
+        grow(sums_, 2 * num_tokens * layout.num_groups());
         grow(scales_, num_tokens);
     }
 
-    void take(std::int64_t token, const Bf16* states) {
-        const float most = largest_of(states);
-        // What is not finite makes the whole answer so.
-        scales_[token] = most / kMostState;
-        const bool is_something = most > 1e-30f && std::isfinite(most);
-        const float factor = is_something ? kMostState / most : 0.0f;
+    void quantize(std::int64_t token, const Bf16* activations) {
+        const float magnitude = max_magnitude(activations);
+        // A non-finite activation makes the scale, and so the whole output row, non-finite.
+        scales_[token] = magnitude / kMaxActivation;
+        const bool is_nonzero = magnitude > 1e-30f && std::isfinite(magnitude);
+        const float factor = is_nonzero ? kMaxActivation / magnitude : 0.0f;
         for (std::int64_t at = 0; at < stride_; at += kLanes) {
-            const Floats numbers = is_something ? some(states, at) * factor : Floats{};
-            const Whole whole = nearest(numbers);
-            const Whole high = (whole + 128) >> 8;
-            put(token, 0, at, high);
-            put(token, 1, at, whole - high * 256);
+            const Floats numbers = is_nonzero ? load(activations, at) * factor : Floats{};
+            const Ints quantized = nearest(numbers);
+            const Ints high = (quantized + 128) >> 8;
+            store_bytes(token, 0, at, high);
+            store_bytes(token, 1, at, quantized - high * 256);
         }
-        for (int part = 0; part < 2; ++part) add_up(token, part);
+        for (int part = 0; part < 2; ++part) sum_groups(token, part);
     }
 
     std::int8_t* row(std::int64_t token, int part) {
@@ -88,7 +92,7 @@ class States {
     }
     std::int64_t stride() const { return stride_; }  // from one row to the next
     std::int32_t& sum(std::int64_t token, int part, std::int64_t group) {
-        return sums_[(2 * token + part) * form_.num_groups() + group];
+        return sums_[(2 * token + part) * layout_.num_groups() + group];
     }
     float scale(std::int64_t token) const { return scales_[token]; }
 
@@ -98,40 +102,40 @@ class States {
         if (numbers.size() < size) numbers.resize(size);
     }
 
-    float largest_of(const Bf16* states) const {
-        // Without its sign a number's bits are in the order of its size, and NaN comes last.
-        Bf16 most = 0;
-        for (std::int64_t i = 0; i < form_.num_columns; ++i)
-            most = std::max<Bf16>(most, states[i] & 0x7fff);
-        return wide(most);
+    float max_magnitude(const Bf16* activations) const {
+        // Without sign bits, bf16 bit patterns are ordered by magnitude, with NaN above infinity.
+        Bf16 magnitude = 0;
+        for (std::int64_t i = 0; i < layout_.num_columns; ++i)
+            magnitude = std::max<Bf16>(magnitude, activations[i] & 0x7fff);
+        return wide(magnitude);
     }
 
-    // Sixteen of them, zero where there are no more.
-    Floats some(const Bf16* states, std::int64_t at) const {
-        const std::int64_t left = form_.num_columns - at;
-        if (left >= kLanes) return wide(states + at);
+    // Loads sixteen activations, padded with zeros.
+    Floats load(const Bf16* activations, std::int64_t at) const {
+        const std::int64_t left = layout_.num_columns - at;
+        if (left >= kLanes) return wide(activations + at);
         Bf16 last[kLanes] = {};
-        for (std::int64_t i = 0; i < left; ++i) last[i] = states[at + i];
+        for (std::int64_t i = 0; i < left; ++i) last[i] = activations[at + i];
         return wide(last);
     }
 
-    void put(std::int64_t token, int part, std::int64_t at, Whole numbers) {
+    void store_bytes(std::int64_t token, int part, std::int64_t at, Ints numbers) {
         typedef std::int8_t Narrow __attribute__((vector_size(kLanes)));
         const Narrow bytes = __builtin_convertvector(numbers, Narrow);
         std::memcpy(row(token, part) + at, &bytes, std::min<std::int64_t>(kLanes, stride_ - at));
     }
 
-    void add_up(std::int64_t token, int part) {
+    void sum_groups(std::int64_t token, int part) {
         const std::int8_t* bytes = row(token, part);
-        for (std::int64_t group = 0; group < form_.num_groups(); ++group) {
+        for (std::int64_t group = 0; group < layout_.num_groups(); ++group) {
             std::int32_t total = 0;
-            for (std::int64_t i = 0; i < form_.whole_group(); ++i)
-                total += bytes[group * form_.whole_group() + i];
+            for (std::int64_t i = 0; i < layout_.padded_group(); ++i)
+                total += bytes[group * layout_.padded_group() + i];
             sum(token, part, group) = total;
         }
     }
 
-    Form form_;
+    PackedLayout layout_;
     std::int64_t stride_;
     std::vector<std::int8_t> bytes_;
     std::vector<std::int32_t> sums_;
@@ -139,11 +143,11 @@ class States {
 };
 
 template <int ROWS>
-using Counts = Whole[ROWS][kVectors];
+using IntSums = Ints[ROWS][kVectors];
 
-// counts += each row of bytes times the group's numbers.
+// dots += rows of bytes * the group's numbers.
 template <int BITS, int ROWS>
-inline void add_group(Counts<ROWS>& counts, const std::uint32_t* const (&rows)[ROWS],
+inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
                       const Words* numbers, std::int64_t first, std::int64_t end) {
     constexpr int kQuads = 8 / BITS;
     for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
@@ -153,26 +157,29 @@ inline void add_group(Counts<ROWS>& counts, const std::uint32_t* const (&rows)[R
             for (int v = 0; v < kVectors; ++v)
                 weights[v] = BITS == 8 ? numbers[v] : numbers[v] >> (4 * part) & 0x0f0f0f0fu;
             for (int row = 0; row < ROWS; ++row) {
-                const std::uint32_t state = rows[row][quad + part];
-                for (int v = 0; v < kVectors; ++v) add_bytes(counts[row][v], weights[v], state);
+                const std::uint32_t activation = rows[row][quad + part];
+                for (int v = 0; v < kVectors; ++v)
+                    add_bytes(dots[row][v], weights[v], activation);
             }
         }
     }
 }
 
-// What the counts of a group stand for, of sixteen rows of a panel.
-class Meaning {
+// Dequantizes the integer sums of a group, for sixteen rows of a panel.
+class Dequantizer {
   public:
-    Meaning(const std::uint8_t* group, int v) {
+    Dequantizer(const std::uint8_t* group, int v) {
         Bytes zero_bytes;
         std::memcpy(&scales_, group + v * sizeof scales_, sizeof scales_);
-        std::memcpy(&zero_bytes, group + Form::kZeros + v * kLanes, sizeof zero_bytes);
-        zeros_ = __builtin_convertvector(zero_bytes, Whole);
+        const std::uint8_t* const zeros = group + PackedLayout::kZerosOffset;
+        std::memcpy(&zero_bytes, zeros + v * kLanes, sizeof zero_bytes);
+        zeros_ = __builtin_convertvector(zero_bytes, Ints);
     }
 
-    // high, low: counts of the two rows of bytes, whose own sums come behind them.
-    Floats of(Whole high, Whole low, std::int32_t high_sum, std::int32_t low_sum) const {
-        const Whole highs = high - zeros_ * high_sum, lows = low - zeros_ * low_sum;
+    // high, low: sums of products for the rows of high and low bytes.
+    // high_sum, low_sum: sums of these bytes, which the zero points are multiplied by.
+    Floats operator()(Ints high, Ints low, std::int32_t high_sum, std::int32_t low_sum) const {
+        const Ints highs = high - zeros_ * high_sum, lows = low - zeros_ * low_sum;
         const Floats both = __builtin_convertvector(highs, Floats) * 256.0f +
                             __builtin_convertvector(lows, Floats);
         return both * scales_;
@@ -180,46 +187,47 @@ class Meaning {
 
   private:
     Floats scales_;
-    Whole zeros_;
+    Ints zeros_;
 };
 
 template <int BITS, int TOKENS>
-void multiply(const Product& p, States& states, std::int64_t panel, std::int64_t first) {
-    const Form& form = p.form;
+void multiply(const Product& p, Activations& activations, std::int64_t panel, std::int64_t first) {
+    const PackedLayout& layout = p.layout;
     const std::uint32_t* rows[2 * TOKENS];
     for (int t = 0; t < TOKENS; ++t)
-        for (int part = 0; part < 2; ++part) rows[2 * t + part] = states.quads(first + t, part);
+        for (int part = 0; part < 2; ++part)
+            rows[2 * t + part] = activations.quads(first + t, part);
     Totals<TOKENS> totals = {};
-    const std::int64_t quads = form.whole_group() / 4;
-    for (std::int64_t group = 0; group < form.num_groups(); ++group) {
-        const std::uint8_t* at = p.packed + form.group_at(panel, group);
-        Counts<2 * TOKENS> counts = {};
-        add_group<BITS, 2 * TOKENS>(counts, rows, reinterpret_cast<const Words*>(at + Form::kHead),
-                                    group * quads, (group + 1) * quads);
+    const std::int64_t quads = layout.padded_group() / 4;
+    for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+        const std::uint8_t* at = p.packed + layout.group_at(panel, group);
+        IntSums<2 * TOKENS> dots = {};
+        const auto* numbers = reinterpret_cast<const Words*>(at + PackedLayout::kHeaderBytes);
+        add_group<BITS, 2 * TOKENS>(dots, rows, numbers, group * quads, (group + 1) * quads);
         for (int v = 0; v < kVectors; ++v) {
-            const Meaning meaning(at, v);
+            const Dequantizer dequantize(at, v);
             for (int t = 0; t < TOKENS; ++t)
-                totals[t][v] += meaning.of(counts[2 * t][v], counts[2 * t + 1][v],
-                                           states.sum(first + t, 0, group),
-                                           states.sum(first + t, 1, group));
+                totals[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
+                                           activations.sum(first + t, 0, group),
+                                           activations.sum(first + t, 1, group));
         }
     }
     for (int t = 0; t < TOKENS; ++t)
-        for (int v = 0; v < kVectors; ++v) totals[t][v] *= states.scale(first + t);
-    store_panel<TOKENS>(totals, p.bias, p.answer + first * p.form.num_rows, panel, form.num_rows);
+        for (int v = 0; v < kVectors; ++v) totals[t][v] *= activations.scale(first + t);
+    store_panel<TOKENS>(totals, p.bias, p.dst + first * p.layout.num_rows, panel, layout.num_rows);
 }
 
 template <int BITS>
-void multiply_panel(const Product& p, States& states, std::int64_t panel) {
-    constexpr void (*kMultiply[])(const Product&, States&, std::int64_t, std::int64_t) = {
+void multiply_panel(const Product& p, Activations& activations, std::int64_t panel) {
+    constexpr void (*kMultiply[])(const Product&, Activations&, std::int64_t, std::int64_t) = {
         nullptr, multiply<BITS, 1>,
 #if defined(__AVX512BF16__)
         multiply<BITS, 2>, multiply<BITS, 3>,
 #endif
     };
     for (std::int64_t first = 0; first < p.num_tokens;) {
-        const int count = next_run(p.num_tokens - first, kMostTokens);
-        kMultiply[count](p, states, panel, first);
+        const int count = next_run(p.num_tokens - first, kMaxTokens);
+        kMultiply[count](p, activations, panel, first);
         first += count;
     }
 }
@@ -228,12 +236,12 @@ void multiply_panel(const Product& p, States& states, std::int64_t panel) {
 
 constexpr int kTileTokens = kTileRows / 2;
 
-// counts = so many rows of bytes times the group's numbers of eight bits: sixteen quads at once.
-void count_tiles(Tiles& tiles, Whole (&counts)[kTileRows][kVectors], const std::int8_t* rows,
-                 std::int64_t stride, int num_rows, const Words* numbers, std::int64_t quads) {
+// dots = rows of bytes * the group's 8-bit numbers, sixteen quads at a time.
+void multiply_tiles(Tiles& tiles, Ints (&dots)[kTileRows][kVectors], const std::int8_t* rows,
+                    std::int64_t stride, int num_rows, const Words* numbers, std::int64_t quads) {
     constexpr std::int64_t kQuads = 16, kNext = sizeof(Words) * kVectors;
-    tiles.have(num_rows, num_rows);
-    settle();
+    tiles.configure(num_rows, num_rows);
+    compiler_barrier();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -255,56 +263,56 @@ void count_tiles(Tiles& tiles, Whole (&counts)[kTileRows][kVectors], const std::
         _tile_dpbsud(3, 4, 7);
         fetch_ahead(part + 3 * kTileRows, kTileRows);
     }
-    _tile_stored(0, &counts[0][0], kNext);
-    _tile_stored(1, &counts[0][1], kNext);
-    _tile_stored(2, &counts[0][2], kNext);
-    _tile_stored(3, &counts[0][3], kNext);
+    _tile_stored(0, &dots[0][0], kNext);
+    _tile_stored(1, &dots[0][1], kNext);
+    _tile_stored(2, &dots[0][2], kNext);
+    _tile_stored(3, &dots[0][3], kNext);
     for (int row = 0; quad < quads && row < num_rows; ++row) {
         const std::uint32_t* own[] = {reinterpret_cast<const std::uint32_t*>(rows + row * stride)};
-        auto& count = reinterpret_cast<Counts<1>&>(counts[row]);
+        auto& count = reinterpret_cast<IntSums<1>&>(dots[row]);
         add_group<8, 1>(count, own, numbers + quad * kVectors, quad, quads);
     }
 }
 
-void multiply_run(const Product& p, States& states, Tiles& tiles, std::int64_t panel,
+void multiply_tokens(const Product& p, Activations& activations, Tiles& tiles, std::int64_t panel,
                   std::int64_t first, int num_tokens) {
-    const Form& form = p.form;
-    const std::int64_t quads = form.whole_group() / 4;
+    const PackedLayout& layout = p.layout;
+    const std::int64_t quads = layout.padded_group() / 4;
     Floats totals[kTileTokens][kVectors] = {};
-    for (std::int64_t group = 0; group < form.num_groups(); ++group) {
-        const std::uint8_t* at = p.packed + form.group_at(panel, group);
-        alignas(64) Whole counts[kTileRows][kVectors];
-        count_tiles(tiles, counts, states.row(first, 0) + group * form.whole_group(),
-                    states.stride(), 2 * num_tokens,
-                    reinterpret_cast<const Words*>(at + Form::kHead), quads);
+    for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+        const std::uint8_t* at = p.packed + layout.group_at(panel, group);
+        alignas(64) Ints dots[kTileRows][kVectors];
+        multiply_tiles(tiles, dots, activations.row(first, 0) + group * layout.padded_group(),
+                    activations.stride(), 2 * num_tokens,
+                    reinterpret_cast<const Words*>(at + PackedLayout::kHeaderBytes), quads);
         for (int v = 0; v < kVectors; ++v) {
-            const Meaning meaning(at, v);
+            const Dequantizer dequantize(at, v);
             for (int t = 0; t < num_tokens; ++t)
-                totals[t][v] += meaning.of(counts[2 * t][v], counts[2 * t + 1][v],
-                                           states.sum(first + t, 0, group),
-                                           states.sum(first + t, 1, group));
+                totals[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
+                                           activations.sum(first + t, 0, group),
+                                           activations.sum(first + t, 1, group));
         }
     }
     for (int t = 0; t < num_tokens; ++t) {
-        for (int v = 0; v < kVectors; ++v) totals[t][v] *= states.scale(first + t);
-        store_row(totals[t], p.bias, p.answer + (first + t) * form.num_rows, panel, form.num_rows);
+        for (int v = 0; v < kVectors; ++v) totals[t][v] *= activations.scale(first + t);
+        store_row(totals[t], p.bias, p.dst + (first + t) * layout.num_rows, panel, layout.num_rows);
     }
 }
 
-// Few tokens are no work for tiles, and vectors read a little faster. Both count alike.
-void multiply_bytes(const Product& p, States& states, std::int64_t panel) {
-    if (p.num_tokens <= kMostTokens) return multiply_panel<8>(p, states, panel);
+// With few tokens vectors are a little faster than tiles. The results are identical.
+void multiply_bytes(const Product& p, Activations& activations, std::int64_t panel) {
+    if (p.num_tokens <= kMaxTokens) return multiply_panel<8>(p, activations, panel);
     Tiles tiles;
     for (std::int64_t first = 0, count; first < p.num_tokens; first += count) {
         count = std::min<std::int64_t>(p.num_tokens - first, kTileTokens);
-        multiply_run(p, states, tiles, panel, first, int(count));
+        multiply_tokens(p, activations, tiles, panel, first, int(count));
     }
 }
 
 #else
 
-void multiply_bytes(const Product& p, States& states, std::int64_t panel) {
-    multiply_panel<8>(p, states, panel);
+void multiply_bytes(const Product& p, Activations& activations, std::int64_t panel) {
+    multiply_panel<8>(p, activations, panel);
 }
 
 #endif
@@ -313,71 +321,72 @@ void multiply_bytes(const Product& p, States& states, std::int64_t panel) {
 
 extern "C" {
 
-// What `packed` must hold.
+// Size of `packed` in bytes.
 std::int64_t baton_quantized_bytes(std::int64_t bits, std::int64_t num_rows,
                                    std::int64_t num_columns, std::int64_t group) {
-    return Form{bits, num_rows, num_columns, group}.bytes();
+    return PackedLayout{bits, num_rows, num_columns, group}.bytes();
 }
 
-// numbers: [rows, columns], a byte each. scales, zeros: [rows, groups]. A group is all columns, or
-// a multiple of eight. `packed` must be zero.
+// Packs numbers, [rows, columns], one byte each. scales, zeros: [rows, groups]. The group size is
+// the number of columns, or a multiple of eight. `packed` must be zeroed.
 void baton_pack_quantized(const std::uint8_t* numbers, const float* scales,
                           const std::uint8_t* zeros, std::uint8_t* packed, std::int64_t bits,
                           std::int64_t num_rows, std::int64_t num_columns, std::int64_t group,
                           int num_threads) {
-    const Form form{bits, num_rows, num_columns, group};
-    Pool::of_process().run(num_threads, [=](int i, int count) {
-        const Share share(num_rows, i, count);
-        for (std::int64_t row = share.first; row < share.end; ++row) {
+    const PackedLayout layout{bits, num_rows, num_columns, group};
+    Pool::instance().run(num_threads, [=](int i, int count) {
+        const Slice slice(num_rows, i, count);
+        for (std::int64_t row = slice.first; row < slice.end; ++row) {
             const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
-            for (std::int64_t which = 0; which < form.num_groups(); ++which) {
-                std::uint8_t* at = packed + form.group_at(panel, which);
-                const std::int64_t scale_at = row * form.num_groups() + which;
+            for (std::int64_t which = 0; which < layout.num_groups(); ++which) {
+                std::uint8_t* at = packed + layout.group_at(panel, which);
+                const std::int64_t scale_at = row * layout.num_groups() + which;
                 std::memcpy(at + within * sizeof(float), scales + scale_at, sizeof(float));
-                at[Form::kZeros + within] = zeros[scale_at];
+                at[PackedLayout::kZerosOffset + within] = zeros[scale_at];
                 const std::int64_t first = which * group;
                 const std::int64_t columns = std::min(group, num_columns - first);
                 for (std::int64_t column = 0; column < columns; ++column)
-                    at[form.byte_at(within, column)] |=
-                        numbers[row * num_columns + first + column] << form.shift(column);
+                    at[layout.byte_at(within, column)] |=
+                        numbers[row * num_columns + first + column] << layout.shift(column);
             }
         }
     });
 }
 
-// Some rows as the numbers they stand for.
+// Dequantizes rows of the matrix into dst, [count, columns].
 void baton_unpack_quantized(const std::uint8_t* packed, const std::int64_t* rows,
-                            std::int64_t count, Bf16* target, std::int64_t bits,
+                            std::int64_t count, Bf16* dst, std::int64_t bits,
                             std::int64_t num_rows, std::int64_t num_columns, std::int64_t group) {
-    const Form form{bits, num_rows, num_columns, group};
+    const PackedLayout layout{bits, num_rows, num_columns, group};
     const int mask = bits == 4 ? 15 : 255;
     for (std::int64_t i = 0; i < count; ++i)
         for (std::int64_t column = 0; column < num_columns; ++column) {
             const std::int64_t within = rows[i] % kPanelRows, inside = column % group;
-            const std::uint8_t* at = packed + form.group_at(rows[i] / kPanelRows, column / group);
+            const std::uint8_t* at = packed + layout.group_at(rows[i] / kPanelRows, column / group);
             float scale;
             std::memcpy(&scale, at + within * sizeof scale, sizeof scale);
-            const int number = at[form.byte_at(within, inside)] >> form.shift(inside) & mask;
-            target[i * num_columns + column] = narrow(float(number - at[Form::kZeros + within]) * scale);
+            const int number = at[layout.byte_at(within, inside)] >> layout.shift(inside) & mask;
+            const int zero = at[PackedLayout::kZerosOffset + within];
+            dst[i * num_columns + column] = narrow(float(number - zero) * scale);
         }
 }
 
-void baton_quantized_linear(const Bf16* states, const std::uint8_t* packed, const Bf16* bias,
-                            Bf16* answer, std::int64_t num_tokens, std::int64_t bits,
+void baton_quantized_linear(const Bf16* activations, const std::uint8_t* packed, const Bf16* bias,
+                            Bf16* dst, std::int64_t num_tokens, std::int64_t bits,
                             std::int64_t num_rows, std::int64_t num_columns, std::int64_t group,
                             int num_threads) {
-    const Product product{{bits, num_rows, num_columns, group}, packed, bias, answer, num_tokens};
-    thread_local States room;
-    States& whole = room;  // this thread's, for the others, too
-    whole.fit(product.form, num_tokens);
-    share_out(num_tokens, num_columns, num_threads, [&](std::int64_t token, std::int64_t end) {
-        for (; token < end; ++token) whole.take(token, states + token * num_columns);
+    const Product product{{bits, num_rows, num_columns, group}, packed, bias, dst, num_tokens};
+    thread_local Activations buffer;
+    Activations& quantized = buffer;  // captured by reference: all threads use the caller's
+    quantized.resize(product.layout, num_tokens);
+    parallel_for(num_tokens, num_columns, num_threads, [&](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token) quantized.quantize(token, activations + token * num_columns);
     });
-    Shares shares(product.form.num_panels(), 1, num_threads);
-    Pool::of_process().run(num_threads, [&](int i, int) {
-        for (Shares::Unit unit; shares.take(i, unit);)
-            bits == 4 ? multiply_panel<4>(product, whole, unit.which)
-                      : multiply_bytes(product, whole, unit.which);
+    WorkQueue queue(product.layout.num_panels(), 1, num_threads);
+    Pool::instance().run(num_threads, [&](int i, int) {
+        for (WorkQueue::Unit unit; queue.next(i, unit);)
+            bits == 4 ? multiply_panel<4>(product, quantized, unit.which)
+                      : multiply_bytes(product, quantized, unit.which);
     });
 }
 
