@@ -33,7 +33,7 @@ class RowFacts:
     wants_prompt_logprobs: bool
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Consecutive tokens of one row in the flat batch."""
 
     row: RowFacts
@@ -53,7 +53,7 @@ class Step:
     order. Each run has the same context and is computed in the same way as in a step of its own.
     """
 
-    runs: tuple[Run, ...]  # in the order of the flat batch
+    runs: tuple[TokenRun, ...]  # in the order of the flat batch
     layout: PassLayout
     token_ids: Ints  # by token
     sampled: tuple[int, ...]  # indices into runs
@@ -142,7 +142,7 @@ class PersistentBatch:
             if known > row.num_prompt_tokens and self._num_computed[row.slot] + 1 == known:
                 yield row
 
-    def room_for_draft(self, row: RowFacts) -> int:
+    def max_draft_len(self, row: RowFacts) -> int:
         """Return the number of draft tokens that fit after the newest token."""
         known = self._num_tokens[row.slot]
         max_len = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
@@ -187,7 +187,7 @@ class PersistentBatch:
         self,
         num_scheduled_tokens: Mapping[RequestId, int],
         drafts: Mapping[RequestId, Sequence[int]],
-    ) -> Iterator[Run]:
+    ) -> Iterator[TokenRun]:
         for request_id, num_tokens in num_scheduled_tokens.items():
             row = self._rows[request_id]
             end = self._num_computed[row.slot] + num_tokens
@@ -198,7 +198,7 @@ class PersistentBatch:
                     f"{request_id} is scheduled up to token {end}; its blocks hold {num_slots}"
                 )
             for ahead in range(1 + len(drafts.get(request_id, ()))):
-                yield Run(row, num_tokens, end + ahead)
+                yield TokenRun(row, num_tokens, end + ahead)
 
     def _append_blocks(self, row: RowFacts, block_ids: tuple[BlockId, ...]) -> None:
         slot = row.slot
@@ -219,7 +219,7 @@ class PersistentBatch:
                 f"{request_id} would have {num_tokens} tokens; rows hold {self._tokens.shape[1]}"
             )
 
-    def _layout(self, runs: Sequence[Run], slots: Ints, num_queries: Ints) -> PassLayout:
+    def _layout(self, runs: Sequence[TokenRun], slots: Ints, num_queries: Ints) -> PassLayout:
         context_lens = [run.end for run in runs]
         positions = np.array([position for run in runs for position in run.positions], np.int64)
         return PassLayout(
@@ -231,10 +231,10 @@ class PersistentBatch:
             write_offsets=positions % self._block_size,
         )
 
-    def _is_sampled(self, run: Run) -> bool:
+    def _is_sampled(self, run: TokenRun) -> bool:
         return run.end >= self._num_tokens[run.row.slot]
 
 
-def _flat_order(run: Run) -> tuple[bool, int]:
+def _flat_order(run: TokenRun) -> tuple[bool, int]:
     """Sort key: single tokens first, then by context length, so that similar runs are adjacent."""
     return run.num_tokens != 1, run.end

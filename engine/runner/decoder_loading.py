@@ -17,7 +17,7 @@ from engine.runner.model import Decoder
 from engine.runner.ops import Linear
 from engine.runner.packed_weights import is_packed, read_packed
 from engine.runner.quantization import Quantization
-from engine.runner.quantize import Quantize, Quantized, have_one_order, stacked, to_int4, to_int8
+from engine.runner.quantize import Quantize, Quantized, have_same_order, stacked, to_int4, to_int8
 from engine.runner.tensors import check_tensors, expected_tensors
 from engine.runner.weights import Shape, WeightFiles
 
@@ -98,7 +98,7 @@ class _Loader:
         if not all(is_packed(name, self._names, how) for name in names):
             raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
         parts = [self._unpacked(name, how) for name in names]
-        if not have_one_order(parts):
+        if not have_same_order(parts):
             raise ModelError(f"{', '.join(names)}: their columns have different orders")
         return stacked(parts)
 

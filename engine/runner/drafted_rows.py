@@ -45,7 +45,7 @@ class DraftedRows:
         for row in self._batch.decoding(num_scheduled_tokens):
             if row.sampling.structured_outputs is not None:
                 continue  # a matcher cannot go back after a rejected draft
-            room = self._batch.room_for_draft(row)
+            room = self._batch.max_draft_len(row)
             max_tokens = min(num_left, self._speculation.num_tokens, room)
             draft = self._draft(row, max_tokens) if max_tokens > 0 else []
             if draft:
@@ -55,7 +55,7 @@ class DraftedRows:
                 break
         return drafts
 
-    def judge(self, drafts: Drafts, result: RunResult) -> None:
+    def report_acceptance(self, drafts: Drafts, result: RunResult) -> None:
         """Report the numbers of proposed and accepted tokens to the drafter and the result."""
         for request_id, draft in drafts.items():
             num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
@@ -69,7 +69,9 @@ class DraftedRows:
         )
 
 
-def standing(rows: Sequence[RowFacts], choices: Sequence[Choice], drafts: Drafts) -> Sequence[int]:
+def accepted_indices(
+    rows: Sequence[RowFacts], choices: Sequence[Choice], drafts: Drafts
+) -> Sequence[int]:
     """Return the indices of the accepted choices. The rows of a request are in token order."""
     if not drafts:
         return range(len(rows))

@@ -13,7 +13,7 @@ from engine.runner.layers import Layers
 from engine.runner.ops import Angles, Linear, Ops, Peaks
 
 
-class LayerCalls(Protocol):
+class LayerHook(Protocol):
     """Callbacks between the layers of a pass."""
 
     def layer_done(self, layer: int) -> None: ...
@@ -56,7 +56,7 @@ class Decoder:
         token_ids: Tensor,
         angles: Angles,
         attention: AttentionPass,
-        hook: LayerCalls | None,
+        hook: LayerHook | None,
         ends: Ends | None = None,
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.

@@ -90,7 +90,7 @@ def stacked(parts: Sequence[Quantized]) -> Quantized:
     )
 
 
-def have_one_order(parts: Sequence[Quantized]) -> bool:
+def have_same_order(parts: Sequence[Quantized]) -> bool:
     """Return whether all parts have the same column order, so that they can be stacked."""
     first = parts[0].order
     if first is None:

@@ -21,7 +21,7 @@ from engine.errors import PassHookFailed
 from engine.plan import Plan, RunResult
 from engine.runner.attention import PagedAttention
 from engine.runner.batch import NO_DRAFTS, PersistentBatch, RowFacts, Step
-from engine.runner.drafted_rows import DraftedRows, Drafts, standing
+from engine.runner.drafted_rows import DraftedRows, Drafts, accepted_indices
 from engine.runner.facts import NO_LAYER, KvMemory, ModelInfo, PassHook
 from engine.runner.fences import Fences, fences_of
 from engine.runner.grammar_masks import GrammarMasks
@@ -157,7 +157,7 @@ class TorchRunner:
         if step.sampled:
             self._sample(step, self.decoder.logits(hidden_states), drafts, result)
         if self._drafted_rows is not None:
-            self._drafted_rows.judge(drafts, result)
+            self._drafted_rows.report_acceptance(drafts, result)
         return result
 
     def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
@@ -166,7 +166,7 @@ class TorchRunner:
         sample_rows = [self._sample_row(run.row, run.end) for run in runs]
         sample_rows = self._grammar_masks.applied(rows, sample_rows, result.refusals)
         choices = self.sampler.choose(logits, sample_rows)
-        accepted = standing(rows, choices, drafts)
+        accepted = accepted_indices(rows, choices, drafts)
         _add_logprobs(logits, rows, choices, accepted, result)
         for index in accepted:
             request_id, choice = rows[index].request_id, choices[index]

@@ -94,7 +94,7 @@ class Kernels:
         self.pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, self.num_threads)
         return packed
 
-    def packed_numbers(self, weight: Quantized) -> Tensor:
+    def pack_quantized_weight(self, weight: Quantized) -> Tensor:
         """Return a copy of the quantized weight and its scales in packed layout, on huge pages."""
         layout = (weight.bits, *weight.numbers.shape, weight.group)
         packed = _allocate(self._library.baton_quantized_bytes(*layout))
@@ -117,7 +117,7 @@ class NativeOps:
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
         if isinstance(weight, Quantized):
-            packed = self._kernels.packed_numbers(weight)
+            packed = self._kernels.pack_quantized_weight(weight)
             num_rows, num_columns = weight.numbers.shape
             layout = (weight.bits, num_rows, num_columns, weight.group)
             return NativeQuantizedLinear(self._kernels, packed, bias, layout, weight.order)
