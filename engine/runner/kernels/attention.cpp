@@ -67,7 +67,7 @@ class Attention {
   private:
     // Packs keys and values head by head.
     void attend_packed(const Context& context, std::vector<QueryRows>& runs, std::int64_t slot,
-                     std::int64_t end) {
+                       std::int64_t end) {
         for (std::size_t run = 0; run < runs.size(); ++run) {
             if (run == 0 || runs[run].head() != runs[run - 1].head())
                 packed_.load(context, runs[run].head(), slot, end);
@@ -78,7 +78,7 @@ class Attention {
     // Reads step by step through all heads: a block's keys of all heads are contiguous, and so are
     // its values, and sequential reads are faster.
     void attend_in_place(const Context& context, std::vector<QueryRows>& runs, std::int64_t slot,
-                       std::int64_t end) {
+                         std::int64_t end) {
         in_place_.load(context, slot, end);
         for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
             rows.score(in_place_, step, tile, tiles_);

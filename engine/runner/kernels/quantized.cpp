@@ -269,13 +269,13 @@ void multiply_tiles(Tiles& tiles, Ints (&dots)[kTileRows][kVectors], const std::
     _tile_stored(3, &dots[0][3], kNext);
     for (int row = 0; quad < quads && row < num_rows; ++row) {
         const std::uint32_t* own[] = {reinterpret_cast<const std::uint32_t*>(rows + row * stride)};
-        auto& count = reinterpret_cast<IntSums<1>&>(dots[row]);
-        add_group<8, 1>(count, own, numbers + quad * kVectors, quad, quads);
+        auto& row_dots = reinterpret_cast<IntSums<1>&>(dots[row]);
+        add_group<8, 1>(row_dots, own, numbers + quad * kVectors, quad, quads);
     }
 }
 
 void multiply_tokens(const Product& p, Activations& activations, Tiles& tiles, std::int64_t panel,
-                  std::int64_t first, int num_tokens) {
+                     std::int64_t first, int num_tokens) {
     const PackedLayout& layout = p.layout;
     const std::int64_t quads = layout.padded_group() / 4;
     Floats totals[kTileTokens][kVectors] = {};
@@ -283,8 +283,8 @@ void multiply_tokens(const Product& p, Activations& activations, Tiles& tiles, s
         const std::uint8_t* at = p.packed + layout.group_at(panel, group);
         alignas(64) Ints dots[kTileRows][kVectors];
         multiply_tiles(tiles, dots, activations.row(first, 0) + group * layout.padded_group(),
-                    activations.stride(), 2 * num_tokens,
-                    reinterpret_cast<const Words*>(at + PackedLayout::kHeaderBytes), quads);
+                       activations.stride(), 2 * num_tokens,
+                       reinterpret_cast<const Words*>(at + PackedLayout::kHeaderBytes), quads);
         for (int v = 0; v < kVectors; ++v) {
             const Dequantizer dequantize(at, v);
             for (int t = 0; t < num_tokens; ++t)

@@ -189,8 +189,8 @@ constexpr int kRunRows = kMaxRows;
 struct Tiles {};
 
 template <int ROWS, Init INIT>
-void add_rows(float* sums, std::int64_t sum_stride, const Bf16* rows,
-                      std::int64_t row_stride, const Words* panel, std::int64_t pairs) {
+void add_rows(float* sums, std::int64_t sum_stride, const Bf16* rows, std::int64_t row_stride,
+              const Words* panel, std::int64_t pairs) {
     const std::uint32_t* activations[ROWS];
     Totals<ROWS> totals = {};
     for (int row = 0; row < ROWS; ++row) {
