@@ -29,7 +29,7 @@ def test_plain_torch_computes_and_one_warning_names_the_cost(
         assert choose.choose_parts("auto", torch.bfloat16, CPU) is choose.TORCH
 
     (warning,) = caplog.messages
-    assert "a half to a third of the speed" in warning
+    assert "two to three times slower" in warning
     assert "install one" in warning
 
 
