@@ -97,7 +97,7 @@ def test_what_a_form_forbids_no_processor_can_bring_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "word"), [("raises", "no such thing"), ("nan", "no number"), ("inf", "endless")]
+    ("how", "word"), [("raises", "no such thing"), ("nan", "NaN"), ("inf", "+inf")]
 )
 def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: str) -> None:
     failed, other = chosen(row(broken=how), row(favour=2))
