@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from baton.completion import Completion
     from baton.llm import LLM
     from engine.sampling import SamplingParams
-    from engine.structured_outputs import StructuredOutputs
+    from engine.structured_output.params import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -38,8 +38,8 @@ _MODULES = {
     "Generation": "baton.client",
     "Retries": "baton.client",
     "SamplingParams": "engine.sampling",
-    "StructuredOutputs": "engine.structured_outputs",
-    "TlsConfig": "serving.tls",
+    "StructuredOutputs": "engine.structured_output.params",
+    "TlsConfig": "rpc.security.tls",
 }
 
 

@@ -33,15 +33,15 @@ from baton.generation import (
     single_answer,
     tokenize_request_from,
 )
+from baton.interruptible_stream import read_elsewhere
 from baton.node_status import NodeStatus, statuses_from
-from baton.reading import read_elsewhere
 from baton.retries import DEFAULT_RETRIES, BatonError, Retries, Tries
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from engine.errors import InvalidConfig
-from serving.channel import open_blocking_channel, open_channel
-from serving.router_address import router_target
-from serving.tls import PLAIN, TlsConfig
-from serving.token import authorization, check_token
+from rpc.channel import open_blocking_channel, open_channel
+from rpc.router_address import router_target
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.token import authorization, check_token
 
 __all__ = [
     "Access",

@@ -22,12 +22,12 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving.channel import open_blocking_channel
-from serving.errors import ServiceError
-from serving.server import parse_announcement
-from serving.status import remote_error
-from serving.tls import PLAIN, TlsConfig
-from serving.tls_trouble import tls_trouble
+from rpc.channel import open_blocking_channel
+from rpc.errors import ServiceError
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.tls_diagnosis import tls_trouble
+from rpc.server import parse_announcement
+from rpc.status import remote_error
 
 MAX_LOG_LINES = 40
 TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a process fails

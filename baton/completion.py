@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.stops import StopRule, StopWatcher
-from baton.text import Detokenizer
 from engine.request import FinishReason, Output
 from kv_transfer.types import TokenLogprobs
+from text.stop_strings import StopRule, StopWatcher
+from text.tokenizer import Detokenizer
 
 
 @dataclass(slots=True)

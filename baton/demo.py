@@ -16,11 +16,11 @@ from baton.demo_model import demo_model
 from baton.traces.terminal import show_waterfall
 from baton.units import format_bytes
 from engine.sampling import SamplingParams
-from kv_transfer.ucx_log import LOG_NAME, chosen_for_writes, environment_for
+from kv_transfer.transports.ucx_log import LOG_NAME, chosen_for_writes, environment_for
 from telemetry.names import KV_BYTES, KV_DESCRIPTORS, KV_PUSH
-from telemetry.spans import Attributes
-from telemetry.store import read_spans
-from telemetry.traces import Trace, find_trace, traces_of
+from telemetry.tracing.spans import Attributes
+from telemetry.tracing.store import read_spans
+from telemetry.tracing.traces import Trace, find_trace, traces_of
 
 PROMPTS = (
     "def read_config(path):\n",

@@ -11,9 +11,9 @@ from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.extra_args import argument_of
 from engine.sampling import Argument, SamplingDefaults, SamplingParams
-from engine.structured_outputs import StructuredOutputs, structured_outputs_of
+from engine.structured_output.params import StructuredOutputs, structured_outputs_of
 from kv_transfer.types import TokenLogprobs
-from serving.translate import (
+from rpc.messages.conversion import (
     argument_to,
     logprobs_from,
     prompt_logprobs_from,

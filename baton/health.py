@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving.channel import open_blocking_channel
-from serving.router_address import MET_HTTP_1, router_target, unreachable
-from serving.tls import TlsConfig
-from serving.tls_trouble import tls_trouble
+from rpc.channel import open_blocking_channel
+from rpc.router_address import MET_HTTP_1, router_target, unreachable
+from rpc.security.tls import TlsConfig
+from rpc.security.tls_diagnosis import tls_trouble
 
 Status = health_pb2.HealthCheckResponse
 

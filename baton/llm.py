@@ -14,18 +14,18 @@ from types import TracebackType
 from baton.completion import Completion, CompletionBuilder
 from baton.interrupts import defer_interrupts
 from baton.progress import generation_bar, loading_bar
-from baton.stops import StopRule
-from baton.text import Tokenizer
 from baton.units import AUTO, parse_kv_memory
-from engine.assembly import EngineOptions, build_engine, build_grammars
 from engine.errors import InvalidRequest
-from engine.grammar import Grammar
+from engine.factory import EngineOptions, build_engine, build_grammars
 from engine.request import Output, RequestId, RequestSpec
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
-from engine.speculation import parse_speculation
-from engine.structured_outputs import StructuredOutputs
+from engine.scheduler.config import SchedulerConfig
+from engine.spec_decode.config import parse_speculation
+from engine.structured_output.grammar import Grammar
+from engine.structured_output.params import StructuredOutputs
+from text.stop_strings import StopRule
+from text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 

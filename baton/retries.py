@@ -10,11 +10,11 @@ import grpc
 from grpc import StatusCode
 
 from engine.errors import InvalidConfig
-from serving.errors import ServiceError
-from serving.router_address import unreachable
-from serving.status import RemoteError, remote_error
-from serving.tls import TlsConfig
-from serving.tls_trouble import PROBE_TIMEOUT_S, tls_trouble
+from rpc.errors import ServiceError
+from rpc.router_address import unreachable
+from rpc.security.tls import TlsConfig
+from rpc.security.tls_diagnosis import PROBE_TIMEOUT_S, tls_trouble
+from rpc.status import RemoteError, remote_error
 
 
 class BatonError(ServiceError):

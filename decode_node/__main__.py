@@ -6,23 +6,23 @@ import asyncio
 
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
-from engine.assembly import build_grammars, build_scheduler
-from engine.grammars.compiler import GrammarCompiler
-from engine.loop import Compiler, EngineLoop
+from engine.engine_thread import Compiler, EngineLoop
+from engine.factory import build_grammars, build_scheduler
 from engine.runner.load import load_runner
-from engine.runner.runner import TorchRunner
+from engine.runner.model_runner import TorchRunner
+from engine.structured_output.compiler import GrammarCompiler
 from kv_transfer.pairs import Identity
-from serving.drain import until_drained
-from serving.engine_calls import EngineCalls
-from serving.grace import Grace
-from serving.kv_link import GrpcLinks
-from serving.ledger import Ledger, LedgerKvWorker, LedgerRunner
-from serving.listening import check_port
-from serving.node import NodeRole
-from serving.node_metrics import node_metrics
-from serving.node_news import news_reader, prefix_cache_resetter
-from serving.node_options import NodeOptions
-from serving.node_parts import (
+from node.drain import until_drained
+from node.engine_calls import EngineCalls
+from node.kv_link import GrpcLinks
+from node.ledger import Ledger, LedgerKvWorker, LedgerRunner
+from node.metrics import node_metrics
+from node.options import NodeOptions
+from node.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
+from node.servicer import NodeServicer
+from node.state import NodeState
+from node.status_feed import news_reader, prefix_cache_resetter
+from node.wiring import (
     NOTHING_AROUND,
     Around,
     BetweenLayers,
@@ -35,11 +35,11 @@ from serving.node_parts import (
     process_of,
     trace_node,
 )
-from serving.node_state import NodeState
-from serving.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
-from serving.server import Service, serving
-from serving.servicer import NodeServicer
-from telemetry.tracer import Tracer, tracing
+from rpc.grace_period import Grace
+from rpc.listening import check_port
+from rpc.node_info import NodeRole
+from rpc.server import Service, serving
+from telemetry.tracing.tracer import Tracer, tracing
 
 
 def main(options: NodeOptions, around: Around = NOTHING_AROUND) -> None:

@@ -11,15 +11,15 @@ from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import Served
-from serving.call_streams import CallContext, serve_calls
-from serving.engine_calls import CLIENT_ID
-from serving.ledger import Entry, Ledger
-from serving.node_state import NodeState
-from serving.node_tracing import NO_TRACING, NodeTracing
-from serving.status import named_errors
-from serving.streamed import streamed
-from serving.translate import handoff_from, output_to
-from serving.translate_sequence import decode_spec
+from node.call_streams import CallContext, serve_calls
+from node.engine_calls import CLIENT_ID
+from node.ledger import Entry, Ledger
+from node.state import NodeState
+from node.tracing import NO_TRACING, NodeTracing
+from rpc.messages.conversion import handoff_from, output_to
+from rpc.messages.sequences import decode_spec
+from rpc.status import named_errors
+from rpc.streaming import streamed
 
 
 class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):

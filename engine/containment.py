@@ -16,7 +16,7 @@ from dataclasses import fields
 from engine.errors import PassHookFailed
 from engine.plan import Plan, Runner, RunResult
 from engine.request import RequestId
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 
 # If this many rows fail one after the other, with no success in between, the rows are not at
 # fault: the engine ends, and its node is restarted.

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from engine.containment import Containment
 from engine.errors import EngineStopped
-from engine.kv_seam import KvWorker
+from engine.kv_connector import KvWorker
 from engine.plan import Runner, RunResult, StepResult
 from engine.request import StepOutputs
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 from kv_transfer.types import KvOrders, KvReports
 
 NO_REPORTS = KvReports()

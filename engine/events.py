@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.hashing import BlockHash
+from engine.kv_cache.block_hashes import BlockHash
 from engine.request import RequestId
 
 

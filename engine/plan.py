@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.grammar import Grammar
 from engine.request import RequestId
 from engine.sampling import SamplingParams
+from engine.structured_output.grammar import Grammar
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from engine.errors import InvalidRequest
-from engine.structured_outputs import StructuredOutputs
+from engine.structured_output.params import StructuredOutputs
 
 MAX_LOGPROBS = 64
 MOST_BANNED_SEQUENCES = 1024

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.link import Link, LinkId
-from kv_transfer.messages import LinkMessage, Renew, Renewed
+from kv_transfer.protocol.messages import LinkMessage, Renew, Renewed
 
 
 class Inbox:

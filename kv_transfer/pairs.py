@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.link import Link, LinkId
-from kv_transfer.messages import Closed, Fingerprint, Hello, Region, why_refused
-from kv_transfer.transport import Channel, Transport
+from kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, why_refused
+from kv_transfer.transports.base import Channel, Transport
 from kv_transfer.types import BlockId, Incarnation, NodeId
 
 # Limit of dialled links without a Hello from the peer. Each has an open channel already.

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kv_transfer.spans import part_of
-from kv_transfer.transport import Write
+from kv_transfer.protocol.memory_runs import part_of
+from kv_transfer.transports.base import Write
 from kv_transfer.types import HandoffId, NodeId
 
 MAX_UNTAKEN = 10_000  # the oldest records are dropped if they are not collected

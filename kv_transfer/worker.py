@@ -13,23 +13,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
+from kv_transfer.action_executor import Performer
 from kv_transfer.config import KvWorkerConfig
-from kv_transfer.digest import Digests, ReadBlocks
-from kv_transfer.done_note import done_of
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.fence import PASSED, Fence, FencedLayers
 from kv_transfer.inbox import Inbox
-from kv_transfer.incoming import IncomingState
 from kv_transfer.link import Link, LinkId
-from kv_transfer.meetings import Meetings
-from kv_transfer.messages import Closed, Grant, Hello, LinkMessage, Region, Renewed, Writing
-from kv_transfer.pace import Pace
 from kv_transfer.pairs import Identity, Pairs, PeerPair
-from kv_transfer.performer import Performer
-from kv_transfer.receiver import Receiver
+from kv_transfer.peer_lifecycle import Meetings
+from kv_transfer.poll_interval import Pace
+from kv_transfer.protocol.digest import Digests, ReadBlocks
+from kv_transfer.protocol.done_message import done_of
+from kv_transfer.protocol.incoming import IncomingState
+from kv_transfer.protocol.messages import (
+    Closed,
+    Grant,
+    Hello,
+    LinkMessage,
+    Region,
+    Renewed,
+    Writing,
+)
+from kv_transfer.protocol.receiver import Receiver
+from kv_transfer.protocol.sender import Sender
 from kv_transfer.records import Role, TransferLedger, TransferRecord
-from kv_transfer.sender import Sender
-from kv_transfer.transport import (
+from kv_transfer.transports.base import (
     Arrived,
     ChannelEvent,
     Landing,

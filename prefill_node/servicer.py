@@ -11,15 +11,15 @@ from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import FinishReason, Output, RequestSpec
+from node.call_streams import CallContext, serve_calls
+from node.engine_calls import CLIENT_ID
+from node.state import NodeState
+from node.tracing import NO_TRACING, NodeTracing
 from prefill_node.sends import PendingSends
-from serving.call_streams import CallContext, serve_calls
-from serving.engine_calls import CLIENT_ID
-from serving.node_state import NodeState
-from serving.node_tracing import NO_TRACING, NodeTracing
-from serving.status import named_errors
-from serving.streamed import streamed
-from serving.translate import handoff_from, output_to
-from serving.translate_sequence import prefill_spec
+from rpc.messages.conversion import handoff_from, output_to
+from rpc.messages.sequences import prefill_spec
+from rpc.status import named_errors
+from rpc.streaming import streamed
 
 HAS_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
 

@@ -14,43 +14,43 @@ from functools import partial
 
 from grpc import aio
 
-from baton.text import Tokenizer
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
 from engine.errors import InvalidConfig
-from engine.grammars.compiler import GrammarCompiler
-from engine.grammars.library import GrammarChecks
 from engine.model_folder import resolve_model_folder
+from engine.structured_output.compiler import GrammarCompiler
+from engine.structured_output.llguidance_backend import GrammarChecks
+from router.admission.admission_queue import LineConfig
 from router.cluster_servicer import ClusterServicer
-from router.form_checks import ThreadedFormChecks
-from router.line import LineConfig
-from router.node_calls import GrpcNodeCalls
-from router.node_sources import NodeSource, refuse_two_roles
-from router.nodes import NodeTable
-from router.openai.parsing import ALL_IS_CONTENT, Parsing
+from router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
+from router.discovery.sources import NodeSource, refuse_two_roles
+from router.discovery.watcher import Discovery, watching
+from router.dispatch.node_calls import GrpcNodeCalls
+from router.input_processing.form_checks import ThreadedFormChecks
+from router.input_processing.tokenization import ModelText, TextBoundary, TokenIdsOnly
+from router.openai.response.output_parsers import ALL_IS_CONTENT, Parsing
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import Routing
 from router.prefix_resets import PrefixResets
-from router.readiness import PREFILL_PATIENCE_S, Readiness
+from router.request_scope import Visits
+from router.routing.node_table import NodeTable
+from router.routing.policy import Routing
 from router.servicer import InferenceServicer
-from router.text import ModelText, TextBoundary, TokenIdsOnly
 from router.tracing import Tracing
-from router.visits import Visits
-from router.watching import Discovery, watching
-from serving.grace import DRAIN_TIMEOUT_S, Grace
-from serving.health import Health
-from serving.node import NodeRole
-from serving.scrapes import AskedOn
-from serving.server import Running, Service, announce, serving, stop_signal
-from serving.tls import PLAIN, TlsConfig
-from serving.token import AcceptedTokens
-from serving.token_gate import TokenGate, nobody_counts
-from telemetry import metric_names
-from telemetry.exposition import exposition
-from telemetry.metrics import Read, Reading, RouterMetrics
+from rpc.grace_period import DRAIN_TIMEOUT_S, Grace
+from rpc.health import Health
+from rpc.node_info import NodeRole
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.token import AcceptedTokens
+from rpc.security.token_gate import TokenGate, nobody_counts
+from rpc.server import Running, Service, announce, serving, stop_signal
+from telemetry.metrics import names as metric_names
+from telemetry.metrics.exposition import exposition
+from telemetry.metrics.instruments import Read, Reading, RouterMetrics
+from telemetry.metrics.readers import metrics_read
+from telemetry.metrics.scrapes import AskedOn
 from telemetry.options import TelemetryOptions
-from telemetry.readers import metrics_read
 from telemetry.resource import Process
-from telemetry.tracer import NO_TRACER, Tracer, tracing
+from telemetry.tracing.tracer import NO_TRACER, Tracer, tracing
+from text.tokenizer import Tokenizer
 
 ID_BYTES = 4
 

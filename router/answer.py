@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from baton.stops import StopRule, StopWatcher
 from engine.request import FinishReason, Output
 from kv_transfer.types import TokenLogprobs
 from router.values import Finish, Piece
+from text.stop_strings import StopRule, StopWatcher
 
 
 class Speller(Protocol):

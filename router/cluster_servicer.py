@@ -10,12 +10,12 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from router.nodes import NodeTable
+from router.discovery.node_registry import NodeReport, NodeState, roster
 from router.prefix_resets import PrefixResets
-from router.roster import NodeReport, NodeState, roster
-from serving.node import ROLE_TO_MESSAGE, totals_to
-from serving.status import named_errors
-from serving.streamed import streamed
+from router.routing.node_table import NodeTable
+from rpc.node_info import ROLE_TO_MESSAGE, totals_to
+from rpc.status import named_errors
+from rpc.streaming import streamed
 
 MIN_INTERVAL_S = 0.1
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.input_processing.logprob_limits import LogprobBudget
 from router.shared_prompt import SharedPrompt
-from router.sizes import LogprobBudget
 from router.tracing import UNTRACED, Trace
-from serving.errors import DeadlineExceeded
+from rpc.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)

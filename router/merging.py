@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from router.request_scope import Answering
 from router.values import Ending, Piece
-from router.visits import Answering
 
 IndexedParts = AsyncGenerator[tuple[int, Piece | Ending], None]
 

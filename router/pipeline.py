@@ -10,30 +10,29 @@ from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
-from baton.spelling import TokenText
 from kv_transfer.types import HandoffId
-from router.admission import Admission
+from router.admission.admission import Admission
+from router.admission.admission_queue import INITIAL_CAPACITY, LineConfig
+from router.admission.answer_forecast import AnswerForecast
+from router.admission.retry_budget import RetryBudget
+from router.admission.wait_forecast import Forecast
 from router.answer import Answer
-from router.answer_forecast import AnswerForecast
-from router.assignment import Assignment
-from router.attempt import Attempt
-from router.breakers import BreakerConfig, Breakers
 from router.context import RequestContext
-from router.failures import AttemptFailures
-from router.forecast import Forecast
-from router.form_checks import NO_FORM_CHECKS, FormChecks
-from router.large_texts import LargeTextConfig, LargeTexts
-from router.legs import NodeCalls
-from router.line import INITIAL_CAPACITY, LineConfig
-from router.nodes import Node, NodeTable
-from router.policy import Ask, Route, Routing, choose
-from router.quarantine import Quarantine, QuarantineVerdict, Suspicion, TrackedAttempt
-from router.retry_budget import RetryBudget
+from router.dispatch.attempt import Attempt
+from router.dispatch.failures import AttemptFailures
+from router.dispatch.node_rpcs import NodeCalls
+from router.dispatch.quarantine import Quarantine, QuarantineVerdict, Suspicion, TrackedAttempt
+from router.input_processing.form_checks import NO_FORM_CHECKS, FormChecks
+from router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from router.input_processing.logprob_limits import LogprobBudget, check_prompt_logprobs_fit
+from router.input_processing.tokenization import TextBoundary
+from router.routing.assignment import Assignment
+from router.routing.breakers import BreakerConfig, Breakers
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Ask, Route, Routing, choose
 from router.shared_prompt import SharedPrompt
-from router.sizes import LogprobBudget, check_prompt_logprobs_fit
-from router.text import TextBoundary
 from router.values import Call, Ending, Piece, Prompt
-from serving.errors import (
+from rpc.errors import (
     Draining,
     EmptyPrompt,
     FailureKind,
@@ -46,8 +45,9 @@ from serving.errors import (
     TooLate,
     UnknownModel,
 )
-from serving.node import NodeRole
-from serving.translate_sequence import Sequence
+from rpc.messages.sequences import Sequence
+from rpc.node_info import NodeRole
+from text.token_text import TokenText
 
 SEED_BITS = 63
 NONCE_BYTES = 8

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from grpc import RpcError, aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.nodes import Node, NodeTable
-from serving.errors import NodeFailed
-from serving.status import remote_error
+from router.routing.node_table import Node, NodeTable
+from rpc.errors import NodeFailed
+from rpc.status import remote_error
 
 TIMEOUT_S = 10.0  # a node answers between two steps of its engine
 

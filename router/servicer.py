@@ -11,19 +11,24 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.limits import MAX_TOKENS_TO_DETOKENIZE, check_count, check_name, is_name
+from router.input_processing.limits import (
+    MAX_TOKENS_TO_DETOKENIZE,
+    check_count,
+    check_name,
+    is_name,
+)
 from router.merging import merged
-from router.nodes import NodeTable
 from router.pipeline import Pipeline
+from router.request_scope import Visits, received_now
+from router.routing.node_table import NodeTable
 from router.translate import ResponseBuilder, calls_from, tokenize_input_from
 from router.values import Piece
-from router.visits import Visits, received_now
-from serving.ends import is_late
-from serving.errors import NoNodes
-from serving.node import NodeRole
-from serving.status import named_errors
-from serving.streamed import streamed
-from serving.translate import sampling_defaults_to
+from rpc.call_outcome import is_late
+from rpc.errors import NoNodes
+from rpc.messages.conversion import sampling_defaults_to
+from rpc.node_info import NodeRole
+from rpc.status import named_errors
+from rpc.streaming import streamed
 
 ID_BYTES = 12
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 
 from kv_transfer.types import TokenLogprobs
-from router.nodes import Node, Revision
-from router.quarantine import PromptGroup
+from router.dispatch.quarantine import PromptGroup
+from router.routing.node_table import Node, Revision
 from router.values import Ending, Piece
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine.errors import InvalidRequest
-from router.nodes import Node, NodeTable
-from router.policy import Policy, Route
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Policy, Route
 from router.values import Call, ChatPrompt, Ending, PrefillPlace
-from serving.ends import end_of
-from serving.node import NodeRole
+from rpc.call_outcome import end_of
+from rpc.node_info import NodeRole
 from telemetry import names
 from telemetry.logs import log_event
-from telemetry.metrics import RouterMetrics
-from telemetry.request_timeline import (
+from telemetry.metrics.instruments import RouterMetrics
+from telemetry.tracing.request_timeline import (
     Choice,
     Judgement,
     LegTimeline,
@@ -24,8 +24,8 @@ from telemetry.request_timeline import (
     TryTimeline,
     Usage,
 )
-from telemetry.spans import End, Metadata, Outcome, TraceContext
-from telemetry.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
+from telemetry.tracing.spans import End, Metadata, Outcome, TraceContext
+from telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
 
 LOG_LEVELS = {
     Outcome.OK: logging.DEBUG,

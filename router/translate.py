@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.stops import StopRule
 from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.extra_args import MAX_ARGUMENT_ENTRIES
@@ -19,8 +18,8 @@ from engine.sampling import (
     NO_ADVICE,
     SamplingDefaults,
 )
-from engine.structured_outputs import MOST_CHOICES
-from router.limits import (
+from engine.structured_output.params import MOST_CHOICES
+from router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_EXTRA_ARGS,
     check_copies_fit,
@@ -41,8 +40,14 @@ from router.values import (
     Timings,
     TokenPrompt,
 )
-from serving.errors import EmptyPrompt
-from serving.translate import FINISH_TO_MESSAGE, logprobs_to, prompt_logprobs_to, sampling_from
+from rpc.errors import EmptyPrompt
+from rpc.messages.conversion import (
+    FINISH_TO_MESSAGE,
+    logprobs_to,
+    prompt_logprobs_to,
+    sampling_from,
+)
+from text.stop_strings import StopRule
 
 MOST_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 NUM_SEEDS = 1 << 64

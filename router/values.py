@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from baton.stops import StopRule
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
+from text.stop_strings import StopRule
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from engine.errors import InvalidConfig
-from telemetry.spans import AttributeValue
+from telemetry.tracing.spans import AttributeValue
 
 FORMATS = ("auto", "text", "json")
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
@@ -22,7 +22,7 @@ TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # The debug level applies to these packages, not to libraries.
 ROOMS = (
     *("baton", "router", "prefill_node", "decode_node"),
-    *("serving", "telemetry", "engine", "kv_transfer"),
+    *("node", "rpc", "telemetry", "text", "engine", "kv_transfer"),
 )
 FIELDS = "fields"
 NUM_SUPPRESSED = "num_suppressed"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from telemetry import names
-from telemetry.spans import AttributeValue
+from telemetry.tracing.spans import AttributeValue
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.assembly import EngineOptions, build_engine
+from engine.factory import EngineOptions, build_engine
 from engine.request import RequestId, RequestSpec
+from engine.runner.config import RunnerConfig
 from engine.runner.load import load_runner
-from engine.runner.runner import TorchRunner
-from engine.runner.settings import RunnerConfig
+from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
 
 BUDGET = 2048  # --max-num-batched-tokens
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.runner.config import read_model_config
-from engine.runner.tensors import expected_tensors
-from engine.runner.weights import Shape
+from engine.runner.model.config import read_model_config
+from engine.runner.weights.safetensors import Shape
+from engine.runner.weights.tensor_names import expected_tensors
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -15,8 +15,8 @@ from grpc import aio
 
 from baton.bench.canned_node import Steps
 from baton.v1 import inference_pb2
-from serving.parent import end_with_parent
-from serving.server import announce, stop_signal
+from rpc.parent_process import end_with_parent
+from rpc.server import announce, stop_signal
 
 SERVICE, METHOD = "baton.v1.InferenceService", "Generate"
 

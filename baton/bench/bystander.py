@@ -19,7 +19,7 @@ from enum import Enum
 from baton.client import AsyncClient, BatonError, Retries
 from baton.generation import Generation
 from engine.sampling import SamplingParams
-from serving.parent import end_with_parent
+from rpc.parent_process import end_with_parent
 
 NUM_STREAMS = 2
 NUM_TOKENS = 200

@@ -15,15 +15,15 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc, sampling_pb2
-from engine.hashing import PrefixNaming
-from kv_transfer.messages import Fingerprint
+from engine.kv_cache.block_hashes import PrefixNaming
+from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
-from serving.call_streams import CallContext, serve_calls
-from serving.node import NodeCard, NodeLoad, NodeRole, card_to, news_to
-from serving.parent import end_with_parent
-from serving.prefixes import PrefixChanges
-from serving.server import Service, announce, serving, stop_signal
-from serving.streamed import streamed
+from node.call_streams import CallContext, serve_calls
+from rpc.cached_prefixes import PrefixChanges
+from rpc.node_info import NodeCard, NodeLoad, NodeRole, card_to, news_to
+from rpc.parent_process import end_with_parent
+from rpc.server import Service, announce, serving, stop_signal
+from rpc.streaming import streamed
 
 Context = aio.ServicerContext[Any, Any]
 

@@ -24,7 +24,7 @@ from baton.bench.chaos_stage import Setting, Stage
 from baton.bench.hostile_bodies import Attack
 from baton.client import AsyncClient, BatonError, Retries
 from baton.cluster import Child, await_serving
-from serving.channel import KEEPALIVE
+from rpc.channel import KEEPALIVE
 
 PHASE_PATIENCE_S = 2.0
 READY_WITHIN_S = 120.0

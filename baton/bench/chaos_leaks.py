@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from telemetry import metric_names as names
-from telemetry.metric_names import Metric
+from telemetry.metrics import names
+from telemetry.metrics.names import Metric
 
 SCRAPE_TIMEOUT_S = 5.0
 SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")

@@ -12,9 +12,9 @@ from baton.bench.chaos_bystander import Bystanders, ProcessMemory, Struck
 from baton.bench.chaos_faults import Fault, Kind, Role
 from baton.bench.chaos_leaks import Scrape
 from baton.bench.chaos_load import Outcome, Told
-from serving.channel import LONGEST_RECONNECT_S
-from telemetry import metric_names as counted
+from rpc.channel import LONGEST_RECONNECT_S
 from telemetry import names
+from telemetry.metrics import names as counted
 
 # Not a loss: a refusal by a full queue, or, with a short deadline, one as too late.
 FAIR_REASONS, FAIR_TO_THE_HURRIED = ("QUEUE_FULL",), ("TOO_LATE",)

@@ -22,7 +22,7 @@ from baton.bench.chaos_leaks import Footprint, Scrape, footprint, scrape
 from baton.bench.chaos_wire import FaultSwitch
 from baton.bench.hostile_client import AttackTarget
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from telemetry import metric_names as names
+from telemetry.metrics import names
 
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
 ANY_PORT = ("--metrics-port", "0")

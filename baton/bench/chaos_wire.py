@@ -16,8 +16,8 @@ from pathlib import Path
 
 from baton.bench.chaos_faults import Kind
 from kv_transfer.link import Link, LinkId
-from kv_transfer.messages import LinkMessage, Region
-from kv_transfer.transport import Arrived, Channel, ChannelEvent, Transport, Write
+from kv_transfer.protocol.messages import LinkMessage, Region
+from kv_transfer.transports.base import Arrived, Channel, ChannelEvent, Transport, Write
 from kv_transfer.types import BlockId
 
 # Share of messages that DROP and SWAP hit.

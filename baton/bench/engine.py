@@ -19,15 +19,15 @@ import torch
 
 from baton.bench.limits import Work, batch_of, prompt_of, work_of
 from baton.bench.step_cost import Spent, StepCost, StepMeter, step_cost
-from engine.assembly import EngineOptions, build_engine
 from engine.core import EngineCore
+from engine.factory import EngineOptions, build_engine
 from engine.request import RequestId, RequestSpec
 from engine.runner.kernels.build import KernelsMissing
 from engine.runner.kernels.limits import LimitMeter
 from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.runner import TorchRunner
+from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
 
 Made = tuple[str, str]  # kernels and quantization
 

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.grammar import Bits, Grammar
-from engine.grammars.library import GrammarLibrary, num_words
 from engine.model_folder import read_generation_defaults, resolve_model_folder
-from engine.runner.config import read_model_config
-from engine.runner.constraints import constrain
-from engine.runner.grammar_masks import unpacked
-from engine.runner.sampler import SampleRow
+from engine.runner.model.config import read_model_config
+from engine.runner.sampling.constraints import constrain
+from engine.runner.sampling.grammar_masks import unpacked
+from engine.runner.sampling.sampler import SampleRow
 from engine.sampling import SamplingParams
-from engine.structured_outputs import StructuredOutputs
+from engine.structured_output.grammar import Bits, Grammar
+from engine.structured_output.llguidance_backend import GrammarLibrary, num_words
+from engine.structured_output.params import StructuredOutputs
 
 NUM_TIMES_APPLIED = 50
 

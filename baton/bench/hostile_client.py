@@ -25,10 +25,10 @@ import grpc
 
 from baton.bench.hostile_bodies import Attack, HttpPost, posts, spoilt
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
-from serving.channel import open_blocking_channel
-from serving.descriptors import raise_descriptor_limit
-from serving.parent import end_with_parent
-from serving.status import remote_error
+from rpc.channel import open_blocking_channel
+from rpc.descriptors import raise_descriptor_limit
+from rpc.parent_process import end_with_parent
+from rpc.status import remote_error
 
 GENERATE = "/baton.v1.InferenceService/Generate"
 NUM_AT_ONCE = 8

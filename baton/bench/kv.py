@@ -24,7 +24,7 @@ from baton.bench.kv_end import EndPlan, HandOffTimes, serve_end
 from baton.bench.kv_figures import MIB, KvFigure, KvRound, TailFigure, figure_of
 from baton.bench.kv_prefill import Prefill, PrefillTimes
 from kv_transfer.errors import KvTransferError
-from kv_transfer.transport import Write
+from kv_transfer.transports.base import Write
 from kv_transfer.types import BlockId, HandoffId
 
 MEMORY_BYTES = 256 * MIB

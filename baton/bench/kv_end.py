@@ -26,13 +26,14 @@ import numpy as np
 
 from baton.bench.kv_prefill import Prefill, PrefillTimes, compute
 from baton.v1 import kv_link_pb2_grpc
-from engine.runner.memory import huge_page_memory
+from engine.runner.huge_pages import huge_page_memory
 from kv_transfer.config import KvWorkerConfig
-from kv_transfer.messages import Fingerprint, Region
-from kv_transfer.nixl_transport import NixlConfig, NixlTransport
 from kv_transfer.pairs import Identity
+from kv_transfer.protocol.messages import Fingerprint, Region
 from kv_transfer.records import Role, TransferRecord
-from kv_transfer.transport import Arrived, Channel, Transport, Write, WriteFailed, Written
+from kv_transfer.transports.base import Arrived, Channel, Transport, Write, WriteFailed, Written
+from kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from kv_transfer.types import (
     BlockId,
     Complete,
@@ -45,11 +46,10 @@ from kv_transfer.types import (
     Receive,
     Send,
 )
-from kv_transfer.ucxx_transport import UcxxConfig, UcxxTransport
 from kv_transfer.worker import KvTransferWorker
-from serving.kv_link import GrpcLinks
-from serving.server import Service, serving
-from serving.servicer import KvLinkServicer
+from node.kv_link import GrpcLinks
+from node.servicer import KvLinkServicer
+from rpc.server import Service, serving
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 16  # arbitrary: nothing is decoded

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.runner.config import read_model_config
-from engine.runner.tensors import expected_tensors
+from engine.runner.model.config import read_model_config
+from engine.runner.weights.tensor_names import expected_tensors
 
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
 KV_NUMBER_BYTES = 2

@@ -19,14 +19,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from baton.bench.plotting import picture
-from engine.hashing import BlockHash, PrefixNaming
-from kv_transfer.messages import Fingerprint
+from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
+from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
-from router.assignment import Assignment
-from router.nodes import Node, NodeTable
-from router.policy import Ask, Policy, Routing, choose
-from serving.node import NodeCard, NodeLoad, NodeRole
-from serving.prefixes import PrefixChanges
+from router.routing.assignment import Assignment
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Ask, Policy, Routing, choose
+from rpc.cached_prefixes import PrefixChanges
+from rpc.node_info import NodeCard, NodeLoad, NodeRole
 
 
 @dataclass(frozen=True, slots=True)

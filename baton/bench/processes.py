@@ -14,7 +14,7 @@ from typing import IO
 
 from baton.cluster import ClusterFailed
 from baton.interrupts import ends_wait
-from serving.server import parse_announcement
+from rpc.server import parse_announcement
 
 CPUCLOCK_SCHED = 2
 STOP_TIMEOUT_S = 30.0

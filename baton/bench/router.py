@@ -24,11 +24,11 @@ from baton.cluster import await_serving
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer
-from router.node_stream import NodeStream
-from serving.channel import open_channel
-from serving.node import NodeRole
-from serving.translate_sequence import Sequence as TokenSequence
-from serving.translate_sequence import decode_order, prefill_order
+from router.dispatch.node_stream import NodeStream
+from rpc.channel import open_channel
+from rpc.messages.sequences import Sequence as TokenSequence
+from rpc.messages.sequences import decode_order, prefill_order
+from rpc.node_info import NodeRole
 
 # The difference to a full answer separates the cost per token from that per request.
 SHORT_ANSWER = 2

@@ -15,8 +15,8 @@ from time import thread_time
 from engine.plan import Plan, RunResult, StepResult
 from engine.request import RequestId, RequestSpec
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 NUM_WARM_UP_STEPS = 32

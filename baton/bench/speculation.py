@@ -14,14 +14,14 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 import engine
-from baton.text import Tokenizer
-from engine.assembly import EngineOptions, build_engine
 from engine.core import EngineCore
+from engine.factory import EngineOptions, build_engine
 from engine.request import Output, RequestId, RequestSpec
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
-from engine.speculation import Speculation
+from engine.scheduler.config import SchedulerConfig
+from engine.spec_decode.config import Speculation
+from text.tokenizer import Tokenizer
 
 NUM_PROMPTS = 8
 

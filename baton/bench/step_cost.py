@@ -14,7 +14,7 @@ from time import thread_time
 from typing import ParamSpec, TypeVar
 
 from engine.core import EngineCore
-from engine.runner.runner import TorchRunner
+from engine.runner.model_runner import TorchRunner
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from baton.client import AsyncClient, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
-from telemetry.spans import TraceContext
-from telemetry.tracer import new_span_id, new_trace_id
+from telemetry.tracing.spans import TraceContext
+from telemetry.tracing.tracer import new_span_id, new_trace_id
 
 # Trace ratio by name; None: a cluster without tracing. "off again" shows the noise of the
 # measurement.

@@ -111,7 +111,7 @@ def that_stay(engines: dict[str, Start], model: str, lifetime: ExitStack) -> dic
 def _need_memory_for(names: Sequence[str], model: str) -> None:
     from baton.bench.engines import vllm_server_bytes
     from baton.units import format_bytes
-    from engine.runner.host_memory import free_host_bytes
+    from engine.runner.weights.host_memory import free_host_bytes
 
     num_servers = sum(1 if "colocated" in name else 2 for name in names)
     needed, free = num_servers * vllm_server_bytes(model), free_host_bytes()

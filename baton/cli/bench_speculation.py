@@ -31,7 +31,7 @@ def speculation(
     """Measure the speed-up of speculative decoding on source code, and compare the tokens."""
     from baton.bench.speculation import SpeculationBench, SpeedUp, run
     from baton.cli.bench import numbers
-    from engine.speculation import parse_speculation
+    from engine.spec_decode.config import parse_speculation
 
     chosen = parse_speculation(speculative)
     if chosen is None:

@@ -18,7 +18,7 @@ from baton.cli.serve import node_command
 
 if TYPE_CHECKING:
     from kv_transfer.config import KvWorkerConfig
-    from serving.node_options import NodeOptions
+    from node.options import NodeOptions
 
 # Real links do not lose single messages, so the default timeouts are long. Here they are short.
 GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
@@ -26,7 +26,7 @@ GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
 
 def run(folder: Path, role: str, options: NodeOptions) -> None:
     from baton.bench.chaos_wire import FaultSwitch, FaultyLink, FaultyTransport
-    from serving.node_parts import Around
+    from node.wiring import Around
 
     fault_switch = FaultSwitch(folder / options.node_id)
     around = Around(

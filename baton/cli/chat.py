@@ -17,7 +17,7 @@ from baton.cli.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.show import for_terminal
 from baton.cli.signatures import split, takes_options_of
 from baton.conversation import PLAIN_STOP, Conversation
-from serving.errors import ServiceError
+from rpc.errors import ServiceError
 
 if TYPE_CHECKING:
     import asyncio

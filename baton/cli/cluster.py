@@ -15,7 +15,7 @@ from baton.cli.signatures import is_set, options_of, passed_on, split, takes_opt
 from baton.cli.telemetry import TraceDir, trace_folder
 from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
-from serving.listening import check_port
+from rpc.listening import check_port
 from telemetry.options import default_trace_dir
 
 FOR_TLS = tuple(one.name for one in options_of(tls_config))

@@ -10,7 +10,7 @@ import typer
 from baton.cli.command import origin
 from engine.errors import EngineError, InvalidConfig, InvalidRequest
 from kv_transfer.errors import InvalidKvSetting, KvTransferError
-from serving.errors import ServiceError
+from rpc.errors import ServiceError
 
 FAILED = 1
 WRONG_USAGE = 2

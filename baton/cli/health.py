@@ -23,7 +23,7 @@ def health(
 ) -> None:
     """Check the health of a server: exit code 0 if it serves, 1 if not or if it does not answer."""
     from baton.health import ask
-    from serving.health import LIVENESS
+    from rpc.health import LIVENESS
 
     verdict = ask(address, timeout, client_tls(**for_tls), LIVENESS if live else "")
     print(verdict.words, file=sys.stdout if verdict.is_serving else sys.stderr)

@@ -10,7 +10,7 @@ import typer
 from baton.cli.options import FORM_PANEL, SAMPLING_PANEL
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
-from engine.structured_outputs import structured_outputs_of
+from engine.structured_output.params import structured_outputs_of
 
 if TYPE_CHECKING:
     from baton.generation import Sampling

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from serving.tls import TlsConfig
+    from rpc.security.tls import TlsConfig
 
 SECURITY_PANEL = "Security"
 
@@ -40,7 +40,7 @@ def tls_config(
     tls_server_name: TlsServerName = "",
 ) -> TlsConfig:
     """TLS settings of a server process. Raises InvalidConfig."""
-    from serving.tls import TlsConfig
+    from rpc.security.tls import TlsConfig
 
     return TlsConfig(tls_cert, tls_key, tls_ca, tls_client_ca, tls_server_name)
 

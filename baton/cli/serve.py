@@ -66,14 +66,14 @@ from baton.cli.signatures import split, takes_options_of
 from baton.cli.telemetry import TraceStepRatio, telemetry_options
 from baton.units import AUTO, parse_kv_memory
 from engine.errors import InvalidConfig
-from serving.descriptors import raise_descriptor_limit
-from serving.grace import DRAIN_TIMEOUT_S
-from serving.parent import end_when_told, end_with_parent
+from rpc.descriptors import raise_descriptor_limit
+from rpc.grace_period import DRAIN_TIMEOUT_S
+from rpc.parent_process import end_when_told, end_with_parent
 from telemetry.logs import start_logging
 
 if TYPE_CHECKING:
+    from node.options import NodeOptions
     from router.__main__ import RouterOptions
-    from serving.node_options import NodeOptions
 
 LONG_PREFILL_TOKEN_THRESHOLD = 512
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -124,15 +124,15 @@ def node_options(
     **given: Any,
 ) -> NodeOptions:
     """Options of prefill and decode nodes."""
-    from engine.runner.settings import RunnerConfig
-    from engine.scheduler_config import (
+    from engine.runner.config import RunnerConfig
+    from engine.scheduler.config import (
         SchedulerConfig,
         load_failure_policy_named,
         scheduling_policy_named,
     )
-    from engine.speculation import parse_speculation
+    from engine.spec_decode.config import parse_speculation
     from kv_transfer.config import KvWorkerConfig, ReceiverConfig
-    from serving.node_options import NodeOptions
+    from node.options import NodeOptions
 
     for_tls, for_telemetry = split(given, tls_config, telemetry_options)
     threshold = long_prefill_token_threshold
@@ -248,11 +248,11 @@ def router_options(
     **given: Any,
 ) -> RouterOptions:
     from router.__main__ import RouterOptions
-    from router.line import LineConfig
-    from router.node_sources import parse_sources
-    from router.openai.parsing import Parsing
-    from router.policy import Routing, policy_named
-    from serving.token import AcceptedTokens, read_tokens
+    from router.admission.admission_queue import LineConfig
+    from router.discovery.sources import parse_sources
+    from router.openai.response.output_parsers import Parsing
+    from router.routing.policy import Routing, policy_named
+    from rpc.security.token import AcceptedTokens, read_tokens
 
     for_tls, for_telemetry = split(given, tls_config, telemetry_options)
     return RouterOptions(

@@ -12,8 +12,8 @@ from baton.cli.examples import examples
 from baton.cli.options import check_writable_file
 from baton.cli.telemetry import TRACE_DIR_VARIABLE, trace_folder
 from engine.errors import EngineError, InvalidConfig
-from telemetry.store import read_spans
-from telemetry.traces import Trace, find_trace, traces_of
+from telemetry.tracing.store import read_spans
+from telemetry.tracing.traces import Trace, find_trace, traces_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +117,7 @@ def export(
     trace_dir: Folder = "",
 ) -> None:
     """Send stored traces to a collector."""
-    from telemetry.export import send_all
+    from telemetry.tracing.export import send_all
 
     kept = _kept(trace_dir)
     found = [_wanted(kept, trace_dir, wanted)] if wanted else kept

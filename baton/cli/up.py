@@ -18,9 +18,9 @@ from baton.interrupts import get_interruptibly
 from baton.units import format_bytes
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.model_folder import resolve_model_folder
-from serving.channel import open_blocking_channel
-from serving.node import NodeCard, card_from
-from serving.tls import TlsConfig
+from rpc.channel import open_blocking_channel
+from rpc.node_info import NodeCard, card_from
+from rpc.security.tls import TlsConfig
 
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)

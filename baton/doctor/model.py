@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.doctor.findings import Finding, fail, ok, warn
-from baton.text import Tokenizer
 from baton.units import format_bytes
 from engine.errors import ModelError
 from engine.model_folder import resolve_model_folder
+from text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
@@ -45,13 +45,13 @@ def _tokenizer(folder: Path) -> Finding:
 def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
     import torch
 
-    from engine.runner.config import read_model_config
-    from engine.runner.kv_budget import auto_kv_bytes
-    from engine.runner.kv_cache import KvShape, free_bytes
+    from engine.runner.attention.kv_budget import auto_kv_bytes
+    from engine.runner.attention.kv_tensor import KvShape, free_bytes
+    from engine.runner.config import RunnerConfig
     from engine.runner.load import DTYPES
-    from engine.runner.settings import RunnerConfig
-    from engine.runner.tensors import check_tensors, expected_tensors
-    from engine.runner.weights import WeightFiles
+    from engine.runner.model.config import read_model_config
+    from engine.runner.weights.safetensors import WeightFiles
+    from engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
     try:
         config = read_model_config(folder)

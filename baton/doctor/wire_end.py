@@ -12,11 +12,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kv_transfer.errors import KvTransferError
-from kv_transfer.messages import Region
-from kv_transfer.nixl_transport import NixlConfig, NixlTransport
-from kv_transfer.transport import Arrived, Channel, Severed, Transport, Write, WriteFailed, Written
+from kv_transfer.protocol.messages import Region
+from kv_transfer.transports.base import (
+    Arrived,
+    Channel,
+    Severed,
+    Transport,
+    Write,
+    WriteFailed,
+    Written,
+)
+from kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from kv_transfer.types import BlockId
-from kv_transfer.ucxx_transport import UcxxConfig, UcxxTransport
 
 BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 32

@@ -9,7 +9,7 @@ from datetime import datetime
 from rich.table import Table
 
 from telemetry import names
-from telemetry.traces import Trace
+from telemetry.tracing.traces import Trace
 
 WIDE = 110  # minimum width for all columns
 NUM_ID_DIGITS = 12  # of a trace id; `show` accepts any prefix

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from baton.traces.terminal import FAILED, headline
 from telemetry import names
-from telemetry.related import related_to
-from telemetry.spans import AttributeValue, SpanEvent, SpanStatus
-from telemetry.steps import PART_NAMES
-from telemetry.traces import Row, Trace, failed_node_of, failures_of, note_of
+from telemetry.tracing.related import related_to
+from telemetry.tracing.spans import AttributeValue, SpanEvent, SpanStatus
+from telemetry.tracing.steps import PART_NAMES
+from telemetry.tracing.traces import Row, Trace, failed_node_of, failures_of, note_of
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 TICKS = 5

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from baton.units import format_bytes
 from telemetry import names
-from telemetry.related import related_to
-from telemetry.spans import SpanStatus
-from telemetry.traces import Row, Trace, failures_of, note_of
+from telemetry.tracing.related import related_to
+from telemetry.tracing.spans import SpanStatus
+from telemetry.tracing.traces import Row, Trace, failures_of, note_of
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 WIDE = 120  # minimum width for notes

@@ -9,18 +9,18 @@ import torch
 
 from engine.errors import InvalidConfig
 from engine.model_folder import read_generation_defaults, resolve_model_folder
-from engine.runner.batch import PersistentBatch
-from engine.runner.config import ModelConfig, read_model_config
-from engine.runner.decoder_loading import Target, load_decoder
-from engine.runner.facts import ModelInfo, OnLoad
+from engine.runner.attention.kv_budget import auto_kv_bytes
+from engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
+from engine.runner.config import RunnerConfig as RunnerConfig
+from engine.runner.input_batch import PersistentBatch
 from engine.runner.kernels.choose import choose_parts
-from engine.runner.kv_budget import auto_kv_bytes
-from engine.runner.kv_cache import KvShape, free_bytes, num_blocks_within
-from engine.runner.processors import Model, load_processors, versions
-from engine.runner.rope import Rope
-from engine.runner.runner import TorchRunner
-from engine.runner.settings import RunnerConfig as RunnerConfig
-from engine.runner.weights import WeightFiles
+from engine.runner.model.config import ModelConfig, read_model_config
+from engine.runner.model.rope import Rope
+from engine.runner.model_info import ModelInfo, OnLoad
+from engine.runner.model_runner import TorchRunner
+from engine.runner.sampling.logits_processors import Model, load_processors, versions
+from engine.runner.weights.decoder_loading import Target, load_decoder
+from engine.runner.weights.safetensors import WeightFiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -10,22 +10,22 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.nodes import NodeTable
-from router.openai.asking import chat_completion_from, completion_from
+from router.openai.body_parsing import Bodies
 from router.openai.endpoints import PrefixCaches, Probes, Scrape, Tokens, models_of
 from router.openai.errors import error_response, tell_bug, tell_named
 from router.openai.generation import Generation, Kitchen
-from router.openai.parsing import ALL_IS_CONTENT, Parsing
-from router.openai.reading import Bodies
+from router.openai.request.parsed_request import chat_completion_from, completion_from
+from router.openai.response.output_parsers import ALL_IS_CONTENT, Parsing
 from router.openai.unserved import answer_unserved
 from router.pipeline import Pipeline
 from router.prefix_resets import PrefixResets
-from router.visits import Visits
-from serving.errors import Unauthenticated
-from serving.health import Health
-from serving.status import NAMED, reason_of
-from serving.token import HEADER, AcceptedTokens
-from serving.token_gate import nobody_counts
+from router.request_scope import Visits
+from router.routing.node_table import NodeTable
+from rpc.errors import Unauthenticated
+from rpc.health import Health
+from rpc.security.token import HEADER, AcceptedTokens
+from rpc.security.token_gate import nobody_counts
+from rpc.status import NAMED, reason_of
 
 # Paths without authentication: probes send no tokens.
 OPEN_TO_ALL = frozenset({"/health", "/ready"})

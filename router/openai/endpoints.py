@@ -13,22 +13,22 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from router.nodes import NodeTable
-from router.openai.bodies import (
+from router.openai.body_parsing import Bodies
+from router.openai.request.bodies import (
     DetokenizeBody,
     TokenizeChatBody,
     TokenizeTextBody,
     body_from,
 )
-from router.openai.choices import Json
-from router.openai.encoding import as_json
-from router.openai.prompts import chat_from
-from router.openai.reading import Bodies
+from router.openai.request.prompts import chat_from
+from router.openai.response.choices import Json
+from router.openai.response.encoding import as_json
 from router.pipeline import Pipeline
 from router.prefix_resets import PrefixResets
+from router.routing.node_table import NodeTable
 from router.values import Prompt, TextPrompt
-from serving.errors import UnknownModel
-from serving.health import Health
+from rpc.errors import UnknownModel
+from rpc.health import Health
 
 # Takes the Accept header. Returns the metrics and their content type.
 Scrape = Callable[[str], tuple[bytes, str]]

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from engine.errors import InvalidRequest
-from router.openai.choices import Json
-from serving.errors import (
+from router.openai.response.choices import Json
+from rpc.errors import (
     BodyTimeout,
     Draining,
     EmptyPrompt,
@@ -21,9 +21,9 @@ from serving.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from serving.status import MOST_FIELD_CHARACTERS, code_and_reason, message_of
+from rpc.status import MOST_FIELD_CHARACTERS, code_and_reason, message_of
 
-# HTTP statuses of the gRPC codes in `serving/status.py`.
+# HTTP statuses of the gRPC codes in `rpc/status.py`.
 HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: 400,
     StatusCode.UNAUTHENTICATED: 401,

@@ -13,24 +13,24 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from router.limits import check_name, is_name
+from router.input_processing.limits import check_name, is_name
+from router.input_processing.tokenization import by_id
 from router.merging import IndexedParts, merged
-from router.nodes import NodeTable
-from router.openai.answers import StreamedAnswer, WholeAnswer, choices_of, heading_of
-from router.openai.asking import Advice, Asked
-from router.openai.choices import ToldPrompt
-from router.openai.encoding import encoded
-from router.openai.parsing import Parsing
-from router.openai.reading import Bodies
-from router.openai.receiving import while_connected
+from router.openai.body_parsing import Bodies
+from router.openai.body_receiving import while_connected
 from router.openai.replies import Reply
-from router.openai.tool_choice import refusals_naming_tools
-from router.openai.warnings import Warnings
+from router.openai.request.parsed_request import Advice, Asked
+from router.openai.request.tool_choice import refusals_naming_tools
+from router.openai.response.answers import StreamedAnswer, WholeAnswer, choices_of, heading_of
+from router.openai.response.choices import ToldPrompt
+from router.openai.response.encoding import encoded
+from router.openai.response.output_parsers import Parsing
+from router.openai.response.request_warnings import Warnings
 from router.pipeline import Pipeline
-from router.text import by_id
+from router.request_scope import Visit, Visits, received_now
+from router.routing.node_table import NodeTable
 from router.values import TextPrompt
-from router.visits import Visit, Visits, received_now
-from serving.status import NAMED
+from rpc.status import NAMED
 
 ID_BYTES = 12
 REQUEST_ID, TRACE_ID = "x-request-id", "x-trace-id"

@@ -11,10 +11,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router.openai.connections import Acceptor, ConnectionLimits
-from serving.descriptors import descriptor_limit, max_connections
-from serving.http_tls import server_context
-from serving.listening import listening_socket
-from serving.tls import TlsConfig
+from rpc.descriptors import descriptor_limit, max_connections
+from rpc.listening import listening_socket
+from rpc.security.http_tls import server_context
+from rpc.security.tls import TlsConfig
 
 # Time for the last bytes of answers, which have ended when the server closes.
 CLOSE_GRACE_S = 1

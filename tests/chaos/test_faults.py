@@ -17,7 +17,7 @@ from baton.bench.chaos_report import Report
 from baton.bench.chaos_stage import Setting, Stage
 from baton.bench.hostile_bodies import Attack
 from baton.client import AsyncClient
-from telemetry.metric_names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
+from telemetry.metrics.names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
 from telemetry.names import MIGRATE
 from tests.support.models import VARIANTS, make_model_folder
 

@@ -21,7 +21,7 @@ from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.completion import Completion
 from baton.llm import LLM
 from engine.sampling import SamplingParams
-from engine.structured_outputs import StructuredOutputs
+from engine.structured_output.params import StructuredOutputs
 from kv_transfer.types import TokenLogprobs
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")

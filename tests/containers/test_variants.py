@@ -12,7 +12,7 @@ import pytest
 from baton.client import Answer, BatonError, Client, Generation, TlsConfig
 from baton.retries import Retries
 from engine.sampling import SamplingParams
-from serving.tls import PLAIN
+from rpc.security.tls import PLAIN
 from tests.containers.compose import ContainerCluster, run
 
 pytestmark = pytest.mark.containers

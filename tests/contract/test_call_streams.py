@@ -11,11 +11,11 @@ import pytest
 from grpc import StatusCode
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from router.node_calls import Connection
-from router.node_stream import NodeStream
-from serving.channel import open_channel
-from serving.errors import GenerationFailed
-from serving.status import RemoteFailure
+from router.dispatch.node_calls import Connection
+from router.dispatch.node_stream import NodeStream
+from rpc.channel import open_channel
+from rpc.errors import GenerationFailed
+from rpc.status import RemoteFailure
 from tests.support.called_node import CalledNode, Told, serving_calls
 
 PATIENCE_S = 30

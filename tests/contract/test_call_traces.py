@@ -21,17 +21,17 @@ from engine.plan import Plan, RunResult
 from engine.request import RequestSpec
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId
-from router.legs import LegEvent
-from router.node_calls import GrpcNodeCalls
-from router.nodes import Node
+from node.tracing import NodeTracing
+from router.dispatch.node_calls import GrpcNodeCalls
+from router.dispatch.node_rpcs import LegEvent
+from router.routing.node_table import Node
 from router.tracing import LegTrace, Trace, Tracing
 from router.values import Prompt
-from serving.node import NodeRole
-from serving.node_tracing import NodeTracing
-from serving.translate_sequence import Sequence
+from rpc.messages.sequences import Sequence
+from rpc.node_info import NodeRole
 from telemetry import names
-from telemetry.node_timeline import NodeFacts
-from telemetry.spans import Span, SpanStatus, TraceContext
+from telemetry.tracing.node_timeline import NodeFacts
+from telemetry.tracing.spans import Span, SpanStatus, TraceContext
 from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor
 from tests.support.node_calls import FakeNodeCalls, a_card

@@ -17,15 +17,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
 from engine.errors import InvalidConfig
 from engine.sampling import SamplingDefaults, SamplingParams
-from router.legs import Leg
-from serving.channel import open_channel
-from serving.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
-from serving.node import NodeRole
-from serving.sizes import MAX_REQUEST_BYTES
-from serving.tls import PLAIN
-from serving.token import AcceptedTokens
-from serving.token_gate import TokenGate
-from serving.wire_gauge import MAX_FIELDS
+from router.dispatch.node_rpcs import Leg
+from rpc.channel import open_channel
+from rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
+from rpc.messages.limits import MAX_REQUEST_BYTES
+from rpc.messages.wire_gauge import MAX_FIELDS
+from rpc.node_info import NodeRole
+from rpc.security.tls import PLAIN
+from rpc.security.token import AcceptedTokens
+from rpc.security.token_gate import TokenGate
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.routers import a_router
 

@@ -16,15 +16,15 @@ import torch
 
 from engine.plan import Plan, Row
 from engine.request import RequestId
-from engine.runner.facts import KvMemory
+from engine.runner.config import RunnerConfig
 from engine.runner.fences import CudaFence, CudaFences, fences_of
 from engine.runner.load import load_runner
-from engine.runner.runner import TorchRunner
-from engine.runner.settings import RunnerConfig
+from engine.runner.model_info import KvMemory
+from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from kv_transfer.digest import BlockDigest
 from kv_transfer.fence import PASSED, Fence, FencedLayers
-from kv_transfer.messages import Region
+from kv_transfer.protocol.digest import BlockDigest
+from kv_transfer.protocol.messages import Region
 from kv_transfer.types import BlockId, HandoffId, KvOrders
 from kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import (

@@ -13,14 +13,14 @@ from engine.core import EngineCore
 from engine.plan import Plan, RunResult
 from engine.sampling import SamplingParams
 from router.context import RequestContext
-from router.node_calls import GrpcNodeCalls
-from router.nodes import Node
+from router.dispatch.node_calls import GrpcNodeCalls
+from router.input_processing.tokenization import TokenIdsOnly
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import Policy, Routing
-from router.text import TokenIdsOnly
+from router.routing.node_table import Node
+from router.routing.policy import Policy, Routing
 from router.values import Call, Ending, Piece, TokenPrompt
-from serving.errors import GenerationFailed, PoisonedRequest
-from serving.node import NodeRole
+from rpc.errors import GenerationFailed, PoisonedRequest
+from rpc.node_info import NodeRole
 from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor, tokens_alone
 from tests.support.node_calls import a_card, a_table

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from baton.v1 import kv_link_pb2_grpc
 from kv_transfer.link import LinkId
-from kv_transfer.messages import Closed, LinkMessage, Revoked
+from kv_transfer.protocol.messages import Closed, LinkMessage, Revoked
 from kv_transfer.types import HandoffId
-from serving.kv_link import GrpcLinks
-from serving.server import Service, serving
-from serving.servicer import KvLinkServicer
-from serving.tls import PLAIN, TlsConfig
+from node.kv_link import GrpcLinks
+from node.servicer import KvLinkServicer
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.server import Service, serving
 from tests.support.certificates import make_authority
 
 PATIENCE_S = 30

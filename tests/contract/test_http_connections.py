@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from router.openai.connections import ConnectionLimits
-from serving.tls import PLAIN, TlsConfig
+from rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import make_authority
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.node_calls import FakeNodeCalls

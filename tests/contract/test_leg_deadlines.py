@@ -12,13 +12,13 @@ import pytest
 from baton.v1 import node_pb2
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId
-from router.legs import LegEvent
-from router.node_calls import GrpcNodeCalls
-from router.nodes import Node
-from serving.errors import DeadlineExceeded, MessageTooLarge
-from serving.node import NodeRole
-from serving.sizes import MAX_MESSAGE_BYTES
-from serving.translate_sequence import Sequence
+from router.dispatch.node_calls import GrpcNodeCalls
+from router.dispatch.node_rpcs import LegEvent
+from router.routing.node_table import Node
+from rpc.errors import DeadlineExceeded, MessageTooLarge
+from rpc.messages.limits import MAX_MESSAGE_BYTES
+from rpc.messages.sequences import Sequence
+from rpc.node_info import NodeRole
 from tests.support.called_node import CalledNode, serving_calls
 from tests.support.node_calls import a_card
 

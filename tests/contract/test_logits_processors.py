@@ -11,10 +11,16 @@ from torch import Tensor
 
 from engine.errors import InvalidConfig, InvalidRequest
 from engine.extra_args import Arguments
-from engine.runner import processors
 from engine.runner.layout import Ints
-from engine.runner.processors import NEVER, Model, Processors, load_processors, versions
-from engine.runner.sampler import Sampler, SampleRow
+from engine.runner.sampling import logits_processors as processors
+from engine.runner.sampling.logits_processors import (
+    NEVER,
+    Model,
+    Processors,
+    load_processors,
+    versions,
+)
+from engine.runner.sampling.sampler import Sampler, SampleRow
 from engine.sampling import Argument, SamplingParams
 
 MODEL = Model("somewhere", 8)

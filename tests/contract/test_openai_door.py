@@ -17,29 +17,29 @@ from openai import AsyncOpenAI
 
 from baton.client import AsyncClient, BatonError
 from baton.health import ask
-from baton.text import Tokenizer
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
+from router.admission.admission_queue import LineConfig
 from router.answer import Speller
-from router.legs import Leg
-from router.line import LineConfig
-from router.nodes import NodeTable
-from router.openai.parsing import Parsing
-from router.openai.receiving import MOST_BODY_BYTES, max_values
-from router.text import ModelText, TextBoundary, TokenIdsOnly
+from router.dispatch.node_rpcs import Leg
+from router.input_processing.tokenization import ModelText, TextBoundary, TokenIdsOnly
+from router.openai.body_receiving import MOST_BODY_BYTES, max_values
+from router.openai.response.output_parsers import Parsing
+from router.request_scope import received_now
+from router.routing.node_table import NodeTable
 from router.tracing import Tracing
 from router.values import Call, DecodeSummary, Prompt, TokenPrompt
-from router.visits import received_now
-from serving.errors import FailureKind, NodeFailed
-from serving.node import NodeRole
-from serving.tls import PLAIN, TlsConfig
-from serving.token import AcceptedTokens
+from rpc.errors import FailureKind, NodeFailed
+from rpc.node_info import NodeRole
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.token import AcceptedTokens
 from telemetry import names
 from tests.support.certificates import Authority, make_authority
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.tracers import TakingTracer
+from text.tokenizer import Tokenizer
 
 PROMPT = [3, 4, 5]
 ANSWER = [12, 19, 26, 33]  # what the nodes that behave say to it

@@ -19,12 +19,12 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
 
 from kv_transfer.records import Role, TransferRecord
 from kv_transfer.types import HandoffId
-from telemetry import metric_names as counted
-from telemetry.metrics import NodeMetrics, Reading
+from telemetry.metrics import names as counted
+from telemetry.metrics.instruments import NodeMetrics, Reading
+from telemetry.metrics.readers import metrics_read
 from telemetry.options import TelemetryOptions
-from telemetry.readers import metrics_read
 from telemetry.resource import Process
-from telemetry.spans import TraceContext
+from telemetry.tracing.spans import TraceContext
 
 PROCESS = Process("prefill", "p0", "1")
 TRACE = TraceContext(0xABC, 0xDEF)

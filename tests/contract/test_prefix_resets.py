@@ -13,19 +13,19 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.v1 import cluster_pb2_grpc
-from engine.loop import EngineLoop
+from engine.engine_thread import EngineLoop
 from kv_transfer.types import NodeId
+from node.engine_calls import CLIENT_ID, EngineCalls
+from node.status_feed import prefix_cache_resetter
 from router.cluster_servicer import ClusterServicer
-from router.nodes import NodeTable
 from router.prefix_resets import PrefixResets
-from serving.channel import open_channel
-from serving.engine_calls import CLIENT_ID, EngineCalls
-from serving.errors import NodeFailed
-from serving.node import NodeRole
-from serving.node_news import prefix_cache_resetter
-from serving.server import Service, serving
-from serving.token import AcceptedTokens
-from serving.token_gate import TokenGate
+from router.routing.node_table import NodeTable
+from rpc.channel import open_channel
+from rpc.errors import NodeFailed
+from rpc.node_info import NodeRole
+from rpc.security.token import AcceptedTokens
+from rpc.security.token_gate import TokenGate
+from rpc.server import Service, serving
 from tests.support.engines import a_spec, an_engine
 from tests.support.http_routers import an_http_router
 from tests.support.node_calls import a_card

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from baton.llm import LLM
-from baton.text import Tokenizer
 from engine.errors import InvalidConfig, ModelError
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import FORMATS, write_quantized
+from text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SOURCES = DEMO.parents[1] / "router"

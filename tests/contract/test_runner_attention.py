@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner.attention import PagedAttention, TorchPagedAttention
+from engine.runner.attention.paged_attention import PagedAttention, TorchPagedAttention
 from engine.runner.kernels.native import NativePagedAttention
 from engine.runner.layout import PassLayout
 from tests.support.kernels import kernels_by_variant

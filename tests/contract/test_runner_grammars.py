@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from engine.errors import InvalidRequest
-from engine.grammar import Bits, Grammar, Matcher
-from engine.grammars.library import GrammarLibrary
 from engine.request import RequestId
 from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.runner import TorchRunner
-from engine.runner.sampler import NO_TOKEN_FITS
+from engine.runner.model_runner import TorchRunner
+from engine.runner.sampling.sampler import NO_TOKEN_FITS
 from engine.sampling import SamplingParams
-from engine.structured_outputs import StructuredOutputs
+from engine.structured_output.grammar import Bits, Grammar, Matcher
+from engine.structured_output.llguidance_backend import GrammarLibrary
+from engine.structured_output.params import StructuredOutputs
 from tests.support.driving import Drive, Driver
 from tests.support.models import (
     EOS_TOKEN_ID,

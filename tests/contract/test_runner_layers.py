@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runner.config import ModelConfig, read_model_config
-from engine.runner.decoder_loading import Target, load_decoder
 from engine.runner.kernels.choose import TORCH, Parts, native_parts
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
 from engine.runner.kernels.native_layers import NativeLayers, native_layers
-from engine.runner.layers import Layer, Layers, PlainLayers
 from engine.runner.layout import PassLayout
-from engine.runner.model import Ends
-from engine.runner.rope import Rope
-from engine.runner.weights import WeightFiles
+from engine.runner.model.config import ModelConfig, read_model_config
+from engine.runner.model.decoder import Ends
+from engine.runner.model.layers import Layer, Layers, PlainLayers
+from engine.runner.model.rope import Rope
+from engine.runner.weights.decoder_loading import Target, load_decoder
+from engine.runner.weights.safetensors import WeightFiles
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 

@@ -22,8 +22,8 @@ from engine.runner.kernels.build import (
 )
 from engine.runner.kernels.choose import TORCH, choose_parts
 from engine.runner.kernels.native import Kernels, NativeOps
-from engine.runner.ops import TorchOps
-from engine.runner.quantize import Quantize, Quantized, to_int4, to_int8
+from engine.runner.model.ops import TorchOps
+from engine.runner.weights.quantize import Quantize, Quantized, to_int4, to_int8
 from tests.support.kernels import kernels_by_variant
 
 EPSILON = 1e-6

@@ -19,14 +19,14 @@ from engine.core import EngineCore, NoKvWorker
 from engine.errors import PassHookFailed
 from engine.plan import Plan, Row, RunResult
 from engine.request import Output, RequestId, RequestSpec
-from engine.runner.facts import NO_LAYER, KvMemory
 from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.runner import TorchRunner
-from engine.runner.sampler import NOT_FINITE
+from engine.runner.model_info import NO_LAYER, KvMemory
+from engine.runner.model_runner import TorchRunner
+from engine.runner.sampling.sampler import NOT_FINITE
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
-from engine.speculation import Speculation
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from engine.spec_decode.config import Speculation
 from kv_transfer.fence import Fence
 from kv_transfer.types import BlockId, TokenLogprobs
 from tests.support.driving import GREEDY, Drive, Driver

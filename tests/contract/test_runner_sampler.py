@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
-from engine.runner import sampler as sampler_module
-from engine.runner.constraints import constrain
-from engine.runner.logprobs import token_logprobs
-from engine.runner.randomness import waiting_times
-from engine.runner.sampler import NO_TOKEN_LEFT, NOT_FINITE, Choice, Sampler, SampleRow
+from engine.runner.sampling import sampler as sampler_module
+from engine.runner.sampling.constraints import constrain
+from engine.runner.sampling.logprobs import token_logprobs
+from engine.runner.sampling.randomness import waiting_times
+from engine.runner.sampling.sampler import NO_TOKEN_LEFT, NOT_FINITE, Choice, Sampler, SampleRow
 from engine.sampling import SamplingParams
 
 VOCAB_SIZE = 50

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.request import RequestId
-from engine.runner.config import RopeConfig
 from engine.runner.kernels.native import Kernels, NativePagedAttention
 from engine.runner.layout import PassLayout
 from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.rope import Rope
-from engine.runner.runner import TorchRunner
+from engine.runner.model.config import RopeConfig
+from engine.runner.model.rope import Rope
+from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
 from tests.support.driving import Drive, Driver, RestlessDriver
 from tests.support.kernels import kernels_by_variant

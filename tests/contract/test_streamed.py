@@ -12,10 +12,10 @@ import pytest
 from grpc import aio
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from serving.channel import open_channel
-from serving.server import Service, serving
-from serving.status import named_errors
-from serving.streamed import streamed
+from rpc.channel import open_channel
+from rpc.server import Service, serving
+from rpc.status import named_errors
+from rpc.streaming import streamed
 
 PATIENCE_S = 30
 # More than fits into the windows of a stream, so that the server waits inside a write.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kv_transfer.transport import (
+from kv_transfer.transports.base import (
     Arrived,
     ChannelEvent,
     Landing,
@@ -374,7 +374,7 @@ def test_a_missing_library_is_one_line_that_says_what_to_install(
     file, name = transport.split(".")
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({modules.split()}))\n"
-        f"from kv_transfer.messages import Region\n"
+        f"from kv_transfer.protocol.messages import Region\n"
         f"from kv_transfer.{file} import {name}\n"
         f"{name}(Region(0, 1, 1))"
     )

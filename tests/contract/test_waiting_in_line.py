@@ -11,7 +11,7 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Generation
 from engine.sampling import SamplingParams
-from router.line import LineConfig
+from router.admission.admission_queue import LineConfig
 from tests.support.node_calls import FakeNodeCalls
 from tests.support.routers import MoodyRouter, a_router
 

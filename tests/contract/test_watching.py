@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.finding import SourceFailed
-from router.node_calls import GrpcNodeCalls
-from router.node_sources import DnsName, NodeSource
-from router.nodes import NodeTable
-from router.watching import Discovery, watching
-from serving.node import NodeRole
-from serving.tls import PLAIN, TlsConfig
+from router.discovery.resolver import SourceFailed
+from router.discovery.sources import DnsName, NodeSource
+from router.discovery.watcher import Discovery, watching
+from router.dispatch.node_calls import GrpcNodeCalls
+from router.routing.node_table import NodeTable
+from rpc.node_info import NodeRole
+from rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import make_authority
 from tests.support.node_servers import a_node_server
 
@@ -224,12 +224,12 @@ def test_a_node_that_cannot_be_reached_by_tls_is_not_waited_for_in_silence(tmp_p
 
     async def scene() -> None:
         heard = ErrorHeard()
-        logging.getLogger("router.watching").addHandler(heard)
+        logging.getLogger("router.discovery.watcher").addHandler(heard)
         try:
             async with a_node_server(name="d1") as node, a_view(strict, decode=node.address):
                 told = await heard.words.get()
         finally:
-            logging.getLogger("router.watching").removeHandler(heard)
+            logging.getLogger("router.discovery.watcher").removeHandler(heard)
         assert told.startswith(f"decode node: {node.address} does not speak TLS")
 
     run(scene)

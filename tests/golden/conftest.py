@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.runner import TorchRunner
+from engine.runner.model_runner import TorchRunner
 from tests.support.models import VARIANTS, make_model_folder
 
 BLOCK_SIZE = 16

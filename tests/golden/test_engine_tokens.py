@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.assembly import EngineOptions, build_engine
 from engine.core import EngineCore
+from engine.factory import EngineOptions, build_engine
 from engine.request import FinishReason, RequestId, RequestSpec
 from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.runner import TorchRunner
+from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
 from tests.support.models import VARIANTS, prompt_of, reference_greedy
 
 BLOCK_SIZE = 16

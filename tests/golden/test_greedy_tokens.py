@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.request import RequestId
-from engine.runner.runner import TorchRunner
+from engine.runner.model_runner import TorchRunner
 from tests.support.driving import Drive, Driver, drives_of
 from tests.support.models import VARIANTS, prompt_of, reference_greedy
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.request import RequestId
-from engine.runner.runner import TorchRunner
+from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
 from tests.support.driving import Drive, Driver
 from tests.support.models import VARIANTS, prompt_of, reference_logprobs

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from telemetry import names
-from telemetry.spans import SpanStatus
-from telemetry.traces import traces_of
+from telemetry.tracing.spans import SpanStatus
+from telemetry.tracing.traces import traces_of
 from tests.support.traces import (
     a_request,
     a_step,

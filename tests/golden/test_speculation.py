@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from baton.llm import LLM
-from engine.assembly import EngineOptions, build_engine
 from engine.core import EngineCore
+from engine.factory import EngineOptions, build_engine
 from engine.request import FinishReason, Output, RequestId, RequestSpec
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
-from engine.speculation import Speculation
-from engine.structured_outputs import StructuredOutputs
+from engine.scheduler.config import SchedulerConfig
+from engine.spec_decode.config import Speculation
+from engine.structured_output.params import StructuredOutputs
 from kv_transfer.types import TokenLogprobs
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of

@@ -11,9 +11,9 @@ from baton.bench.router import Round, RouterBench, run
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
-from router.node_stream import NodeStream
-from serving.channel import open_channel
-from serving.translate_sequence import Sequence, decode_order
+from router.dispatch.node_stream import NodeStream
+from rpc.channel import open_channel
+from rpc.messages.sequences import Sequence, decode_order
 
 SMALL = RouterBench(
     model="",

@@ -12,7 +12,7 @@ import pytest
 
 from baton.client import Client
 from baton.cluster import LocalCluster
-from serving.server import parse_announcement
+from rpc.server import parse_announcement
 from tests.support.programs import started
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 from tests.support.told_router import WAIT_S, told_router

@@ -21,8 +21,8 @@ from baton.llm import LLM
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
-from serving.node import NodeLoad
-from serving.translate_sequence import Sequence, decode_order
+from rpc.messages.sequences import Sequence, decode_order
+from rpc.node_info import NodeLoad
 from tests.support.health import health_of
 from tests.support.life import standing_still
 from tests.support.load import PATIENCE_S, Ask, Told, tell

@@ -13,7 +13,7 @@ import pytest
 from baton.client import BatonError, Chunk, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
-from serving.node import NodeLoad
+from rpc.node_info import NodeLoad
 from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, card_at, is_busy

@@ -14,9 +14,9 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId
-from serving.grace import CUT_OFF
-from serving.node import NodeRole
-from serving.translate_sequence import Sequence, decode_order
+from rpc.grace_period import CUT_OFF
+from rpc.messages.sequences import Sequence, decode_order
+from rpc.node_info import NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import PairOptions, greedy
 from tests.support.life import standing_still

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.node import NodeLoad
+from rpc.node_info import NodeLoad
 from tests.support.engine_pair import Call, Pair, PairOptions, greedy
 from tests.support.models import Variant, make_model_folder, prompt_of, reference_greedy
 from tests.support.nodes import await_load, is_busy

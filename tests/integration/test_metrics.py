@@ -14,7 +14,7 @@ import pytest
 from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
-from telemetry.metric_names import NODE_METRICS, ROUTER_METRICS
+from telemetry.metrics.names import NODE_METRICS, ROUTER_METRICS
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy
 from tests.support.scrapes import Scrape, scraped

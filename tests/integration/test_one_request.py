@@ -17,7 +17,7 @@ from baton.client import Answer, AsyncClient, BatonError, Client, Finish, Genera
 from baton.cluster import LocalCluster
 from baton.llm import LLM
 from engine.sampling import SamplingParams
-from serving.node import NodeLoad
+from rpc.node_info import NodeLoad
 from tests.support.models import VOCAB_SIZE, prompt_of, reference_greedy
 from tests.support.nodes import await_load, card_at
 

@@ -18,10 +18,10 @@ from openai import OpenAI
 
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
-from baton.text import Tokenizer
 from engine.sampling import SamplingParams
 from tests.support.models import prompt_of
 from tests.support.schemas import is_valid
+from text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 ASK: dict[str, Any] = {"model": "", "max_tokens": 12, "temperature": 0}

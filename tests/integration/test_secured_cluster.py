@@ -18,8 +18,8 @@ from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterFailed, ClusterOptions, LocalCluster, await_serving
 from baton.v1 import kv_link_pb2, node_pb2
 from engine.sampling import SamplingParams
-from serving.channel import open_blocking_channel
-from serving.tls import PLAIN, TlsConfig
+from rpc.channel import open_blocking_channel
+from rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import Authority, make_authority
 from tests.support.models import prompt_of, reference_greedy
 

@@ -17,18 +17,18 @@ import pytest
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.llm import LLM
-from baton.text import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
-from engine.structured_outputs import StructuredOutputs
-from serving.status import remote_error
+from engine.structured_output.params import StructuredOutputs
+from rpc.status import remote_error
 from tests.support.life import standing_still
 from tests.support.load import Ask, tell_all
 from tests.support.models import EOS_TOKEN_ID, prompt_of
 from tests.support.nodes import kill_the_writer
 from tests.support.schemas import Schema, is_valid, random_schema
+from text.tokenizer import Tokenizer
 
 SCHEMA: Schema = {
     "type": "object",

@@ -11,7 +11,7 @@ from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from telemetry import names
-from telemetry.spans import SpanStatus
+from telemetry.tracing.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
 from tests.support.life import standing_still
 from tests.support.models import prompt_of

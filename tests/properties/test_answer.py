@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.stops import StopRule, StopWatcher
 from engine.request import FinishReason, Output, RequestId
 from router.answer import Answer
+from text.stop_strings import StopRule, StopWatcher
 
 TOKENS = tuple(range(100, 120))
 LETTERS = "ab"

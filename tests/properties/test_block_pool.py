@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.blocks import BlockPool
-from engine.hashing import BlockHash
+from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.block_pool import BlockPool
 from kv_transfer.types import BlockId
 
 SOME = st.integers(0, 1000)  # picks one of however many there are

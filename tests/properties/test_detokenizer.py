@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.text import Tokenizer
 from tests.support.models import save_tokenizer
 from tests.unit.test_text import metaspace_tokenizer
+from text.tokenizer import Tokenizer
 
 # Enough of both kinds: words, and lone bytes that are whole characters now and then.
 TOKENS = st.lists(st.integers(0, 261), max_size=40)

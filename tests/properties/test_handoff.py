@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kv_transfer.memory_transport import Wire
 from kv_transfer.types import HandoffId
 from tests.support.handoff_world import FINGERPRINT, LaggingMemory, Node, World
+from tests.support.memory_transport import Wire
 
 NUM_HISTORIES = 1500  # for each kind of wire
 NUM_QUIET_HISTORIES = 300

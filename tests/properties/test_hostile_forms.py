@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
-from engine.grammars.library import GrammarChecks, GrammarLibrary, num_words
-from engine.structured_outputs import StructuredOutputs, structured_outputs_of
+from engine.structured_output.llguidance_backend import GrammarChecks, GrammarLibrary, num_words
+from engine.structured_output.params import StructuredOutputs, structured_outputs_of
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
 KEYWORDS = [

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from engine.sampling import NO_ADVICE
 from kv_transfer.types import HandoffId
-from router.openai.asking import Advice, Asked, chat_completion_from, completion_from
-from router.openai.bodies import ChatBody, CompletionBody, json_object
 from router.openai.errors import status_of
+from router.openai.request.bodies import ChatBody, CompletionBody, json_object
+from router.openai.request.parsed_request import (
+    Advice,
+    Asked,
+    chat_completion_from,
+    completion_from,
+)
 from router.values import TokenPrompt
-from serving.status import NAMED
-from serving.translate_sequence import Sequence, prefill_order
+from rpc.messages.sequences import Sequence, prefill_order
+from rpc.status import NAMED
 
 ADVICE = Advice(NO_ADVICE, 512)
 numbers = st.integers() | st.sampled_from(

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sampling import SamplingParams
+from router.admission.admission_queue import LineConfig
 from router.context import RequestContext
-from router.legs import Leg
-from router.line import LineConfig
+from router.dispatch.node_rpcs import Leg
+from router.dispatch.quarantine import PROVEN_TOKENS
+from router.input_processing.tokenization import TokenIdsOnly
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import Policy, Routing
-from router.quarantine import PROVEN_TOKENS
-from router.text import TokenIdsOnly
+from router.routing.policy import Policy, Routing
 from router.values import Call, Piece, TokenPrompt
-from serving.errors import FailureKind, NodeFailed, PoisonedRequest
-from serving.node import NodeRole
+from rpc.errors import FailureKind, NodeFailed, PoisonedRequest
+from rpc.node_info import NodeRole
 from tests.support.mortal_nodes import MortalNodes, Poison
 from tests.support.node_calls import a_node, a_table
 

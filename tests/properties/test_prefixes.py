@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from engine.hashing import BlockHash
-from router.prefixes import NodePrefixes
-from serving.node import NodeLoad, changes_from, news_to
-from serving.prefixes import CachedPrefixes, PrefixWatcher
+from engine.kv_cache.block_hashes import BlockHash
+from router.routing.prefix_index import NodePrefixes
+from rpc.cached_prefixes import CachedPrefixes, PrefixWatcher
+from rpc.node_info import NodeLoad, changes_from, news_to
 
 NAMES = [BlockHash(number.to_bytes(16, "little")) for number in range(12)]
 

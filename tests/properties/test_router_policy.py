@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.assignment import Assignment
-from router.nodes import Node, NodeTable
-from router.policy import Ask, Policy, Routing, choose
-from serving.errors import IncompatibleNodes, NoNodes
-from serving.node import NodeLoad, NodeRole
-from serving.prefixes import PrefixChanges
+from router.routing.assignment import Assignment
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Ask, Policy, Routing, choose
+from rpc.cached_prefixes import PrefixChanges
+from rpc.errors import IncompatibleNodes, NoNodes
+from rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node
 
 PROMPT = tuple(range(64))

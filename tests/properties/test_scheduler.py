@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
-from engine.scheduler_config import LoadFailurePolicy, Policy, SchedulerConfig
+from engine.scheduler.config import LoadFailurePolicy, Policy, SchedulerConfig
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.random_histories import run_history
 

@@ -11,11 +11,11 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from serving.call_streams import CallContext, Order, serve_calls
-from serving.errors import Draining
-from serving.server import Service, serving
-from serving.status import named_errors
-from serving.streamed import streamed
+from node.call_streams import CallContext, Order, serve_calls
+from rpc.errors import Draining
+from rpc.server import Service, serving
+from rpc.status import named_errors
+from rpc.streaming import streamed
 
 
 @dataclass(slots=True)

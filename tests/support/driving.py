@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.grammar import Grammar
 from engine.plan import Plan, Row, Runner, RunResult
 from engine.request import RequestId
 from engine.sampling import SamplingParams
+from engine.structured_output.grammar import Grammar
 from kv_transfer.types import BlockId, TokenLogprobs
 from tests.support.models import EOS_TOKEN_ID
 

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import pytest
 
-from kv_transfer.memory_transport import MemoryTransport, Wire
-from kv_transfer.messages import Region
-from kv_transfer.nixl_transport import NixlConfig, NixlTransport
-from kv_transfer.transport import Channel, ChannelEvent, Transport, Write
+from kv_transfer.protocol.messages import Region
+from kv_transfer.transports.base import Channel, ChannelEvent, Transport, Write
+from kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from kv_transfer.types import BlockId
-from kv_transfer.ucxx_transport import UcxxConfig, UcxxTransport
+from tests.support.memory_transport import MemoryTransport, Wire
 
 WAIT_S = 20.0  # for what must come
 MakeTransport = Callable[[Region], Transport]

@@ -24,25 +24,25 @@ from typing import Any, cast
 import grpc
 
 import decode_node.__main__
-import kv_transfer.nixl_transport
+import kv_transfer.transports.nixl
+import node.wiring
 import prefill_node.__main__
-import serving.node_parts
 from baton.cluster import await_serving
 from engine.plan import Plan, RunResult
-from engine.runner.facts import KvMemory, ModelInfo, PassHook
 from engine.runner.load import load_runner
-from engine.runner.processors import Processors
-from engine.runner.runner import TorchRunner
-from engine.speculation import Speculation
+from engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from engine.runner.model_runner import TorchRunner
+from engine.runner.sampling.logits_processors import Processors
+from engine.spec_decode.config import Speculation
 from kv_transfer.fence import PASSED
-from kv_transfer.nixl_transport import NixlChannel
-from kv_transfer.transport import Write
+from kv_transfer.transports.base import Write
+from kv_transfer.transports.nixl import NixlChannel
 from kv_transfer.types import HandoffId, KvOrders, KvReports
 from kv_transfer.worker import KvTransferWorker
-from serving.node import NodeRole
-from serving.node_options import NodeOptions
-from serving.node_parts import identify
-from telemetry.tracer import NO_TRACER
+from node.options import NodeOptions
+from node.wiring import identify
+from rpc.node_info import NodeRole
+from telemetry.tracing.tracer import NO_TRACER
 
 WAIT_S = 30.0  # for what must come
 PROGRESS_S = 0.002
@@ -294,8 +294,8 @@ def _put_gate_before_posts(gate: Gate) -> None:
             gate.come_to(Place.POST)
             super().post(write)
 
-    setattr(kv_transfer.nixl_transport, "NixlChannel", GatedChannel)  # noqa: B010
+    setattr(kv_transfer.transports.nixl, "NixlChannel", GatedChannel)  # noqa: B010
 
 
 def _leave_out_the_fence() -> None:
-    setattr(serving.node_parts, "KvTransferWorker", UnfencedWorker)  # noqa: B010
+    setattr(node.wiring, "KvTransferWorker", UnfencedWorker)  # noqa: B010

@@ -13,18 +13,18 @@ import grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.request import FinishReason
-from engine.runner.settings import RunnerConfig
+from engine.runner.config import RunnerConfig
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from kv_transfer.types import HandoffId, NodeId, Peer
+from node.options import NodeOptions
 from prefill_node.servicer import HAS_FIRST_TOKEN
-from serving.channel import open_blocking_channel
-from serving.node import NodeCard, NodeLoad, NodeRole
-from serving.node_options import NodeOptions
-from serving.translate import FINISH_FROM_MESSAGE
-from serving.translate_sequence import Sequence as TokenSequence
-from serving.translate_sequence import decode_order, prefill_order
+from rpc.channel import open_blocking_channel
+from rpc.messages.conversion import FINISH_FROM_MESSAGE
+from rpc.messages.sequences import Sequence as TokenSequence
+from rpc.messages.sequences import decode_order, prefill_order
+from rpc.node_info import NodeCard, NodeLoad, NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.nodes import await_load, card_at, is_busy
 

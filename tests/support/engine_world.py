@@ -16,8 +16,8 @@ from engine.errors import PassHookFailed
 from engine.plan import Plan, RunResult, StepResult
 from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 from kv_transfer.types import HandoffId, KvReports, NodeId, Peer
 from tests.support.fake_runner import Crash, CrashPlace, FakeRunner, KvTensor, tokens_alone
 from tests.support.fake_wire import FakeWire, context_of

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine.core import EngineCore, NoKvWorker
-from engine.kv_seam import KvWorker
+from engine.kv_connector import KvWorker
 from engine.plan import Runner
 from engine.request import ClientId, RequestId, RequestSpec
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, LoadFailurePolicy, SchedulerConfig
-from engine.structured_outputs import StructuredOutputs
+from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from engine.structured_output.params import StructuredOutputs
 from tests.support.fake_runner import FakeRunner, KvTensor
 
 VOCAB_SIZE = 1000

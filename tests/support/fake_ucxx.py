@@ -6,8 +6,8 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.spans import Span
-from kv_transfer.staging import Slot
+from kv_transfer.protocol.memory_runs import Span
+from kv_transfer.transports.staging import Slot
 
 
 class FakeError(Exception):

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.text import Tokenizer
 from engine.errors import InvalidRequest
-from engine.grammar import Bits, Matcher
-from engine.grammars.library import CompiledGrammar, num_words
-from engine.structured_outputs import StructuredOutputs
+from engine.structured_output.grammar import Bits, Matcher
+from engine.structured_output.llguidance_backend import CompiledGrammar, num_words
+from engine.structured_output.params import StructuredOutputs
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE
+from text.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0  # only a hanging test ever waits so long
 BAD = StructuredOutputs(regex="bad")

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from kv_transfer.fence import PASSED, Fence
-from kv_transfer.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
-from kv_transfer.messages import Fingerprint, Grant, LinkMessage, Region
 from kv_transfer.pairs import Identity
+from kv_transfer.protocol.messages import Fingerprint, Grant, LinkMessage, Region
 from kv_transfer.types import (
     BlockId,
     Complete,
@@ -36,6 +35,7 @@ from kv_transfer.types import (
 )
 from kv_transfer.worker import KvTransferWorker
 from tests.support.link import HubLink, LinkHub
+from tests.support.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
 
 BLOCK_BYTES = 8
 FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)

@@ -11,23 +11,23 @@ from functools import partial
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from router.line import LineConfig
-from router.nodes import NodeTable
+from router.admission.admission_queue import LineConfig
+from router.input_processing.tokenization import TextBoundary, TokenIdsOnly
 from router.openai.app import http_app
 from router.openai.connections import ConnectionLimits
-from router.openai.parsing import ALL_IS_CONTENT, Parsing
+from router.openai.response.output_parsers import ALL_IS_CONTENT, Parsing
 from router.openai.server import http_serving
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import Policy, Routing
 from router.prefix_resets import PrefixResets
-from router.text import TextBoundary, TokenIdsOnly
+from router.request_scope import Visits
+from router.routing.node_table import NodeTable
+from router.routing.policy import Policy, Routing
 from router.tracing import TRACES_NOTHING, Tracing
-from router.visits import Visits
-from serving.channel import open_channel
-from serving.health import Health
-from serving.tls import PLAIN, TlsConfig
-from serving.token import AcceptedTokens
-from telemetry.exposition import exposition
+from rpc.channel import open_channel
+from rpc.health import Health
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.token import AcceptedTokens
+from telemetry.metrics.exposition import exposition
 from tests.support.node_calls import FakeNodeCalls, a_table
 from tests.support.routers import UNCROWDED
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
-from kv_transfer.messages import Fingerprint, Region
 from kv_transfer.pairs import Identity
+from kv_transfer.protocol.messages import Fingerprint, Region
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, HandoffId, Incarnation, KvOrders, KvReports, NodeId, Peer
 from kv_transfer.worker import KvCounters, KvTransferWorker

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 
 from kv_transfer.link import LinkEvents, LinkId
-from kv_transfer.messages import LinkMessage
+from kv_transfer.protocol.messages import LinkMessage
 
 
 class LinkHub:

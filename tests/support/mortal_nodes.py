@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from engine.request import FinishReason, Output, RequestId
 from kv_transfer.types import HandoffId
-from router.legs import Deliver, Leg, LegOutput, LegSummary
-from router.nodes import Node, NodeTable
+from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
 from router.pipeline import Pipeline
+from router.routing.node_table import Node, NodeTable
 from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary
-from serving.errors import FailureKind, NodeFailed
-from serving.translate_sequence import Sequence
+from rpc.errors import FailureKind, NodeFailed
+from rpc.messages.sequences import Sequence
 from tests.support.node_calls import token_at
 
 NUM_TICKS_DOWN = 7  # until a node that died is back

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.hashing import PrefixNaming
+from engine.kv_cache.block_hashes import PrefixNaming
 from engine.request import FinishReason, Output, RequestId
-from kv_transfer.messages import Fingerprint
+from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import HandoffId, Incarnation, NodeId, TokenLogprobs
-from router.legs import Deliver, Leg, LegEvent, LegOutput, LegSummary
-from router.nodes import Node, NodeTable
+from router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput, LegSummary
+from router.routing.node_table import Node, NodeTable
 from router.tracing import UNTRACED, Trace
 from router.values import DecodeSummary, PrefillSummary
-from serving.errors import NodeFailed
-from serving.node import NodeCard, NodeRole
-from serving.translate_sequence import Sequence
+from rpc.errors import NodeFailed
+from rpc.messages.sequences import Sequence
+from rpc.node_info import NodeCard, NodeRole
 
 FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)
 NAMING = PrefixNaming(16, "m")

@@ -11,18 +11,18 @@ from functools import partial
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
 from engine.core import EngineCore
+from engine.engine_thread import EngineLoop
 from engine.errors import EngineStopped
-from engine.loop import EngineLoop
 from kv_transfer.types import Incarnation
-from serving.engine_calls import EngineCalls
-from serving.health import Health
-from serving.ledger import Ledger
-from serving.node import NodeLoad, NodeRole
-from serving.node_news import NodeNews
-from serving.node_state import NodeState
-from serving.node_tracing import NO_TRACING, NodeTracing
-from serving.server import Service, serving
-from serving.servicer import NodeServicer
+from node.engine_calls import EngineCalls
+from node.ledger import Ledger
+from node.servicer import NodeServicer
+from node.state import NodeState
+from node.status_feed import NodeNews
+from node.tracing import NO_TRACING, NodeTracing
+from rpc.health import Health
+from rpc.node_info import NodeLoad, NodeRole
+from rpc.server import Service, serving
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 

@@ -8,8 +8,8 @@ import grpc
 
 from baton.cluster import Child, LocalCluster
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
-from engine.hashing import BlockHash
-from serving.node import NodeCard, NodeLoad, card_from, changes_from, load_from
+from engine.kv_cache.block_hashes import BlockHash
+from rpc.node_info import NodeCard, NodeLoad, card_from, changes_from, load_from
 
 
 def card_at(address: str) -> NodeCard:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.runner.quantize import Quantized
+from engine.runner.weights.quantize import Quantized
 
 
 @dataclass(frozen=True, slots=True)

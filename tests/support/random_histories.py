@@ -15,7 +15,7 @@ from engine.containment import MAX_CRASHES_IN_A_ROW
 from engine.errors import InvalidRequest
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
-from engine.scheduler_config import LoadFailurePolicy, Policy, SchedulerConfig
+from engine.scheduler.config import LoadFailurePolicy, Policy, SchedulerConfig
 from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.hashing import root_hash
-from engine.lifecycle import Request
+from engine.kv_cache.block_hashes import root_hash
 from engine.request import RequestId, RequestSpec
 from engine.sampling import SamplingParams
+from engine.scheduler.request import Request
 from kv_transfer.types import HandoffId
 
 

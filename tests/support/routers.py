@@ -11,18 +11,18 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.line import LineConfig
-from router.nodes import NodeTable
+from router.admission.admission_queue import LineConfig
+from router.input_processing.tokenization import TokenIdsOnly
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import Policy, Routing
+from router.request_scope import Visits
+from router.routing.node_table import NodeTable
+from router.routing.policy import Policy, Routing
 from router.servicer import InferenceServicer
-from router.text import TokenIdsOnly
 from router.tracing import TRACES_NOTHING, Tracing
 from router.values import Prompt
-from router.visits import Visits
-from serving.server import Service, serving
-from serving.status import named_errors
-from serving.tls import PLAIN, TlsConfig
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.server import Service, serving
+from rpc.status import named_errors
 from tests.support.node_calls import FakeNodeCalls, a_table
 
 UNCROWDED = LineConfig()

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from telemetry.spans import Attributes, Span, SpanEvent, SpanKind, SpanLink, SpanStatus, ToUnixNs
+from telemetry.tracing.spans import (
+    Attributes,
+    Span,
+    SpanEvent,
+    SpanKind,
+    SpanLink,
+    SpanStatus,
+    ToUnixNs,
+)
 
 RESOURCE: Attributes = {"service.name": "baton-router", "process.pid": 7}
 

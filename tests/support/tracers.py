@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 
-from telemetry.outlet import Timeline
-from telemetry.spans import Span
-from telemetry.tracer import Tracer
+from telemetry.tracing.outlet import Timeline
+from telemetry.tracing.spans import Span
+from telemetry.tracing.tracer import Tracer
 from tests.support.traces import to_unix_ns
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from kv_transfer.records import Role, TransferRecord
 from kv_transfer.types import HandoffId, NodeId
-from telemetry.node_timeline import Chunk, NodeFacts, NodeTimeline, Start
-from telemetry.otlp_json import ToldSpan
-from telemetry.request_timeline import (
+from telemetry.resource import Process
+from telemetry.tracing.node_timeline import Chunk, NodeFacts, NodeTimeline, Start
+from telemetry.tracing.otlp_json import ToldSpan
+from telemetry.tracing.request_timeline import (
     Choice,
     LegTimeline,
     RequestTimeline,
     TryTimeline,
     Usage,
 )
-from telemetry.resource import Process
-from telemetry.spans import Attributes, End, Outcome, Span, TraceContext
-from telemetry.step_timeline import StepTimeline
+from telemetry.tracing.spans import Attributes, End, Outcome, Span, TraceContext
+from telemetry.tracing.step_timeline import StepTimeline
 
 TRACE_ID = 0xABCDEF
 STEP_TRACE_ID = 0x57E9 << 112

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.admission import check_request, longest_sequence, max_num_tokens
 from engine.errors import InvalidRequest
 from engine.request import ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.validation import check_request, longest_sequence, max_num_tokens
 from kv_transfer.types import HandoffId, NodeId, Peer
 from tests.support.requests import make_spec
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.batch import Batch
-from engine.lifecycle import Request
+from engine.scheduler.request import Request
+from engine.scheduler.running_batch import Batch
 from kv_transfer.types import BlockId, KvOrders
 from tests.support.requests import make_request
 

@@ -65,10 +65,10 @@ def test_servers_stay_only_where_memory_holds_them_all(
     engines = chosen_engines(str(model), "default", venv, "default", "patched")  # three servers
 
     with ExitStack() as lifetime:
-        monkeypatch.setattr("engine.runner.host_memory.free_host_bytes", lambda: 11 * 2**30)
+        monkeypatch.setattr("engine.runner.weights.host_memory.free_host_bytes", lambda: 11 * 2**30)
         assert list(that_stay(engines, str(model), lifetime)) == list(engines)
 
-        monkeypatch.setattr("engine.runner.host_memory.free_host_bytes", lambda: 10 * 2**30)
+        monkeypatch.setattr("engine.runner.weights.host_memory.free_host_bytes", lambda: 10 * 2**30)
         with pytest.raises(InvalidConfig, match="3 vLLM servers need"):
             that_stay(engines, str(model), lifetime)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.blocks import BlockPool
 from engine.errors import BlocksUnaccounted
-from engine.hashing import BlockHash
+from engine.kv_cache.block_hashes import BlockHash
+from engine.kv_cache.block_pool import BlockPool
 from kv_transfer.types import BlockId
 
 

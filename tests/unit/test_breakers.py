@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import InvalidConfig
-from router.breakers import BreakerConfig, Breakers
+from router.routing.breakers import BreakerConfig, Breakers
 
 CONFIG = BreakerConfig(num_failures=2, first_pause_s=1.0, longest_pause_s=4.0)
 NODE, OTHER = "p:1", "p:2"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from serving.ends import end_of, is_late
-from telemetry.spans import Outcome
+from rpc.call_outcome import end_of, is_late
+from telemetry.tracing.spans import Outcome
 
 
 @dataclass

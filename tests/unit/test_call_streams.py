@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from baton.v1 import node_pb2
-from serving.call_streams import CallContext, Order, serve_calls
-from serving.sizes import MAX_BATCH_BYTES
+from node.call_streams import CallContext, Order, serve_calls
+from rpc.messages.limits import MAX_BATCH_BYTES
 
 PATIENCE_S = 30
 

@@ -20,7 +20,7 @@ from baton.bench.hostile_bodies import Attack, attacks, posts
 from baton.generation import Answer, Finish, Generation, Served
 from engine.errors import InvalidConfig
 from kv_transfer.types import TokenLogprobs
-from router.openai.receiving import MOST_BODY_BYTES
+from router.openai.body_receiving import MOST_BODY_BYTES
 
 NUM_BY_ROLE = {Role.ROUTER: 1, Role.PREFILL: 2, Role.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)

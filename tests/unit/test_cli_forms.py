@@ -10,8 +10,8 @@ import pytest
 from baton.cli.sampling import sampling
 from baton.generation import Generation, request_from
 from engine.errors import InvalidRequest
-from engine.structured_outputs import StructuredOutputs
-from serving.translate import sampling_from
+from engine.structured_output.params import StructuredOutputs
+from rpc.messages.conversion import sampling_from
 
 
 def written(tmp_path: Path, content: bytes) -> Path:

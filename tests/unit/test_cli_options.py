@@ -16,13 +16,13 @@ from baton.cli.signatures import options_of, passed_on, takes_options_of
 from baton.cli.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
-from engine.scheduler_config import LoadFailurePolicy
-from engine.scheduler_config import Policy as SchedulingPolicy
+from engine.scheduler.config import LoadFailurePolicy
+from engine.scheduler.config import Policy as SchedulingPolicy
 from kv_transfer.errors import InvalidKvSetting
 from router.__main__ import RouterOptions
-from router.node_sources import DnsName, FixedNode, parse_sources
-from serving.node import NodeRole
-from serving.server import parse_announcement
+from router.discovery.sources import DnsName, FixedNode, parse_sources
+from rpc.node_info import NodeRole
+from rpc.server import parse_announcement
 
 
 def test_cpus_are_written_as_numbers_and_ranges() -> None:

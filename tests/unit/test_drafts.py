@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.drafts import LONGEST_PAUSE, MOST_READ_AT_ONCE, Drafter, TokensFrom
 from engine.errors import InvalidConfig
 from engine.request import RequestId
-from engine.speculation import Speculation, parse_speculation
+from engine.spec_decode.config import Speculation, parse_speculation
+from engine.spec_decode.drafter import LONGEST_PAUSE, MOST_READ_AT_ONCE, Drafter, TokensFrom
 
 NAME = RequestId("r")
 REPEATING = [1, 2, 3, 4] * 4

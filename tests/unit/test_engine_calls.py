@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 from grpc import StatusCode
 
+from engine.engine_thread import EngineLoop
 from engine.errors import InvalidRequest
-from engine.loop import EngineLoop
 from engine.request import Output, ReceiveKv, RequestId, RequestSpec
-from engine.scheduler_config import LoadFailurePolicy
+from engine.scheduler.config import LoadFailurePolicy
 from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Peer
-from serving.engine_calls import CLIENT_ID, EngineCalls
-from serving.errors import KvLoadFailed, RequestIdInUse
-from serving.status import status_of
+from node.engine_calls import CLIENT_ID, EngineCalls
+from rpc.errors import KvLoadFailed, RequestIdInUse
+from rpc.status import status_of
 from tests.support.engines import a_spec, an_engine
 
 PATIENCE_S = 30

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.blocks import BlockPool
-from engine.handoffs import HandOffs
-from engine.lifecycle import Request, RequestStatus
+from engine.kv_cache.block_pool import BlockPool
 from engine.request import ReceiveKv
+from engine.scheduler.kv_handoffs import HandOffs
+from engine.scheduler.request import Request, RequestStatus
 from kv_transfer.types import (
     Complete,
     FirstToken,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
-from router.node_calls import failure_kind
-from serving.errors import FailureKind
-from serving.status import RemoteError
+from router.dispatch.node_calls import failure_kind
+from rpc.errors import FailureKind
+from rpc.status import RemoteError
 
 
 @pytest.mark.parametrize(

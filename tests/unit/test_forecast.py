@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.forecast import Forecast
+from router.admission.wait_forecast import Forecast
 
 
 def steady(interval_s: float, num: int = 200) -> tuple[Forecast, float]:

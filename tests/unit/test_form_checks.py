@@ -8,11 +8,11 @@ from typing import cast
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.grammars.compiler import GrammarCompiler
-from engine.grammars.library import Checked
-from engine.structured_outputs import StructuredOutputs
-from router.form_checks import ThreadedFormChecks
-from serving.errors import QueueFull
+from engine.structured_output.compiler import GrammarCompiler
+from engine.structured_output.llguidance_backend import Checked
+from engine.structured_output.params import StructuredOutputs
+from router.input_processing.form_checks import ThreadedFormChecks
+from rpc.errors import QueueFull
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary
 
 

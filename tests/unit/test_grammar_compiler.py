@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.grammars.compiler import LARGE_CHARACTERS, GrammarCompiler
-from engine.structured_outputs import StructuredOutputs
+from engine.structured_output.compiler import LARGE_CHARACTERS, GrammarCompiler
+from engine.structured_output.params import StructuredOutputs
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, AnyAnswer, HeldLibrary
 
 Outcome = AnyAnswer | InvalidRequest

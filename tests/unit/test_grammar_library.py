@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from baton.text import Tokenizer
 from engine.errors import InvalidRequest
-from engine.grammars.compiler import GrammarCompiler
-from engine.grammars.library import (
+from engine.structured_output.compiler import GrammarCompiler
+from engine.structured_output.llguidance_backend import (
     CompiledGrammar,
     GrammarChecks,
     GrammarLibrary,
 )
-from engine.structured_outputs import MOST_CHOICES, StructuredOutputs
+from engine.structured_output.params import MOST_CHOICES, StructuredOutputs
 from tests.support.grammars import PATIENCE_S, allowed_by, is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
+from text.tokenizer import Tokenizer
 
 OBJECT = {
     "type": "object",

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.grammar import Bits, Matcher
 from engine.plan import Plan, Row
 from engine.request import RequestId
-from engine.runner.batch import RowFacts
-from engine.runner.grammar_masks import GrammarMasks
-from engine.runner.mask_budget import FAIR_S, MAX_STEP_S
-from engine.runner.sampler import SampleRow
+from engine.runner.input_batch import RowFacts
+from engine.runner.sampling.grammar_masks import GrammarMasks
+from engine.runner.sampling.mask_budget import FAIR_S, MAX_STEP_S
+from engine.runner.sampling.sampler import SampleRow
 from engine.sampling import SamplingParams
+from engine.structured_output.grammar import Bits, Matcher
 
 VOCAB_SIZE = 64
 HONEST_S = 0.0001

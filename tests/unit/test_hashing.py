@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.hashing import BlockHash, block_hashes, extend_hashes, root_hash
+from engine.kv_cache.block_hashes import BlockHash, block_hashes, extend_hashes, root_hash
 
 ROOT = root_hash(0, "model", "")
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.loop import EngineLoop
+from engine.engine_thread import EngineLoop
 from engine.plan import Plan, RunResult
 from engine.request import RequestId
-from serving.channel import open_channel
-from serving.health import LIVENESS, Health
-from serving.heartbeat import DEAD_FACTOR, follow_heartbeat
-from serving.server import serving
+from node.heartbeat import DEAD_FACTOR, follow_heartbeat
+from rpc.channel import open_channel
+from rpc.health import LIVENESS, Health
+from rpc.server import serving
 from tests.support.engines import a_spec, an_engine
 
 PATIENCE_S = 30

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import pytest
 
 from baton.bench.processes import others
+from baton.interruptible_stream import read_elsewhere
 from baton.interrupts import ends_wait
-from baton.reading import read_elsewhere
 
 TIMEOUT_S = 60.0
 # Presses Ctrl-C in the middle of the imports of `baton nodes`.

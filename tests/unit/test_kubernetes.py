@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from baton.cli.serve import router_options
-from serving.grace import DRAIN_TIMEOUT_S
-from serving.health import LIVENESS
+from rpc.grace_period import DRAIN_TIMEOUT_S
+from rpc.health import LIVENESS
 from tests.support import manifests
 from tests.support.command_lines import complaint_about, option
 from tests.support.manifests import (
@@ -215,7 +215,7 @@ def test_metrics_are_served_where_they_are_let_in(component: str, settings: Path
 @pytest.mark.parametrize("role", NODES)
 def test_an_autoscaler_goes_by_a_metric_that_nodes_have(role: str) -> None:
     [metric] = find("HorizontalPodAutoscaler", role)["spec"]["metrics"]
-    names = (REPOSITORY / "telemetry/metric_names.py").read_text().replace(".", "_")
+    names = (REPOSITORY / "telemetry/metrics/names.py").read_text().replace(".", "_")
 
     assert f'"{metric["pods"]["metric"]["name"]}"' in names
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.events import BlockStored
-from engine.kv_cache import KvCache
-from engine.lifecycle import Request
-from engine.scheduler_config import CacheConfig
+from engine.kv_cache.manager import KvCache
+from engine.scheduler.config import CacheConfig
+from engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 

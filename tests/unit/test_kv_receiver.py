@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from kv_transfer.actions import Break, CancelExpected, CheckDigest, DigestEarly, Expect, Say
 from kv_transfer.config import ReceiverConfig
 from kv_transfer.link import LinkId
-from kv_transfer.messages import (
+from kv_transfer.protocol.actions import (
+    Break,
+    CancelExpected,
+    CheckDigest,
+    DigestEarly,
+    Expect,
+    Say,
+)
+from kv_transfer.protocol.messages import (
     Done,
     Failed,
     Grant,
@@ -16,7 +23,7 @@ from kv_transfer.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.receiver import Receiver
+from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.types import BlockId, FirstToken, HandoffId, Landed, Lost, NodeId, Peer, Receive
 
 LINK, OTHER_LINK = LinkId(1), LinkId(2)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.actions import Announce, Break, Post, Say
 from kv_transfer.config import SenderConfig
 from kv_transfer.link import LinkId
-from kv_transfer.messages import (
+from kv_transfer.protocol.actions import Announce, Break, Post, Say
+from kv_transfer.protocol.messages import (
     Failed,
     Grant,
     LinkMessage,
@@ -18,8 +18,8 @@ from kv_transfer.messages import (
     RevokeGrant,
     Writing,
 )
-from kv_transfer.sender import Sender
-from kv_transfer.transport import LayerRange, Write
+from kv_transfer.protocol.sender import Sender
+from kv_transfer.transports.base import LayerRange, Write
 from kv_transfer.types import (
     BlockId,
     Complete,

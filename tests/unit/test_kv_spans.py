@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.messages import Region
-from kv_transfer.spans import Span, SpanPair, pair_spans, spans
+from kv_transfer.protocol.memory_runs import Span, SpanPair, pair_spans, spans
+from kv_transfer.protocol.messages import Region
 from kv_transfer.types import BlockId
 
 HERE, THERE = Region(1000, 16, 10), Region(5000, 16, 10)

@@ -8,13 +8,13 @@ import pytest
 
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.errors import InvalidKvSetting
-from kv_transfer.memory_transport import Flight, MemoryTransport, Wire
-from kv_transfer.messages import Hello, why_refused
 from kv_transfer.pairs import MAX_UNANSWERED, Identity
-from kv_transfer.process_mark import ProcessMark, own_mark
+from kv_transfer.process_identity import ProcessMark, own_mark
+from kv_transfer.protocol.messages import Hello, why_refused
 from kv_transfer.types import HandoffId, Incarnation, NodeId
 from kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, Node, World
+from tests.support.memory_transport import Flight, MemoryTransport, Wire
 
 ID, NEXT_ID = HandoffId("r", 0), HandoffId("r", 1)
 

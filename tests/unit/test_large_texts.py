@@ -11,14 +11,14 @@ from typing import cast
 
 import pytest
 
-from baton.text import Tokenizer
 from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
-from router.large_texts import LargeTextConfig, LargeTexts
-from router.text import ModelText
+from router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from router.input_processing.tokenization import ModelText
 from router.translate import MOST_STOP_CHARACTERS, MOST_STOP_STRINGS, call_from
 from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
-from serving.errors import QueueFull
+from rpc.errors import QueueFull
+from text.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0
 SMALL, LARGE = 8, 9

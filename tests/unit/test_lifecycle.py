@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from engine.errors import OutOfTurn
-from engine.lifecycle import RequestStatus as Status
+from engine.scheduler.request import RequestStatus as Status
 from tests.support.requests import make_request
 
 ALLOWED = {

@@ -17,10 +17,10 @@ from engine.sampling import (
     SamplingParams,
 )
 from kv_transfer.types import HandoffId
-from router.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
-from router.openai.asking import Advice, chat_completion_from, completion_from
+from router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
+from router.openai.request.parsed_request import Advice, chat_completion_from, completion_from
 from router.translate import calls_from
-from serving.translate_sequence import Sequence, decode_order, decode_spec
+from rpc.messages.sequences import Sequence, decode_order, decode_spec
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
 ADVICE = Advice(NO_ADVICE, 100)

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from engine.errors import InvalidConfig
-from router.admission import Admission
-from router.line import LONGEST_RETRY_S, Line, LineConfig
-from serving.errors import QueueFull
+from router.admission.admission import Admission
+from router.admission.admission_queue import LONGEST_RETRY_S, Line, LineConfig
+from rpc.errors import QueueFull
 
 
 def a_line(max_in_flight: int = 1, max_queue: int = 2) -> Line[str]:

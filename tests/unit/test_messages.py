@@ -12,13 +12,13 @@ from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 from baton.generation import Generation, request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.errors import InvalidRequest
-from engine.hashing import PrefixNaming
+from engine.kv_cache.block_hashes import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import MOST_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
-from engine.structured_outputs import StructuredOutputs
-from kv_transfer.done_note import done_of, note_of
+from engine.structured_output.params import StructuredOutputs
 from kv_transfer.errors import PeerUnreachable
-from kv_transfer.messages import (
+from kv_transfer.protocol.done_message import done_of, note_of
+from kv_transfer.protocol.messages import (
     Closed,
     Done,
     Failed,
@@ -41,19 +41,13 @@ from kv_transfer.types import (
     Peer,
     TokenLogprobs,
 )
+from node.kv_link_messages import TO_MESSAGE, link_message_from, link_message_to
 from router.translate import call_from, calls_from
 from router.values import TextPrompt
-from serving.errors import EmptyPrompt, UnsupportedInput
-from serving.node import NodeLoad, NodeRole, card_from, card_to, load_from, news_to
-from serving.translate import output_from, output_to, sampling_from, sampling_to
-from serving.translate_link import TO_MESSAGE, link_message_from, link_message_to
-from serving.translate_sequence import (
-    Sequence,
-    decode_order,
-    decode_spec,
-    prefill_order,
-    prefill_spec,
-)
+from rpc.errors import EmptyPrompt, UnsupportedInput
+from rpc.messages.conversion import output_from, output_to, sampling_from, sampling_to
+from rpc.messages.sequences import Sequence, decode_order, decode_spec, prefill_order, prefill_spec
+from rpc.node_info import NodeLoad, NodeRole, card_from, card_to, load_from, news_to
 from tests.support.node_calls import FINGERPRINT, a_card
 
 HANDOFF = HandoffId("r", 3)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ngrams import MOST_LOOKED_AT, NgramIndex
+from engine.spec_decode.ngram_index import MOST_LOOKED_AT, NgramIndex
 
 
 def index_of(tokens: Sequence[int], *, min_ngram: int = 2, max_ngram: int = 4) -> NgramIndex:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runner.settings import RunnerConfig
-from serving.node_options import NodeOptions
+from engine.runner.config import RunnerConfig
+from node.options import NodeOptions
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import InvalidConfig
-from router.node_sources import (
+from router.discovery.sources import (
     DnsName,
     FixedNode,
     ListFile,

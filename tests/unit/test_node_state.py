@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
+from engine.engine_thread import EngineLoop
 from engine.events import BlockStored, KvEvent
-from engine.hashing import BlockHash
-from engine.loop import EngineLoop
-from serving.engine_calls import EngineCalls
-from serving.node import NodeLoad, NodeRole
-from serving.node_news import NodeNews
-from serving.node_state import NodeState
-from serving.prefixes import PrefixChanges
+from engine.kv_cache.block_hashes import BlockHash
+from node.engine_calls import EngineCalls
+from node.state import NodeState
+from node.status_feed import NodeNews
+from rpc.cached_prefixes import PrefixChanges
+from rpc.node_info import NodeLoad, NodeRole
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 

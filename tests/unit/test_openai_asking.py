@@ -10,15 +10,20 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.sampling import NO_ADVICE, SamplingDefaults, SamplingParams
-from engine.structured_outputs import StructuredOutputs
-from router.openai.asking import Advice, Asked, chat_completion_from, completion_from
-from router.openai.bodies import json_object
-from router.openai.parsing import Parsing
-from router.openai.prompts import prompts_from
-from router.sizes import MAX_LOGPROBS_PER_REQUEST
+from engine.structured_output.params import StructuredOutputs
+from router.input_processing.logprob_limits import MAX_LOGPROBS_PER_REQUEST
+from router.openai.request.bodies import json_object
+from router.openai.request.parsed_request import (
+    Advice,
+    Asked,
+    chat_completion_from,
+    completion_from,
+)
+from router.openai.request.prompts import prompts_from
+from router.openai.response.output_parsers import Parsing
 from router.translate import MOST_ANSWERS
 from router.values import ChatPrompt, TextPrompt, TokenPrompt
-from serving.errors import EmptyPrompt, Unreadable, UnsupportedInput
+from rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
 ADVICE = Advice(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
 USER = {"role": "user", "content": "hi"}

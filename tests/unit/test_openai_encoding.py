@@ -6,10 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-from baton.spelling import TokenText
 from kv_transfer.types import TokenLogprobs
-from router.openai.encoding import SLICE_CHARACTERS, LongList, as_json, encoded
-from router.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from router.openai.response.encoding import SLICE_CHARACTERS, LongList, as_json, encoded
+from router.openai.response.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from text.token_text import TokenText
 
 TOP = tuple((token_id, -float(token_id)) for token_id in range(64))
 

@@ -7,9 +7,14 @@ import math
 
 import pytest
 
-from baton.spelling import TokenText, spelled
 from kv_transfer.types import TokenLogprobs
-from router.openai.logprobs import LOWEST, chat_logprobs, completion_logprobs, prompt_logprobs
+from router.openai.response.logprobs import (
+    LOWEST,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from text.token_text import TokenText, spelled
 
 CHOSEN_LAST = TokenLogprobs(3, -2.5, 3, ((1, -0.5), (2, -math.inf)))
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from router.openai.reading import Bodies
-from router.openai.receiving import (
+from router.openai.body_parsing import Bodies
+from router.openai.body_receiving import (
     MAX_VALUES,
     SMALL_BODY_BYTES,
     VALUE_BYTES,
@@ -23,7 +23,7 @@ from router.openai.receiving import (
     max_values,
     read_body,
 )
-from serving.errors import BodyTimeout, MessageTooLarge, QueueFull
+from rpc.errors import BodyTimeout, MessageTooLarge, QueueFull
 from tests.support.node_calls import a_table
 
 LARGE = SMALL_BODY_BYTES + 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from telemetry import outlet as module
-from telemetry.outlet import ExportFailed, Outlet
-from telemetry.spans import Span
+from telemetry.tracing import outlet as module
+from telemetry.tracing.outlet import ExportFailed, Outlet
+from telemetry.tracing.spans import Span
 from tests.support.spans import Told, a_span
 
 

@@ -7,7 +7,7 @@ import sys
 
 TOLD_WHILE_IT_LOADS = """
 import os, signal
-from serving.parent import end_when_told
+from rpc.parent_process import end_when_told
 end_when_told()
 os.kill(os.getpid(), signal.SIGTERM)
 print("went on")

@@ -9,11 +9,11 @@ import pytest
 
 from engine.errors import InvalidRequest
 from kv_transfer.errors import PeerUnreachable
-from serving.errors import TooManyConnects
-from serving.node import NodeRole
-from serving.peer_warmup import PeerWarmup, role_over_grpc
-from serving.server import serving
-from serving.tls import PLAIN
+from node.peer_warmup import PeerWarmup, role_over_grpc
+from rpc.errors import TooManyConnects
+from rpc.node_info import NodeRole
+from rpc.security.tls import PLAIN
+from rpc.server import serving
 
 PATIENCE_S = 30.0
 

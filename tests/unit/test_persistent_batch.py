@@ -9,10 +9,10 @@ import pytest
 from engine.errors import RowOverflow
 from engine.plan import Plan, Row
 from engine.request import RequestId
-from engine.runner.batch import PersistentBatch
-from engine.runner.drafted_rows import DraftedRows
+from engine.runner.input_batch import PersistentBatch
+from engine.runner.sampling.spec_decode import DraftedRows
 from engine.sampling import SamplingParams
-from engine.speculation import Speculation
+from engine.spec_decode.config import Speculation
 from kv_transfer.types import BlockId
 
 MAX_MODEL_LEN = 8

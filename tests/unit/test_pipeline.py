@@ -16,13 +16,13 @@ from engine.errors import InvalidRequest
 from engine.request import Output, RequestId
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
+from router.admission.admission_queue import LineConfig
 from router.context import RequestContext
-from router.legs import MOST_WAITING, Events, Leg, LegOutput
-from router.line import LineConfig
-from router.nodes import NodeTable
+from router.dispatch.node_rpcs import MOST_WAITING, Events, Leg, LegOutput
+from router.input_processing.tokenization import TextBoundary, TokenIdsOnly
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import Policy, Routing
-from router.text import TextBoundary, TokenIdsOnly
+from router.routing.node_table import NodeTable
+from router.routing.policy import Policy, Routing
 from router.values import (
     Call,
     DecodeSummary,
@@ -33,7 +33,7 @@ from router.values import (
     TextPrompt,
     TokenPrompt,
 )
-from serving.errors import (
+from rpc.errors import (
     ClientTooSlow,
     DeadlineExceeded,
     Draining,
@@ -47,7 +47,7 @@ from serving.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from serving.node import NodeRole
+from rpc.node_info import NodeRole
 from tests.support.node_calls import (
     FINGERPRINT,
     FakeNodeCalls,

@@ -12,7 +12,7 @@ from baton.bench.policies import (
     make_requests,
     run,
 )
-from router.policy import Policy
+from router.routing.policy import Policy
 
 BLOCK = 4
 SMALL = PolicyBench(num_nodes=20, num_requests=600, num_system_prompts=5)

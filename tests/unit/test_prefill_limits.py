@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.prefill_limits import PrefillLimits
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.prefill_limits import PrefillLimits
 from tests.support.requests import make_request
 
 

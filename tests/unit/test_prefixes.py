@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
-from engine.hashing import BlockHash, PrefixNaming
-from router.prefixes import MAX_EXPECTED, NodePrefixes
-from serving.node import NodeLoad, changes_from, news_to
-from serving.prefixes import (
+from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
+from router.routing.prefix_index import MAX_EXPECTED, NodePrefixes
+from rpc.cached_prefixes import (
     LEAST_LOG_LEN,
     CachedPrefixes,
     PrefixChanges,
     PrefixGap,
     PrefixWatcher,
 )
+from rpc.node_info import NodeLoad, changes_from, news_to
 
 
 def name(number: int) -> BlockHash:

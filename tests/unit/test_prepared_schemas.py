@@ -10,9 +10,9 @@ import llguidance
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.grammars.library import GrammarChecks
-from engine.grammars.prepared import KNOWN_FORMATS, prepared
-from engine.structured_outputs import MOST_CHARACTERS, StructuredOutputs
+from engine.structured_output.llguidance_backend import GrammarChecks
+from engine.structured_output.params import MOST_CHARACTERS, StructuredOutputs
+from engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepared
 
 
 def kind(name: str, **more: Any) -> dict[str, Any]:

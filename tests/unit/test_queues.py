@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.hashing import BlockHash
-from engine.lifecycle import Request
-from engine.queues import RankedQueue, WaitingLine
+from engine.kv_cache.block_hashes import BlockHash
+from engine.scheduler.queues import RankedQueue, WaitingLine
+from engine.scheduler.request import Request
 from tests.support.requests import make_request
 
 BLOCK, OTHER_BLOCK = BlockHash(b"block"), BlockHash(b"other")

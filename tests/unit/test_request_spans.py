@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from telemetry import names
-from telemetry.metrics import RouterMetrics
-from telemetry.request_timeline import Judgement, RequestTimeline, TryTimeline
-from telemetry.spans import End, Outcome, Span
+from telemetry.metrics.instruments import RouterMetrics
+from telemetry.tracing.request_timeline import Judgement, RequestTimeline, TryTimeline
+from telemetry.tracing.spans import End, Outcome, Span
 from tests.support.traces import a_request, to_unix_ns
 
 

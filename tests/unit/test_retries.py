@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from baton.retries import Retries
 from engine.errors import InvalidConfig
-from serving.status import RemoteError
+from rpc.status import RemoteError
 
 UNAVAILABLE = RemoteError(StatusCode.UNAVAILABLE, "gone", "NO_NODES")
 FULL = RemoteError(StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=7.5)

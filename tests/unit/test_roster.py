@@ -8,10 +8,10 @@ import pytest
 
 from baton.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
 from router.cluster_servicer import report_to
-from router.node_sources import Member
-from router.nodes import NodeTable
-from router.roster import NodeState, roster
-from serving.node import NodeLoad, NodeRole, NodeTotals
+from router.discovery.node_registry import NodeState, roster
+from router.discovery.sources import Member
+from router.routing.node_table import NodeTable
+from rpc.node_info import NodeLoad, NodeRole, NodeTotals
 from tests.support.node_calls import a_card
 
 DECODE, PREFILL = NodeRole.DECODE, NodeRole.PREFILL

@@ -10,9 +10,9 @@ from grpc import StatusCode
 from baton.client import AsyncClient, BatonError, Client
 from baton.health import ask
 from engine.errors import InvalidConfig
-from serving.router_address import router_target, unreachable
-from serving.server import serving
-from serving.tls import PLAIN
+from rpc.router_address import router_target, unreachable
+from rpc.security.tls import PLAIN
+from rpc.server import serving
 
 
 @pytest.mark.parametrize(

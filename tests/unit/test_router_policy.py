@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import InvalidConfig
-from engine.hashing import PrefixNaming
-from router.assignment import Assignment
-from router.nodes import Node, NodeTable
-from router.policy import Ask, Policy, Route, Routing, choose, policy_named
-from serving.errors import IncompatibleNodes, NoNodes
-from serving.node import NodeLoad, NodeRole
-from serving.prefixes import PrefixChanges
+from engine.kv_cache.block_hashes import PrefixNaming
+from router.routing.assignment import Assignment
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Ask, Policy, Route, Routing, choose, policy_named
+from rpc.cached_prefixes import PrefixChanges
+from rpc.errors import IncompatibleNodes, NoNodes
+from rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens

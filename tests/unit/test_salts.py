@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.salts import own_salt, owner_of
+from router.input_processing.cache_salts import own_salt, owner_of
 
 
 def test_clients_are_told_apart_by_tokens_that_nobody_can_read_back() -> None:

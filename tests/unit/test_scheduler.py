@@ -10,10 +10,10 @@ import pytest
 from engine.errors import InvalidRequest, OutOfTurn
 from engine.events import RequestEvent, RequestEventKind
 from engine.plan import Plan, RunResult, StepResult
-from engine.prefill_limits import NUM_STEPS_AFTER_SHORT
 from engine.request import FinishReason, Output
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, Policy, SchedulerConfig
+from engine.scheduler.config import CacheConfig, Policy, SchedulerConfig
+from engine.scheduler.prefill_limits import NUM_STEPS_AFTER_SHORT
+from engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
 from tests.support.requests import make_spec
 

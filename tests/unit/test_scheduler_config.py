@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import InvalidConfig
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
 
 
 def test_the_defaults_work() -> None:

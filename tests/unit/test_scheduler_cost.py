@@ -9,8 +9,8 @@ from types import FrameType
 
 from engine.plan import RunResult, StepResult
 from engine.request import RequestId
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 from tests.support.requests import make_spec
 
 NUM_RUNNING = 8

@@ -8,8 +8,8 @@ from functools import partial
 from engine.plan import Plan, RunResult, StepResult
 from engine.request import ClientId, FinishReason, Output, RequestId
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
 from tests.support.requests import make_spec
 

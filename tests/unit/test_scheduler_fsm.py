@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.plan import Plan, RunResult, StepResult
 from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 from kv_transfer.types import HandoffId
 from tests.support.engine_world import SOURCE
 from tests.support.grammars import GOOD, AnyAnswer

@@ -6,7 +6,7 @@ import random
 from functools import partial
 
 from engine.request import FinishReason, RequestId
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
 from kv_transfer.types import HandoffId
 from tests.support.engine_world import EngineWorld
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from engine.plan import Plan
 from engine.sampling import SamplingParams
-from engine.scheduler_config import Policy, SchedulerConfig
+from engine.scheduler.config import Policy, SchedulerConfig
 from tests.support.engine_world import EngineWorld
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)

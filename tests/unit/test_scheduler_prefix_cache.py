@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
-from engine.hashing import block_hashes, root_hash
+from engine.kv_cache.block_hashes import block_hashes, root_hash
 from engine.request import RequestId
 from engine.sampling import SamplingParams
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
 from tests.support.engine_world import EngineWorld
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)

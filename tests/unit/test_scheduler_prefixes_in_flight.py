@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import InvalidConfig
 from engine.request import FinishReason, RequestId
-from engine.scheduler_config import Policy, SchedulerConfig
+from engine.scheduler.config import Policy, SchedulerConfig
 from kv_transfer.types import HandoffId, Receive
 from tests.support.engine_world import OTHER_SOURCE, EngineWorld
 

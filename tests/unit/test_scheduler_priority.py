@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from engine.scheduler_config import Policy, SchedulerConfig
+from engine.scheduler.config import Policy, SchedulerConfig
 from tests.support.engine_world import EngineWorld
 
 _config = partial(

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 from prometheus_client import CollectorRegistry
 
-from serving.scrapes import AskedOn
-from telemetry.metric_names import READINGS_AGE, RUNNING
-from telemetry.metrics import Reading
-from telemetry.metrics_server import MAX_CONNECTIONS, metrics_server
+from telemetry.metrics.instruments import Reading
+from telemetry.metrics.names import READINGS_AGE, RUNNING
+from telemetry.metrics.scrapes import AskedOn
+from telemetry.metrics.server import MAX_CONNECTIONS, metrics_server
 
 Order = Callable[[], None]
 

@@ -11,16 +11,16 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.sampling import MAX_LOGPROBS, SamplingParams
-from router.legs import Leg
+from router.dispatch.node_rpcs import Leg
+from router.input_processing.tokenization import TokenIdsOnly
 from router.merging import merged
-from router.nodes import Node, NodeTable
 from router.pipeline import Pipeline, PipelineConfig
-from router.policy import Policy, Routing
-from router.text import TokenIdsOnly
+from router.request_scope import Visits, received_now
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Policy, Routing
 from router.values import Call, Ending, Piece, PrefillPlace, TokenPrompt
-from router.visits import Visits, received_now
-from serving.errors import NodeFailed, PoisonedRequest
-from serving.node import NodeLoad, NodeRole
+from rpc.errors import NodeFailed, PoisonedRequest
+from rpc.node_info import NodeLoad, NodeRole
 from tests.support.mortal_nodes import MortalNodes, Poison
 from tests.support.node_calls import (
     FINGERPRINT,

@@ -8,9 +8,9 @@ from engine.errors import InvalidRequest
 from engine.request import Output, RequestId
 from engine.sampling import MAX_LOGPROBS
 from kv_transfer.types import TokenLogprobs
-from router.sizes import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
-from serving.sizes import MAX_MESSAGE_BYTES
-from serving.translate import output_to
+from router.input_processing.logprob_limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
+from rpc.messages.conversion import output_to
+from rpc.messages.limits import MAX_MESSAGE_BYTES
 
 LARGEST_ID = 2**32 - 1
 NUM_TOKENS = 20

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.outlet import Outlet
-from telemetry.spans import Outcome, SpanStatus, TraceContext, context_from
-from telemetry.tracer import Tracer, new_trace_id
+from telemetry.tracing.outlet import Outlet
+from telemetry.tracing.spans import Outcome, SpanStatus, TraceContext, context_from
+from telemetry.tracing.tracer import Tracer, new_trace_id
 
 
 @given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())

@@ -6,8 +6,8 @@ from google.rpc import error_details_pb2
 from grpc import StatusCode
 
 from engine import errors as engine_errors
-from serving import errors as service_errors
-from serving.status import CODE_AND_REASON, code_and_reason, status_of
+from rpc import errors as service_errors
+from rpc.status import CODE_AND_REASON, code_and_reason, status_of
 
 STOP_THE_PROCESS = {
     engine_errors.InvalidConfig,

@@ -10,9 +10,9 @@ from engine.core import EngineCore, NoKvWorker
 from engine.errors import InvalidConfig
 from engine.plan import Plan, RunResult
 from engine.request import ClientId
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
-from engine.step_pace import LEAST_TOKENS, StepPace
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
 from tests.support.fake_runner import FakeRunner, KvTensor
 from tests.support.requests import make_spec
 

@@ -12,18 +12,18 @@ from engine.core import NoKvWorker as NoWorker
 from engine.errors import InvalidConfig
 from engine.plan import Plan, RunResult
 from engine.request import RequestId
-from engine.runner.settings import RunnerConfig
-from engine.scheduler import Scheduler
-from engine.scheduler_config import CacheConfig, SchedulerConfig
-from serving.node_options import NodeOptions
-from serving.node_tracing import NodeTracing
-from serving.step_tracing import MAX_LINKS, StepTracing
+from engine.runner.config import RunnerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from node.options import NodeOptions
+from node.step_tracing import MAX_LINKS, StepTracing
+from node.tracing import NodeTracing
 from telemetry import names
-from telemetry.node_timeline import NodeFacts
-from telemetry.outlet import Timeline
-from telemetry.spans import Span, TraceContext
-from telemetry.step_timeline import StepTimeline
-from telemetry.tracer import NO_TRACER, Tracer
+from telemetry.tracing.node_timeline import NodeFacts
+from telemetry.tracing.outlet import Timeline
+from telemetry.tracing.spans import Span, TraceContext
+from telemetry.tracing.step_timeline import StepTimeline
+from telemetry.tracing.tracer import NO_TRACER, Tracer
 from tests.support.engines import VOCAB_SIZE, a_spec
 from tests.support.fake_runner import FakeRunner, KvTensor
 from tests.support.traces import to_unix_ns

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from baton.text import Tokenizer
 from engine.errors import InvalidRequest, ModelError
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
+from text.tokenizer import Tokenizer
 
 TEXTS = ("", "hello", " the  quick\n\nbrown", "naïve café 東京 🙂", "</s> inside", "\x00\x7f")
 CHAT = (

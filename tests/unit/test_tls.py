@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidConfig
-from serving.channel import channel_credentials, server_credentials
-from serving.tls import TlsConfig
+from rpc.channel import channel_credentials, server_credentials
+from rpc.security.tls import TlsConfig
 from tests.support.certificates import Authority, lock_key, make_authority
 
 

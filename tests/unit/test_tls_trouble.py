@@ -8,8 +8,8 @@ import struct
 import threading
 import warnings
 
-from serving.tls import PLAIN, TlsConfig
-from serving.tls_trouble import tls_trouble
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.tls_diagnosis import tls_trouble
 
 NUM_TRIES = 100
 

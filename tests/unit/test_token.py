@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidConfig
-from serving.errors import Unauthenticated
-from serving.token import AcceptedTokens, authorization, read_tokens
+from rpc.errors import Unauthenticated
+from rpc.security.token import AcceptedTokens, authorization, read_tokens
 
 
 def test_any_token_of_the_file_opens(tmp_path: Path) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from baton.text import Tokenizer
 from engine.errors import InvalidRequest
-from engine.grammars.library import GrammarChecks, GrammarLibrary
 from engine.sampling import SamplingDefaults
-from engine.structured_outputs import StructuredOutputs
-from router.openai.asking import Advice, Asked, chat_completion_from
-from router.openai.forced_calls import NamedCallReader, RequiredCallsReader
-from router.openai.parsing import Delta, FirstCallReader, Parsing, ToolCall
-from router.openai.tool_choice import Calling, refusals_naming_tools
+from engine.structured_output.llguidance_backend import GrammarChecks, GrammarLibrary
+from engine.structured_output.params import StructuredOutputs
+from router.openai.request.parsed_request import Advice, Asked, chat_completion_from
+from router.openai.request.tool_choice import Calling, refusals_naming_tools
+from router.openai.response.forced_calls import NamedCallReader, RequiredCallsReader
+from router.openai.response.output_parsers import Delta, FirstCallReader, Parsing, ToolCall
 from router.values import ChatPrompt
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
+from text.tokenizer import Tokenizer
 
 ADVICE = Advice(SamplingDefaults(), max_model_len=512)
 TREE = {

@@ -18,9 +18,9 @@ from baton.traces.terminal import WIDE, show_related, show_waterfall
 from telemetry import names
 from telemetry.options import MIB
 from telemetry.resource import Process
-from telemetry.spans import Span
-from telemetry.store import TraceWriter
-from telemetry.traces import Trace, find_trace, note_of, traces_of
+from telemetry.tracing.spans import Span
+from telemetry.tracing.store import TraceWriter
+from telemetry.tracing.traces import Trace, find_trace, note_of, traces_of
 from tests.support.collector import collecting
 from tests.support.traces import STEP_TRACE_ID, TRACE_ID, a_told_step, a_told_trace
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.options import MIB
-from telemetry.otlp_json import NotSpans, ToldSpan, line_of, spans_of
-from telemetry.spans import AttributeValue, Span, SpanEvent, SpanLink
-from telemetry.store import TraceWriter, read_spans
+from telemetry.tracing.otlp_json import NotSpans, ToldSpan, line_of, spans_of
+from telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanLink
+from telemetry.tracing.store import TraceWriter, read_spans
 from tests.support.spans import RESOURCE, a_span
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_transfer import ucxx_receives, ucxx_sends
-from kv_transfer.messages import Region
-from kv_transfer.staging import SLOT_BYTES, BlockRows, Staging
-from kv_transfer.transport import (
+from kv_transfer.protocol.messages import Region
+from kv_transfer.transports import ucxx_receives, ucxx_sends
+from kv_transfer.transports.base import (
     Arrived,
     ChannelEvent,
     Landing,
@@ -23,10 +22,11 @@ from kv_transfer.transport import (
     WriteFailed,
     Written,
 )
+from kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Staging
+from kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, header_of
+from kv_transfer.transports.ucxx_receives import Receives
+from kv_transfer.transports.ucxx_sends import Sends
 from kv_transfer.types import BlockId
-from kv_transfer.ucxx_messages import HEADER_BYTES, Label, Parcel, header_of
-from kv_transfer.ucxx_receives import Receives
-from kv_transfer.ucxx_sends import Sends
 from tests.support.fake_ucxx import FakeUcxx
 
 TICKET = 5

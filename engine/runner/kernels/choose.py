@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidConfig
-from engine.runner.attention import PagedAttention, TorchPagedAttention
-from engine.runner.config import ModelConfig
+from engine.runner.attention.paged_attention import PagedAttention, TorchPagedAttention
 from engine.runner.kernels.build import KernelsMissing, best_variant, cpu_features, library
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
-from engine.runner.layers import Layer, Layers, PlainLayers
-from engine.runner.ops import Ops, TorchOps
+from engine.runner.model.config import ModelConfig
+from engine.runner.model.layers import Layer, Layers, PlainLayers
+from engine.runner.model.ops import Ops, TorchOps
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from time import perf_counter
 
 import numpy as np
 
+from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.build import best_variant, cpu_features, library
-from engine.runner.memory import huge_page_memory
 
 _VECTOR_BYTES = 64
 _READ_BYTES = 256 << 20  # larger than the caches

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.attention import AttentionPass
+from engine.runner.attention.paged_attention import AttentionPass
+from engine.runner.huge_pages import huge_page_memory
 from engine.runner.layout import Ints, PassLayout
-from engine.runner.memory import huge_page_memory
-from engine.runner.ops import Angles, Linear, Peaks
-from engine.runner.quantize import Quantized
+from engine.runner.model.ops import Angles, Linear, Peaks
+from engine.runner.weights.quantize import Quantized
 
 _INT, _THREADS, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 _CACHE = (_POINTER, *(_INT,) * 5)  # blocks; layers, KV heads, block size, head dim; layer

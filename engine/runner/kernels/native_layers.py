@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.runner.attention import AttentionPass
-from engine.runner.config import ModelConfig
+from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.kernels.native import (
     Kernels,
     NativeLinear,
@@ -18,8 +17,9 @@ from engine.runner.kernels.native import (
     NativePass,
     NativeQuantizedLinear,
 )
-from engine.runner.layers import Layer, LayerPass, Layers, PlainLayers
-from engine.runner.ops import Angles, Linear
+from engine.runner.model.config import ModelConfig
+from engine.runner.model.layers import Layer, LayerPass, Layers, PlainLayers
+from engine.runner.model.ops import Angles, Linear
 
 _INT, _THREADS, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 

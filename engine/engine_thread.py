@@ -1,0 +1,200 @@
+"""The engine thread. Other threads post actions; only this thread touches the engine."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from engine.core import EngineCore
+from engine.errors import EngineGone, InvalidRequest
+from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
+from engine.structured_output.compiler import GrammarCompiler
+from engine.structured_output.grammar import Grammar
+from engine.structured_output.params import FIELD
+
+Compiler = GrammarCompiler[Grammar]
+# Called on the engine thread with one client's outputs of one step; must not block.
+Deliver = Callable[[list[Output]], None]
+
+# Interval of steps while idle, so that time-outs are checked and the heartbeat stays fresh.
+HEARTBEAT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _AddRequest:
+    """Action that adds a request. If the engine ends before it runs, the client gets an error."""
+
+    spec: RequestSpec
+    add: Callable[[RequestSpec], None]
+
+    def __call__(self) -> None:
+        self.add(self.spec)
+
+
+class EngineLoop:
+    """Runs an EngineCore on its own thread for the duration of a `with` block."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        name: str = "engine",
+        clock: Callable[[], float] = time.monotonic,
+        compiler: Compiler | None = None,  # None: structured outputs are rejected
+    ) -> None:
+        self._core = core
+        self._compiler = compiler
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._deliver_by_client: dict[ClientId, Deliver] = {}
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+        # Guards submitting against the engine's end: a request is either rejected or in the inbox.
+        self._submit_lock = threading.Lock()
+        self._last_beat_s = clock()
+
+    def __enter__(self) -> EngineLoop:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.post(self._stop)
+        self._thread.join()
+
+    def attach(self, client_id: ClientId, deliver: Deliver) -> None:
+        """Deliver the outputs of this client's requests through `deliver` from now on."""
+        self.post(lambda: self._deliver_by_client.__setitem__(client_id, deliver))
+
+    def detach(self, client_id: ClientId) -> None:
+        self.post(lambda: self._drop_client(client_id))
+
+    def submit(self, spec: RequestSpec) -> None:
+        """Queue a request. Raises InvalidRequest if it can never be served."""
+        self._core.scheduler.validate(spec)
+        structured_outputs = spec.sampling.structured_outputs
+        if structured_outputs is not None and self._compiler is None:
+            raise InvalidRequest(f"{FIELD} is not supported by this engine: leave it out", FIELD)
+        with self._submit_lock:
+            self._raise_if_stopped()
+            self.post(_AddRequest(spec, self._add_request))
+        if structured_outputs is not None and self._compiler is not None:
+            self._compiler.start(
+                structured_outputs, lambda outcome: self._on_compiled(spec, outcome)
+            )
+
+    def abort(self, request_id: RequestId) -> None:
+        """Request the end of a request; unknown and finished ones are ignored."""
+        self.post(lambda: self._core.scheduler.abort(request_id))
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` on the engine thread between two steps. Wakes the thread."""
+        self._inbox.put(action)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the engine has ended, by a failure or at the end of the `with` block."""
+        self._thread.join(timeout_s)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the engine, if any."""
+        return self._failure
+
+    def beat(self) -> None:
+        """Record a heartbeat on the engine thread. Long steps call it whenever they progress."""
+        self._last_beat_s = self._clock()
+
+    def since_last_beat_s(self) -> float:
+        """Return the time since the engine last made progress. Readiness depends on it."""
+        return self._clock() - self._last_beat_s
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._run_once()
+        except BaseException as failure:
+            log.exception("the engine stopped on an unexpected exception")
+            with self._submit_lock:
+                self._failure = failure
+            self._fail_all(f"the engine stopped: {failure!r}")
+
+    def _run_once(self) -> None:
+        self._run_posted_actions()
+        self.beat()
+        outputs = self._core.step()
+        for client_id, its_outputs in outputs.by_client.items():
+            self._deliver(client_id, its_outputs)
+
+    def _run_posted_actions(self) -> None:
+        """Run all posted actions. Waits for the first one for as long as the engine may sleep."""
+        may_sleep_s = self._core.may_sleep_s()
+        wait_s = HEARTBEAT_S if may_sleep_s is None else min(may_sleep_s, HEARTBEAT_S)
+        try:
+            self._inbox.get(timeout=wait_s)() if wait_s > 0 else self._inbox.get_nowait()()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _deliver(self, client_id: ClientId, outputs: list[Output]) -> None:
+        deliver = self._deliver_by_client.get(client_id)
+        if deliver is not None:
+            deliver(outputs)
+
+    def _add_request(self, spec: RequestSpec) -> None:
+        try:
+            self._core.scheduler.add(spec)
+        except InvalidRequest as refusal:
+            self._deliver(spec.client_id, [_error_output(spec.request_id, str(refusal))])
+
+    def _on_compiled(self, spec: RequestSpec, outcome: Grammar | InvalidRequest) -> None:
+        """Called on any thread. The inbox is first in, first out: the request was added before."""
+        scheduler = self._core.scheduler
+        if isinstance(outcome, InvalidRequest):
+            reason = str(outcome)
+            self.post(lambda: scheduler.grammar_refused(spec, reason))
+        else:
+            self.post(lambda: scheduler.grammar_came(spec, outcome))
+
+    def _drop_client(self, client_id: ClientId) -> None:
+        del self._deliver_by_client[client_id]
+        self._core.scheduler.abort_client(client_id)
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _fail_all(self, reason: str) -> None:
+        for client_id, request_ids in self._core.scheduler.request_ids_by_client().items():
+            self._deliver(client_id, [_error_output(each, reason) for each in request_ids])
+        for spec in self._pending_requests():
+            self._deliver(spec.client_id, [_error_output(spec.request_id, reason)])
+
+    def _pending_requests(self) -> Iterator[RequestSpec]:
+        while True:
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(action, _AddRequest):
+                yield action.spec
+
+    def _raise_if_stopped(self) -> None:
+        if self._failure is not None or self._is_stopping:
+            reason = "the node shuts down" if self._failure is None else repr(self._failure)
+            raise EngineGone(f"the engine of this node has stopped: {reason}")
+
+
+def _error_output(request_id: RequestId, reason: str) -> Output:
+    return Output(request_id, 0, finish_reason=FinishReason.ERROR, error=reason)

@@ -1,0 +1,61 @@
+"""Factory functions that build an engine around a loaded runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from engine.core import EngineCore, NoKvWorker
+from engine.kv_connector import KvWorker
+from engine.runner.model_runner import TorchRunner
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from engine.structured_output.llguidance_backend import GrammarLibrary
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """User settings of the engine. Settings that depend on the model are filled in."""
+
+    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
+    enable_prefix_caching: bool = True
+    collect_kv_events: bool = False
+
+
+def build_engine(
+    runner: TorchRunner, options: EngineOptions, kv_worker: KvWorker | None = None
+) -> EngineCore:
+    """Build an engine. Without a KV worker, it neither sends nor receives KV."""
+    return EngineCore(build_scheduler(runner, options), runner, kv_worker or NoKvWorker())
+
+
+def build_scheduler(runner: TorchRunner, options: EngineOptions) -> Scheduler:
+    """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
+    return Scheduler(
+        _scheduling_for(runner, options.scheduling),
+        CacheConfig(
+            num_blocks=runner.kv_memory.num_blocks,
+            block_size=runner.kv_memory.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+            model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
+            max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
+            collect_events=options.collect_kv_events,
+        ),
+    )
+
+
+def build_grammars(runner: TorchRunner) -> GrammarLibrary:
+    """Build the grammar library for the runner's model."""
+    info = runner.info
+    return GrammarLibrary(info.folder, info.vocab_size, info.eos_token_ids)
+
+
+def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerConfig:
+    speculation = runner.speculation
+    return replace(
+        config,
+        num_lookahead_tokens=0 if speculation is None else speculation.num_tokens,
+        max_model_len=runner.info.max_model_len,
+        vocab_size=runner.info.vocab_size,
+        eos_token_ids=frozenset(runner.info.eos_token_ids),
+        check_extra_args=runner.processors.check,
+    )

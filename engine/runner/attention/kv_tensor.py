@@ -1,0 +1,80 @@
+"""KV cache tensor of all blocks, and its size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import InvalidConfig
+from engine.runner.huge_pages import huge_page_memory
+from engine.runner.model.config import ModelConfig
+from engine.runner.model_info import KvMemory
+from engine.runner.weights.host_memory import free_host_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Block-major: [num_blocks, num_layers, 2, kv_heads, block_size, head_dim].
+
+    The keys and values of all layers of one block are contiguous.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
+        return cls(model.num_layers, model.num_kv_heads, block_size, model.head_dim, dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
+        per_block = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        if device.type != "cpu":
+            return torch.zeros((num_blocks, *per_block), dtype=self.dtype, device=device)
+        memory = huge_page_memory(num_blocks * self.block_bytes)
+        return torch.frombuffer(memory, dtype=self.dtype).view(num_blocks, *per_block)
+
+
+def describe(kv: Tensor) -> KvMemory:
+    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+    num_bytes = kv.numel() * kv.element_size()
+    return KvMemory(
+        address=kv.data_ptr(),
+        num_bytes=num_bytes,
+        device=str(kv.device),
+        num_blocks=num_blocks,
+        block_bytes=num_bytes // num_blocks,
+        block_size=block_size,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=str(kv.dtype).removeprefix("torch."),
+    )
+
+
+def num_blocks_within(budget_bytes: int, block_bytes: int) -> int:
+    """Return the number of whole blocks that fit into the budget."""
+    num_blocks = budget_bytes // block_bytes
+    if num_blocks < 1:
+        raise InvalidConfig(
+            f"the KV cache budget of {budget_bytes} bytes holds no block: "
+            f"one takes {block_bytes} bytes"
+        )
+    return num_blocks
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of the device, on the CPU within the container's limits."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return free_host_bytes()

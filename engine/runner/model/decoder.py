@@ -1,0 +1,89 @@
+"""Decoder: embeddings, layers and LM head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.runner.attention.paged_attention import AttentionPass
+from engine.runner.model.config import ModelConfig
+from engine.runner.model.layers import Layers
+from engine.runner.model.ops import Angles, Linear, Ops, Peaks
+
+
+class LayerHook(Protocol):
+    """Callbacks between the layers of a pass."""
+
+    def layer_done(self, layer: int) -> None: ...
+
+    def pass_done(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Tokens whose hidden states are needed, with an attention pass over them alone.
+
+    The last layer computes only these tokens, after the KV of all tokens was written.
+    """
+
+    places: Tensor  # flat indices
+    attention: AttentionPass
+
+
+class Decoder:
+    """Model weights and the forward pass. Holds no request state."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        embedding: Linear,
+        layers: Layers,
+        norm: Tensor,
+        head: Linear,
+    ) -> None:
+        self._config = config
+        self._ops = ops
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        angles: Angles,
+        attention: AttentionPass,
+        hook: LayerHook | None,
+        ends: Ends | None = None,
+    ) -> Tensor:
+        """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.
+
+        With `ends`, only the hidden states of those tokens are returned, and the last layer
+        computes only keys and values of the others.
+        """
+        hidden_states = self._embedding.rows(token_ids)
+        layers = self._layers.begin(angles, attention)
+        last = self._config.num_layers - 1
+        for index in range(self._config.num_layers):
+            if index == last and ends is not None:
+                layers.write(index, hidden_states)
+                hidden_states = hidden_states[ends.places]
+                cosines, sines = (angle[ends.places] for angle in angles)
+                layers = self._layers.begin((cosines, sines), ends.attention)
+            if len(hidden_states):
+                hidden_states = layers.through(index, hidden_states)
+            if hook is not None:
+                hook.layer_done(index)
+        if hook is not None:
+            hook.pass_done()
+        return self._ops.normed(hidden_states, self._norm, self._config.rms_norm_eps)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[rows, hidden_size] → [rows, vocab_size] in float32."""
+        return self._head(hidden_states).float()
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        return self._ops.peaks(logits)

@@ -1,0 +1,135 @@
+"""Rotary position embedding (RoPE) with its scaling variants."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.runner.model.config import RopeConfig
+
+MIN_TABLE_POSITIONS = 1024
+
+
+class Rope:
+    """Computes cosines and sines of positions, once per pass for all layers."""
+
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        max_position_embeddings: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._head_dim = head_dim
+        self._trained_len = max_position_embeddings
+        self._dtype = dtype
+        frequencies, self._scale = _frequencies(config, head_dim)
+        self._frequencies = frequencies.to(device)
+        self._table: tuple[Tensor, Tensor] | None = None  # of the positions from 0 on
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self._config.kind == "dynamic"
+
+    def angles(self, positions: Tensor, seen_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin), each [tokens, 1, head_dim].
+
+        Only the dynamic kind uses `seen_lens`: the sequence length at which each token is first
+        computed. For prompt tokens that is the length of the whole prompt, whatever its chunks;
+        for an output token it is the sequence up to and including the token.
+        """
+        if seen_lens is not None and self.is_dynamic:
+            return self._computed(positions, self._frequencies_at(seen_lens))
+        cos, sin = self._table_of(int(positions.max()) + 1)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _table_of(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        if self._table is None or self._table[0].shape[0] < num_positions:
+            table_len = max(MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
+            positions = torch.arange(table_len, device=self._frequencies.device)
+            self._table = self._computed(positions, self._frequencies)
+        return self._table
+
+    def _computed(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        half = positions[:, None].float() * frequencies
+        whole = torch.cat((half, half), dim=-1)[:, None, :]
+        cos, sin = whole.cos() * self._scale, whole.sin() * self._scale
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+    def _frequencies_at(self, seen_lens: Tensor) -> Tensor:
+        lens, indices = seen_lens.clamp(min=self._trained_len).unique(return_inverse=True)
+        # One length at a time: the last bits of torch's powers depend on the batch size.
+        by_len = torch.stack([self._scaled_frequencies(seen_len) for seen_len in lens.tolist()])
+        return by_len.to(indices.device)[indices]
+
+    def _scaled_frequencies(self, seen_len: int) -> Tensor:
+        factor, dim = self._config.factor, self._head_dim
+        stretch = (factor * seen_len / self._trained_len) - (factor - 1)
+        base: float = self._config.theta * stretch ** (dim / (dim - 2))
+        return 1.0 / (base ** _exponents(dim))
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to [tokens, heads, head_dim] (the NeoX style: first half with second half)."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float) / dim
+
+
+def _frequencies(config: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    plain = 1.0 / (config.theta ** _exponents(dim))
+    if config.kind == "linear":
+        return plain / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3(config, plain), 1.0
+    if config.kind == "yarn":
+        return _yarn(config, dim), _yarn_scale(config)
+    return plain, 1.0  # dynamic equals default until a sequence exceeds the trained length
+
+
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+    """Scale low frequencies, keep high ones and interpolate between them (Llama 3)."""
+    trained = config.original_max_position_embeddings
+    wavelength = 2 * math.pi / plain
+    low, high = config.low_freq_factor, config.high_freq_factor
+    blend = (trained / wavelength - low) / (high - low)
+    blended = (1 - blend) * plain / config.factor + blend * plain
+    is_slow, is_fast = wavelength > trained / low, wavelength < trained / high
+    return torch.where(is_slow, plain / config.factor, torch.where(is_fast, plain, blended))
+
+
+def _yarn(config: RopeConfig, dim: int) -> Tensor:
+    """Keep dimensions with many rotations, scale those with few and interpolate (YaRN)."""
+    powers = config.theta ** _exponents(dim)
+    low, high = (_yarn_dimension(config, dim, b) for b in (config.beta_fast, config.beta_slow))
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float) - low) / width).clamp(0, 1)
+    return (1.0 / (config.factor * powers)) * (1 - keep) + (1.0 / powers) * keep
+
+
+def _yarn_dimension(config: RopeConfig, dim: int, num_rotations: float) -> float:
+    trained = config.original_max_position_embeddings
+    turns = math.log(trained / (num_rotations * 2 * math.pi))
+    return dim * turns / (2 * math.log(config.theta))
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
+    return _mscale(config.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

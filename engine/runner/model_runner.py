@@ -1,0 +1,232 @@
+"""Model runner: turns plans into tokens. Owns the weights, the KV tensor and the batch.
+
+Sampling is batch-invariant: random numbers are keyed by (seed, position, token), and no row of
+logits depends on another. The native kernels are batch-invariant too: a request's logits, and so
+its tokens, are bit-identical alone, in a batch, after preemption, with a prefix hit and on another
+node with the same kernels. Torch sums in an order that depends on the number of rows. There the
+tokens are the same unless two logits differ by no more than rounding: almost never in float32,
+occasionally in half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import PassHookFailed
+from engine.plan import Plan, RunResult
+from engine.runner.attention.kv_tensor import describe
+from engine.runner.attention.paged_attention import PagedAttention
+from engine.runner.fences import Fences, fences_of
+from engine.runner.input_batch import NO_DRAFTS, PersistentBatch, RowFacts, Step
+from engine.runner.model.decoder import Decoder, Ends
+from engine.runner.model.rope import Rope
+from engine.runner.model_info import NO_LAYER, KvMemory, ModelInfo, PassHook
+from engine.runner.sampling.grammar_masks import GrammarMasks
+from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
+from engine.runner.sampling.logprobs import token_logprobs
+from engine.runner.sampling.prompt_logprobs import PromptLogprobs
+from engine.runner.sampling.sampler import Choice, Sampler, SampleRow
+from engine.runner.sampling.spec_decode import DraftedRows, Drafts, accepted_indices
+from engine.spec_decode.config import Speculation
+from kv_transfer.types import BlockId
+
+READ_CHUNK_BLOCKS = 32
+
+
+class TorchRunner:
+    """Implements the `Runner` Protocol. Releases its memory when the `with` block ends."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        decoder: Decoder,
+        rope: Rope,
+        kv: Tensor,
+        batch: PersistentBatch,
+        attention: PagedAttention,
+        speculation: Speculation | None = None,
+        processors: Processors = NO_PROCESSORS,
+    ) -> None:
+        self.info = info
+        self.kv_memory: KvMemory = describe(kv)
+        self.speculation = speculation
+        self.processors = processors
+        self.hook: PassHook | None = None
+        self.fences = fences_of(kv.device)
+        self.decoder = decoder
+        self._rope = rope
+        self._kv = kv
+        self._batch = batch
+        self._attention = attention
+        self.sampler = Sampler(info.eos_token_ids, processors, decoder.peaks)
+        self._prompt_logprobs = PromptLogprobs(decoder)
+        self._grammar_masks = GrammarMasks(info.vocab_size)
+        self._drafted_rows = None if speculation is None else DraftedRows(batch, speculation)
+
+    def __enter__(self) -> TorchRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A reference to the runner that outlives the block must not keep the memory alive.
+        del self.decoder, self._kv, self._attention, self._batch, self._prompt_logprobs
+
+    def run(self, plan: Plan) -> RunResult:
+        """Run one flat forward pass over everything the plan schedules.
+
+        On return the device has finished this pass and all earlier ones: the transport can read
+        their blocks, and the KV worker can grant them to a peer.
+        """
+        result = self._run(plan)
+        self.fences.drain()
+        return result
+
+    def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
+        """Yield the bytes of these blocks in order, copied after all work launched so far.
+
+        Used for digests of memory that the CPU cannot read.
+        """
+        for start in range(0, len(block_ids), READ_CHUNK_BLOCKS):
+            ids = torch.tensor(block_ids[start : start + READ_CHUNK_BLOCKS])
+            copied = self._kv[ids.to(self._kv.device)].flatten().view(torch.uint8).cpu()
+            yield copied.numpy().data
+
+    def _run(self, plan: Plan) -> RunResult:
+        if not plan.is_retry:  # rows dropped by a failed pass are added again
+            self._prompt_logprobs.forget(plan.dropped)
+        self._batch.apply(plan)
+        self._grammar_masks.apply(plan)
+        if self._drafted_rows is not None:
+            self._drafted_rows.forget(plan.dropped)
+        if not plan.num_scheduled_tokens:
+            return RunResult()
+        drafts = self._draft(plan)
+        step = self._batch.step(plan.num_scheduled_tokens, drafts)
+        with torch.inference_mode():
+            self._prompt_logprobs.begin_pass()
+            hidden_states = self._forward(step, plan.is_retry)
+            self._batch.advance(step)
+            result = self._make_result(step, hidden_states, drafts)
+            self._prompt_logprobs.end_pass()
+            return result
+
+    def _draft(self, plan: Plan) -> Drafts:
+        if self._drafted_rows is None:
+            return NO_DRAFTS
+        return self._drafted_rows.drafts(plan.num_scheduled_tokens, plan.max_draft_tokens)
+
+    def _forward(self, step: Step, is_retry: bool) -> Tensor:
+        device = self._kv.device
+        positions = torch.from_numpy(step.layout.positions).to(device)
+        seen = torch.from_numpy(step.seen_lens).to(device) if self._rope.is_dynamic else None
+        return self.decoder.forward(
+            torch.from_numpy(step.token_ids).to(device),
+            self._rope.angles(positions, seen),
+            self._attention.begin(step.layout),
+            None if self.hook is None else _FencedHook(self.hook, self.fences, is_retry),
+            self._sampled_tokens(step),
+        )
+
+    def _sampled_tokens(self, step: Step) -> Ends | None:
+        """Return the sampled tokens, or None if the hidden states of all tokens are needed."""
+        if len(step.sampled) == len(step.token_ids) or self._prompt_logprobs.is_needed(step):
+            return None
+        sampled = np.array(step.sampled, dtype=np.int64)
+        attention = self._attention.begin(step.layout.of_last_tokens(sampled))
+        return Ends(self._sampled_indices(step), attention)
+
+    def _sampled_indices(self, step: Step) -> Tensor:
+        """Return the flat indices of the tokens whose logits are sampled."""
+        sampled = np.array(step.sampled, dtype=np.int64)
+        return torch.from_numpy(step.layout.last_tokens(sampled)).to(self._kv.device)
+
+    def _make_result(self, step: Step, hidden_states: Tensor, drafts: Drafts) -> RunResult:
+        result = RunResult()
+        if self._prompt_logprobs.is_needed(step):
+            self._prompt_logprobs.collect(step, hidden_states, self._batch, result)
+            hidden_states = hidden_states[self._sampled_indices(step)]
+        if step.sampled:
+            self._sample(step, self.decoder.logits(hidden_states), drafts, result)
+        if self._drafted_rows is not None:
+            self._drafted_rows.report_acceptance(drafts, result)
+        return result
+
+    def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
+        runs = [step.runs[index] for index in step.sampled]
+        rows = [run.row for run in runs]
+        sample_rows = [self._sample_row(run.row, run.end) for run in runs]
+        sample_rows = self._grammar_masks.applied(rows, sample_rows, result.refusals)
+        choices = self.sampler.choose(logits, sample_rows)
+        accepted = accepted_indices(rows, choices, drafts)
+        _add_logprobs(logits, rows, choices, accepted, result)
+        for index in accepted:
+            request_id, choice = rows[index].request_id, choices[index]
+            if request_id in result.refusals:
+                continue
+            if choice.token_id is None:
+                reasons = result.refusals if choice.is_refused else result.errors
+                reasons[request_id] = choice.error
+            elif request_id not in result.errors:
+                result.token_ids.setdefault(request_id, []).append(choice.token_id)
+        for request_id, token_ids in result.token_ids.items():
+            self._batch.append(request_id, token_ids)
+
+    def _sample_row(self, row: RowFacts, num_known: int) -> SampleRow:
+        known = self._batch.known_tokens(row, num_known)
+        return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
+
+
+class _FencedHook:
+    """Calls a pass hook with a completion fence per layer.
+
+    Exceptions of the hook are raised as PassHookFailed, to tell them from failures of the pass.
+    In a retry, layers are reported as NO_LAYER, so that none of them is sent.
+    """
+
+    def __init__(self, hook: PassHook, fences: Fences, is_retry: bool) -> None:
+        self._hook = hook
+        self._fences = fences
+        self._is_retry = is_retry
+
+    def layer_done(self, layer: int) -> None:
+        try:
+            # Other rows of the plan may not have run yet, and their blocks wait for this layer.
+            fence = self._fences.record()
+            self._hook.layer_done(NO_LAYER if self._is_retry else layer, fence)
+        except Exception as root:
+            raise PassHookFailed(root) from root
+
+    def pass_done(self) -> None:
+        try:
+            self._hook.pass_done()
+        except Exception as root:
+            raise PassHookFailed(root) from root
+
+
+def _add_logprobs(
+    logits: Tensor,
+    rows: list[RowFacts],
+    choices: list[Choice],
+    accepted: Sequence[int],
+    result: RunResult,
+) -> None:
+    requested = [
+        (i, choices[i].token_id) for i in accepted if rows[i].sampling.logprobs is not None
+    ]
+    chosen = [(i, token_id) for i, token_id in requested if token_id is not None]
+    if not chosen:
+        return
+    indices = [index for index, _ in chosen]
+    num_tops = [rows[index].sampling.logprobs or 0 for index in indices]
+    found = token_logprobs(logits[indices], [token for _, token in chosen], num_tops)
+    for index, logprobs in zip(indices, found, strict=True):
+        result.logprobs.setdefault(rows[index].request_id, []).append(logprobs)

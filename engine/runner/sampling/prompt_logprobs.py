@@ -1,0 +1,89 @@
+"""Logprobs of prompt tokens, computed chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.plan import RunResult
+from engine.request import RequestId
+from engine.runner.input_batch import PersistentBatch, RowFacts, Step
+from engine.runner.model.decoder import Decoder
+from engine.runner.sampling.logprobs import token_logprobs
+from engine.runner.sampling.sampler import NOT_FINITE
+from kv_transfer.types import TokenLogprobs
+
+# Rows of logits held in memory at once, whatever the chunk's length.
+LOGITS_CHUNK_ROWS = 128
+
+
+class PromptLogprobs:
+    """Computes prompt logprobs.
+
+    The last hidden state of a chunk predicts the first token of the next chunk, so each chunk
+    carries one logprob over to the next.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._carried: dict[RequestId, TokenLogprobs] = {}
+        self._next: dict[RequestId, TokenLogprobs] = {}  # carried out of the current pass
+        self._done: list[RequestId] = []  # reported in the current pass
+
+    def begin_pass(self) -> None:
+        """Discard the results of a failed pass: its retry reports them."""
+        self._next.clear()
+        self._done.clear()
+
+    def end_pass(self) -> None:
+        for request_id in self._done:
+            self._carried.pop(request_id, None)
+        self._carried |= self._next
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self._carried.pop(request_id, None)
+
+    def is_needed(self, step: Step) -> bool:
+        """Return whether hidden states of more than the last tokens are needed."""
+        return any(run.row.wants_prompt_logprobs for run in step.runs)
+
+    def collect(
+        self, step: Step, hidden_states: Tensor, batch: PersistentBatch, result: RunResult
+    ) -> None:
+        """Add one entry for each prompt token of this step; a prompt's first token has None."""
+        first = 0
+        for row, num_tokens, end in step.runs:
+            start = end - num_tokens
+            if row.wants_prompt_logprobs and start < row.num_prompt_tokens:
+                own_states = hidden_states[first : first + num_tokens]
+                self._add_row(row, start, own_states, batch, result)
+            first += num_tokens
+
+    def _add_row(
+        self,
+        row: RowFacts,
+        start: int,
+        hidden_states: Tensor,
+        batch: PersistentBatch,
+        result: RunResult,
+    ) -> None:
+        end = min(start + len(hidden_states) + 1, row.num_prompt_tokens)
+        known = batch.known_tokens(row)[start + 1 : end]
+        predicted: list[TokenLogprobs] = []
+        for rows in range(0, len(known), LOGITS_CHUNK_ROWS):
+            targets = known[rows : rows + LOGITS_CHUNK_ROWS]
+            logits = self._decoder.logits(hidden_states[rows : rows + len(targets)])
+            if not torch.isfinite(logits).all():
+                result.errors[row.request_id] = NOT_FINITE
+                return
+            num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
+            predicted += token_logprobs(logits, targets.tolist(), num_tops)
+        entries = [self._carried.get(row.request_id), *predicted]
+        self._done.append(row.request_id)
+        if len(predicted) == len(hidden_states):  # the last one is of the next chunk's first token
+            self._next[row.request_id] = predicted[-1]
+            entries.pop()
+        result.prompt_logprobs[row.request_id] = entries

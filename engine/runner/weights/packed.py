@@ -1,0 +1,163 @@
+"""Reads matrices from quantized checkpoints: GPTQ, AWQ and compressed-tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.runner.weights.quantization import Packing, Quantization
+from engine.runner.weights.quantize import Quantized
+
+Shape = tuple[int, ...]
+ReadTensor = Callable[[str], Tensor]  # by name
+
+MARKERS = {
+    Packing.GPTQ: "qweight",
+    Packing.AWQ: "qweight",
+    Packing.PACKED: "weight_packed",
+    Packing.BYTES: "weight_scale",
+}
+OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
+# Column, of the eight in a 32-bit word, of each group of four bits.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """One of the stored tensors of a quantized matrix."""
+
+    name: str
+    shape: Shape
+    is_whole: bool  # integers, not floats
+
+
+def is_packed(name: str, names: Collection[str], how: Quantization) -> bool:
+    """Return whether the checkpoint stores the linear layer `name` quantized."""
+    return f"{name}.{MARKERS[how.packing]}" in names
+
+
+def packed_parts(
+    name: str, shape: Shape, names: Collection[str], how: Quantization
+) -> Iterator[PackedPart]:
+    """Yield the tensors that store a matrix of `shape`; optional ones only if they are present."""
+    rows, columns = shape
+    groups, per_word = num_groups(columns, how), 32 // how.bits
+    zeros = (groups, rows // per_word)
+    by_packing: dict[Packing, dict[str, Shape]] = {
+        Packing.GPTQ: {
+            "qweight": (columns // per_word, rows),
+            "qzeros": zeros,
+            "scales": (groups, rows),
+            "g_idx": (columns,),
+        },
+        Packing.AWQ: {
+            "qweight": (columns, rows // per_word),
+            "qzeros": zeros,
+            "scales": (groups, rows),
+        },
+        Packing.PACKED: {
+            "weight_packed": (rows, columns // per_word),
+            "weight_scale": (rows, groups),
+            "weight_shape": (2,),
+            "weight_zero_point": (rows // per_word, groups),
+            "weight_g_idx": (columns,),
+        },
+        Packing.BYTES: {
+            "weight": (rows, columns),
+            "weight_scale": (rows, groups),
+            "weight_zero_point": (rows, groups),
+        },
+    }
+    for ending, size in by_packing[how.packing].items():
+        part = f"{name}.{ending}"
+        if part in names or ending not in OPTIONAL:
+            yield PackedPart(part, size, ending not in ("scales", "weight_scale"))
+
+
+def read_packed(
+    name: str,
+    shape: Shape,
+    names: Collection[str],
+    how: Quantization,
+    read_tensor: ReadTensor,
+    dtype: torch.dtype,
+) -> Quantized:
+    """Read the matrix `name`, for activations of `dtype`."""
+    parts = packed_parts(name, shape, names, how)
+    tensors = {part.name.rpartition(".")[2]: read_tensor(part.name) for part in parts}
+    numbers, scales, zeros = READERS[how.packing](tensors, how)
+    group = how.group or shape[1]
+    matrix = Quantized(numbers, scales.float(), zeros, how.bits, group, dtype)
+    groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
+    return matrix if groups is None else _sort_columns(name, matrix, groups)
+
+
+def num_groups(columns: int, how: Quantization) -> int:
+    return 1 if how.group is None else -(-columns // how.group)
+
+
+Tensors = Mapping[str, Tensor]
+Parts = tuple[Tensor, Tensor, Tensor]  # numbers, scales and zero points, row-major
+
+
+def _gptq(tensors: Tensors, how: Quantization) -> Parts:
+    zeros = _unpack(tensors["qzeros"], how.bits).T + int(how.counts_zeros_from_one)
+    return _unpack(tensors["qweight"].T, how.bits), tensors["scales"].T, zeros
+
+
+def _awq(tensors: Tensors, _: Quantization) -> Parts:
+    numbers, zeros = (_unpack_awq(tensors[part]).T for part in ("qweight", "qzeros"))
+    return numbers, tensors["scales"].T, zeros
+
+
+def _unpack_awq(words: Tensor) -> Tensor:
+    stored = _unpack(words, 4).unflatten(1, (-1, len(AWQ_ORDER)))
+    ordered = torch.empty_like(stored)
+    ordered[:, :, list(AWQ_ORDER)] = stored
+    return ordered.flatten(1)
+
+
+def _words(tensors: Tensors, how: Quantization) -> Parts:
+    scales = tensors["weight_scale"]
+    if "weight_zero_point" in tensors:
+        zeros = _unpack(tensors["weight_zero_point"].T, how.bits).T
+    else:
+        zeros = torch.full(scales.shape, 1 << (how.bits - 1), dtype=torch.uint8)
+    return _unpack(tensors["weight_packed"], how.bits), scales, zeros
+
+
+def _bytes(tensors: Tensors, _: Quantization) -> Parts:
+    scales = tensors["weight_scale"]
+    zeros = tensors.get("weight_zero_point", torch.zeros(scales.shape, dtype=torch.int8))
+    numbers, zeros = ((each.int() + 128).to(torch.uint8) for each in (tensors["weight"], zeros))
+    return numbers, scales, zeros
+
+
+READERS: Mapping[Packing, Callable[[Tensors, Quantization], Parts]] = {
+    Packing.GPTQ: _gptq,
+    Packing.AWQ: _awq,
+    Packing.PACKED: _words,
+    Packing.BYTES: _bytes,
+}
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """[rows, words] → [rows, numbers], lowest bits of a word first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (words.contiguous()[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return numbers.to(torch.uint8).flatten(1)
+
+
+def _sort_columns(name: str, matrix: Quantized, groups: Tensor) -> Quantized:
+    """Sort the columns by group. `groups` has the group index of each column (act-order)."""
+    order = groups.argsort(stable=True)
+    expected = torch.arange(len(groups)) // matrix.group
+    if not torch.equal(groups[order].to(expected.dtype), expected):
+        raise ModelError(f"{name}: its columns do not form whole groups of {matrix.group}")
+    if torch.equal(order, torch.arange(len(order))):
+        return matrix
+    return replace(matrix, numbers=matrix.numbers[:, order], order=order)

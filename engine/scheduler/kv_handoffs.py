@@ -1,0 +1,242 @@
+"""The scheduler's half of hand-offs: blocks that peers can write or read, and orders for them.
+
+A hand-off holds its own reference on each of its blocks, from the order that names them until
+the report that releases them. This is independent of what happens to the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.request import ReceiveKv
+from engine.scheduler.request import Request, RequestStatus
+from kv_transfer.types import (
+    BlockId,
+    Complete,
+    FirstToken,
+    HandoffId,
+    KvOrders,
+    Receive,
+    Revoke,
+    Send,
+    SendLayers,
+    Withdraw,
+)
+
+
+@dataclass(slots=True)
+class _PendingReceive:
+    """Blocks that a peer can write."""
+
+    request: Request
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(slots=True)
+class _PendingSend:
+    """Blocks that are being sent to a peer."""
+
+    block_ids: list[BlockId] = field(default_factory=list)
+    num_sent: int = 0  # leading blocks ordered; the pass in progress completes the others
+    is_ended: bool = False  # Complete or Withdraw is ordered: no more blocks follow
+    is_over: bool = False  # the KV worker has reported the end, possibly early
+    is_withdrawn: bool = False
+
+
+class HandOffs:
+    """Implements KvScheduling: block references of hand-offs, and the orders of the next step."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._expected: set[HandoffId] = set()  # of requests not granted yet
+        self._receiving: dict[HandoffId, _PendingReceive] = {}
+        self._sending: dict[HandoffId, _PendingSend] = {}
+        self._receives: list[Receive] = []
+        self._revokes: list[Revoke] = []
+        self._sends: list[Send] = []
+        self._completes: list[Complete] = []
+        self._withdraws: list[Withdraw] = []
+        self._layer_sends: list[SendLayers] = []
+        self.total_unknown_reports = 0
+
+    @property
+    def num_receiving(self) -> int:
+        return len(self._receiving)
+
+    @property
+    def num_granted_blocks(self) -> int:
+        return sum(len(receiving.block_ids) for receiving in self._receiving.values())
+
+    @property
+    def num_sending(self) -> int:
+        return len(self._sending)
+
+    @property
+    def has_orders(self) -> bool:
+        sending = self._sends or self._completes or self._withdraws or self._layer_sends
+        return bool(self._receives or self._revokes or sending)
+
+    def take_orders(self) -> KvOrders:
+        if not self.has_orders:
+            return _NO_ORDERS
+        orders = KvOrders(
+            receives=tuple(self._receives),
+            revokes=tuple(self._revokes),
+            sends=tuple(self._sends),
+            completes=tuple(self._completes),
+            withdraws=tuple(self._withdraws),
+            layer_sends=tuple(self._layer_sends),
+        )
+        self._receives.clear()
+        self._revokes.clear()
+        self._sends.clear()
+        self._completes.clear()
+        self._withdraws.clear()
+        self._layer_sends.clear()
+        return orders
+
+    def held_blocks(self) -> Iterator[BlockId]:
+        for receiving in self._receiving.values():
+            yield from receiving.block_ids
+        for sending in self._sending.values():
+            yield from sending.block_ids
+
+    # --- receiving ----------------------------------------------------------------
+
+    def is_known_receive(self, handoff_id: HandoffId) -> bool:
+        return handoff_id in self._expected or handoff_id in self._receiving
+
+    def expect(self, receive: ReceiveKv) -> None:
+        self._expected.add(receive.handoff_id)
+
+    def receive(self, request: Request, receive: ReceiveKv, num_hits: int) -> None:
+        """Grant the request's blocks after its prefix hits to the peer."""
+        handoff_id = receive.handoff_id
+        block_ids = tuple(request.block_ids[num_hits:])
+        self._pool.hold(block_ids)
+        self._expected.discard(handoff_id)
+        self._receiving[handoff_id] = _PendingReceive(request, block_ids)
+        order = Receive(handoff_id, receive.source, num_hits, block_ids, request.num_tokens)
+        self._receives.append(order)
+
+    def give_up_receiving(self, request: Request) -> None:
+        """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
+        if request.receive is None:
+            return
+        self._expected.discard(request.receive.handoff_id)
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._revokes.append(Revoke(request.receive.handoff_id))
+
+    def receiver_of(self, handoff_id: HandoffId) -> Request | None:
+        """Return the request that waits for this hand-off, if it still does."""
+        receiving = self._receiving.get(handoff_id)
+        if receiving is None:
+            return None
+        is_awaited = receiving.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return receiving.request if is_awaited else None
+
+    def end_receiving(self, handoff_id: HandoffId) -> None:
+        """Release the blocks of a hand-off, which the peer can no longer write."""
+        receiving = self._receiving.pop(handoff_id, None)
+        if receiving is None:
+            self.total_unknown_reports += 1
+            return
+        self._pool.release(receiving.block_ids)
+
+    # --- sending ------------------------------------------------------------------
+
+    def is_known_send(self, handoff_id: HandoffId) -> bool:
+        return handoff_id in self._sending
+
+    def open_send(self, handoff_id: HandoffId) -> None:
+        self._sending[handoff_id] = _PendingSend()
+
+    def has_sent(self, request: Request) -> bool:
+        handoff_id = request.spec.send_to
+        return handoff_id is not None and bool(self._sending[handoff_id].block_ids)
+
+    def send(self, request: Request, num_blocks: int) -> None:
+        """Order the transfer of the first `num_blocks` blocks, except those already ordered."""
+        handoff_id = request.spec.send_to
+        if handoff_id is None:
+            return
+        sending = self._sending[handoff_id]
+        first_block = sending.num_sent
+        if sending.is_over or num_blocks <= first_block:
+            return
+        self._hold(sending, request, num_blocks)
+        sending.num_sent = num_blocks
+        block_ids = tuple(sending.block_ids[first_block:num_blocks])
+        self._sends.append(Send(handoff_id, first_block, block_ids))
+
+    def send_layers(self, request: Request, num_blocks: int) -> None:
+        """Order layer-wise transfer of the blocks that the coming pass completes.
+
+        After that pass, the first `num_blocks` blocks of the request are complete.
+        """
+        handoff_id = request.spec.send_to
+        if handoff_id is None:
+            return
+        sending = self._sending[handoff_id]
+        first_block = sending.num_sent
+        if sending.is_over or num_blocks <= first_block:
+            return
+        self._hold(sending, request, num_blocks)
+        block_ids = tuple(sending.block_ids[first_block:])
+        self._layer_sends.append(SendLayers(handoff_id, first_block, block_ids))
+
+    def complete(self, request: Request, first_token: FirstToken) -> None:
+        """Order the end of a hand-off whose blocks are all sent, with the first token."""
+        handoff_id = request.spec.send_to
+        if handoff_id is not None and self._end_send(handoff_id):
+            self._completes.append(Complete(handoff_id, request.num_context_tokens, first_token))
+
+    def withdraw(self, request: Request, reason: str) -> None:
+        """Withdraw the hand-off of a request that ends before its first token."""
+        handoff_id = request.spec.send_to
+        if handoff_id is not None and self._end_send(handoff_id):
+            self._withdraw(handoff_id, reason)
+
+    def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
+        """Withdraw a complete hand-off that is not needed, even if its KV is not all sent."""
+        sending = self._sending.get(handoff_id)
+        if sending is not None and sending.is_ended and not sending.is_withdrawn:
+            self._withdraw(handoff_id, reason)
+
+    def end_sending(self, handoff_id: HandoffId) -> None:
+        """Release the blocks of a hand-off. It can end early, when the peer disconnects."""
+        sending = self._sending.get(handoff_id)
+        if sending is None or sending.is_over:
+            self.total_unknown_reports += 1
+            return
+        self._pool.release(sending.block_ids)
+        sending.block_ids = []
+        sending.is_over = True
+        if sending.is_ended:
+            del self._sending[handoff_id]
+
+    def _hold(self, sending: _PendingSend, request: Request, num_blocks: int) -> None:
+        block_ids = request.block_ids[len(sending.block_ids) : num_blocks]
+        self._pool.hold(block_ids)
+        sending.block_ids += block_ids
+
+    def _withdraw(self, handoff_id: HandoffId, reason: str) -> None:
+        sending = self._sending.get(handoff_id)
+        if sending is not None:
+            sending.is_withdrawn = True
+        self._withdraws.append(Withdraw(handoff_id, reason))
+
+    def _end_send(self, handoff_id: HandoffId) -> bool:
+        """Mark a hand-off as ended. Returns False if the peer needs no message."""
+        sending = self._sending.get(handoff_id)
+        if sending is None or sending.is_ended:
+            return False
+        sending.is_ended = True
+        if sending.is_over:
+            del self._sending[handoff_id]
+        return not sending.is_over
+
+
+_NO_ORDERS = KvOrders()

@@ -1,0 +1,284 @@
+"""Output processing, the second half of a step: apply sampled tokens and KV reports."""
+
+from __future__ import annotations
+
+from engine.errors import OutOfTurn
+from engine.events import RequestEventKind
+from engine.plan import RunResult
+from engine.request import ClientId, FinishReason, Output
+from engine.scheduler.config import LoadFailurePolicy
+from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.state import RequestBook
+from kv_transfer.types import FirstToken, KvReports, Landed, Lost, TokenLogprobs
+
+
+class Settler:
+    """Applies the results of a step to the requests and collects their outputs."""
+
+    def __init__(self, state: RequestBook) -> None:
+        self._state = state
+
+    def settle_run(self, run: RunResult) -> None:
+        batch = self._state.batch
+        num_failed = len(run.errors) + len(run.refusals) + len(run.crashes)
+        if len(run.token_ids) + num_failed < batch.num_decoding:
+            raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer results")
+        completed_prefills = [
+            request
+            for request, num_tokens in batch.chunks
+            if request.status is RequestStatus.RUNNING and request.request_id not in run.errors
+            if request.request_id not in run.refusals
+            if request.request_id not in run.crashes
+            if self._advance_prefill(request, num_tokens, run)
+        ]
+        for request_id, error in run.errors.items():
+            failed = batch.running.get(request_id)
+            if failed is not None:
+                self._fail(failed, error)
+        for request_id, error in run.crashes.items():
+            crashed = batch.running.get(request_id)
+            if crashed is not None:
+                self._fail(crashed, error, has_crashed=True)
+        for request_id, reason in run.refusals.items():
+            refused = batch.running.get(request_id)
+            if refused is not None:
+                self.refuse(refused, reason)
+        if run.num_proposed:
+            self._count_draft_tokens(run)
+        self._append_tokens(run)
+        for request in completed_prefills:
+            self._start_decoding(request)
+
+    def settle_kv(self, reports: KvReports) -> None:
+        for landed in reports.finished_recving:
+            self._process_landed(landed)
+        for lost in reports.failed_recving:
+            self._process_lost(lost)
+        for handoff_id in reports.released:
+            self._state.handoffs.end_receiving(handoff_id)
+        for handoff_id in reports.finished_sending:
+            self._state.handoffs.end_sending(handoff_id)
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """End a request, in any state, with an error that is its own fault."""
+        self._end_with_error(request, reason, is_refused=True)
+
+    # --- the run ------------------------------------------------------------------
+
+    def _advance_prefill(self, request: Request, num_tokens: int, run: RunResult) -> bool:
+        """Advance a prefill by `num_tokens`. Returns True if all its tokens are computed."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens += num_tokens
+        request.num_prefilled_tokens += num_tokens
+        self._state.cache.register(request)
+        is_complete = request.num_computed_tokens == request.num_tokens
+        num_whole = request.num_computed_tokens // self._state.cache.block_size
+        # The last block, full or not, is final: a sender ends with its first token.
+        self._state.handoffs.send(request, len(request.block_ids) if is_complete else num_whole)
+        prompt_logprobs = run.prompt_logprobs.get(request.request_id)
+        if prompt_logprobs:
+            self._emit_prompt_logprobs(request, start, prompt_logprobs)
+        return is_complete
+
+    def _emit_prompt_logprobs(
+        self, request: Request, start: int, logprobs: list[TokenLogprobs | None]
+    ) -> None:
+        # A resumed request computes tokens again whose logprobs were already returned.
+        fresh = tuple(logprobs[max(0, request.num_prompt_logprobs - start) :])
+        if fresh:
+            output = Output(
+                request.request_id,
+                request.num_output_tokens,
+                prompt_logprobs=fresh,
+                first_prompt_index=request.num_prompt_logprobs,
+            )
+            self._state.put_out(request.client_id, output)
+        request.num_prompt_logprobs += len(fresh)
+
+    def _count_draft_tokens(self, run: RunResult) -> None:
+        """Count speculative tokens. Runs before tokens are applied, which can end a request."""
+        state = self._state
+        for request_id, num_proposed in run.num_proposed.items():
+            num_accepted = max(0, len(run.token_ids.get(request_id, ())) - 1)
+            state.total_proposed_tokens += num_proposed
+            state.total_accepted_tokens += num_accepted
+            request = state.batch.running.get(request_id)
+            if request is not None:
+                request.num_proposed_tokens += num_proposed
+                request.num_accepted_tokens += num_accepted
+
+    def _append_tokens(self, run: RunResult) -> None:
+        """Append the sampled tokens. The fast path, for nearly all rows, is kept minimal."""
+        running = self._state.batch.running
+        self._state.total_sampled_tokens += sum(map(len, run.token_ids.values()))
+        outputs_by_client: dict[ClientId, list[Output]] = {}
+        for request_id, token_ids in run.token_ids.items():
+            request = running.get(request_id)
+            if request is None:
+                continue  # aborted while the step ran
+            known = request.token_ids
+            num_tokens = len(known) + 1
+            token_id = token_ids[0]
+            if (
+                len(token_ids) != 1
+                or num_tokens >= request.max_num_tokens
+                or token_id in request.stop_token_ids
+                or not request.is_plain
+            ):
+                self._append_tokens_slow(request, token_ids, run)
+                continue
+            known.append(token_id)
+            request.num_computed_tokens = num_tokens - 1
+            outputs = outputs_by_client.get(request.client_id)
+            if outputs is None:
+                outputs = self._state.outputs_for(request.client_id)
+                outputs_by_client[request.client_id] = outputs
+            first_index = num_tokens - 1 - request.num_prompt_tokens
+            outputs.append(Output(request_id, first_index, (token_id,)))
+
+    def _append_tokens_slow(self, request: Request, token_ids: list[int], run: RunResult) -> None:
+        """Append any number of tokens, with logprobs. Tokens after a final one are dropped."""
+        first_index = request.num_output_tokens
+        taken: list[int] = []
+        reason = None
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            taken.append(token_id)
+            reason = self._finish_reason(request, token_id)
+            if reason is not None:
+                break
+        # The KV of the newest token is not computed yet. Later slots, of rejected draft tokens,
+        # count as empty and are overwritten.
+        request.num_computed_tokens = request.num_tokens - 1
+        logprobs = tuple(run.logprobs.get(request.request_id, ())[: len(taken)])
+        self._emit(request, first_index, tuple(taken), logprobs, reason)
+        if reason is not None:
+            # A sender's first token completes the hand-off even if it ends the request. The
+            # decode node then ends the request by the same rule instead of waiting for KV.
+            first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
+            self._state.handoffs.complete(request, first_token)
+            self._state.finish(request, reason)
+
+    def _start_decoding(self, request: Request) -> None:
+        if request.status is not RequestStatus.RUNNING:
+            return
+        if request.num_computed_tokens == request.num_tokens:
+            raise OutOfTurn(f"the prefill of {request.request_id} is complete; it got no token")
+        request.is_long = False
+        self._state.batch.turn_to_decode(request, self._state.cache.capacity(request))
+
+    def _fail(self, request: Request, error: str, *, has_crashed: bool = False) -> None:
+        self._state.cache.distrust(request)
+        self._end_with_error(request, error, has_crashed=has_crashed)
+
+    def _end_with_error(
+        self,
+        request: Request,
+        error: str,
+        *,
+        is_refused: bool = False,
+        has_crashed: bool = False,
+        is_kv_lost: bool = False,
+    ) -> None:
+        output = Output(
+            request.request_id,
+            request.num_output_tokens,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            is_refused=is_refused,
+            has_crashed=has_crashed,
+            is_kv_lost=is_kv_lost,
+            served=request.served(),
+        )
+        self._state.put_out(request.client_id, output)
+        self._state.finish(request, FinishReason.ERROR, error=error)
+
+    # --- KV reports ---------------------------------------------------------------
+
+    def _process_landed(self, landed: Landed) -> None:
+        """Make the receiver of a completed hand-off ready. Applies the first token it carries."""
+        request = self._state.handoffs.receiver_of(landed.handoff_id)
+        self._state.handoffs.end_receiving(landed.handoff_id)
+        if request is None:
+            return
+        reason = self._mismatch(landed, request)
+        if reason is not None:
+            self._recover_from_lost_kv(request, reason)
+            return
+        request.receive = None
+        request.num_received_tokens = request.num_tokens - request.num_computed_tokens
+        request.num_computed_tokens = request.num_tokens
+        self._state.cache.register(request)
+        self._state.record_event(request, RequestEventKind.LANDED)
+        self._append_first_token(request, landed.first_token)
+
+    def _mismatch(self, landed: Landed, request: Request) -> str | None:
+        """Return an error if the peer's report does not match the request, else None."""
+        if landed.num_tokens != request.num_tokens:
+            return f"KV of {landed.num_tokens} tokens arrived for {request.num_tokens} tokens"
+        vocab_size, token_id = self._state.config.vocab_size, landed.first_token.token_id
+        if vocab_size is not None and token_id >= vocab_size:
+            return f"token {token_id} arrived; the vocabulary has {vocab_size}"
+        return None
+
+    def _append_first_token(self, request: Request, first_token: FirstToken) -> None:
+        first_index = request.num_output_tokens
+        request.token_ids.append(first_token.token_id)
+        reason = self._finish_reason(request, first_token.token_id)
+        logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
+        self._emit(request, first_index, (first_token.token_id,), logprobs, reason)
+        if reason is not None:
+            self._state.finish(request, reason)
+        else:
+            self._state.make_ready(request)
+
+    def _process_lost(self, lost: Lost) -> None:
+        """Recover from lost KV. The hand-off keeps its blocks until their release is reported."""
+        request = self._state.handoffs.receiver_of(lost.handoff_id)
+        if request is not None:
+            self._recover_from_lost_kv(request, lost.reason)
+
+    def _recover_from_lost_kv(self, request: Request, reason: str) -> None:
+        request.receive = None
+        self._state.record_event(request, RequestEventKind.LOST)
+        if self._state.config.kv_load_failure_policy is LoadFailurePolicy.FAIL:
+            error = f"the KV of the prompt was lost: {reason}"
+            self._end_with_error(request, error, is_kv_lost=True)
+        else:
+            self._state.restart(request)
+
+    # --- shared -------------------------------------------------------------------
+
+    def _emit(
+        self,
+        request: Request,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        reason: FinishReason | None,
+    ) -> None:
+        stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
+        output = Output(
+            request.request_id,
+            first_index,
+            token_ids,
+            logprobs,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            served=None if reason is None else request.served(),
+        )
+        self._state.put_out(request.client_id, output)
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        """Return the reason for which the request ends with this newest token, or None."""
+        sampling = request.spec.sampling
+        is_stop = token_id in request.stop_token_ids
+        # A grammar allows the EOS token only where the answer is complete, and before min_tokens
+        # only where no other token can follow.
+        is_complete = request.grammar is not None and token_id in self._state.config.eos_token_ids
+        if is_complete or (is_stop and request.num_output_tokens >= sampling.min_tokens):
+            return FinishReason.STOP
+        is_long_enough = request.num_output_tokens >= sampling.max_tokens
+        if is_long_enough or request.num_tokens >= self._state.config.max_model_len:
+            return FinishReason.LENGTH
+        return FinishReason.HANDED_OFF if request.spec.send_to is not None else None

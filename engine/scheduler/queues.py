@@ -1,0 +1,152 @@
+"""Priority queues of requests, with cheap removal from any position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+
+from engine.kv_cache.block_hashes import BlockHash
+from engine.request import RequestId
+from engine.scheduler.request import Request
+
+Key = tuple[float, ...]
+
+
+class RankedQueue:
+    """Min-heap of requests by key. Push O(log n), remove O(1) amortised by lazy deletion."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Key, int, Request]] = []
+        self._serial_by_id: dict[RequestId, int] = {}  # of the queued requests
+        self._next_serial = 0
+
+    def __len__(self) -> int:
+        return len(self._serial_by_id)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._serial_by_id
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate in no particular order."""
+        return (entry[2] for entry in self._heap if self._is_live(entry))
+
+    def push(self, key: Key, request: Request) -> None:
+        self._next_serial += 1
+        self._serial_by_id[request.request_id] = self._next_serial
+        heappush(self._heap, (key, self._next_serial, request))
+
+    def peek(self) -> tuple[Key, Request] | None:
+        while self._heap:
+            entry = self._heap[0]
+            if self._is_live(entry):
+                return entry[0], entry[2]
+            heappop(self._heap)
+        return None
+
+    def remove(self, request: Request) -> None:
+        del self._serial_by_id[request.request_id]
+        if len(self._heap) > 2 * len(self._serial_by_id) + 64:
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapify(self._heap)
+
+    def _is_live(self, entry: tuple[Key, int, Request]) -> bool:
+        return self._serial_by_id.get(entry[2].request_id) == entry[1]
+
+
+class WaitingLine:
+    """Waiting queue: requests that hold no blocks, resumed ones first within a priority.
+
+    Long prompts that must wait for other long ones are set aside, so that finding the next
+    request never iterates over them. If enough of its prefix gets cached, such a prompt counts
+    as short: it returns to the queue when the block is cached that it was set aside for.
+
+    A request whose prefix another request is receiving follows that one: it is out of the queue
+    until the hand-off has ended.
+    """
+
+    def __init__(self) -> None:
+        self._queue = RankedQueue()
+        self._aside_queue = RankedQueue()
+        self._aside_by_hash: dict[BlockHash, dict[RequestId, tuple[Key, Request]]] = {}
+        self._awaited_by_id: dict[RequestId, BlockHash] = {}
+        self._receiver_by_id: dict[RequestId, RequestId] = {}  # of followers
+        self._followers: dict[RequestId, list[Request]] = {}  # by the request they follow
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._aside_queue) + len(self._receiver_by_id)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._queue
+        yield from self._aside_queue
+        for followers in self._followers.values():
+            yield from followers
+
+    @property
+    def num_followers(self) -> int:
+        """Number of requests that wait for another's hand-off, which no step can schedule."""
+        return len(self._receiver_by_id)
+
+    def push(self, request: Request, *, is_resumed: bool = False) -> None:
+        self._queue.push(_waiting_key(request, is_resumed), request)
+
+    def head(self, *, allow_long: bool = True) -> Request | None:
+        first = self._queue.peek()
+        long = self._aside_queue.peek() if allow_long else None
+        if first is None or (long is not None and long[0] < first[0]):
+            first = long
+        return None if first is None else first[1]
+
+    def step_aside(self, request: Request, until: BlockHash | None = None) -> None:
+        """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off.
+
+        It returns to the queue when the block `until` is cached: see `bring_back`.
+        """
+        first = self._queue.peek()
+        if first is None or first[1] is not request:
+            return
+        self._queue.remove(request)
+        self._aside_queue.push(first[0], request)
+        if until is not None:
+            self._aside_by_hash.setdefault(until, {})[request.request_id] = first[0], request
+            self._awaited_by_id[request.request_id] = until
+
+    def bring_back(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Queue the prompts again that were set aside until one of these blocks is cached."""
+        if not self._aside_by_hash:
+            return
+        for block_hash in block_hashes:
+            for key, request in list(self._aside_by_hash.get(block_hash, {}).values()):
+                self.remove(request)
+                self._queue.push(key, request)
+
+    def follow(self, request: Request, receiver_id: RequestId) -> None:
+        """Keep a request out of the queue until the hand-off of `receiver_id` has ended."""
+        self.remove(request)
+        self._receiver_by_id[request.request_id] = receiver_id
+        self._followers.setdefault(receiver_id, []).append(request)
+
+    def release_followers(self, receiver_id: RequestId) -> None:
+        """Return the followers of a hand-off to the queue, each in its former place."""
+        for request in self._followers.pop(receiver_id, ()):
+            del self._receiver_by_id[request.request_id]
+            self.push(request)
+
+    def remove(self, request: Request) -> None:
+        receiver_id = self._receiver_by_id.pop(request.request_id, None)
+        if receiver_id is not None:
+            self._followers[receiver_id].remove(request)
+            return
+        if request not in self._aside_queue:
+            self._queue.remove(request)
+            return
+        self._aside_queue.remove(request)
+        awaited = self._awaited_by_id.pop(request.request_id, None)
+        if awaited is not None:
+            del self._aside_by_hash[awaited][request.request_id]
+            if not self._aside_by_hash[awaited]:
+                del self._aside_by_hash[awaited]
+
+
+def _waiting_key(request: Request, is_resumed: bool) -> Key:
+    priority, arrival, serial = request.rank
+    return (priority, not is_resumed, arrival, serial)

@@ -1,0 +1,155 @@
+"""State of one request in the engine: status, tokens and blocks."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from engine.errors import OutOfTurn
+from engine.kv_cache.block_hashes import BlockHash
+from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec, Served
+from engine.sampling import SamplingParams
+from engine.structured_output.grammar import Grammar
+from kv_transfer.types import BlockId
+
+# (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
+Rank = tuple[int, float, int]
+
+NOT_DUE = 0  # steps are numbered from one
+
+
+class RequestStatus(Enum):
+    WAITING_FOR_FSM = "waiting for fsm"  # its grammar is being compiled; holds nothing
+    WAITING = "waiting"  # holds nothing
+    WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
+    READY = "ready"  # KV landed: holds blocks and waits for a place in the batch
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # lost its blocks: waits in front of requests that never ran
+    FINISHED = "finished"
+
+
+_S = RequestStatus
+_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING_FOR_FSM: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.WAITING: frozenset({_S.WAITING_FOR_REMOTE_KVS, _S.RUNNING, _S.FINISHED}),
+    # Back to WAITING when the KV is lost: the request restarts without a hand-off.
+    _S.WAITING_FOR_REMOTE_KVS: frozenset({_S.READY, _S.WAITING, _S.FINISHED}),
+    _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.FINISHED}),
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED}),
+    _S.FINISHED: frozenset(),
+}
+
+
+class Request:
+    """A live request, owned by the scheduler.
+
+    It is scheduled until `num_computed_tokens` has caught up with `num_tokens`.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "client_id",
+        "due_step",
+        "follows_until_s",
+        "gave_way",
+        "grammar",
+        "is_long",
+        "is_plain",
+        "is_registering",
+        "max_num_slots",
+        "max_num_tokens",
+        "num_accepted_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_context_tokens",
+        "num_preemptions",
+        "num_prefilled_tokens",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_proposed_tokens",
+        "num_received_tokens",
+        "num_registered_blocks",
+        "rank",
+        "receive",
+        "request_id",
+        "root_hash",
+        "spec",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        spec: RequestSpec,
+        rank: Rank,
+        root_hash: BlockHash,
+        stop_token_ids: frozenset[int],
+        max_num_tokens: int,
+    ) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.root_hash = root_hash
+        self.stop_token_ids = stop_token_ids
+        self.max_num_tokens = max_num_tokens  # the request ends at this length
+        # Upper bound of the KV slots it needs: its last token is never an input.
+        self.max_num_slots = max_num_tokens - 1
+        # Copied from the spec because every step reads them.
+        self.request_id: RequestId = spec.request_id
+        self.client_id: ClientId = spec.client_id
+        sampling = spec.sampling
+        self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
+
+        self.status = _initial_status(sampling)
+        self.grammar: Grammar | None = None  # None without one, and while it is being compiled
+        self.receive: ReceiveKv | None = spec.receive_from  # None once the KV landed or was lost
+        # Deadline for following hand-offs of other requests; None: has not followed yet.
+        self.follows_until_s: float | None = None
+        self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.prior_output_token_ids]
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.num_context_tokens = len(self.token_ids)  # prompt and prior output
+        self.num_computed_tokens = 0
+        self.num_prompt_logprobs = 0  # already returned
+        self.block_ids: list[BlockId] = []
+        self.block_hashes: list[BlockHash] = []  # of its leading full blocks
+        self.num_registered_blocks = 0  # leading blocks that are in the prefix cache
+        self.is_registering = True  # False: its KV predates a reset of the prefix cache
+        self.gave_way = False  # preempted for a higher priority, which happens at most once
+        self.is_long = False  # a long prompt whose prefill is not complete
+        self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
+
+        # Statistics for the last output.
+        self.num_cached_tokens = 0
+        self.num_received_tokens = 0
+        self.num_prefilled_tokens = 0
+        self.num_preemptions = self.num_proposed_tokens = self.num_accepted_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def served(self) -> Served:
+        return Served(
+            num_cached_tokens=self.num_cached_tokens,
+            num_received_tokens=self.num_received_tokens,
+            num_prefilled_tokens=self.num_prefilled_tokens,
+            num_preemptions=self.num_preemptions,
+            num_proposed_tokens=self.num_proposed_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
+    def move(self, status: RequestStatus) -> None:
+        """Change the status. Raises OutOfTurn for a transition that is not allowed."""
+        if status not in _TRANSITIONS[self.status]:
+            raise OutOfTurn(f"{self.request_id} cannot go from {self.status} to {status}")
+        self.status = status
+
+
+def _initial_status(sampling: SamplingParams) -> RequestStatus:
+    has_grammar = sampling.structured_outputs is not None
+    return RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING

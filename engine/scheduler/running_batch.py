@@ -1,0 +1,140 @@
+"""The running batch, with its changes since the last plan.
+
+Decoding requests cost no work per step here: they stay in a table of scheduled tokens, and a
+calendar lists the step in which each needs its next block.
+"""
+
+from __future__ import annotations
+
+from engine.plan import Plan, Row
+from engine.request import RequestId
+from engine.scheduler.request import NOT_DUE, Request
+from kv_transfer.types import BlockId, KvOrders
+
+
+class Batch:
+    def __init__(self, num_slots_per_decode: int) -> None:
+        self._num_slots_per_decode = num_slots_per_decode
+        self.running: dict[RequestId, Request] = {}
+        self.prefilling: dict[RequestId, Request] = {}  # the subset of `running` in prefill
+        self.chunks: list[tuple[Request, int]] = []  # prefill tokens in the current plan
+        self._decode_tokens: dict[RequestId, int] = {}
+        self._due: dict[int, list[Request]] = {}
+        self._step = 0
+        self._dropped: list[RequestId] = []
+        self._started: list[Row] = []
+        self._new_block_ids: dict[RequestId, tuple[BlockId, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decode_tokens)
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._dropped)
+
+    def begin_step(self) -> list[Request]:
+        """Begin a step. Returns the decoding requests that need blocks for it, in rank order."""
+        self._step += 1
+        self.chunks = []
+        short = []
+        for request in self._due.pop(self._step, ()):
+            # Entries of removed requests stay behind, and a resumed request can have two.
+            if request.due_step == self._step:
+                request.due_step = NOT_DUE
+                short.append(request)
+        short.sort(key=_rank)
+        return short
+
+    def start_prefill(self, request: Request, num_tokens: int) -> None:
+        self._start(request)
+        self.prefilling[request.request_id] = request
+        self.chunks.append((request, num_tokens))
+
+    def continue_prefill(self, request: Request, num_tokens: int) -> None:
+        self.chunks.append((request, num_tokens))
+
+    def start_decode(self, request: Request, capacity: int) -> None:
+        """Add a request whose last token alone is not computed. It decodes from this step on."""
+        self._start(request)
+        self._decode_tokens[request.request_id] = 1
+        self._set_due(request, capacity, self._step)
+
+    def turn_to_decode(self, request: Request, capacity: int) -> None:
+        """Move a request from prefill to decode. It decodes from the next step on."""
+        del self.prefilling[request.request_id]
+        self._decode_tokens[request.request_id] = 1
+        self._set_due(request, capacity, self._step + 1)
+
+    def grow(self, request: Request, block_ids: tuple[BlockId, ...], capacity: int) -> None:
+        if block_ids:
+            self._new_block_ids[request.request_id] = block_ids
+        self._set_due(request, capacity, self._step)
+
+    def remove(self, request: Request) -> None:
+        request_id = request.request_id
+        del self.running[request_id]
+        self.prefilling.pop(request_id, None)
+        self._decode_tokens.pop(request_id, None)
+        self._new_block_ids.pop(request_id, None)
+        request.due_step = NOT_DUE
+        self._dropped.append(request_id)
+
+    def take_plan(self, kv_orders: KvOrders, max_draft_tokens: int = 0) -> Plan:
+        num_scheduled_tokens = self._decode_tokens.copy()
+        for request, num_tokens in self.chunks:
+            num_scheduled_tokens[request.request_id] = num_tokens
+        plan = Plan(
+            dropped=tuple(self._dropped),
+            started=tuple(self._started),
+            new_block_ids=self._new_block_ids,
+            num_scheduled_tokens=num_scheduled_tokens,
+            max_draft_tokens=max_draft_tokens,
+            kv_orders=kv_orders,
+        )
+        self._dropped.clear()
+        self._started.clear()
+        self._new_block_ids = {}
+        return plan
+
+    def _start(self, request: Request) -> None:
+        self.running[request.request_id] = request
+        self._started.append(row_of(request))
+
+    def _set_due(self, request: Request, capacity: int, step: int) -> None:
+        """Record the first step from `step` on in which the request's tokens might not fit.
+
+        A request advances by at most `num_slots_per_decode` per step. Without speculation the
+        step is exact; with it, the request may be checked early. A request that has all the
+        slots it can need is never due.
+        """
+        if capacity >= request.max_num_slots:
+            request.due_step = NOT_DUE
+            return
+        room = capacity - request.num_computed_tokens - self._num_slots_per_decode
+        due_step = step + room // self._num_slots_per_decode + 1
+        if due_step <= self._step:  # too few blocks for draft tokens
+            due_step = self._step + 1
+        request.due_step = due_step
+        self._due.setdefault(due_step, []).append(request)
+
+
+def row_of(request: Request) -> Row:
+    """Return the full state of a request for the runner, as of before the pass."""
+    return Row(
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=tuple(request.block_ids),
+        sampling=request.spec.sampling,
+        seed=request.spec.seed,
+        grammar=request.grammar,
+    )
+
+
+def _rank(request: Request) -> tuple[int, float, int]:
+    return request.rank

@@ -1,0 +1,167 @@
+"""The scheduler: turns requests into plans, and results of plans into outputs.
+
+Pure: it owns the requests and their block tables, and depends on no torch, clock, network or
+thread. Each plan must be updated with its result before the next one is made.
+"""
+
+from __future__ import annotations
+
+from engine.errors import OutOfTurn
+from engine.events import KvEvent, RequestEvent, SchedulerStats
+from engine.plan import Plan, Row, StepResult
+from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec, StepOutputs
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.scheduler.output_processing import Settler
+from engine.scheduler.request import Request
+from engine.scheduler.running_batch import row_of
+from engine.scheduler.scheduling import Planner
+from engine.scheduler.state import RequestBook
+from engine.scheduler.validation import check_request
+from engine.structured_output.grammar import Grammar
+from kv_transfer.types import HandoffId
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.config = config
+        self.cache_config = cache_config
+        self._state = RequestBook(config, cache_config)
+        self._planner = Planner(self._state)
+        self._settler = Settler(self._state)
+        self._plan: Plan | None = None  # the plan that awaits its result
+
+    # --- requests -----------------------------------------------------------------
+
+    def validate(self, spec: RequestSpec) -> None:
+        """Raise InvalidRequest if it can never be served. Reads only settings: thread-safe."""
+        check_request(spec, self.config, self.cache_config)
+
+    def add(self, spec: RequestSpec) -> None:
+        """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""
+        self.validate(spec)
+        self._state.add(spec)
+
+    def grammar_came(self, spec: RequestSpec, grammar: Grammar) -> None:
+        """Queue the request, whose grammar is compiled. Does nothing if the request has ended."""
+        request = self._find_alive(spec)
+        if request is not None:
+            self._state.stand_in_line(request, grammar)
+
+    def grammar_refused(self, spec: RequestSpec, reason: str) -> None:
+        """End the request, whose grammar was rejected. Does nothing if it has already ended."""
+        request = self._find_alive(spec)
+        if request is not None:
+            self._settler.refuse(request, reason)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request in any state. The final output is part of the next step's outputs.
+
+        Blocks that a peer can still write or read stay allocated. Unknown ids are ignored, since
+        the request may just have ended by itself.
+        """
+        request = self._state.requests.get(request_id)
+        if request is None:
+            return
+        ended = Output(
+            request_id,
+            request.num_output_tokens,
+            finish_reason=FinishReason.ABORT,
+            served=request.served(),
+        )
+        self._state.put_out(request.client_id, ended)
+        self._state.finish(request, FinishReason.ABORT)
+
+    def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
+        """Withdraw a hand-off whose request has ended with its first token.
+
+        Its blocks are released when the KV worker reports that it no longer uses them. Does
+        nothing if the hand-off is over or its request is alive (abort that one instead).
+        """
+        self._state.handoffs.give_up_sending(handoff_id, reason)
+
+    def abort_client(self, client_id: ClientId) -> None:
+        """End all requests of a client that has disconnected."""
+        for request_id in self.request_ids_by_client().get(client_id, []):
+            self.abort(request_id)
+
+    def request_ids_by_client(self) -> dict[ClientId, list[RequestId]]:
+        by_client: dict[ClientId, list[RequestId]] = {}
+        for request in self._state.requests.values():
+            by_client.setdefault(request.client_id, []).append(request.request_id)
+        return by_client
+
+    def _find_alive(self, spec: RequestSpec) -> Request | None:
+        """Return the request of `spec`, or None if it has ended, even if its id is in use again."""
+        request = self._state.requests.get(spec.request_id)
+        return request if request is not None and request.spec is spec else None
+
+    # --- the step -----------------------------------------------------------------
+
+    def schedule(self, now: float) -> Plan:
+        """Plan the next step. The plan is empty if all requests wait for KV or for blocks."""
+        if self._plan is not None:
+            raise OutOfTurn("the last plan was not updated with its result")
+        self._state.now_s = now
+        self._plan = self._planner.plan()
+        return self._plan
+
+    def update(self, plan: Plan, result: StepResult, now: float | None = None) -> StepOutputs:
+        """Apply the result of a plan. Without `now`, events get the time of the plan."""
+        if plan is not self._plan:
+            raise OutOfTurn("this plan is not the one that awaits its result")
+        self._plan = None
+        if now is not None:
+            self._planner.record_step(now - self._state.now_s)
+            self._state.now_s = now
+        # KV reports first: no order may follow for a hand-off that is reported as over.
+        self._settler.settle_kv(result.kv)
+        self._settler.settle_run(result.run)
+        return StepOutputs(self._state.take_outputs())
+
+    def running_rows(self) -> dict[RequestId, Row]:
+        """Return the running requests as rows, in the state before the pending plan is run."""
+        running = self._state.batch.running
+        return {request_id: row_of(request) for request_id, request in running.items()}
+
+    # --- queries ------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something now; False while all requests wait for KV."""
+        state = self._state
+        num_schedulable = len(state.waiting) - state.waiting.num_followers
+        has_requests = state.batch.running or len(state.ready) or num_schedulable
+        has_other_work = state.batch.has_changes or state.handoffs.has_orders or state.has_outputs
+        return bool(has_requests or has_other_work)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there are no requests, hand-offs or pending outputs: every block is free."""
+        return not (self.has_work or self.awaits_kv or self._state.requests)
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether hand-offs are in progress, so that the KV worker must be polled."""
+        return bool(self._state.handoffs.num_receiving or self._state.handoffs.num_sending)
+
+    def stats(self) -> SchedulerStats:
+        return self._state.stats()
+
+    def take_events(self) -> tuple[RequestEvent, ...]:
+        """Return and clear the collected events; none unless `config.collect_events` is set."""
+        return self._state.take_events()
+
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """Return and clear the KV cache events; none unless `CacheConfig.collect_events` is set."""
+        return self._state.cache.take_events()
+
+    def reset_prefix_cache(self) -> int:
+        """Drop all cached prefixes and return the number of blocks they had.
+
+        KV computed so far is never hit again. Running requests continue undisturbed.
+        """
+        return self._state.cache.reset(self._state.requests.values())
+
+    def check(self) -> None:
+        """Raise BlocksUnaccounted unless every block is accounted for exactly once."""
+        self._state.check()

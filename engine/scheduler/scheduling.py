@@ -1,0 +1,362 @@
+"""Scheduling, the first half of a step: assign tokens and KV blocks to requests.
+
+There is no separate prefill or decode phase. A request needs steps until its
+`num_computed_tokens` has caught up with its `num_tokens`. A step distributes a token budget:
+first to decoding requests, then to requests whose KV landed, to prefills in progress and to
+waiting requests.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from engine.events import RequestEventKind
+from engine.kv_cache.block_hashes import BlockHash
+from engine.plan import Plan
+from engine.request import ReceiveKv
+from engine.scheduler.prefill_limits import PrefillLimits
+from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.state import RequestBook
+from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
+from engine.scheduler.urgency import give_way
+from kv_transfer.types import BlockId
+
+
+class _Verdict(Enum):
+    """Outcome of an attempt to schedule the head of the waiting queue."""
+
+    SCHEDULED = "scheduled"
+    SET_ASIDE = "set aside"  # a long prompt lets shorter ones pass
+    BLOCKED = "blocked"  # it waits, and so do all requests behind it
+    FOLLOWS = "follows"  # it waits for blocks that another request is receiving
+
+
+class _AllocationFailure(NamedTuple):
+    """The head of the waiting queue for which there were too few blocks, and the state then.
+
+    The prefix lookup is skipped until blocks are released or the cached prefix gets longer.
+    """
+
+    request: Request
+    num_releases: int
+    num_changes: int
+    missing_hash: BlockHash | None  # once it is cached, fewer blocks are needed
+
+
+class Planner:
+    """Plans steps: changes the scheduler's state and returns a Plan for the runner."""
+
+    def __init__(self, state: RequestBook) -> None:
+        self._state = state
+        self._config = state.config
+        self._num_slots_per_decode = state.config.num_slots_per_decode
+        self._limits = PrefillLimits(state.config)
+        self._pace = StepPace(state.config.target_step_s)
+        self._budget = 0
+        self._paced_budget = 0  # the part of it for paced prompts, which must not delay decoding
+        self._last_failure: _AllocationFailure | None = None
+        self._blocked_head: Request | None = None  # the head that the last step left waiting
+
+    def plan(self) -> Plan:
+        batch = self._state.batch
+        self._preempt_for_head()
+        preemptions_before = self._state.total_preemptions
+        for request in batch.begin_step():
+            self._grow_or_preempt(request)
+        # Draft tokens get the leftover budget: steps filled with prefill tokens have no drafts.
+        self._budget = self._config.max_num_batched_tokens - batch.num_decoding
+        # Ready before waiting: a request that holds blocks must not queue behind one that needs
+        # blocks, or neither could proceed. Ready before the next chunk of a prefill, too, which
+        # gets one token less: the client already has the first token of the ready request.
+        is_ready_served = self._schedule_ready()
+        self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
+        self._paced_budget = self._pace.paced_tokens(batch.num_decoding, self._budget)
+        self._schedule_prefills()
+        self._state.waiting.bring_back(self._state.cache.pool.take_registered())
+        # Blocks of a preempted request are for the running ones. A new request would take them
+        # and be preempted next.
+        can_admit = is_ready_served and self._state.total_preemptions == preemptions_before
+        if can_admit:
+            self._schedule_waiting()
+        self._spend_leftover(can_admit)
+        if self._config.push_layers:
+            self._send_layers()
+        return batch.take_plan(self._state.handoffs.take_orders(), self._max_draft_tokens())
+
+    def record_step(self, seconds: float) -> None:
+        """Record the duration of the last planned step."""
+        batch = self._state.batch
+        num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
+        self._pace.record_step(seconds, batch.num_decoding, num_prompt_tokens)
+
+    def _max_draft_tokens(self) -> int:
+        batch = self._state.batch
+        if not self._config.num_lookahead_tokens or not batch.num_decoding:
+            return 0
+        num_prompt_tokens = sum(num_tokens for _, num_tokens in batch.chunks)
+        return self._config.max_num_batched_tokens - batch.num_decoding - num_prompt_tokens
+
+    def _preempt_for_head(self) -> None:
+        """Preempt running requests for a more urgent head that the last step left waiting."""
+        head, self._blocked_head = self._blocked_head, None
+        if head is not None and head is self._state.waiting.head():
+            give_way(self._state, head, _max_num_hit_tokens(head))
+
+    # --- running ------------------------------------------------------------------
+
+    def _grow_or_preempt(self, request: Request) -> None:
+        """Allocate blocks for this step's tokens; preempts the lowest-ranked requests if needed."""
+        cache = self._state.cache
+        cache.register(request)
+        while request.status is RequestStatus.RUNNING:
+            added = self._grow_to_decode(request)
+            if added is not None:
+                self._state.batch.grow(request, added, cache.capacity(request))
+                return
+            self._state.preempt(self._state.lowest_ranked())
+
+    def _grow_to_decode(self, request: Request) -> tuple[BlockId, ...] | None:
+        """Allocate blocks for one more step. Returns None if there are too few for one token.
+
+        With speculation, slots for draft tokens are allocated only from free blocks, without
+        preemption. The number of slots is clipped to the length of the request's block table.
+        """
+        num_slots = request.num_computed_tokens + self._num_slots_per_decode
+        if num_slots > request.max_num_slots:
+            num_slots = request.max_num_slots
+        added = self._state.cache.grow(request, num_slots)
+        if added is None and self._num_slots_per_decode > 1:
+            added = self._state.cache.grow(request, request.num_computed_tokens + 1)
+        return added
+
+    # --- ready --------------------------------------------------------------------
+
+    def _schedule_ready(self) -> bool:
+        """Move ready requests into the batch. Returns False if blocks ran out.
+
+        A full batch is no reason for False. The token budget always suffices, since it is at
+        least `max_num_seqs`.
+        """
+        state = self._state
+        while (head := state.ready.peek()) is not None:
+            if len(state.batch) >= self._config.max_num_seqs:
+                return True
+            request = head[1]
+            if not self._allocate_for_ready(request):
+                return False
+            state.ready.remove(request)
+            request.move(RequestStatus.RUNNING)
+            state.batch.start_decode(request, state.cache.capacity(request))
+            state.record_event(request, RequestEventKind.SCHEDULED)
+            self._budget -= 1
+        return True
+
+    def _allocate_for_ready(self, request: Request) -> bool:
+        """Allocate blocks for the next token of a ready request.
+
+        If there are too few, it waits for running requests to end. When none is running, the
+        lowest-ranked ready request is preempted.
+        """
+        state = self._state
+        while self._grow_to_decode(request) is None:
+            if state.batch.running or len(state.ready) == 1:
+                return False
+            state.preempt(state.lowest_ranked())
+        return True
+
+    # --- prefills in progress ----------------------------------------------------
+
+    def _schedule_prefills(self) -> None:
+        self._limits.begin_step()
+        prefilling = self._state.batch.prefilling.values()
+        for request in sorted(prefilling, key=lambda request: request.rank):
+            missing = request.num_tokens - request.num_computed_tokens
+            chunk = self._limits.next_chunk(missing, self._budget_for(request))
+            if chunk:
+                self._state.batch.continue_prefill(request, chunk)
+                self._spend(request, chunk)
+            self._limits.count(request, missing - chunk)
+
+    def _budget_for(self, request: Request) -> int:
+        if not (request.spec.is_paced and self._config.enable_chunked_prefill):
+            return self._budget
+        # At least a few tokens, so that it does not block the requests behind it.
+        return min(self._budget, max(LEAST_TOKENS, self._paced_budget))
+
+    def _spend(self, request: Request, chunk: int) -> None:
+        self._budget -= chunk
+        if request.spec.is_paced:
+            self._paced_budget -= chunk
+
+    def _spend_leftover(self, can_admit: bool) -> None:
+        """Give the leftover budget to the prefills that the long-prefill threshold limited.
+
+        If that completes one of them, the next long prompt can be scheduled.
+        """
+        if not self._budget or not self._limits.allow_rest():
+            return
+        while self._budget and self._extend_chunks():
+            if can_admit:
+                self._schedule_waiting()
+
+    def _extend_chunks(self) -> bool:
+        """Extend chunks up to the budget. Returns False if none has prompt tokens left."""
+        is_any_extended = False
+        chunks = self._state.batch.chunks
+        for index, (request, chunk) in enumerate(chunks):
+            if request.spec.is_paced:
+                continue
+            left = request.num_tokens - request.num_computed_tokens - chunk
+            more = min(left, self._budget)
+            if not more:
+                continue
+            is_any_extended = True
+            chunks[index] = (request, chunk + more)
+            self._budget -= more
+            if more == left:
+                self._limits.uncount(request)
+        return is_any_extended
+
+    def _send_layers(self) -> None:
+        """Order the layer-wise transfer of the blocks that this plan's chunks complete."""
+        state = self._state
+        for request, num_tokens in state.batch.chunks:
+            num_computed = request.num_computed_tokens + num_tokens
+            is_complete = num_computed == request.num_tokens
+            num_whole = num_computed // state.cache.block_size
+            num_blocks = len(request.block_ids) if is_complete else num_whole
+            state.handoffs.send_layers(request, num_blocks)
+
+    # --- waiting ------------------------------------------------------------------
+
+    def _schedule_waiting(self) -> None:
+        waiting = self._state.waiting
+        for receiver_id in self._state.prefixes_in_flight.overdue(self._state.now_s):
+            self._state.stop_following(receiver_id)
+        while (head := waiting.head(allow_long=self._limits.allows_long)) is not None:
+            verdict = self._try_schedule(head)
+            if verdict is _Verdict.BLOCKED:
+                self._blocked_head = head
+                return
+            if verdict is _Verdict.SET_ASIDE:
+                waiting.step_aside(head, until=self._hash_for_short(head))
+
+    def _try_schedule(self, request: Request) -> _Verdict:
+        if self._would_fail_again(request):
+            return _Verdict.BLOCKED
+        if request.receive is not None:
+            return self._grant_to_peer(request, request.receive)
+        return self._admit(request)
+
+    def _admit(self, request: Request) -> _Verdict:
+        """Move a request into the batch, with all its blocks and a first chunk of tokens."""
+        state = self._state
+        if len(state.batch) >= self._config.max_num_seqs or self._budget < 1:
+            return _Verdict.BLOCKED
+        # At least one token is computed here: the next one is sampled from its logits.
+        max_num_hits = _max_num_hit_tokens(request)
+        hits = state.cache.find_prefix(request, max_num_hits)
+        missing = request.num_tokens - len(hits) * state.cache.block_size
+        request.is_long = self._limits.is_long(missing)
+        if request.is_long and not self._limits.allows_long:
+            return _Verdict.SET_ASIDE
+        chunk = self._limits.first_chunk(missing, self._budget_for(request))
+        if not chunk:
+            return _Verdict.BLOCKED
+        if not state.cache.admit(request, hits):
+            return self._record_failure(request, len(hits), max_num_hits)
+        state.waiting.remove(request)
+        request.move(RequestStatus.RUNNING)
+        state.batch.start_prefill(request, chunk)
+        state.record_event(request, RequestEventKind.SCHEDULED)
+        state.handoffs.send(request, len(hits))
+        self._spend(request, chunk)
+        self._limits.count(request, missing - chunk)
+        if not request.is_long:
+            self._limits.took_short()
+        return _Verdict.SCHEDULED
+
+    def _grant_to_peer(self, request: Request, receive: ReceiveKv) -> _Verdict:
+        """Grant the missing blocks to the peer. Needs neither budget nor a place in the batch."""
+        state = self._state
+        num_in_progress = state.num_waiting_for_remote_kvs + len(state.ready)
+        if num_in_progress >= self._config.max_num_seqs:
+            return _Verdict.BLOCKED
+        hits = state.cache.find_prefix(request, request.num_tokens)
+        if self._try_follow(request, len(hits)):
+            return _Verdict.FOLLOWS
+        # Requests that hold blocks must be able to grow, or they would deadlock. Without any, the
+        # whole cache can be granted.
+        num_holders = num_in_progress + len(state.batch)
+        spare = num_holders * self._config.remote_headroom_blocks
+        if not state.cache.admit(request, hits, spare=spare):
+            return self._record_failure(request, len(hits), request.num_tokens)
+        state.waiting.remove(request)
+        request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        state.num_waiting_for_remote_kvs += 1
+        state.handoffs.receive(request, receive, len(hits))
+        state.prefixes_in_flight.begin(request, len(hits), state.now_s)
+        state.record_event(request, RequestEventKind.GRANTED)
+        return _Verdict.SCHEDULED
+
+    def _try_follow(self, request: Request, num_hits: int) -> bool:
+        """Let a request wait, without blocks, for a hand-off that transfers most of its prefix.
+
+        Returns False if there is none, or if it has waited for `max_prefix_wait_s`.
+        """
+        state = self._state
+        num_blocks = state.cache.num_blocks_for(request.num_tokens)
+        receiver_id = state.prefixes_in_flight.receiver_for(request, num_hits, num_blocks)
+        if receiver_id is None:
+            return False
+        if request.follows_until_s is None:
+            request.follows_until_s = state.now_s + self._config.max_prefix_wait_s
+        if state.now_s >= request.follows_until_s:
+            return False
+        state.waiting.follow(request, receiver_id)
+        return True
+
+    def _record_failure(self, request: Request, num_hits: int, max_num_tokens: int) -> _Verdict:
+        cache = self._state.cache
+        missing_hash = cache.missing_hash(request, num_hits, max_num_tokens)
+        self._last_failure = _AllocationFailure(
+            request, cache.pool.num_releases, self._state.num_changes, missing_hash
+        )
+        return _Verdict.BLOCKED
+
+    def _would_fail_again(self, request: Request) -> bool:
+        failure, pool = self._last_failure, self._state.cache.pool
+        if failure is None or failure.request is not request:
+            return False
+        if (failure.num_releases, failure.num_changes) != (
+            pool.num_releases,
+            self._state.num_changes,
+        ):
+            return False
+        return failure.missing_hash is None or not pool.is_cached(failure.missing_hash)
+
+    def _hash_for_short(self, request: Request) -> BlockHash | None:
+        """Return the block that must be cached for this long prompt to count as short, or None.
+
+        If that block is cached but an earlier one is missing, the missing one is returned.
+        """
+        cache, max_num_tokens = self._state.cache, _max_num_hit_tokens(request)
+        num_blocks = cache.num_blocks_for(
+            self._limits.num_tokens_that_make_short(request.num_tokens)
+        )
+        if num_blocks * cache.block_size > max_num_tokens:
+            return None
+        last = cache.missing_hash(request, num_blocks - 1, max_num_tokens)
+        if last is None or not cache.pool.is_cached(last):
+            return last
+        num_hits = len(cache.find_prefix(request, max_num_tokens))
+        return cache.missing_hash(request, num_hits, max_num_tokens)
+
+
+def _max_num_hit_tokens(request: Request) -> int:
+    """Return the number of leading tokens that can be taken from the prefix cache."""
+    wants_prompt_logprobs = request.spec.sampling.prompt_logprobs is not None
+    if wants_prompt_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens:
+        return 0  # logprobs exist only for computed tokens
+    return request.num_tokens - 1

@@ -1,0 +1,244 @@
+"""State shared by both halves of a step: live requests, queues, batch, KV cache and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.errors import BlocksUnaccounted, InvalidRequest
+from engine.events import RequestEvent, RequestEventKind, SchedulerStats
+from engine.kv_cache.manager import KvCache
+from engine.kv_connector import KvScheduling
+from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
+from engine.scheduler.config import CacheConfig, Policy, SchedulerConfig
+from engine.scheduler.kv_handoffs import HandOffs
+from engine.scheduler.prefixes_in_flight import PrefixesInFlight
+from engine.scheduler.queues import RankedQueue, WaitingLine
+from engine.scheduler.request import Rank, Request, RequestStatus
+from engine.scheduler.running_batch import Batch
+from engine.scheduler.validation import max_num_tokens
+from engine.structured_output.grammar import Grammar
+from kv_transfer.types import BlockId
+
+
+class RequestBook:
+    """The scheduler's state, with the state transitions that touch several of its parts."""
+
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.config = config
+        self.cache = KvCache(cache_config)
+        self.handoffs: KvScheduling = HandOffs(self.cache.pool)
+        self.requests: dict[RequestId, Request] = {}
+        self.waiting = WaitingLine()
+        self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)
+        self.ready = RankedQueue()
+        self.batch = Batch(config.num_slots_per_decode)
+        self.num_waiting_for_remote_kvs = 0
+        self.num_waiting_for_fsm = 0
+        self.total_preemptions = 0
+        self.total_sampled_tokens = 0
+        self.total_proposed_tokens = 0
+        self.total_accepted_tokens = 0
+        self.num_changes = 0  # changes invalidate a remembered allocation failure
+        self.now_s = 0.0
+        self._num_added = 0
+        self._outbox: dict[ClientId, list[Output]] = {}
+        self._events: list[RequestEvent] = []
+
+    # --- state transitions of a request -------------------------------------------
+
+    def add(self, spec: RequestSpec) -> None:
+        self._check_ids(spec)
+        sampling = spec.sampling
+        eos_token_ids = frozenset() if sampling.ignore_eos else self.config.eos_token_ids
+        limit = max_num_tokens(spec, self.config)
+        num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+        request = Request(
+            spec,
+            self._rank(spec),
+            self.cache.root_hash(spec.cache_salt, len(spec.prompt_token_ids)),
+            eos_token_ids.union(sampling.stop_token_ids),
+            limit if spec.send_to is None else min(limit, num_context + 1),
+        )
+        self.requests[spec.request_id] = request
+        if spec.receive_from is not None:
+            self.handoffs.expect(spec.receive_from)
+        if spec.send_to is not None:
+            self.handoffs.open_send(spec.send_to)
+        self.record_event(request, RequestEventKind.QUEUED, spec.arrival_s)
+        if request.status is RequestStatus.WAITING_FOR_FSM:
+            self.num_waiting_for_fsm += 1
+        else:
+            self.waiting.push(request)
+
+    def stand_in_line(self, request: Request, grammar: Grammar) -> None:
+        """Queue a request whose grammar is compiled. It keeps its place by arrival."""
+        self._dequeue(request)
+        request.grammar = grammar
+        request.move(RequestStatus.WAITING)
+        self.waiting.push(request)
+
+    def preempt(self, request: Request) -> None:
+        """Release the blocks of a request and queue it in front of requests that never ran."""
+        self._dequeue(request)
+        self.cache.release(request)
+        request.move(RequestStatus.PREEMPTED)
+        self.waiting.push(request, is_resumed=True)
+        request.num_preemptions += 1
+        self.total_preemptions += 1
+        self.record_event(request, RequestEventKind.PREEMPTED)
+
+    def make_ready(self, request: Request) -> None:
+        """Queue a request whose KV has landed for a place in the batch."""
+        self._dequeue(request)
+        request.move(RequestStatus.READY)
+        self.ready.push(request.rank, request)
+
+    def restart(self, request: Request) -> None:
+        """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
+        self._dequeue(request)
+        self.cache.release(request)
+        request.move(RequestStatus.WAITING)
+        self.waiting.push(request, is_resumed=True)
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """End a request and release its blocks. Blocks that a hand-off references stay held."""
+        self.handoffs.give_up_receiving(request)
+        self.handoffs.withdraw(request, error or reason.value)
+        self._dequeue(request)
+        self.cache.release(request)
+        request.move(RequestStatus.FINISHED)
+        del self.requests[request.request_id]
+        self.record_event(request, RequestEventKind.FINISHED)
+
+    def stop_following(self, receiver_id: RequestId) -> None:
+        """Queue the followers of a hand-off again, because it has ended or takes too long."""
+        self.prefixes_in_flight.end(receiver_id)
+        self.waiting.release_followers(receiver_id)
+
+    def lowest_ranked(self) -> Request:
+        """Return the lowest-ranked request to preempt. At least one must be running or ready.
+
+        Senders that have begun to send are excluded: their hand-offs would keep the blocks. They
+        hold all blocks they need and end with their prefill.
+        """
+        candidates: list[Request] = [*self.batch.running.values(), *self.ready]
+        return max((r for r in candidates if not self.handoffs.has_sent(r)), key=_rank_of)
+
+    # --- outputs, events and statistics -------------------------------------------
+
+    def put_out(self, client_id: ClientId, output: Output) -> None:
+        self.outputs_for(client_id).append(output)
+
+    def outputs_for(self, client_id: ClientId) -> list[Output]:
+        outputs = self._outbox.get(client_id)
+        if outputs is None:
+            outputs = self._outbox[client_id] = []
+        return outputs
+
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self._outbox)
+
+    def take_outputs(self) -> dict[ClientId, list[Output]]:
+        taken, self._outbox = self._outbox, {}
+        return taken
+
+    def record_event(
+        self, request: Request, kind: RequestEventKind, at_s: float | None = None
+    ) -> None:
+        if self.config.collect_events:
+            at_s = self.now_s if at_s is None else at_s
+            self._events.append(RequestEvent(request.request_id, kind, at_s))
+
+    def take_events(self) -> tuple[RequestEvent, ...]:
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.batch),
+            num_ready=len(self.ready),
+            num_waiting=len(self.waiting),
+            num_waiting_for_remote_kvs=self.num_waiting_for_remote_kvs,
+            num_waiting_for_fsm=self.num_waiting_for_fsm,
+            num_blocks=self.cache.pool.num_blocks,
+            num_free_blocks=self.cache.pool.num_free,
+            num_cached_free_blocks=self.cache.pool.num_cached_free,
+            num_granted_blocks=self.handoffs.num_granted_blocks,
+            num_pending_receives=self.handoffs.num_receiving,
+            num_pending_sends=self.handoffs.num_sending,
+            total_preemptions=self.total_preemptions,
+            total_prefix_query_tokens=self.cache.total_query_tokens,
+            total_prefix_hit_tokens=self.cache.total_hit_tokens,
+            total_unknown_kv_reports=self.handoffs.total_unknown_reports,
+            total_sampled_tokens=self.total_sampled_tokens,
+            total_proposed_tokens=self.total_proposed_tokens,
+            total_accepted_tokens=self.total_accepted_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise BlocksUnaccounted unless all blocks and requests are accounted for."""
+        self.cache.pool.check(self._held_blocks())
+        places = [
+            *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
+            *((request, RequestStatus.READY) for request in self.ready),
+        ]
+        placed = len(places) + len(self.waiting)
+        placed += self.num_waiting_for_remote_kvs + self.num_waiting_for_fsm
+        if placed != len(self.requests):
+            raise BlocksUnaccounted(
+                f"{len(self.requests)} requests, but {placed} are queued or run"
+            )
+        for request, status in places:
+            if request.status is not status:
+                raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
+        for request in self.waiting:
+            if request.block_ids:
+                raise BlocksUnaccounted(f"{request.request_id} is waiting, but holds blocks")
+
+    # --- helpers ------------------------------------------------------------------
+
+    def _check_ids(self, spec: RequestSpec) -> None:
+        if spec.request_id in self.requests:
+            raise InvalidRequest(f"request id {spec.request_id} is in use")
+        receive, send_to = spec.receive_from, spec.send_to
+        if receive is not None and self.handoffs.is_known_receive(receive.handoff_id):
+            raise InvalidRequest(f"hand-off {receive.handoff_id} is in use: raise the attempt")
+        if send_to is not None and self.handoffs.is_known_send(send_to):
+            raise InvalidRequest(f"hand-off {send_to} is in use: raise the attempt")
+
+    def _rank(self, spec: RequestSpec) -> Rank:
+        self._num_added += 1
+        priority = spec.priority if self.config.policy is Policy.PRIORITY else 0
+        return (priority, spec.arrival_s - spec.age_s, self._num_added)
+
+    def _dequeue(self, request: Request) -> None:
+        self.num_changes += 1
+        match request.status:
+            case RequestStatus.WAITING | RequestStatus.PREEMPTED:
+                self.waiting.remove(request)
+            case RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.num_waiting_for_remote_kvs -= 1
+                self.stop_following(request.request_id)
+            case RequestStatus.WAITING_FOR_FSM:
+                self.num_waiting_for_fsm -= 1
+            case RequestStatus.READY:
+                self.ready.remove(request)
+            case RequestStatus.RUNNING:
+                self.batch.remove(request)
+
+    def _held_blocks(self) -> Iterator[BlockId]:
+        for request in self.requests.values():
+            yield from request.block_ids
+        yield from self.handoffs.held_blocks()
+
+
+def _rank_of(request: Request) -> Rank:
+    return request.rank

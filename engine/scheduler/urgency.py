@@ -1,0 +1,61 @@
+"""Preemption of running requests for a waiting one of higher priority. Pure.
+
+Without it, the priority policy orders only the waiting queue, and an urgent request waits until
+running ones end. Preemption is bounded: a request is preempted this way at most once, only for a
+strictly higher priority, and only if the candidates together free enough blocks. Its KV stays in
+the prefix cache until evicted.
+"""
+
+from __future__ import annotations
+
+from engine.scheduler.config import Policy
+from engine.scheduler.request import Request
+from engine.scheduler.state import RequestBook
+
+
+def give_way(state: RequestBook, head: Request, max_hit_tokens: int) -> None:
+    """Preempt running requests so that `head` gets a place in the batch and its blocks.
+
+    `head` is the head of the waiting queue. Must be called before a step is planned, since
+    scheduled requests are not preempted.
+    """
+    victims = _victims(state, head)
+    if not victims:
+        return
+    shortage = _shortage(state, head, max_hit_tokens)
+    num_freed = [state.cache.pool.num_held_once(victim.block_ids) for victim in victims]
+    if sum(num_freed) < shortage:
+        return
+    lacks_place = head.receive is None and len(state.batch) >= state.config.max_num_seqs
+    num_missing_places = int(lacks_place)
+    for victim, num_blocks in zip(victims, num_freed, strict=True):
+        if shortage <= 0 and num_missing_places <= 0:
+            return
+        victim.gave_way = True
+        state.preempt(victim)
+        shortage -= num_blocks
+        num_missing_places -= 1
+
+
+def _victims(state: RequestBook, head: Request) -> list[Request]:
+    """Return the running requests that can be preempted for `head`, the lowest-ranked first."""
+    if state.config.policy is not Policy.PRIORITY:
+        return []
+    found = [
+        request
+        for request in state.batch.running.values()
+        if request.spec.priority > head.spec.priority
+        and not request.gave_way
+        and not state.handoffs.has_sent(request)
+    ]
+    return sorted(found, key=lambda request: request.rank, reverse=True)
+
+
+def _shortage(state: RequestBook, head: Request, max_hit_tokens: int) -> int:
+    """Return the number of blocks that must become free for `head` to be admitted."""
+    hits = state.cache.find_prefix(head, max_hit_tokens)
+    num_missing = state.cache.num_blocks_for(head.num_tokens) - len(hits)
+    if head.receive is not None:
+        num_holders = state.num_waiting_for_remote_kvs + len(state.ready) + len(state.batch)
+        num_missing += num_holders * state.config.remote_headroom_blocks
+    return num_missing - (state.cache.pool.num_free - state.cache.pool.num_free_among(hits))

@@ -1,0 +1,113 @@
+"""Request validation: rejects requests that can never be served, from the settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from engine.errors import InvalidRequest
+from engine.kv_cache.block_hashes import MAX_TOKEN_ID
+from engine.request import RequestSpec
+from engine.scheduler.config import CacheConfig, SchedulerConfig
+from engine.structured_output.params import FIELD
+
+
+def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
+    """Raise InvalidRequest if the request can never complete on this engine."""
+    _check_tokens(spec, config)
+    _check_lengths(spec, config)
+    _check_fits_cache(spec, config, cache)
+    if spec.sampling.structured_outputs is not None and not config.eos_token_ids:
+        raise InvalidRequest(
+            "the model has no EOS token: structured_outputs cannot be enforced, leave it out",
+            FIELD,
+        )
+    config.check_extra_args(spec.sampling.extra_args)
+    if spec.receive_from is not None and spec.send_to is not None:
+        raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
+
+
+def max_num_tokens(spec: RequestSpec, config: SchedulerConfig) -> int:
+    """Return the number of tokens, prompt included, at which a limit ends the request."""
+    return min(len(spec.prompt_token_ids) + spec.sampling.max_tokens, config.max_model_len)
+
+
+def longest_sequence(config: SchedulerConfig, cache: CacheConfig) -> int:
+    """Return the maximum of prompt and output tokens together for this model and KV cache."""
+    num_slots = cache.num_blocks * cache.block_size
+    # The last token is never an input, so its KV is never written.
+    return min(config.max_model_len, num_slots + 1)
+
+
+def _check_tokens(spec: RequestSpec, config: SchedulerConfig) -> None:
+    if not spec.prompt_token_ids:
+        raise InvalidRequest("the prompt is empty: it must have at least one token")
+    highest = MAX_TOKEN_ID if config.vocab_size is None else config.vocab_size - 1
+    for where, token_ids in _named_token_ids(spec):
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+            if not 0 <= token_id <= highest:
+                raise InvalidRequest(
+                    f"token id {token_id} is outside the vocabulary in {where}: "
+                    f"it must be from 0 to {highest}"
+                )
+
+
+def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    sampling = spec.sampling
+    yield "the prompt", spec.prompt_token_ids
+    yield "the answer so far", spec.prior_output_token_ids
+    yield "stop_token_ids", sampling.stop_token_ids
+    yield "banned_token_ids", sampling.banned_token_ids
+    yield "allowed_token_ids", sampling.allowed_token_ids or ()
+    yield "banned_sequences", tuple(chain.from_iterable(sampling.banned_sequences))
+    yield "logit_bias", tuple(sampling.logit_bias)
+
+
+def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:
+    num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+    if num_context >= config.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {num_context} tokens; max_model_len is {config.max_model_len}, "
+            "and at least one token must be left for the answer"
+        )
+    if len(spec.prior_output_token_ids) >= spec.sampling.max_tokens:
+        raise InvalidRequest(
+            f"{len(spec.prior_output_token_ids)} tokens were generated already: "
+            f"max_tokens {spec.sampling.max_tokens} leaves nothing to do"
+        )
+    # KV from a peer needs no budget here. If it is lost, it is recomputed in chunks.
+    is_computed_here = spec.receive_from is None
+    budget = config.max_num_batched_tokens
+    if is_computed_here and not config.enable_chunked_prefill and num_context > budget:
+        raise InvalidRequest(
+            f"the prompt has {num_context} tokens; without chunked prefill at most "
+            f"max_num_batched_tokens ({budget}) can be computed"
+        )
+
+
+def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
+    num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
+    # The last token is never an input, so its KV is never written. A sender ends with its first
+    # token. Draft tokens never exceed these slots.
+    num_slots = num_context
+    if spec.send_to is None:
+        num_slots = max_num_tokens(spec, config) - 1
+    num_blocks = -(-num_slots // cache.block_size)
+    if num_blocks > cache.num_blocks:
+        raise InvalidRequest(
+            f"prompt and max_tokens may need {num_blocks} KV blocks; the whole cache has "
+            f"{cache.num_blocks}. {_advice(spec, config, cache)}, or start the node with a "
+            "larger --kv-cache-memory",
+            None if spec.send_to is not None else "max_tokens",
+        )
+
+
+def _advice(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> str:
+    num_prompt_tokens = len(spec.prompt_token_ids)
+    if spec.send_to is not None:
+        return f"Send a prompt of at most {cache.num_blocks * cache.block_size} tokens"
+    longest = longest_sequence(config, cache)
+    num_left = longest - num_prompt_tokens
+    if num_left < 1:
+        return f"Prompt and answer may have at most {longest} tokens together: shorten the prompt"
+    return f"With this prompt of {num_prompt_tokens} tokens, max_tokens may be at most {num_left}"

@@ -1,0 +1,76 @@
+"""Draft tokens for speculative decoding, so that one step can accept several tokens.
+
+Each sequence has an n-gram index and a record of accepted drafts. The fewer drafts are accepted,
+the fewer are made, so that failed speculation costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.request import RequestId
+from engine.spec_decode.config import Speculation
+from engine.spec_decode.ngram_index import NgramIndex
+
+# A long prompt is indexed over several steps, since indexing it at once would delay all rows.
+MOST_READ_AT_ONCE = 4096
+LONGEST_PAUSE = 64  # steps
+
+# Returns the tokens of a sequence from an index on, up to a limit.
+TokensFrom = Callable[[int, int], Sequence[int]]
+
+
+class Drafter:
+    """Drafts tokens for the sequences of a batch."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+        self._by_request: dict[RequestId, _SequenceDrafter] = {}
+
+    def draft(self, request_id: RequestId, tokens_from: TokensFrom, max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` drafts for a sequence whose newest token is computed next."""
+        drafter = self._by_request.get(request_id)
+        if drafter is None:
+            drafter = self._by_request[request_id] = _SequenceDrafter(self._speculation)
+        return drafter.draft(tokens_from, max_tokens)
+
+    def judged(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        self._by_request[request_id].judged(num_proposed, num_accepted)
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self._by_request.pop(request_id, None)
+
+
+class _SequenceDrafter:
+    """Draft state of one sequence."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._index = NgramIndex(speculation.min_ngram, speculation.max_ngram)
+        self._longest = speculation.num_tokens
+        self._length = speculation.num_tokens
+        self._num_failures = 0  # in a row
+        self._pause = 0  # steps left without drafts
+
+    def draft(self, tokens_from: TokensFrom, max_tokens: int) -> list[int]:
+        new_tokens = tokens_from(self._index.num_tokens, MOST_READ_AT_ONCE)
+        self._index.extend(new_tokens)
+        if self._pause:
+            self._pause -= 1
+            return []
+        if len(new_tokens) == MOST_READ_AT_ONCE:
+            return []
+        return self._index.proposal(min(max_tokens, self._length))
+
+    def judged(self, num_proposed: int, num_accepted: int) -> None:
+        """Adapt the draft length to twice the accepted tokens.
+
+        If none are accepted, pause drafting for a number of steps that doubles each time.
+        """
+        if num_accepted:
+            self._num_failures = 0
+            self._length = min(self._longest, 2 * num_accepted)
+            return
+        self._num_failures += 1
+        self._length = 1 if self._num_failures > 1 else max(1, self._longest // 2)
+        self._pause = min(LONGEST_PAUSE, 2 ** (self._num_failures - 1) - 1)

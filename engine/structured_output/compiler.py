@@ -1,0 +1,144 @@
+"""Grammar compiler: compiles on background threads and caches the results."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+from engine.errors import InvalidRequest
+from engine.structured_output.params import FIELD, StructuredOutputs
+
+NUM_THREADS = 2
+MOST_REMEMBERED = 64
+MOST_REMEMBERED_CHARACTERS = 1 << 22  # memory of compiled grammars grows with their texts
+LARGE_CHARACTERS = 1 << 16  # longer texts, which take seconds, have a separate thread
+STACK_BYTES = 128 << 20  # of address space: only touched pages take memory
+
+log = logging.getLogger(__name__)
+
+Compiled = TypeVar("Compiled")
+CompiledOut = TypeVar("CompiledOut", covariant=True)
+_Jobs = queue.SimpleQueue[StructuredOutputs | None]
+
+
+class Library(Protocol[CompiledOut]):
+    """Grammar library: compiles one request's structured outputs."""
+
+    def compile(self, wanted: StructuredOutputs) -> CompiledOut:
+        """Compile a grammar. Raises InvalidRequest."""
+        ...
+
+
+class GrammarCompiler(Generic[Compiled]):
+    """Compiles grammars on background threads for the duration of a `with` block."""
+
+    def __init__(
+        self,
+        library: Library[Compiled],
+        *,
+        num_threads: int = NUM_THREADS,
+        most_remembered: int = MOST_REMEMBERED,
+        most_remembered_characters: int = MOST_REMEMBERED_CHARACTERS,
+    ) -> None:
+        self._library = library
+        self._most_remembered = most_remembered
+        self._most_remembered_characters = most_remembered_characters
+        self._num_cached_characters = 0
+        self._cache: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        self._callbacks: dict[
+            StructuredOutputs, list[Callable[[Compiled | InvalidRequest], None]]
+        ] = {}
+        self._lock = threading.Lock()  # guards the cache and the waiting callbacks
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._large_jobs: _Jobs = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, args=(self._jobs,), name=f"grammars-{number}")
+            for number in range(num_threads)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._work, args=(self._large_jobs,), name="grammars-large")
+        )
+
+    def __enter__(self) -> GrammarCompiler[Compiled]:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            for thread in self._threads:
+                thread.start()
+        finally:
+            threading.stack_size(usual)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._callbacks.clear()  # pending callbacks are not called any more
+        for _ in self._threads[1:]:
+            self._jobs.put(None)
+        self._large_jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def start(
+        self,
+        wanted: StructuredOutputs,
+        on_compiled: Callable[[Compiled | InvalidRequest], None],
+    ) -> None:
+        """Compile a grammar and pass the result to `on_compiled`.
+
+        The callback runs on the compiling thread, or at once on the caller's if the grammar is
+        cached. Concurrent calls for the same grammar share one compilation.
+        """
+        with self._lock:
+            known = self._cache.get(wanted)
+            if known is None:
+                callbacks = self._callbacks.setdefault(wanted, [])
+                callbacks.append(on_compiled)
+                if len(callbacks) == 1:
+                    is_large = len(wanted.text) > LARGE_CHARACTERS
+                    (self._large_jobs if is_large else self._jobs).put(wanted)
+                return
+            self._cache.move_to_end(wanted)
+        on_compiled(known)
+
+    def _work(self, jobs: _Jobs) -> None:
+        while (wanted := jobs.get()) is not None:
+            with self._lock:
+                is_awaited = wanted in self._callbacks
+            if is_awaited:
+                self._publish(wanted, self._compile(wanted))
+
+    def _publish(self, wanted: StructuredOutputs, outcome: Compiled | InvalidRequest) -> None:
+        with self._lock:
+            # Errors are not cached: a missing tokenizer can be there the next time.
+            if not isinstance(outcome, InvalidRequest):
+                self._add_to_cache(wanted, outcome)
+            callbacks = self._callbacks.pop(wanted, [])
+        for on_compiled in callbacks:
+            on_compiled(outcome)
+
+    def _add_to_cache(self, wanted: StructuredOutputs, compiled: Compiled) -> None:
+        self._cache[wanted] = compiled
+        self._num_cached_characters += len(wanted.text)
+        while len(self._cache) > self._most_remembered or (
+            self._num_cached_characters > self._most_remembered_characters
+        ):
+            oldest, _ = self._cache.popitem(last=False)
+            self._num_cached_characters -= len(oldest.text)
+
+    def _compile(self, wanted: StructuredOutputs) -> Compiled | InvalidRequest:
+        try:
+            return self._library.compile(wanted)
+        except InvalidRequest as refusal:
+            return refusal
+        except BaseException:
+            log.exception("compiling a grammar failed with an unexpected exception")
+            return InvalidRequest(f"{FIELD}.{wanted.form}: compiling it failed", FIELD)

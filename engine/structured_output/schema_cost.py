@@ -1,0 +1,82 @@
+"""Detection of schemas whose compilation cost llguidance's own limits do not bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from math import lcm
+from typing import Any
+
+from engine.structured_output.params import MOST_CHARACTERS
+
+MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
+MOST_REMAINDERS = 10_000
+# Each optional property can be followed by each later one of its object.
+MOST_OPTIONAL_PAIRS = 8_000_000
+JSON_IN_LARK = "%json"
+
+
+def why_costly(schema: Any) -> str | None:
+    """Return why a schema is too expensive to compile, or None.
+
+    Every object is checked, including constants, since references can point anywhere.
+    """
+    steps, num_pairs = 1, 0
+    for part in _objects(schema):
+        for pattern in _patterns(part):
+            if len(pattern) > MOST_PATTERN_CHARACTERS:
+                return (
+                    f"it has a pattern of {len(pattern)} characters; at most "
+                    f"{MOST_PATTERN_CHARACTERS} are allowed"
+                )
+        # If subschemas are combined, a number must be a multiple of all their multipleOf.
+        steps = lcm(steps, _remainders(part.get("multipleOf")))
+        if steps > MOST_REMAINDERS:
+            return (
+                f"its multipleOf values together have more than {MOST_REMAINDERS} remainders; "
+                "make the numbers rounder"
+            )
+        num_pairs += _num_optional(part) ** 2
+        if num_pairs > MOST_OPTIONAL_PAIRS:
+            return "it has objects with thousands of optional properties; require some, or split it"
+    return None
+
+
+def schemas_in(grammar: str) -> Iterator[Any]:
+    """Yield the JSON schemas embedded in a Lark grammar."""
+    for after in grammar.split(JSON_IN_LARK)[1:]:
+        try:
+            yield json.JSONDecoder().raw_decode(after, after.index("{"))[0]
+        except ValueError:
+            continue  # not a schema for llguidance either
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value
+    for each in inner if isinstance(value, dict | list) else ():
+        yield from _objects(each)
+
+
+def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
+    of_names = part.get("patternProperties")
+    for pattern in (part.get("pattern"), *(of_names if isinstance(of_names, dict) else ())):
+        if isinstance(pattern, str):
+            yield pattern
+
+
+def _num_optional(part: Mapping[str, Any]) -> int:
+    properties, required = part.get("properties"), part.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    return len(properties) - (len(required) if isinstance(required, list) else 0)
+
+
+def _remainders(multiple_of: Any) -> int:
+    """Return the number of states that `multipleOf` needs. Powers of ten cost nothing."""
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int | float):
+        return 1
+    digits = "".join(map(str, Decimal(repr(multiple_of)).as_tuple().digits))
+    return int(digits.rstrip("0") or 1)

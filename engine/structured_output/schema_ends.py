@@ -1,0 +1,188 @@
+"""Detection of schemas and grammars that no finite output satisfies.
+
+Looks for a rule, or a part of a schema, that requires itself. Constructs that are not understood
+count as finite: max_tokens ends the output in any case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.structured_output.params import FIELD
+
+Schema = Mapping[str, Any]
+
+
+def check_schema_ends(schema: Schema | bool) -> None:
+    """Raise InvalidRequest if no finite value satisfies the schema."""
+    if isinstance(schema, bool) or _SchemaEnds(schema).holds:
+        return
+    raise InvalidRequest(
+        f"{FIELD}.json cannot be enforced: it never ends, since a required part requires itself",
+        FIELD,
+    )
+
+
+def check_grammar_ends(text: str) -> None:
+    """Raise InvalidRequest if no finite text satisfies the grammar, in Lark or GBNF notation."""
+    rules = _rules(text)
+    needs = {name: rules.keys() & body for name, body in rules.items()}
+    ending = _ending_names(needs, lambda name, known: _can_end(rules[name], needs[name], known))
+    begin = next((name for name in ("start", "root") if name in rules), None)
+    if begin is not None and begin not in ending:
+        raise InvalidRequest(
+            f"{FIELD}.grammar cannot be enforced: it never ends, since {begin} requires itself",
+            FIELD,
+        )
+
+
+def _ending_names(needs: Mapping[str, Set[str]], ends: Callable[[str, Set[str]], bool]) -> set[str]:
+    """Return the names that end: the least fixed point of `ends` over the dependencies."""
+    users: dict[str, list[str]] = {}
+    for name, needed in needs.items():
+        for other in needed:
+            users.setdefault(other, []).append(name)
+    ending: set[str] = set()
+    pending = list(needs)
+    while pending:
+        name = pending.pop()
+        if name not in ending and ends(name, ending):
+            ending.add(name)
+            pending += users.get(name, ())
+    return ending
+
+
+class _SchemaEnds:
+    """Computes whether a schema, and each schema it refers to, has a finite value."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._ending: Set[str] = set()
+        refs = set(_refs(root))
+        needs = {ref: set(_refs(self._at(ref))) for ref in refs}
+        self._ending = _ending_names(needs, self._ends_if)
+        self.holds = self._ends(root)
+
+    def _ends_if(self, ref: str, ending: Set[str]) -> bool:
+        self._ending = ending
+        return self._ends(self._at(ref))
+
+    def _ends(self, schema: Any) -> bool:
+        if not isinstance(schema, Mapping):
+            return True
+        ref = schema.get("$ref")
+        if isinstance(ref, str) and ref.startswith("#") and ref not in self._ending:
+            return False
+        return (
+            all(map(self._ends, _listed(schema, "allOf")))
+            and self._some_ends(_listed(schema, "anyOf"))
+            and self._some_ends(_listed(schema, "oneOf"))
+            and (not _is_only(schema, "object") or self._object_ends(schema))
+            and (not _is_only(schema, "array") or self._array_ends(schema))
+        )
+
+    def _some_ends(self, schemas: Sequence[Any]) -> bool:
+        return not schemas or any(map(self._ends, schemas))
+
+    def _object_ends(self, schema: Schema) -> bool:
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            return True
+        required = (name for name in _listed(schema, "required") if isinstance(name, str))
+        return all(self._ends(properties.get(name)) for name in required)
+
+    def _array_ends(self, schema: Schema) -> bool:
+        least = schema.get("minItems", 0)
+        if not isinstance(least, int | float) or least < 1:
+            return True
+        first = _listed(schema, "prefixItems")[: int(least)]
+        rest_ends = len(first) >= least or self._ends(schema.get("items"))
+        return rest_ends and all(map(self._ends, first))
+
+    def _at(self, ref: str) -> Any:
+        place: Any = self._root
+        for token in ref.removeprefix("#").split("/")[1:]:
+            name = token.replace("~1", "/").replace("~0", "~")
+            if not isinstance(place, Mapping) or name not in place:
+                return None
+            place = place[name]
+        return place
+
+
+def _is_only(schema: Schema, kind: str) -> bool:
+    """Return whether all values of the schema are of this type."""
+    return schema.get("type") in (kind, [kind]) and not {"enum", "const"} & schema.keys()
+
+
+def _listed(schema: Schema, name: str) -> Sequence[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else ()
+
+
+def _refs(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        ref = schema.get("$ref")
+        if isinstance(ref, str):
+            yield ref
+    inner = schema.values() if isinstance(schema, Mapping) else schema
+    for each in inner if isinstance(schema, Mapping | list) else ():
+        yield from _refs(each)
+
+
+# --- Grammars in Lark or GBNF notation ------------------------------------------------------------
+
+_TOKENS = re.compile(
+    r"""(?P<skip>//[^\n]*|\#[^\n]*|[ \t\r]+|\n)
+    |(?P<text>"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[a-z]*|\[(?:[^\]\\\n]|\\.)*\]|<[^>\n]*>)
+    |(?P<defines>::=|:)
+    |(?P<name>[A-Za-z_][\w-]*)
+    |(?P<sign>[()|?*+])
+    |(?P<repeat>~[ ]*\d+(?:[ ]*\.\.[ ]*\d+)?|\{\d+(?:,\d*)?\})
+    |(?P<other>.)""",
+    re.VERBOSE,
+)
+
+
+def _rules(text: str) -> dict[str, list[str]]:
+    """Return the tokens of each rule's body, or no rules if a token is not understood."""
+    tokens: list[str] = []
+    for found in _TOKENS.finditer(text):
+        kind = found.lastgroup
+        if kind == "other":
+            return {}
+        if kind != "skip":
+            tokens.append('""' if kind == "text" else found.group())
+    rules: dict[str, list[str]] = {}
+    body: list[str] = []
+    for place, token in enumerate(tokens):
+        if token in (":", "::="):
+            continue
+        if tokens[place + 1 : place + 2] in ([":"], ["::="]):
+            body = rules.setdefault(token, [])
+        else:
+            body.append(token)
+    return rules
+
+
+def _can_end(body: Sequence[str], names: Set[str], ending: Set[str]) -> bool:
+    """Return whether one of the alternatives requires only names in `ending`."""
+    # For each open bracket: whether an earlier alternative ends, and whether the current one does.
+    open_brackets: list[tuple[bool, bool]] = []
+    some_ends, this_ends = False, True
+    for place, token in enumerate(body):
+        is_optional = body[place + 1 : place + 2] in (["?"], ["*"])
+        if token == "(":
+            open_brackets.append((some_ends, this_ends))
+            some_ends, this_ends = False, True
+        elif token == "|":
+            some_ends, this_ends = some_ends or this_ends, True
+        elif token == ")" and open_brackets:
+            inner_ends = some_ends or this_ends or is_optional
+            some_ends, this_ends = open_brackets.pop()
+            this_ends = this_ends and inner_ends
+        elif token in names and token not in ending and not is_optional:
+            this_ends = False
+    return some_ends or this_ends

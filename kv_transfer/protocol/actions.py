@@ -1,0 +1,101 @@
+"""Actions that the sender and receiver state machines request from the KV worker, as values.
+
+P is the prefill (sending) side, D the decode (receiving) side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.link import LinkId
+from kv_transfer.protocol.messages import LinkMessage
+from kv_transfer.transports.base import Write
+from kv_transfer.types import BlockId, Complete, HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Send a control message over the link."""
+
+    link_id: LinkId
+    message: LinkMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Abandon the pair: destroy the local end of the data path and close the link."""
+
+    link_id: LinkId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """D: register the blocks of a grant with the channel."""
+
+    link_id: LinkId
+    ticket: int
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelExpected:
+    """D: cancel the receives of a ticket in the channel."""
+
+    link_id: LinkId
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class DigestEarly:
+    """D: add blocks that have landed to the digest while other blocks are still in flight.
+
+    They follow the blocks of all earlier DigestEarly actions of the hand-off.
+    """
+
+    handoff_id: HandoffId
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckDigest:
+    """D: compare the digest of the landed bytes with P's. The result goes to `checked`.
+
+    `block_ids` holds only the blocks not yet covered by a DigestEarly.
+    """
+
+    handoff_id: HandoffId
+    block_ids: tuple[BlockId, ...]
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """P: post a write to the channel."""
+
+    link_id: LinkId
+    handoff_id: HandoffId
+    write: Write
+
+
+@dataclass(frozen=True, slots=True)
+class AddToDigest:
+    """P: add blocks to the digest. They are computed, and all their bytes are posted."""
+
+    link_id: LinkId
+    handoff_id: HandoffId
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """P: all writes have completed. Send Done with the digest, behind the data if one-sided."""
+
+    link_id: LinkId
+    ticket: int
+    complete: Complete
+
+
+ReceiverAction = Say | Break | Expect | CancelExpected | DigestEarly | CheckDigest
+SenderAction = Say | Break | Post | AddToDigest | Announce
+PairAction = Say | Expect | CancelExpected | Post | AddToDigest | Announce

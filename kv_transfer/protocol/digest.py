@@ -1,0 +1,97 @@
+"""Digest of a hand-off's bytes: streaming xxh3-64 over its blocks in order."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+
+import xxhash
+
+from kv_transfer.protocol.memory_runs import Span, spans
+from kv_transfer.protocol.messages import Region
+from kv_transfer.types import BlockId, HandoffId
+
+# Returns the bytes of some blocks, in order. On a device, it copies them after all launched work
+# has finished: the sender digests the final content, so that a write sent before its fence had
+# passed does not match the announced digest.
+ReadBlocks = Callable[[Sequence[BlockId]], Iterable[memoryview]]
+
+
+class BlockDigest:
+    """Incremental digest of a sequence of blocks."""
+
+    def __init__(self, region: Region, read_blocks: ReadBlocks | None = None) -> None:
+        """Without `read_blocks`, the region must be in memory that the CPU can read."""
+        if region.device != "cpu" and read_blocks is None:
+            raise ValueError(f"blocks on {region.device} cannot be read for a digest")
+        self._region = region
+        self._read_blocks = read_blocks or self._read_locally
+        self._state = xxhash.xxh3_64()
+
+    def add(self, block_ids: Sequence[BlockId]) -> None:
+        for part in self._read_blocks(block_ids):
+            self._state.update(part)
+
+    def _read_locally(self, block_ids: Sequence[BlockId]) -> Iterable[memoryview]:
+        return map(_view, spans(self._region, block_ids))
+
+    def value(self) -> int:
+        return self._state.intdigest()
+
+
+def _view(span: Span) -> memoryview:
+    return memoryview((ctypes.c_char * span.num_bytes).from_address(span.address))
+
+
+class Digests:
+    """Digests of the open hand-offs: of blocks sent, and of blocks landed so far."""
+
+    def __init__(
+        self, region: Region, *, is_on: bool, read_blocks: ReadBlocks | None = None
+    ) -> None:
+        self._region = region
+        self._is_on = is_on
+        self._read_blocks = read_blocks
+        self._sent: dict[HandoffId, BlockDigest] = {}
+        self._landed: dict[HandoffId, BlockDigest] = {}
+        self.num_mismatches = 0
+
+    def add_sent(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
+        self._add(self._sent, handoff_id, block_ids)
+
+    def add_landed(self, handoff_id: HandoffId, block_ids: Sequence[BlockId]) -> None:
+        self._add(self._landed, handoff_id, block_ids)
+
+    def take_sent_digest(self, handoff_id: HandoffId) -> int | None:
+        """Return the digest for Done; None if verification is off or no block was sent."""
+        digest = self._sent.pop(handoff_id, None)
+        return digest.value() if digest is not None else None
+
+    def matches(self, handoff_id: HandoffId, rest: Sequence[BlockId], expected: int) -> bool:
+        """Return whether the landed blocks, completed by `rest`, match P's digest."""
+        if not self._is_on:
+            return True
+        digest = self._landed.pop(handoff_id, None) or self._new()
+        digest.add(rest)
+        is_good = digest.value() == expected
+        self.num_mismatches += not is_good
+        return is_good
+
+    def forget(self, handoff_id: HandoffId) -> None:
+        self._sent.pop(handoff_id, None)
+        self._landed.pop(handoff_id, None)
+
+    def _add(
+        self,
+        digests: dict[HandoffId, BlockDigest],
+        handoff_id: HandoffId,
+        block_ids: Sequence[BlockId],
+    ) -> None:
+        if not self._is_on:
+            return
+        if handoff_id not in digests:
+            digests[handoff_id] = self._new()
+        digests[handoff_id].add(block_ids)
+
+    def _new(self) -> BlockDigest:
+        return BlockDigest(self._region, self._read_blocks)

@@ -1,0 +1,197 @@
+"""Messages of the control link between the KV workers of a (D, P) pair.
+
+D is the side that receives KV (a decode node), P the side that sends it (a prefill node).
+Both send Hello first. The state machines in `kv_transfer/protocol/receiver.py` and
+`kv_transfer/protocol/sender.py` define when the others are sent.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kv_transfer.errors import InvalidMessage
+from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeId
+
+WIRE_VERSION = 2
+# A transport allocates descriptors in proportion to the number of blocks of the peer.
+MOST_BLOCKS = 1 << 24
+END_OF_MEMORY = 1 << 64
+LONGEST_LEASE_S = 3600.0
+DEVICE = re.compile(r"[a-z]+(?::\d{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Properties that must be equal on both sides for a block's bytes to mean the same."""
+
+    model: str  # content hash of the weights and the config
+    dtype: str
+    layout: str  # order of the axes inside one block
+    block_size: int  # tokens
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    wire_version: int = WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory region of KV blocks; block i begins at `base + i * block_bytes`."""
+
+    base: int  # address in the process that owns the region
+    num_blocks: int
+    block_bytes: int
+    device: str = "cpu"  # "cpu", or "cuda:0" and the like
+
+    def __post_init__(self) -> None:
+        """Raise InvalidMessage if a value is out of range: regions also come from peers."""
+        _check(0 < self.num_blocks <= MOST_BLOCKS, f"invalid number of blocks: {self.num_blocks}")
+        _check(self.block_bytes > 0, f"invalid block size: {self.block_bytes} bytes")
+        _check(self.base + self.num_bytes <= END_OF_MEMORY, "the region exceeds 64-bit addresses")
+        _check(DEVICE.fullmatch(self.device) is not None, f"invalid device: {self.device[:40]!r}")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message on every link, from D and then from P; decides whether the pair fits."""
+
+    node_id: NodeId
+    incarnation: Incarnation  # random per process start
+    fingerprint: Fingerprint
+    region: Region
+    transport: str  # "nixl", "ucxx" or "memory"
+    metadata: bytes  # connection data of the transport
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """From D: P can write these blocks until the lease ends."""
+
+    handoff_id: HandoffId
+    ticket: int  # increases with each grant of a link, so that P detects late and duplicate ones
+    first_block: int  # index of block_ids[0] in the sequence's block table
+    block_ids: tuple[BlockId, ...]  # in D's region
+    lease_s: float  # starts when P receives the message, by P's clock
+
+    def __post_init__(self) -> None:
+        _check_lease(self.lease_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """From D: extend the leases of these hand-offs. The receiving thread replies with Renewed."""
+
+    handoff_ids: tuple[HandoffId, ...]
+    lease_s: float
+
+    def __post_init__(self) -> None:
+        _check_lease(self.lease_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """From P: sign of life; its engine thread has been active recently."""
+
+    handoff_ids: tuple[HandoffId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """From P: bytes of this hand-off are in flight or written; D polls more often for a while."""
+
+    handoff_id: HandoffId
+    num_written: int = 0  # leading blocks of the grant whose writes have completed on P
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeGrant:
+    """From D: stop writing. P replies with Revoked once no write can land any more."""
+
+    handoff_id: HandoffId
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """From P: no write of this hand-off is in flight, and none will be posted."""
+
+    handoff_id: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """From P, once every write has completed: the blocks are complete.
+
+    A one-sided transport delivers it behind the data; otherwise it is sent over the link.
+    """
+
+    handoff_id: HandoffId
+    num_tokens: int
+    first_token: FirstToken
+    digest: int | None = None  # xxh3-64 of the blocks in order; None if P does not compute it
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From P: the hand-off failed. Writes may be in flight; D sends RevokeGrant to fence them."""
+
+    handoff_id: HandoffId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """From either side, its last message on a link: its end of the data path is destroyed."""
+
+    reason: str
+
+
+LinkMessage = (
+    Hello | Grant | Renew | Renewed | Writing | RevokeGrant | Revoked | Done | Failed | Closed
+)
+
+
+def _check(is_valid: bool, error: str) -> None:
+    if not is_valid:
+        raise InvalidMessage(error)
+
+
+def _check_lease(lease_s: float) -> None:
+    # False for NaN too, which fails every comparison.
+    is_valid = 0 < lease_s <= LONGEST_LEASE_S
+    _check(is_valid, f"a lease of {lease_s} s; it must be above 0 and at most {LONGEST_LEASE_S:g}")
+
+
+_ONE_VERSION = "run one version of baton on all nodes"
+_ONE_MODEL = "serve one model from all nodes"
+_ADVICE = {
+    "wire_version": _ONE_VERSION,
+    "model": _ONE_MODEL,
+    "dtype": "give all nodes one --dtype",
+    "layout": _ONE_VERSION,
+    "block_size": "give all nodes one --block-size",
+    "num_layers": _ONE_MODEL,
+    "num_kv_heads": _ONE_MODEL,
+    "head_dim": _ONE_MODEL,
+}
+
+
+def why_refused(ours: Hello, theirs: Hello) -> str | None:
+    """Return the reason why two sides are incompatible, with advice; None if they fit."""
+    nodes = f"on {ours.node_id} and {theirs.node_id}"
+    for name, advice in _ADVICE.items():
+        our_value, their_value = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
+        if our_value != their_value:
+            return f"{name} differs: {our_value} and {their_value} {nodes}; {advice}"
+    our_bytes, their_bytes = ours.region.block_bytes, theirs.region.block_bytes
+    if our_bytes != their_bytes:
+        return f"block_bytes differs: {our_bytes} and {their_bytes} {nodes}; {_ONE_MODEL}"
+    if ours.transport != theirs.transport:
+        transports = f"{ours.transport} and {theirs.transport}"
+        return f"transport differs: {transports} {nodes}; give all nodes one --kv-transport"
+    return None

@@ -1,0 +1,76 @@
+"""State of one send on P, and its allowed transitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv_transfer.link import LinkId
+from kv_transfer.protocol.messages import Grant
+from kv_transfer.types import BlockId, Complete, HandoffId
+
+
+class OutgoingState(Enum):
+    HELD = "held"  # waits for the grant
+    PUSHING = "pushing"
+    ENDING = "ending"  # no further writes are posted; some may be in flight
+    ENDED = "ended"
+
+
+_TRANSITIONS = {
+    OutgoingState.HELD: {OutgoingState.PUSHING, OutgoingState.ENDING},
+    OutgoingState.PUSHING: {OutgoingState.ENDING, OutgoingState.ENDED},
+    OutgoingState.ENDING: {OutgoingState.ENDED},
+    OutgoingState.ENDED: set(),
+}
+
+
+@dataclass(slots=True)
+class OutgoingHandoff:
+    """State of one send. Only the Sender modifies it."""
+
+    handoff_id: HandoffId
+    state: OutgoingState = OutgoingState.HELD
+    first_block: int = 0  # index of blocks[0] in the sequence's block table
+    blocks: list[BlockId] = field(default_factory=list)
+    is_ordered: bool = False  # the scheduler has ordered it and expects finished_sending
+    has_last_word: bool = False  # the scheduler has ordered Complete or Withdraw
+    complete: Complete | None = None
+    held_until_s: float | None = None
+    link_id: LinkId | None = None
+    grant: Grant | None = None
+    lease_until_s: float = 0.0
+    num_posted: int = 0  # leading blocks of the grant of which all layers are posted
+    coming: tuple[BlockId, ...] = ()  # blocks after `blocks` that the current pass computes
+    num_layers_ended: int = 0  # layers of `coming` that are computed
+    sliced: Sliced | None = None
+    in_flight: dict[int, WriteInFlight] = field(default_factory=dict)  # by write id
+    reported: tuple[int, bool] | None = None  # last sent to D: `num_written`, `complete` is set
+    must_answer_revoke: bool = False
+    why_ended: str = ""
+
+    @property
+    def num_written(self) -> int:
+        """Number of leading blocks of the grant whose writes have all completed."""
+        return min([self.num_posted, *(flight.first for flight in self.in_flight.values())])
+
+    def move(self, state: OutgoingState) -> None:
+        if state not in _TRANSITIONS[self.state]:
+            raise RuntimeError(f"{self.handoff_id}: {self.state} cannot become {state}")
+        self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class WriteInFlight:
+    posted_s: float
+    num_bytes: int
+    first: int  # index of its first block in the grant
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """Blocks `first` to `end` of the grant, of which the first `num_layers` layers are posted."""
+
+    first: int
+    end: int
+    num_layers: int

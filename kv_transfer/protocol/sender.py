@@ -1,0 +1,401 @@
+"""Sender state machine: writes of P into granted blocks, and lifetime of their source blocks.
+
+Pure: takes events and the current time, returns actions and reports. States of a send:
+
+    HELD ──Grant──▶ PUSHING ──all written──▶ (announced)
+      │                │ revoked, withdrawn, lease expired, write failed, link cut
+      ▼                ▼
+    (ended)         ENDING ──nothing in flight──▶ (ended)
+
+A send is reported as finished once it has ended *and* the scheduler has given its final order
+(Complete or Withdraw). Nothing is posted without a grant whose lease is live by P's own clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kv_transfer.config import SenderConfig
+from kv_transfer.link import LinkId
+from kv_transfer.protocol.actions import AddToDigest, Announce, Break, Post, Say, SenderAction
+from kv_transfer.protocol.messages import (
+    Failed,
+    Grant,
+    LinkMessage,
+    Renew,
+    Revoked,
+    RevokeGrant,
+    Writing,
+)
+from kv_transfer.protocol.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
+from kv_transfer.protocol.pieces import WritePart, WriteSplitter
+from kv_transfer.protocol.writes_in_flight import Flights
+from kv_transfer.transports.base import Write
+from kv_transfer.types import Complete, HandoffId, Send, SendLayers, Withdraw
+
+
+@dataclass(slots=True)
+class _ReceiverLink:
+    """State of one link to a decode node."""
+
+    last_ticket: int = 0  # grants up to this ticket are handled; older ones are dropped
+    is_broken: bool = False  # a write failed; the link is about to be cut
+
+
+class Sender:
+    def __init__(self, block_bytes: int, config: SenderConfig, num_layers: int = 1) -> None:
+        self._config = config
+        self._flights = Flights(max(block_bytes, config.max_in_flight_bytes))
+        self._splitter = WriteSplitter(block_bytes, num_layers, config.max_write_bytes)
+        self._outgoing: dict[HandoffId, OutgoingHandoff] = {}
+        self._ended: OrderedDict[HandoffId, str] = OrderedDict()
+        self._links: dict[LinkId, _ReceiverLink] = {}
+        self._actions: list[SenderAction] = []
+        self._finished: list[HandoffId] = []
+        self.num_dropped = 0
+
+    # --- Orders of the scheduler -------------------------------------------------------
+
+    def send(self, order: Send, now: float) -> None:
+        """Queue computed blocks for sending. They follow those of the earlier orders."""
+        outgoing = self._get_for_blocks(order)
+        if order.block_ids[: len(outgoing.coming)] != outgoing.coming:
+            raise ValueError(f"{order.handoff_id}: blocks differ from those of SendLayers")
+        outgoing.coming = ()
+        outgoing.blocks += order.block_ids
+        self._push(outgoing, now)
+
+    def send_layers(self, order: SendLayers, now: float) -> None:
+        """Queue blocks that the next forward pass computes, for sending layer by layer."""
+        outgoing = self._get_for_blocks(order)
+        if outgoing.coming:
+            raise ValueError(f"{order.handoff_id}: the blocks of the last pass were not sent")
+        outgoing.coming, outgoing.num_layers_ended = order.block_ids, 0
+
+    def layer_done(self, num_ended: int, now: float) -> None:
+        """Record that the current pass has written its first `num_ended` layers, and send them."""
+        for outgoing in list(self._outgoing.values()):
+            if outgoing.coming:
+                outgoing.num_layers_ended = num_ended
+                self._push(outgoing, now)
+
+    @property
+    def awaits_layers(self) -> bool:
+        """Return whether blocks of the current pass are to be sent layer by layer."""
+        return any(outgoing.coming for outgoing in self._outgoing.values())
+
+    def complete(self, order: Complete, now: float) -> None:
+        outgoing = self._get_or_create(order.handoff_id)
+        outgoing.complete = order
+        outgoing.has_last_word = True
+        if outgoing.state is OutgoingState.HELD:
+            outgoing.held_until_s = now + self._config.hold_s
+        self._push(outgoing, now)
+        self._end_if_over(outgoing)
+
+    def withdraw(self, order: Withdraw, now: float) -> None:
+        outgoing = self._get_or_create(order.handoff_id)
+        outgoing.has_last_word = True
+        self._fail(outgoing, order.reason)
+        self._end_if_over(outgoing)
+
+    # --- Events of the control link ----------------------------------------------------
+
+    def link_up(self, link_id: LinkId) -> None:
+        self._links[link_id] = _ReceiverLink()
+
+    def hear(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
+        """Handle a message of D. Drop and count unexpected ones."""
+        link = self._links.get(link_id)
+        if link is None or link.is_broken:
+            self.num_dropped += 1
+        elif isinstance(message, Grant):
+            self._handle_grant(link_id, link, message, now)
+        elif isinstance(message, Renew):
+            self._handle_renew(link_id, message, now)
+        elif isinstance(message, RevokeGrant):
+            self._handle_revoke(link_id, link, message)
+        else:
+            self.num_dropped += 1
+
+    def link_cut(self, link_id: LinkId, reason: str) -> None:
+        """End the sends of a link whose local end of the data path is destroyed.
+
+        No write of that link reads local memory any more.
+        """
+        if self._links.pop(link_id, None) is None:
+            return
+        self._flights.forget(link_id)
+        for outgoing in [send for send in self._outgoing.values() if send.link_id == link_id]:
+            self._flights.end_all(outgoing)
+            outgoing.link_id = None
+            self._fail(outgoing, reason)
+            self._end_if_over(outgoing)
+
+    # --- Events of the data path -------------------------------------------------------
+
+    def written(self, link_id: LinkId, write_id: int, now: float) -> None:
+        outgoing = self._end_flight(link_id, write_id)
+        if outgoing is None:
+            self.num_dropped += 1
+            return
+        self._end_if_over(outgoing)
+        for other in list(self._outgoing.values()):
+            self._push(other, now)  # the in-flight limit has room again
+            self._end_if_over(other)
+
+    def write_failed(self, link_id: LinkId, write_id: int, reason: str) -> None:
+        """Fail the send and break the link: parts of the failed write may still land."""
+        outgoing = self._end_flight(link_id, write_id)
+        if outgoing is None:
+            self.num_dropped += 1
+            return
+        self._links[link_id].is_broken = True
+        self._fail(outgoing, reason)
+        self._actions.append(Break(link_id, f"a write failed: {reason}"))
+
+    def tell_of_flights(self) -> None:
+        """Send Writing for each send whose progress has changed.
+
+        D must poll for writes in flight to complete, and can digest the blocks that have landed.
+        After the last write, no other message wakes D. Call this after polling the data path:
+        most writes have completed by then and need no message.
+        """
+        for outgoing in self._outgoing.values():
+            is_begun = bool(outgoing.in_flight or outgoing.num_posted)
+            if not is_begun or outgoing.state is not OutgoingState.PUSHING:
+                continue
+            progress = outgoing.num_written, outgoing.complete is not None
+            if outgoing.reported != progress:
+                outgoing.reported = progress
+                self._send_to_peer(outgoing, Writing(outgoing.handoff_id, outgoing.num_written))
+
+    # --- Time ----------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        for outgoing in list(self._outgoing.values()):
+            if self._is_stuck(outgoing, now) and outgoing.link_id is not None:
+                reason = f"a write did not end in {self._config.write_timeout_s:g} s"
+                self._actions.append(Break(outgoing.link_id, reason))
+            elif now >= self._deadline_s(outgoing):
+                is_held = outgoing.state is OutgoingState.HELD
+                self._fail(outgoing, "never granted in time" if is_held else "the lease ended")
+                self._end_if_over(outgoing)
+
+    def next_tick_s(self) -> float | None:
+        """Return the time at which `tick` is due next, unless another event comes first."""
+        times = [self._deadline_s(outgoing) for outgoing in self._outgoing.values()]
+        return min((time for time in times if time != float("inf")), default=None)
+
+    def _deadline_s(self, outgoing: OutgoingHandoff) -> float:
+        if outgoing.state is OutgoingState.PUSHING:
+            return outgoing.lease_until_s
+        if outgoing.state is OutgoingState.HELD and outgoing.held_until_s is not None:
+            return outgoing.held_until_s
+        return float("inf")
+
+    def _is_stuck(self, outgoing: OutgoingHandoff, now: float) -> bool:
+        limit_s = self._config.write_timeout_s
+        return any(now >= flight.posted_s + limit_s for flight in outgoing.in_flight.values())
+
+    # --- Output for the KV worker --------------------------------------------------------
+
+    def take_actions(self) -> list[SenderAction]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def take_finished(self) -> tuple[HandoffId, ...]:
+        """Return each finished send once. Its source blocks are not read any more."""
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def outgoing(self) -> Iterator[OutgoingHandoff]:
+        """Iterate over the sends that have not ended."""
+        return iter(self._outgoing.values())
+
+    def why_ended(self, handoff_id: HandoffId) -> str:
+        """Return the outcome of an ended send: "announced", or the reason of its failure."""
+        return self._ended.get(handoff_id, "forgotten")
+
+    @property
+    def has_flights(self) -> bool:
+        return bool(self._flights)
+
+    # --- Message handlers ------------------------------------------------------------------
+
+    def _handle_grant(self, link_id: LinkId, link: _ReceiverLink, grant: Grant, now: float) -> None:
+        if grant.ticket <= link.last_ticket:
+            self.num_dropped += 1  # duplicate, out of order, or revoked before it arrived
+            return
+        link.last_ticket = grant.ticket
+        outgoing = self._outgoing.get(grant.handoff_id)
+        if outgoing is None and grant.handoff_id in self._ended:
+            self._send_message(link_id, Failed(grant.handoff_id, self._ended[grant.handoff_id]))
+            return
+        if outgoing is None:
+            outgoing = self._outgoing[grant.handoff_id] = OutgoingHandoff(grant.handoff_id)
+        if outgoing.state is not OutgoingState.HELD:
+            reason = outgoing.why_ended or "granted twice"
+            self._send_message(link_id, Failed(grant.handoff_id, reason))
+            return
+        outgoing.move(OutgoingState.PUSHING)
+        outgoing.link_id, outgoing.grant = link_id, grant
+        outgoing.lease_until_s = now + grant.lease_s
+        self._push(outgoing, now)
+        self._end_if_over(outgoing)
+
+    def _handle_renew(self, link_id: LinkId, renew: Renew, now: float) -> None:
+        for handoff_id in renew.handoff_ids:
+            outgoing = self._find_on_link(link_id, handoff_id)
+            if outgoing is not None and outgoing.state is OutgoingState.PUSHING:
+                outgoing.lease_until_s = now + renew.lease_s
+                self._push(outgoing, now)
+                self._end_if_over(outgoing)
+
+    def _handle_revoke(self, link_id: LinkId, link: _ReceiverLink, message: RevokeGrant) -> None:
+        link.last_ticket = max(link.last_ticket, message.ticket)
+        outgoing = self._find_on_link(link_id, message.handoff_id)
+        if outgoing is None:
+            # The grant was never accepted on this link; `last_ticket` now rules it out.
+            self._send_message(link_id, Revoked(message.handoff_id))
+            return
+        outgoing.must_answer_revoke = True
+        self._fail(outgoing, "revoked")
+        self._end_if_over(outgoing)
+
+    # --- Transitions -----------------------------------------------------------------------
+
+    def _push(self, outgoing: OutgoingHandoff, now: float) -> None:
+        """Post computed and granted blocks while the lease and the in-flight limit allow it."""
+        grant, link_id = outgoing.grant, outgoing.link_id
+        if outgoing.state is not OutgoingState.PUSHING or grant is None or link_id is None:
+            return
+        is_begun = outgoing.blocks or outgoing.coming
+        if is_begun and grant.first_block < outgoing.first_block:
+            self._fail(outgoing, "granted blocks that were never computed")
+            return
+        link = self._links[link_id]
+        if now >= outgoing.lease_until_s or link.is_broken:
+            return
+        while True:
+            room_bytes = self._flights.room_bytes(link_id)
+            part = self._splitter.take_next(outgoing, grant, room_bytes)
+            if part is None:
+                return
+            self._post(outgoing, link_id, grant, part, now)
+
+    def _post(
+        self, outgoing: OutgoingHandoff, link_id: LinkId, grant: Grant, part: WritePart, now: float
+    ) -> None:
+        if part.num_bytes:
+            flight = WriteInFlight(now, part.num_bytes, part.places.start)
+            write_id = self._flights.begin(outgoing, link_id, flight)
+            write = _make_write(write_id, outgoing, grant, part)
+            self._actions.append(Post(link_id, outgoing.handoff_id, write))
+        if part.completed:
+            add = AddToDigest(link_id, outgoing.handoff_id, part.completed)
+            self._actions.append(add)
+
+    def _end_flight(self, link_id: LinkId, write_id: int) -> OutgoingHandoff | None:
+        handoff_id = self._flights.handoff_of(write_id)
+        if handoff_id is None:
+            return None
+        outgoing = self._outgoing[handoff_id]
+        self._flights.end(outgoing, link_id, write_id)
+        return outgoing
+
+    def _fail(self, outgoing: OutgoingHandoff, reason: str) -> None:
+        """Stop posting writes of this send and report the failure to D."""
+        if outgoing.state is OutgoingState.ENDING:
+            return
+        outgoing.move(OutgoingState.ENDING)
+        outgoing.why_ended = reason
+        if not outgoing.must_answer_revoke:
+            self._send_to_peer(outgoing, Failed(outgoing.handoff_id, reason))
+
+    def _end_if_over(self, outgoing: OutgoingHandoff) -> None:
+        if outgoing.in_flight:
+            return
+        if outgoing.state is OutgoingState.PUSHING:
+            self._announce_if_complete(outgoing)
+        elif outgoing.state is OutgoingState.ENDING:
+            if outgoing.must_answer_revoke:
+                outgoing.must_answer_revoke = False
+                self._send_to_peer(outgoing, Revoked(outgoing.handoff_id))
+                outgoing.link_id = None
+            if outgoing.has_last_word or not outgoing.is_ordered:
+                self._end(outgoing)
+
+    def _announce_if_complete(self, outgoing: OutgoingHandoff) -> None:
+        grant, complete, link_id = outgoing.grant, outgoing.complete, outgoing.link_id
+        if grant is None or complete is None or link_id is None:
+            return
+        if outgoing.num_posted < len(grant.block_ids):
+            if self._splitter.num_ready(outgoing, grant) < len(grant.block_ids):
+                self._fail(outgoing, "fewer blocks were computed than granted")
+                self._end_if_over(outgoing)
+            return
+        self._actions.append(Announce(link_id, grant.ticket, complete))
+        outgoing.why_ended = "announced"
+        self._end(outgoing)
+
+    def _end(self, outgoing: OutgoingHandoff) -> None:
+        outgoing.move(OutgoingState.ENDED)
+        del self._outgoing[outgoing.handoff_id]
+        self._ended[outgoing.handoff_id] = outgoing.why_ended
+        while len(self._ended) > self._config.num_remembered:
+            self._ended.popitem(last=False)
+        if outgoing.is_ordered:
+            self._finished.append(outgoing.handoff_id)
+
+    # --- Lookups ---------------------------------------------------------------------------
+
+    def _get_for_blocks(self, order: Send | SendLayers) -> OutgoingHandoff:
+        """Return the send that these blocks continue. Raise ValueError if they leave a gap."""
+        outgoing = self._get_or_create(order.handoff_id)
+        if not outgoing.blocks:
+            outgoing.first_block = order.first_block
+        elif order.first_block != outgoing.first_block + len(outgoing.blocks):
+            raise ValueError(f"{order.handoff_id}: blocks do not follow those sent before")
+        return outgoing
+
+    def _get_or_create(self, handoff_id: HandoffId) -> OutgoingHandoff:
+        """Return the send of an order, created if new.
+
+        A send that ended before its first order is created as ENDING.
+        """
+        outgoing = self._outgoing.get(handoff_id)
+        if outgoing is None:
+            outgoing = self._outgoing[handoff_id] = OutgoingHandoff(handoff_id)
+            if handoff_id in self._ended:
+                outgoing.move(OutgoingState.ENDING)
+                outgoing.why_ended = self._ended[handoff_id]
+        outgoing.is_ordered = True
+        return outgoing
+
+    def _find_on_link(self, link_id: LinkId, handoff_id: HandoffId) -> OutgoingHandoff | None:
+        outgoing = self._outgoing.get(handoff_id)
+        return outgoing if outgoing is not None and outgoing.link_id == link_id else None
+
+    def _send_to_peer(self, outgoing: OutgoingHandoff, message: LinkMessage) -> None:
+        if outgoing.link_id is not None:
+            self._send_message(outgoing.link_id, message)
+
+    def _send_message(self, link_id: LinkId, message: LinkMessage) -> None:
+        self._actions.append(Say(link_id, message))
+
+
+def _make_write(write_id: int, outgoing: OutgoingHandoff, grant: Grant, part: WritePart) -> Write:
+    start = grant.first_block - outgoing.first_block
+    places = slice(part.places.start, part.places.stop)
+    source_ids = [*outgoing.blocks, *outgoing.coming]
+    return Write(
+        write_id=write_id,
+        ticket=grant.ticket,
+        first=places.start,
+        sources=tuple(source_ids[start + places.start : start + places.stop]),
+        targets=grant.block_ids[places],
+        layers=part.layers,
+    )

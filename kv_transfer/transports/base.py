@@ -1,0 +1,148 @@
+"""Transport interface of the KV worker: two Protocols and their events.
+
+A channel is one end of the data path of one (D, P) pair and lives as long as their link.
+Each pair has its own channel, so that closing it disconnects one peer only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.protocol.messages import Region
+from kv_transfer.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers `first` to `end` of a block of `of` layers, which are contiguous and of equal size."""
+
+    first: int
+    end: int  # exclusive
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copy of blocks, or of some of their layers, from P's region into D's, for one grant."""
+
+    write_id: int  # chosen by the caller, unique in its channel
+    ticket: int  # of the grant
+    first: int  # index of the first block in the grant
+    sources: tuple[BlockId, ...]
+    targets: tuple[BlockId, ...]  # same length as `sources`
+    layers: LayerRange | None = None  # None: whole blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """On P: the source is not read any more. One-sided: all bytes are in D's memory as well."""
+
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """On P: the write failed. Parts of it may have landed, or may land later."""
+
+    write_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """On D: all data of this ticket has landed."""
+
+    ticket: int
+    note: bytes = b""  # one-sided: payload of P's notification
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """On D, two-sided only: the first `num_blocks` blocks of this ticket are complete."""
+
+    ticket: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quieted:
+    """On D, two-sided only: the ticket is cancelled, and no posted receive of it can write."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Severed:
+    """The data path is broken. Writes in flight can still land."""
+
+    reason: str
+
+
+ChannelEvent = Written | WriteFailed | Arrived | Landing | Quieted | Severed
+
+
+class Channel(Protocol):
+    """One end of a pair's data path. Calls do not block; bytes move only inside `poll`."""
+
+    @property
+    def metadata(self) -> bytes:
+        """Connection data for the other end."""
+        ...
+
+    def connect(self, metadata: bytes, region: Region) -> None:
+        """Set the other end and its region. Called on both sides. Raise PeerUnreachable."""
+        ...
+
+    @property
+    def close_stops_writes(self) -> bool:
+        """On D, once connected: return whether closing this end stops all writes of P.
+
+        False where P accesses D's memory directly (CMA, XPMEM, CUDA IPC). There, writes end only
+        when P confirms it or dies.
+        """
+        ...
+
+    def is_peer_gone(self) -> bool:
+        """On D: return whether the peer's process is known to be dead. Valid after `close` too."""
+        ...
+
+    def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
+        """On D: accept writes to these blocks under this ticket."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """On D: cancel a ticket. A two-sided transport reports Quieted once; one-sided: no-op."""
+        ...
+
+    def post(self, write: Write) -> None:
+        """On P: begin a write. It ends with exactly one Written or WriteFailed."""
+        ...
+
+    def notify(self, ticket: int, note: bytes) -> None:
+        """On P, one-sided: send D its Arrived, once all writes of the ticket are Written."""
+        ...
+
+    def poll(self) -> list[ChannelEvent]:
+        """Make progress and return events. Both ends must poll while writes are in flight."""
+        ...
+
+    def close(self) -> None:
+        """Destroy this end. On P, no further write begins and no source memory is read any more."""
+        ...
+
+
+class Transport(Protocol):
+    """Factory of channels over one registered region."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Return whether P writes directly, rather than sending into receives posted by D."""
+        ...
+
+    def open(self) -> Channel: ...
+
+    def close(self) -> None: ...

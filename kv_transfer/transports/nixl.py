@@ -1,0 +1,339 @@
+"""NIXL transport over UCX: one-sided writes into D's memory. The only module that imports nixl.
+
+NIXL's progress thread is off because it would occupy a core. UCX makes progress only inside
+`poll` and `post`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.errors import InvalidKvSetting, PeerUnreachable, TransportMissing
+from kv_transfer.process_identity import ProcessMark, own_mark
+from kv_transfer.protocol.messages import Region
+from kv_transfer.transports.base import (
+    Arrived,
+    ChannelEvent,
+    LayerRange,
+    Severed,
+    Write,
+    WriteFailed,
+    Written,
+)
+from kv_transfer.types import BlockId
+
+_TICKET_BYTES = 8
+_SEPARATOR = b"\0"
+
+
+@dataclass(frozen=True, slots=True)
+class NixlConfig:
+    """UCX settings of this transport. UCX_* environment variables take precedence."""
+
+    # UCX transports, such as "tcp" or "^cma"; empty lets UCX choose. Between processes on one
+    # machine it chooses CMA: fast, but the fenced blocks of a stalled P stay fenced until P
+    # replies or dies. Without CMA, D releases them by closing its own end.
+    tls: str = ""
+    net_devices: str = ""  # such as "lo" or "eth0"; empty lets UCX choose
+
+    def __post_init__(self) -> None:
+        for name, value in (("tls", self.tls), ("net_devices", self.net_devices)):
+            if "," in value:
+                raise InvalidKvSetting(
+                    f"{name}={value}: NIXL takes one item; for a list set UCX_{name.upper()}"
+                )
+
+
+class NixlTransport:
+    """Creates one NIXL agent per pair, so that closing it disconnects one peer only."""
+
+    name = "nixl"
+    is_one_sided = True
+
+    def __init__(self, region: Region, config: NixlConfig = NixlConfig()) -> None:
+        self._nixl = _import_nixl()
+        self._region = region
+        self._config = config
+        # Warm-up: the first agent of a process takes half a second to create.
+        self.open().close()
+
+    def open(self) -> NixlChannel:
+        try:
+            return NixlChannel(self._nixl, self._region, self._config)
+        except _errors(self._nixl) as error:
+            raise PeerUnreachable(f"NIXL cannot create an agent: {error!r}") from error
+
+    def close(self) -> None:
+        """Nothing to release: every channel has its own agent."""
+
+
+class NixlChannel:
+    """Channel with its own NIXL agent, for one region and at most one peer."""
+
+    def __init__(self, nixl: ModuleType, region: Region, config: NixlConfig) -> None:
+        self._nixl = nixl
+        self._errors = _errors(nixl)
+        self._region = region
+        self._mark = own_mark()
+        self._agent: Any = nixl.nixlAgent(os.urandom(12).hex(), _agent_config(nixl))
+        self._agent.createBackend("UCX", _backend_parameters(config))
+        self._registered = _registration(nixl, region)
+        self._agent.registerMem(self._registered, [])
+        self._metadata: bytes = self._mark.to_bytes() + _SEPARATOR + self._agent.getLocalMD()
+        self._peer_mark: ProcessMark | None = None
+        self._peer_region: Region | None = None
+        self._peer_metadata = b""
+        tls = os.environ.get("UCX_TLS", config.tls)
+        self._is_direct = _allows(tls, _direct_transports(region))
+        self._path: _Path | None = None
+        self._handle_by_write: dict[int, int] = {}
+        self._failures: list[ChannelEvent] = []
+
+    @property
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, metadata: bytes, region: Region) -> None:
+        """Store the peer's metadata. P loads it into its agent on first use, D never does."""
+        mark, separator, agent_metadata = metadata.partition(_SEPARATOR)
+        if not separator:
+            raise PeerUnreachable("the peer sent no connection data")
+        try:
+            self._peer_mark = ProcessMark.from_bytes(mark)
+        except ValueError as error:
+            raise PeerUnreachable("the peer's connection data lack its process identity") from error
+        self._peer_metadata, self._peer_region = agent_metadata, region
+
+    @property
+    def close_stops_writes(self) -> bool:
+        is_near = self._peer_mark is not None and self._peer_mark.is_near(self._mark)
+        return not (is_near and self._is_direct)
+
+    def is_peer_gone(self) -> bool:
+        mark = self._peer_mark
+        return mark is not None and mark.is_near(self._mark) and mark.is_gone()
+
+    def _ensure_connected(self) -> _Path:
+        """Load the peer and prepare the descriptors of all blocks, once.
+
+        Writes refer to the descriptors by index.
+        """
+        if self._path is not None:
+            return self._path
+        if self._peer_region is None:
+            raise PeerUnreachable("the peer is not connected yet")
+        name = self._agent.loadRemoteMD(self._peer_metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        local = self._prepare(self._nixl.NIXL_INIT_AGENT, self._region)
+        self._path = _Path(
+            name, {1: _DescriptorLists(local, self._prepare(name, self._peer_region))}
+        )
+        return self._path
+
+    def _lists(self, path: _Path, num_parts: int) -> _DescriptorLists:
+        """Return the descriptor lists of blocks split into `num_parts`, created on first use."""
+        lists = path.lists_by_parts.get(num_parts)
+        if lists is None and self._peer_region is not None:
+            lists = path.lists_by_parts[num_parts] = _DescriptorLists(
+                self._prepare(self._nixl.NIXL_INIT_AGENT, self._region, num_parts),
+                self._prepare(path.peer, self._peer_region, num_parts),
+            )
+        if lists is None:
+            raise PeerUnreachable("the peer is not connected yet")
+        return lists
+
+    def _prepare(self, agent_name: str, region: Region, num_parts: int = 1) -> int:
+        size, count = region.block_bytes // num_parts, region.num_blocks * num_parts
+        strided = [[region.base, size, _device_number(region), size, count]]
+        blocks = np.array(strided, dtype=np.uint64)
+        kind = _memory_kind(self._nixl, region)
+        return int(self._agent.prepXferDlist(agent_name, kind, blocks, []))
+
+    def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
+        """No-op: one-sided writes need no posted receive."""
+
+    def cancel(self, ticket: int) -> None:
+        """No-op: only P knows which writes are in flight."""
+
+    def post(self, write: Write) -> None:
+        sources, targets = (
+            _places(write.sources, write.layers),
+            _places(write.targets, write.layers),
+        )
+        try:
+            path = self._ensure_connected()
+            lists = self._lists(path, 1 if write.layers is None else write.layers.of)
+            handle = self._agent.makeXferReq(
+                self._nixl.NIXL_WRITE, lists.local, sources, lists.remote, targets
+            )
+            self._handle_by_write[write.write_id] = handle
+            self._agent.postXferReq(handle, b"")
+        except self._errors as error:
+            self._fail(write.write_id, f"post: {error!r}")
+
+    def notify(self, ticket: int, note: bytes) -> None:
+        try:
+            payload = ticket.to_bytes(_TICKET_BYTES, "big") + note
+            self._agent.genNotif(self._ensure_connected().peer, payload)
+        except self._errors as error:
+            self._failures.append(Severed(f"notify: {error!r}"))
+
+    def poll(self) -> list[ChannelEvent]:
+        events: list[ChannelEvent] = []
+        for write_id, handle in list(self._handle_by_write.items()):
+            if self._end_if_landed(write_id, handle):
+                events.append(Written(write_id))
+        # This call also drives UCX progress when no local write is in flight.
+        for payloads in self._agent.getNotifs({}, []).values():
+            events += [_arrived(payload) for payload in payloads]
+        failures, self._failures = self._failures, []
+        return events + failures
+
+    def _end_if_landed(self, write_id: int, handle: int) -> bool:
+        try:
+            status = self._agent.getXferStatus(handle)
+        except self._errors as error:
+            self._fail(write_id, repr(error))
+            return False
+        if status == self._nixl.NIXL_IN_PROG:
+            return False
+        if status != self._nixl.NIXL_SUCCESS:
+            self._fail(write_id, str(status))
+            return False
+        del self._handle_by_write[write_id]
+        self._agent.releaseXferReq(handle)
+        return True
+
+    def _fail(self, write_id: int, reason: str) -> None:
+        self._failures.append(WriteFailed(write_id, reason))
+        handle = self._handle_by_write.pop(write_id, None)
+        if handle is not None:
+            self._release(handle)
+
+    def _release(self, handle: int) -> None:
+        try:
+            self._agent.releaseXferReq(handle)
+        except self._errors:
+            return  # still in flight: released when the agent is destroyed
+
+    def close(self) -> None:
+        """Destroy the agent. Afterwards no UCX write of either side begins or lands here."""
+        if self._agent is None:
+            return
+        for handle in self._handle_by_write.values():
+            self._release(handle)
+        self._handle_by_write.clear()
+        if self._path is not None:
+            for lists in self._path.lists_by_parts.values():
+                self._agent.releasedDlistH(lists.local)
+                self._agent.releasedDlistH(lists.remote)
+            self._agent.invalidateRemoteMD(self._path.peer)
+        self._agent.deregisterMem(self._registered, [])
+        self._agent = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The peer's agent name and the prepared descriptors."""
+
+    peer: str
+    lists_by_parts: dict[int, _DescriptorLists]
+
+
+@dataclass(frozen=True, slots=True)
+class _DescriptorLists:
+    """Prepared descriptor lists of all blocks, or block parts, of both sides."""
+
+    local: int
+    remote: int
+
+
+def _arrived(payload: bytes) -> Arrived:
+    return Arrived(int.from_bytes(payload[:_TICKET_BYTES], "big"), payload[_TICKET_BYTES:])
+
+
+def _places(block_ids: tuple[BlockId, ...], layers: LayerRange | None) -> Any:
+    """Return the indices of these blocks' parts in a prepared descriptor list."""
+    blocks = np.array(block_ids, dtype=np.int32)
+    if layers is None:
+        return blocks
+    within = np.arange(layers.first, layers.end, dtype=np.int32)
+    return (blocks[:, None] * layers.of + within).ravel()
+
+
+def _import_nixl() -> ModuleType:
+    """Import the bindings only: the package `nixl` loads torch to find the CUDA version."""
+    raises, wheels = logging.raiseExceptions, ["nixl_cu13", "nixl_cu12"]
+    version = getattr(sys.modules.get("torch"), "version", None)
+    if str(getattr(version, "cuda", None)).startswith("12"):
+        wheels.reverse()
+    try:
+        wheel = next(wheel for wheel in wheels if importlib.util.find_spec(wheel) is not None)
+        return importlib.import_module(f"{wheel}._bindings")
+    except (StopIteration, ImportError, ValueError) as error:
+        raise TransportMissing(
+            "the nixl transport needs the package nixl: pip install 'nixl>=1.5,<1.6'"
+        ) from error
+    finally:
+        # Importing nixl configures logging for the whole process; undo that.
+        logging.raiseExceptions = raises
+        logging.getLogger("nixl").handlers.clear()
+        logging.getLogger("nixl").propagate = True
+
+
+def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
+    """Return the exception types that NIXL raises; any other exception is a bug of ours."""
+    return tuple(
+        value
+        for name, value in vars(nixl).items()
+        if name.startswith("nixl") and name.endswith("Error")
+    )
+
+
+def _agent_config(nixl: ModuleType) -> Any:
+    config = nixl.nixlAgentConfig()
+    config.useProgThread = False
+    config.useListenThread = False
+    config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
+    return config
+
+
+def _backend_parameters(config: NixlConfig) -> dict[str, str]:
+    settings = [("TLS", config.tls), ("NET_DEVICES", config.net_devices)]
+    chosen = ",".join(f"{name}={value}" for name, value in settings if value)
+    return {"engine_config": chosen} if chosen else {}
+
+
+def _registration(nixl: ModuleType, region: Region) -> Any:
+    entry = (region.base, region.num_bytes, _device_number(region), "")
+    return nixl.nixlRegDList(_memory_kind(nixl, region), [entry])
+
+
+def _memory_kind(nixl: ModuleType, region: Region) -> Any:
+    return nixl.DRAM_SEG if region.device == "cpu" else nixl.VRAM_SEG
+
+
+def _device_number(region: Region) -> int:
+    return int(region.device.partition(":")[2] or 0)
+
+
+def _direct_transports(region: Region) -> set[str]:
+    """Return the transports with which P's kernel or GPU writes to D's memory without D's UCX."""
+    modules = {name for name in ("xpmem", "knem") if os.path.exists(f"/dev/{name}")}
+    return {"cma"} | modules | ({"cuda_ipc"} if region.device != "cpu" else set())
+
+
+def _allows(tls: str, names: set[str]) -> bool:
+    """Return whether a UCX_TLS value allows any of these transports."""
+    listed = set(tls.lstrip("^").split(",")) - {""}
+    if tls.startswith("^"):
+        return not (names <= listed or listed & {"sm", "shm"})
+    return not listed or bool(listed & (names | {"all", "sm", "shm"}))

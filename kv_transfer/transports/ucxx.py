@@ -1,0 +1,179 @@
+"""UCXX transport, two-sided: P sends tagged messages, D receives them.
+
+Messages use UCX's rendezvous protocol: P announces a message, then D reads it from P's memory
+(CMA) or requests it (TCP). Only messages of a single packet arrive without a request.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer.errors import InvalidKvSetting, PeerUnreachable
+from kv_transfer.protocol.messages import Region
+from kv_transfer.transports.base import ChannelEvent, Write
+from kv_transfer.transports.staging import BlockRows, Staging
+from kv_transfer.transports.ucxx_library import Ucxx
+from kv_transfer.transports.ucxx_receives import Receives
+from kv_transfer.transports.ucxx_sends import Sends
+from kv_transfer.types import BlockId
+
+_RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
+# Excluded: protocols that send without D's request, or leave half a message if P disconnects.
+_PROTOCOLS = "^egr/multi/*,rndv/put/*,rndv/send/*"
+_TCP_PACKET = "256k"
+_MAX_ROUNDS = 64  # progress calls per poll
+_MAX_IDLE_ROUNDS = 8  # without a receive that begins or ends; CMA fetches 512 KiB in each
+_MAX_CLOSE_ROUNDS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class UcxxConfig:
+    """UCX settings of this transport. UCX_* environment variables take precedence."""
+
+    tls: str = ""  # such as "tcp" or "tcp,sm,self"; empty lets UCX choose
+    net_devices: str = ""  # such as "lo" or "eth0"
+    # Minimum message size for rendezvous. Messages larger than a packet always use rendezvous.
+    rendezvous_threshold_bytes: int = 8192
+
+    def for_ucx(self) -> dict[str, str]:
+        wanted = {
+            "TLS": self.tls,
+            "NET_DEVICES": self.net_devices,
+            "RNDV_THRESH": str(self.rendezvous_threshold_bytes),
+            "PROTOS": _PROTOCOLS,
+            # Packet size of the data that D requests; UCX's 8 and 64 KiB are a third slower.
+            "TCP_TX_SEG_SIZE": _TCP_PACKET,
+            "TCP_RX_SEG_SIZE": _TCP_PACKET,
+        }
+        if not _is_set("RCACHE_ENABLE"):
+            # Enables CMA fetches on endpoints with error handling. The option promises that nobody
+            # reads P's memory once P has closed, which CMA cannot guarantee: until D is notified
+            # it may continue to read, and discards the data. Without the registration cache,
+            # UCX 1.21 crashes at the end of a fetch (UCX PR 11714).
+            wanted |= {"RCACHE_ENABLE": "y", "CMA_MEMORY_INVALIDATE": "y"}
+        return {name: value for name, value in wanted.items() if value and not _is_set(name)}
+
+
+class UcxxTransport:
+    """One UCX context, with one worker per pair."""
+
+    name = "ucxx"
+    is_one_sided = False
+
+    def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
+        if region.device != "cpu":
+            raise InvalidKvSetting(
+                f"the ucxx transport supports CPU memory only, not {region.device}; use nixl"
+            )
+        self._ucxx = ucxx = Ucxx()
+        self._region = region
+        self._staging = Staging()
+        try:
+            self._context = ucxx.module.UCXContext(config.for_ucx(), (ucxx.module.Feature.TAG,))
+        except ucxx.error as error:
+            raise PeerUnreachable(f"UCX cannot start: {error!r}") from error
+
+    def open(self) -> UcxxChannel:
+        try:
+            worker = self._ucxx.module.UCXWorker(self._context)
+            return UcxxChannel(self._ucxx, worker, self._region, self._staging)
+        except self._ucxx.error as error:
+            raise PeerUnreachable(f"UCX cannot create a worker: {error!r}") from error
+
+    @property
+    def ways(self) -> list[str]:
+        """UCX resources on this machine, as transport/device: tcp/eth0, cma/memory."""
+        return list(dict.fromkeys(_RESOURCE.findall(self._context.info)))
+
+    def close(self) -> None:
+        self._context = None
+
+
+class UcxxChannel:
+    """Channel with its own UCX worker and at most one peer."""
+
+    def __init__(self, ucxx: Ucxx, worker: Any, region: Region, staging: Staging) -> None:
+        self._ucxx = ucxx
+        self._worker = worker
+        self._metadata: bytes = worker.address.tobytes()
+        self._endpoint: Any = None
+        rows = BlockRows(region)
+        self._receives = Receives(ucxx, worker, region, rows, staging)
+        self._sends = Sends(ucxx, region, rows, staging)
+
+    @property
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, metadata: bytes, region: Region) -> None:
+        """Create the endpoint. D sends nothing, but needs an endpoint to force the path closed."""
+        if not metadata:
+            raise PeerUnreachable("the peer sent no connection data")
+        try:
+            address = self._ucxx.module.UCXAddress.create_from_buffer(metadata)
+            self._endpoint = self._ucxx.module.UCXEndpoint.create_from_worker_address(
+                self._worker, address, endpoint_error_handling=True
+            )
+        except self._ucxx.error as error:
+            raise PeerUnreachable(f"UCX cannot reach the peer: {error!r}") from error
+        self._sends.connect(self._endpoint, region)
+
+    @property
+    def close_stops_writes(self) -> bool:
+        return True
+
+    def is_peer_gone(self) -> bool:
+        return False  # not needed: `close` stops all writes
+
+    def expect(self, ticket: int, block_ids: tuple[BlockId, ...]) -> None:
+        self._receives.expect(ticket, block_ids)
+
+    def cancel(self, ticket: int) -> None:
+        self._receives.cancel(ticket)
+
+    def post(self, write: Write) -> None:
+        self._sends.post(write)
+
+    def notify(self, ticket: int, note: bytes) -> None:
+        """No-op: D counts the received bytes itself."""
+
+    def poll(self) -> list[ChannelEvent]:
+        num_idle = 0
+        for _ in range(_MAX_ROUNDS):
+            self._worker.progress()
+            is_moving = self._receives.look() + self._receives.take_messages() > 0
+            num_idle = 0 if is_moving else num_idle + 1
+            if not self._receives.is_filling or num_idle == _MAX_IDLE_ROUNDS:
+                break
+        return [*self._receives.take_events(), *self._sends.look()]
+
+    def close(self) -> None:
+        """Force the endpoint closed before the worker is destroyed.
+
+        When UCXX destroys a worker, it receives pending messages and waits for their rest
+        indefinitely. Once the endpoint is closed, there is nothing left to wait for.
+        """
+        if self._worker is None:
+            return
+        if self._endpoint is not None:
+            self._endpoint.close_blocking(period=0, max_attempts=1)
+        for _ in range(_MAX_CLOSE_ROUNDS):
+            self._worker.progress_once()
+            if all(request.completed for request in self._under_way()):
+                break
+        self._receives.close()
+        self._sends.close()
+        self._endpoint = self._worker = None
+
+    def _under_way(self) -> Iterator[Any]:
+        """Yield all requests. Until they complete, they and the worker reference each other."""
+        yield from self._sends.under_way()
+        yield from self._receives.under_way()
+
+
+def _is_set(name: str) -> bool:
+    return f"UCX_{name}" in os.environ

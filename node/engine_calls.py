@@ -1,0 +1,122 @@
+"""Per-request output streams of the engine, on the asyncio thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Protocol
+
+from engine.engine_thread import Deliver
+from engine.errors import EngineStopped, InvalidRequest, PassFailed
+from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
+from rpc.errors import KvLoadFailed, RequestIdInUse
+
+CLIENT_ID = ClientId("grpc")
+
+
+class Engine(Protocol):
+    """Engine interface that servicers use."""
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def attach(self, client_id: ClientId, deliver: Deliver) -> None: ...
+
+    def detach(self, client_id: ClientId) -> None: ...
+
+    def submit(self, spec: RequestSpec) -> None: ...
+
+    def abort(self, request_id: RequestId) -> None: ...
+
+
+class EngineCalls:
+    """Submits requests to the engine and routes outputs to the stream of their request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._inbox_by_request: dict[RequestId, asyncio.Queue[Output]] = {}
+        self._changed = asyncio.Event()
+
+    def __enter__(self) -> EngineCalls:
+        self._engine.attach(CLIENT_ID, self._deliver)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._engine.detach(CLIENT_ID)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._inbox_by_request)
+
+    def next_change(self) -> asyncio.Event:
+        """Return an event that is set when a request is added or removed after this call."""
+        return self._changed
+
+    def touch(self) -> None:
+        """Set the current `next_change` event and replace it."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def touch_from_engine(self) -> None:
+        """Like `touch`, from the engine's thread."""
+        self._loop.call_soon_threadsafe(self.touch)
+
+    async def outputs(self, spec: RequestSpec) -> AsyncGenerator[Output, None]:
+        """Yield the request's outputs until it finishes. Closing the generator early aborts it.
+
+        Raises:
+            EngineStopped: the engine failed for a reason unrelated to the request, which can
+                continue on another node.
+            KvLoadFailed: the KV did not arrive; the request can continue on another node.
+            PassFailed: forward passes fail with this request alone; another node can be tried.
+            InvalidRequest: the engine found that it can never serve the request.
+        """
+        inbox = self._register(spec.request_id)
+        is_finished = False
+        try:
+            self._engine.submit(spec)
+            while not is_finished:
+                output = await inbox.get()
+                is_finished = output.finish_reason is not None
+                if output.finish_reason is FinishReason.ERROR and self._engine.failure is not None:
+                    raise EngineStopped(output.error or "the engine of this node has stopped")
+                if output.has_crashed:
+                    raise PassFailed(output.error or "the engine gave no reason")
+                if output.is_kv_lost:
+                    raise KvLoadFailed(output.error or "the engine gave no reason")
+                if output.is_refused:
+                    raise InvalidRequest(output.error or "the engine gave no reason")
+                yield output
+        finally:
+            if not is_finished:
+                self._engine.abort(spec.request_id)
+            self._unregister(spec.request_id)
+
+    def _register(self, request_id: RequestId) -> asyncio.Queue[Output]:
+        if request_id in self._inbox_by_request:
+            raise RequestIdInUse(f"request {request_id} is under way; choose another id")
+        inbox: asyncio.Queue[Output] = asyncio.Queue()
+        self._inbox_by_request[request_id] = inbox
+        self.touch()
+        return inbox
+
+    def _unregister(self, request_id: RequestId) -> None:
+        del self._inbox_by_request[request_id]
+        self.touch()
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Called on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            inbox = self._inbox_by_request.get(output.request_id)
+            if inbox is not None:
+                inbox.put_nowait(output)

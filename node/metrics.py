@@ -1,0 +1,90 @@
+"""Gauges of a node that are read at each scrape, in addition to its counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.engine_thread import EngineLoop
+from engine.events import SchedulerStats
+from engine.scheduler.scheduler import Scheduler
+from kv_transfer.worker import KvTransferWorker
+from node.options import NodeOptions
+from node.tracing import NodeTracing
+from telemetry.metrics import names as counted
+from telemetry.metrics.instruments import Reading
+from telemetry.metrics.readers import metrics_read
+from telemetry.metrics.scrapes import AskedOn
+from telemetry.resource import Process
+
+
+@contextmanager
+def node_metrics(
+    options: NodeOptions,
+    process: Process,
+    traced: NodeTracing,
+    engine: EngineLoop,
+    scheduler: Scheduler,
+    worker: KvTransferWorker,
+) -> Iterator[None]:
+    """Serve the node's metrics until the block ends, if metrics are enabled."""
+    if traced.metrics is None:
+        yield
+        return
+    facts = {counted.TRANSPORT: {options.kv_transport: 1.0}}
+    on_engine = AskedOn(engine.post, lambda: read_node(scheduler, worker))
+
+    def read() -> Reading:
+        """Gauges that need no engine are current even while the engine is busy."""
+        silence = {counted.SILENCE: engine.since_last_beat_s()}
+        return {**facts, **silence, counted.TRACES_LOST: traced.num_lost, **on_engine()}
+
+    with metrics_read(options.telemetry, process, traced.metrics.registry, read):
+        yield
+
+
+def read_node(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
+    stats, counters = scheduler.stats(), worker.counters()
+    return {
+        counted.RUNNING: stats.num_running,
+        counted.WAITING: {
+            "waiting": stats.num_waiting,
+            "waiting_for_remote_kvs": stats.num_waiting_for_remote_kvs,
+            "waiting_for_fsm": stats.num_waiting_for_fsm,
+            "ready": stats.num_ready,
+        },
+        counted.BLOCKS: blocks_by_state(stats, counters.num_fenced_blocks),
+        counted.OPEN_HANDOFFS: {
+            "received": stats.num_pending_receives,
+            "sent": stats.num_pending_sends,
+        },
+        counted.PREEMPTIONS: stats.total_preemptions,
+        counted.PREFIX_TOKENS: {
+            "asked": stats.total_prefix_query_tokens,
+            "found": stats.total_prefix_hit_tokens,
+        },
+        counted.SAMPLED_TOKENS: stats.total_sampled_tokens,
+        counted.SPECULATED_TOKENS: {
+            "proposed": stats.total_proposed_tokens,
+            "accepted": stats.total_accepted_tokens,
+        },
+        counted.DIGEST_MISMATCHES: counters.num_digest_mismatches,
+        counted.LINKS: {"up": counters.num_linked_peers, "opening": counters.num_linking_peers},
+        counted.LINKS_CUT: counters.num_cut_pairs,
+        counted.MESSAGES_DROPPED: counters.num_dropped,
+    }
+
+
+def blocks_by_state(stats: SchedulerStats, num_fenced: int) -> dict[str, float]:
+    """Return block counts by state, each block counted once.
+
+    The scheduler counts fenced blocks as granted.
+    """
+    num_lent = max(stats.num_granted_blocks, num_fenced)
+    return {
+        "free": stats.num_free_blocks - stats.num_cached_free_blocks,
+        "cached": stats.num_cached_free_blocks,
+        "granted": num_lent - num_fenced,
+        "fenced": num_fenced,
+        "owned": stats.num_blocks - stats.num_free_blocks - num_lent,
+    }

@@ -1,0 +1,75 @@
+"""Options of a node. The command line is parsed once, into `NodeOptions`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+
+from engine.engine_thread import HEARTBEAT_S
+from engine.errors import InvalidConfig
+from engine.runner.config import RunnerConfig
+from engine.scheduler.config import SchedulerConfig
+from kv_transfer.config import KvWorkerConfig
+from rpc.grace_period import DRAIN_TIMEOUT_S
+from rpc.security.tls import PLAIN, TlsConfig
+from telemetry.options import TelemetryOptions
+
+KV_TRANSPORTS = ("nixl", "ucxx")
+PUSH_GRAINS = ("layer", "chunk")  # send each computed layer at once, or all at the chunk's end
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    runner: RunnerConfig
+    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port
+    tls: TlsConfig = PLAIN
+    node_id: str = ""  # empty: random
+    model_name: str = ""  # empty: the model folder's name
+    kv_transport: str = "nixl"
+    kv_tls: str = ""  # UCX_TLS, such as "tcp"; empty: UCX chooses
+    kv_net_device: str = ""  # such as "lo" or "eth0"; empty: see `kv_device`
+    kv_verify: bool = True  # compare digests of sent and received KV
+    push: str = "layer"  # unit that a prefill node sends once it is computed; see PUSH_GRAINS
+    kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)  # leases and timeouts
+    # The engine's heart beats with each step and each layer, so a step can take longer than this.
+    stuck_after_s: float = 60.0
+    drain_timeout_s: float = DRAIN_TIMEOUT_S  # from the stop signal to a forced exit
+    enable_prefix_caching: bool = True
+    cpus: tuple[int, ...] = ()  # CPU affinity; empty: any CPU
+    telemetry: TelemetryOptions = TelemetryOptions()
+    trace_step_ratio: float = 0.0  # share of engine steps that get a trace of their own
+
+    def __post_init__(self) -> None:
+        if not self.stuck_after_s > HEARTBEAT_S:
+            raise InvalidConfig(
+                f"--stuck-after-s {self.stuck_after_s}: it must be above {HEARTBEAT_S}, "
+                "which is how often an idle engine's heart beats"
+            )
+        if not 0 <= self.trace_step_ratio <= 1:
+            raise InvalidConfig(
+                f"--trace-step-ratio is {self.trace_step_ratio}; choose one from 0 to 1"
+            )
+        if self.push not in PUSH_GRAINS:
+            raise InvalidConfig(f"--push {self.push!r}: choose one of {', '.join(PUSH_GRAINS)}")
+
+    @property
+    def pushes_layers(self) -> bool:
+        return self.push == "layer"
+
+    @property
+    def kv_device(self) -> str:
+        """Network device on which UCX listens; empty: all devices.
+
+        If the node listens on a loopback address, all peers are on this machine and UCX listens on
+        the loopback device alone.
+        """
+        return self.kv_net_device or ("lo" if _is_loopback(self.host) else "")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,111 @@
+"""Opens links to prefill nodes ahead of their first hand-off, a few at a time.
+
+Opening a data path takes memory and tens of milliseconds of the engine's thread. So the address
+must first report the role of a prefill node, and at most one data path is opened between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from grpc import RpcError
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from engine.engine_thread import EngineLoop
+from engine.errors import InvalidRequest
+from kv_transfer.errors import PeerUnreachable
+from kv_transfer.worker import KvTransferWorker
+from rpc.channel import open_channel
+from rpc.errors import TooManyConnects
+from rpc.node_info import NodeRole, card_from
+from rpc.security.tls import TlsConfig
+from rpc.status import remote_error
+
+MAX_IN_FLIGHT = 32  # twice as many as one router requests of a node
+TIMEOUT_S = 4.0
+
+RoleOf = Callable[[str], Awaitable[NodeRole]]  # raises PeerUnreachable and InvalidRequest
+LinkUp = Callable[[str], Awaitable[None]]
+
+
+class PeerWarmup:
+    def __init__(
+        self,
+        role_of: RoleOf,
+        link_up: LinkUp,
+        *,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._role_of = role_of
+        self._link_up = link_up
+        self._max_in_flight = max_in_flight
+        self._timeout_s = timeout_s
+        self._in_flight: set[str] = set()  # addresses
+        self._engine_turn = asyncio.Lock()
+
+    async def connect(self, address: str) -> None:
+        """Start to open a link. Raises TooManyConnects, PeerUnreachable and InvalidRequest."""
+        if address in self._in_flight:
+            return
+        if len(self._in_flight) >= self._max_in_flight:
+            raise TooManyConnects(
+                f"{self._max_in_flight} links are being opened; try again in a second, or let the "
+                "first hand-off open it"
+            )
+        self._in_flight.add(address)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._connect(address)
+        except TimeoutError:
+            raise PeerUnreachable(
+                f"no link to {address} within {self._timeout_s:g} s; check that a prefill node "
+                "listens there"
+            ) from None
+        finally:
+            self._in_flight.discard(address)
+
+    async def _connect(self, address: str) -> None:
+        role = await self._role_of(address)
+        if role is not NodeRole.PREFILL:
+            raise PeerUnreachable(f"{address} is a {role.value} node; name a prefill node")
+        async with self._engine_turn:
+            await self._link_up(address)
+
+
+def role_over_grpc(tls: TlsConfig) -> RoleOf:
+    async def role_of(address: str) -> NodeRole:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidRequest(
+                f"{address!r} is not an address; name a prefill node as host:port", "address"
+            )
+        async with open_channel(address, tls) as channel:
+            stub = node_pb2_grpc.NodeServiceStub(channel)
+            try:
+                return card_from(await stub.GetNode(node_pb2.GetNodeRequest())).role
+            except RpcError as error:
+                raise PeerUnreachable(
+                    f"no prefill node answers at {address}: {remote_error(error).message}"
+                ) from error
+
+    return role_of
+
+
+def link_by_engine(engine: EngineLoop, worker: KvTransferWorker) -> LinkUp:
+    """Return a function that links on the engine's thread. Call this on the asyncio loop."""
+    loop = asyncio.get_running_loop()
+
+    async def link_up(address: str) -> None:
+        is_done = asyncio.Event()
+
+        def connect() -> None:
+            worker.connect(address, time.monotonic())
+            loop.call_soon_threadsafe(is_done.set)
+
+        engine.post(connect)
+        await is_done.wait()
+
+    return link_up

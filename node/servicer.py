@@ -1,0 +1,71 @@
+"""Servicers of both node roles: KV control link and node state."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
+from node.kv_link import GrpcLinks
+from node.state import NodeState
+from node.status_feed import ResetPrefixCache
+from rpc.node_info import card_to, news_to
+from rpc.status import named_errors
+from rpc.streaming import streamed
+
+
+class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
+    """Accepts control links from decode nodes."""
+
+    def __init__(self, links: GrpcLinks) -> None:
+        self._links = links
+
+    @streamed
+    async def Link(
+        self,
+        request_iterator: AsyncIterator[kv_link_pb2.LinkRequest],
+        context: aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[kv_link_pb2.LinkResponse, None]:
+        async with (
+            named_errors(context),
+            aclosing(self._links.accept(request_iterator)) as responses,
+        ):
+            async for response in responses:
+                yield response
+
+
+class NodeServicer(node_pb2_grpc.NodeServiceServicer):
+    """Reports the node's card and load; drains it and resets its prefix cache."""
+
+    def __init__(self, state: NodeState, reset_prefix_cache: ResetPrefixCache) -> None:
+        self._state = state
+        self._reset_prefix_cache = reset_prefix_cache
+
+    async def GetNode(
+        self, request: node_pb2.GetNodeRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.GetNodeResponse:
+        return card_to(self._state.card)
+
+    @streamed
+    async def Watch(
+        self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
+        async with aclosing(self._state.news()) as news:
+            async for load, changes in news:
+                yield news_to(load, changes)
+
+    async def Drain(
+        self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.DrainResponse:
+        self._state.drain()
+        return node_pb2.DrainResponse(num_unfinished=self._state.num_calls)
+
+    async def ResetPrefixCache(
+        self, request: node_pb2.ResetPrefixCacheRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ResetPrefixCacheResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            num_blocks = await self._reset_prefix_cache()
+        return node_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)

@@ -1,0 +1,113 @@
+"""Sources of nodes, as given on the command line. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.errors import InvalidConfig
+from rpc.node_info import NodeRole
+
+DNS, FILE = "dns:", "file:"
+MAX_PORT = 65535
+HOST = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:,]+")
+WRITE_IT = "write host:port, dns:///name:port or file:///path"
+
+
+@dataclass(frozen=True, slots=True)
+class FixedNode:
+    """Node with a fixed address."""
+
+    address: str
+
+    def __str__(self) -> str:
+        return self.address
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """DNS name, each address of which is a separate node."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{DNS}///{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ListFile:
+    """File with a host:port on each line; # begins a comment."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"{FILE}//{self.path}"
+
+
+NodeSource = FixedNode | DnsName | ListFile
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Address at which a node of this role is expected."""
+
+    role: NodeRole
+    address: str
+
+
+def parse_sources(text: str) -> tuple[NodeSource, ...]:
+    """Parse a comma-separated list of sources. Raises InvalidConfig."""
+    return tuple(_parse_source(part.strip()) for part in text.split(",") if part.strip())
+
+
+def parse_list(text: str) -> frozenset[str]:
+    """Parse the addresses in a list file. Raises InvalidConfig."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return frozenset(_checked(line) for line in lines if line)
+
+
+def refuse_two_roles(prefills: Iterable[NodeSource], decodes: Iterable[NodeSource]) -> None:
+    """Raises InvalidConfig if a source is listed for both roles."""
+    both = sorted(map(str, set(prefills) & set(decodes)))
+    if both:
+        raise InvalidConfig(f"{both[0]} is listed both as a prefill node and as a decode node")
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _parse_source(written: str) -> NodeSource:
+    if written.startswith(DNS):
+        return _parse_dns(written)
+    if written.startswith(FILE):
+        path = written.removeprefix(FILE)
+        if not path.startswith("///"):
+            raise InvalidConfig(f"node list {written!r}: write the whole path, as file:///path")
+        return ListFile(path.removeprefix("//"))
+    return FixedNode(_checked(written))
+
+
+def _parse_dns(written: str) -> DnsName:
+    rest = written.removeprefix(DNS)
+    if rest.startswith("//") and not rest.startswith("///"):
+        raise InvalidConfig(
+            f"node name {written!r} has a DNS server; the system's resolver is used: "
+            "write dns:///name:port"
+        )
+    host, _, port = _checked(rest.removeprefix("///"), written).rpartition(":")
+    return DnsName(host, int(port))
+
+
+def _checked(address: str, written: str = "") -> str:
+    """Return a host:port address unchanged. Raises InvalidConfig if it is malformed."""
+    host, _, port = address.rpartition(":")
+    if not HOST.fullmatch(host):
+        raise InvalidConfig(f"node address {written or address!r}: {WRITE_IT}")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+        raise InvalidConfig(
+            f"node address {written or address!r}: its port must be from 1 to {MAX_PORT}"
+        )
+    return address

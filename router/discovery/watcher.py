@@ -1,0 +1,225 @@
+"""Watches nodes and keeps the node table up to date: reachability, load, health, prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from grpc import RpcError, StatusCode, aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from router.discovery.membership import Membership
+from router.discovery.peer_warmup import PeerWarmups
+from router.discovery.resolver import Find, find_addresses, follow
+from router.discovery.sources import Member, NodeSource
+from router.dispatch.node_calls import GrpcNodeCalls
+from router.routing.node_table import Node, NodeTable
+from rpc.cached_prefixes import PrefixGap
+from rpc.node_info import NodeCard, NodeRole, card_from, changes_from, load_from
+from rpc.status import remote_error
+
+# Pause before a node that returned an error is called again. gRPC itself reconnects to a node
+# that is unreachable.
+RETRY_S = 1.0
+
+OnChange = Callable[[], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """Sources of nodes, and how often to resolve them."""
+
+    role_by_source: Mapping[NodeSource, NodeRole]
+    every_s: float = 5.0
+    find: Find = find_addresses
+
+
+@asynccontextmanager
+async def watching(
+    discovery: Discovery, table: NodeTable, node_calls: GrpcNodeCalls, on_change: OnChange
+) -> AsyncIterator[None]:
+    """Find and watch nodes until the end of the block."""
+    watcher = NodeWatcher(discovery, table, node_calls, on_change)
+    tasks = [
+        asyncio.ensure_future(follow(source, discovery.find, discovery.every_s, watcher.found))
+        for source in discovery.role_by_source
+    ]
+    for task in tasks:
+        task.add_done_callback(_log_bug)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await watcher.close()
+
+
+class NodeWatcher:
+    """Watch tasks, one for each address that is listed or reachable."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        table: NodeTable,
+        node_calls: GrpcNodeCalls,
+        on_change: OnChange,
+    ) -> None:
+        self._discovery = discovery
+        self._table = table
+        self._node_calls = node_calls
+        self._on_change = on_change
+        self._membership = Membership()
+        self._peer_warmups = PeerWarmups(table, node_calls)
+        self._task_by_member: dict[Member, asyncio.Task[None]] = {}
+
+    async def found(self, source: NodeSource, addresses: frozenset[str]) -> None:
+        role = self._discovery.role_by_source[source]
+        members = frozenset(Member(role, address) for address in addresses)
+        self._membership.tell(source, members)
+        await self._apply_membership()
+
+    async def close(self) -> None:
+        await self._peer_warmups.close()
+        tasks = list(self._task_by_member.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _apply_membership(self) -> None:
+        """Start and stop watches, and mark unlisted nodes in the table."""
+        watched = self._membership.watched
+        for member in watched - self._task_by_member.keys():
+            task = asyncio.ensure_future(self._watch(member))
+            task.add_done_callback(_log_bug)
+            self._task_by_member[member] = task
+        for member in self._task_by_member.keys() - watched:
+            self._cancel_unless_current(self._task_by_member.pop(member))
+            if all(other.address != member.address for other in watched):
+                self._node_calls.forget(member.address)
+        self._table.watched = watched
+        self._table.note_unlisted(frozenset(member.address for member in self._membership.unlisted))
+        await self._on_change()
+
+    def _cancel_unless_current(self, task: asyncio.Task[None]) -> None:
+        if task is not asyncio.current_task():  # the current task ends by itself
+            task.cancel()
+
+    async def _watch(self, member: Member) -> None:
+        """Watch an address for as long as it is listed or reachable."""
+        while self._task_by_member.get(member) is asyncio.current_task():
+            try:
+                await self._watch_once(member)
+            except RpcError as error:
+                reason = remote_error(error).message
+                log.warning("lost %s node %s: %s", member.role.value, member.address, reason)
+            except PrefixGap as gap:
+                log.warning("restarting the watch of %s: %s", member.address, gap)
+                continue  # it is reachable, and joins again
+            if self._membership.is_there(member):
+                self._table.lose(member.address)
+                self._membership.lost(member)
+                await self._apply_membership()
+            await asyncio.sleep(RETRY_S)
+
+    async def _watch_once(self, member: Member) -> None:
+        """Watch one process of a node until it ends or the connection breaks."""
+        channel = self._node_calls.channel(member.address)
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        card = await self._fetch_card(member, stub)
+        if card.role is not member.role:
+            names = card.role.value, member.role.value
+            log.error("%s is a %s node, not a %s node", member.address, *names)
+            return
+        async with _health_at(channel) as health:
+            if not await _wait_until_healthy(health):
+                return
+            self._join(member, card)
+            await _run_until_first_end(
+                self._follow_load(member, stub), self._follow_health(member, health)
+            )
+
+    async def _fetch_card(
+        self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub
+    ) -> NodeCard:
+        """Wait until the node is reachable and return its card. TLS errors are logged once."""
+        request = node_pb2.GetNodeRequest()
+        try:
+            return card_from(await stub.GetNode(request))
+        except RpcError as error:
+            if remote_error(error).code is not StatusCode.UNAVAILABLE:
+                raise
+        trouble = await self._node_calls.trouble(member.address)
+        if trouble is not None:
+            log.error("%s node: %s", member.role.value, trouble)
+        return card_from(await stub.GetNode(request, wait_for_ready=True))
+
+    def _join(self, member: Member, card: NodeCard) -> None:
+        for other in self._table.nodes:
+            if other.card.node_id == card.node_id and other.address != member.address:
+                log.warning(
+                    "%s, known from %s, joins from %s: it moved, has two addresses, or two nodes "
+                    "have one name (--node-id); the last to join gets the requests",
+                    *(card.node_id, other.address, member.address),
+                )
+        self._table.join(member.address, card)
+        self._membership.joined(member)
+        self._peer_warmups.warm_up(Node(member.address, card))
+        log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
+
+    async def _follow_load(self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub) -> None:
+        async for message in stub.Watch(node_pb2.WatchRequest()):
+            self._table.note_load(member.address, load_from(message))
+            changes = changes_from(message)
+            if changes is not None:
+                self._table.note_prefixes(member.address, changes)
+            await self._on_change()
+
+    async def _follow_health(self, member: Member, health: AsyncIterator[bool]) -> None:
+        async for is_healthy in health:
+            self._table.note_ready(member.address, is_ready=is_healthy)
+            await self._on_change()
+
+
+@asynccontextmanager
+async def _health_at(channel: aio.Channel) -> AsyncIterator[AsyncIterator[bool]]:
+    """Yield the health of the node: now, and at each change."""
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    serving = health_pb2.HealthCheckResponse.SERVING
+    try:
+        async with aclosing(update.status == serving async for update in watch) as health:
+            yield health
+    finally:
+        watch.cancel()
+
+
+async def _wait_until_healthy(health: AsyncIterator[bool]) -> bool:
+    """Wait until the node is healthy. Return False if the watch ends first."""
+    while (is_healthy := await anext(health, None)) is not None:
+        if is_healthy:
+            return True
+    return False
+
+
+async def _run_until_first_end(*jobs: Coroutine[None, None, None]) -> None:
+    """Run jobs concurrently until one ends, cancel the others, and raise its error."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in ended:
+        task.result()
+
+
+def _log_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the watch of a node stopped because of a bug", exc_info=task.exception())

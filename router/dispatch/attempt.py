@@ -1,0 +1,192 @@
+"""One attempt to serve a request: concurrent prefill and decode calls with one hand-off id."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import Any
+
+from kv_transfer.types import HandoffId
+from router.answer import Answer
+from router.context import RequestContext
+from router.dispatch.node_rpcs import (
+    Deliver,
+    Events,
+    Leg,
+    LegCall,
+    LegEnded,
+    LegEvent,
+    LegFailed,
+    LegOutput,
+    LegSummary,
+    NodeCalls,
+    under_way,
+)
+from router.routing.policy import Route
+from router.values import (
+    DecodeSummary,
+    Ending,
+    Finish,
+    Piece,
+    PrefillPlace,
+    PrefillSummary,
+    Served,
+    Timings,
+)
+from rpc.errors import NodeFailed
+from rpc.messages.sequences import Sequence
+
+
+def _ignore() -> None:
+    """Default callback: do nothing."""
+
+
+class Attempt:
+    def __init__(
+        self,
+        *,
+        route: Route,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        answer: Answer,
+        context: RequestContext,
+        clock: Callable[[], float],
+        on_prefilled: Callable[[], None] = _ignore,
+        on_decoded: Callable[[], None] = _ignore,
+    ) -> None:
+        self._route = route
+        self._handoff_id = handoff_id
+        self._sequence = sequence
+        self._answer = answer
+        self._context = context
+        self._clock = clock
+        self._on_prefilled = on_prefilled
+        self._on_decoded = on_decoded  # first token of the decode node: it has all KV
+        self._under_way = {Leg.DECODE} if route.prefill is None else {Leg.PREFILL, Leg.DECODE}
+        self._summary: DecodeSummary | None = None
+        self._prefill_summary: PrefillSummary | None = None
+        self._dispatched_s = 0.0
+        self._first_token_s: float | None = None
+        self._first_decoded_token_s: float | None = None
+        self.failed_addresses: frozenset[str] = frozenset()
+
+    async def run(self, node_calls: NodeCalls) -> AsyncGenerator[Piece | Ending, None]:
+        """Run both legs and yield the pieces of the answer, then its `Ending`.
+
+        Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
+        """
+        self._dispatched_s = self._since_received()
+        self._answer.begin_attempt()
+        events = Events()
+        async with under_way(events, self._build_calls(node_calls, events.put)):
+            while self._answer.finish is None:
+                piece = self._handle(await events.next())
+                if piece is not None:
+                    yield piece
+            ending = self._build_ending(self._answer.finish)
+            self._context.trace.note_completed(ending)
+            yield ending
+
+    def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
+        route, handoff_id = self._route, self._handoff_id
+        sequence, trace = self._sequence, self._context.trace
+        timeout_s = self._context.remaining_s(self._clock())
+        options: dict[str, Any] = {"timeout_s": timeout_s, "trace": trace}
+        peer = route.prefill
+        decode = partial(
+            node_calls.decode, route.decode, handoff_id, sequence, peer, deliver, **options
+        )
+        if peer is None:
+            return {Leg.DECODE: decode}
+        prefill = partial(node_calls.prefill, peer, handoff_id, sequence, deliver, **options)
+        return {Leg.PREFILL: prefill, Leg.DECODE: decode}
+
+    def _handle(self, event: LegEvent) -> Piece | None:
+        if isinstance(event, LegOutput):
+            return self._take_output(event)
+        match event:
+            case LegSummary(DecodeSummary() as summary):
+                self._summary = summary
+            case LegSummary(PrefillSummary() as prefill_summary):
+                self._prefill_summary = prefill_summary
+            case LegFailed(Leg.PREFILL, NodeFailed()) if self._has_decode_progressed:
+                self._end_leg(Leg.PREFILL)
+            case LegFailed(leg, error):
+                self._blame(leg)
+                raise error
+            case LegEnded(leg):
+                self._end_leg(leg)
+        return None
+
+    @property
+    def _has_decode_progressed(self) -> bool:
+        """True if decode computed a second token: it has all KV and prefill is no longer needed."""
+        num_new = len(self._answer.token_ids) - len(self._sequence.prior_output_token_ids)
+        return num_new > 1
+
+    def _end_leg(self, leg: Leg) -> None:
+        """Record the end of a leg. Raises NodeFailed if both ended without finishing the answer.
+
+        Either leg can end last: messages of decode can arrive before the first token of prefill.
+        """
+        self._under_way.discard(leg)
+        if not self._under_way:
+            self._blame(Leg.DECODE)
+            address = self._route.decode.address
+            raise NodeFailed(f"decode node {address} ended without finishing the answer")
+
+    def _take_output(self, event: LegOutput) -> Piece | None:
+        if event.leg is Leg.PREFILL or self._route.prefill is None:
+            self._on_prefilled()  # a token means that the prompt is computed
+        piece = self._answer.take(*event.outputs)
+        if piece is not None and piece.token_ids:
+            self._context.trace.note_tokens(len(piece.token_ids))
+            self._note_time(event.leg)
+        return piece
+
+    def _note_time(self, leg: Leg) -> None:
+        if self._first_token_s is None:
+            self._first_token_s = self._since_received()
+        if leg is Leg.DECODE and self._first_decoded_token_s is None:
+            self._first_decoded_token_s = self._since_received()
+            self._on_decoded()
+
+    def _blame(self, leg: Leg) -> None:
+        node = self._route.prefill if leg is Leg.PREFILL else self._route.decode
+        if node is not None:
+            self.failed_addresses = frozenset({node.address})
+
+    def _build_ending(self, finish: Finish) -> Ending:
+        return Ending(
+            finish=finish,
+            num_prompt_tokens=len(self._sequence.prompt_token_ids),
+            num_completion_tokens=len(self._answer.token_ids),
+            timings=Timings(
+                self._dispatched_s,
+                self._first_token_s,
+                self._first_decoded_token_s,
+                self._since_received(),
+            ),
+            served=self._build_served(),
+        )
+
+    def _build_served(self) -> Served:
+        route, summary = self._route, self._summary or DecodeSummary()
+        place, reason = PrefillPlace.REMOTE, ""
+        if route.prefill is None:
+            place, reason = PrefillPlace.LOCAL, route.local_reason
+        elif summary.prompt_tokens_computed > 0 and not summary.kv_blocks:
+            place, reason = PrefillPlace.LOCAL, "the KV did not arrive; decode computed the prompt"
+        return Served(
+            prefill_node="" if route.prefill is None else route.prefill.card.node_id,
+            decode_node="" if self._summary is None else route.decode.card.node_id,
+            prefill=place,
+            prefill_reason=reason,
+            summary=summary,
+            attempts=self._handoff_id.attempt,
+            trace_id=self._context.trace.trace_id,
+            prefill_summary=self._prefill_summary,
+        )
+
+    def _since_received(self) -> float:
+        return self._clock() - self._context.received_s

@@ -1,0 +1,222 @@
+"""gRPC implementation of `NodeCalls`: prefill and decode calls to nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import grpc
+from grpc import aio
+
+from baton.v1 import node_pb2, node_pb2_grpc
+from engine.errors import EngineGone, EngineStopped, InvalidRequest, PassFailed
+from engine.request import FinishReason, Output, RequestId
+from kv_transfer.types import HandoffId, Peer
+from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
+from router.dispatch.node_stream import NodeStream
+from router.routing.node_table import Node
+from router.tracing import UNTRACED, Trace
+from router.values import DecodeSummary, PrefillSummary
+from rpc.channel import open_channel
+from rpc.errors import (
+    DeadlineExceeded,
+    Draining,
+    FailureKind,
+    GenerationFailed,
+    MessageTooLarge,
+    NodeDraining,
+    NodeFailed,
+)
+from rpc.messages.conversion import output_from
+from rpc.messages.sequences import Sequence, decode_order, engine_id, prefill_order
+from rpc.security.tls import PLAIN, TlsConfig
+from rpc.security.tls_diagnosis import tls_trouble
+from rpc.status import RemoteError, RemoteFailure, reason_of, remote_error
+from telemetry.names import DECODE, PREFILL
+
+# Grace period for calls to an address that is no longer used.
+CLOSE_GRACE_S = 3600.0
+CONNECT_TIMEOUT_S = 5.0
+CLIENT_ERROR_CODES = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+
+# Status codes of a broken connection, and gRPC's message when there was no connection.
+BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL})
+NEVER_CONNECTED = "failed to connect"
+NOT_STARTED_REASONS = frozenset({reason_of(Draining), reason_of(EngineGone)})
+KINDS = {
+    reason_of(EngineStopped): FailureKind.ENGINE_FAILED,
+    reason_of(PassFailed): FailureKind.PASS_FAILED,
+}
+
+
+class Connection:
+    """Channel to one address, and the multiplexed streams of calls on it."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        prefills = node_pb2_grpc.PrefillServiceStub(channel)
+        decodes = node_pb2_grpc.DecodeServiceStub(channel)
+        self.channel = channel
+        self.prefill = NodeStream(prefills.Prefill, node_pb2.PrefillRequest)
+        self.decode = NodeStream(decodes.Decode, node_pb2.DecodeRequest)
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close after the current calls have ended, at most after `grace_s`."""
+        for stream in (self.prefill, self.decode):
+            stream.close_when_idle()
+        await self.channel.close(grace_s)
+        for stream in (self.prefill, self.decode):
+            await stream.closed()
+
+
+class GrpcNodeCalls:
+    """Calls nodes over one connection per address, opened at its first use."""
+
+    def __init__(self, tls: TlsConfig = PLAIN) -> None:
+        self._tls = tls
+        self._connection_by_address: dict[str, Connection] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> GrpcNodeCalls:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for closing in self._closing:
+            closing.cancel()
+        for connection in self._connection_by_address.values():
+            await connection.close()
+
+    def channel(self, address: str) -> aio.Channel:
+        return self._connection(address).channel
+
+    def _connection(self, address: str) -> Connection:
+        if address not in self._connection_by_address:
+            self._connection_by_address[address] = Connection(open_channel(address, self._tls))
+        return self._connection_by_address[address]
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        return frozenset(self._connection_by_address)
+
+    async def trouble(self, address: str) -> str | None:
+        """Return the TLS problem that makes the address unreachable, if there is one."""
+        return await asyncio.to_thread(tls_trouble, address, self._tls)
+
+    def forget(self, address: str) -> None:
+        """Drop the connection to an address. Calls in flight may end first."""
+        connection = self._connection_by_address.pop(address, None)
+        if connection is not None:
+            closing = asyncio.ensure_future(connection.close(CLOSE_GRACE_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def prefill(
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        deliver: Deliver,
+        *,
+        timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
+    ) -> None:
+        order, request_id = prefill_order(handoff_id, sequence), engine_id(handoff_id)
+        with _translating_errors(node), trace.leg(PREFILL, node) as leg:
+            order.context.metadata.update(leg.metadata)
+
+            def handle(event: node_pb2.CallEvent) -> None:
+                if event.HasField("prefill_summary"):
+                    num_cached = event.prefill_summary.prompt_tokens_cached
+                    deliver(LegSummary(PrefillSummary(num_cached)))
+                deliver(LegOutput(Leg.PREFILL, (_parse_output(event.output, request_id),)))
+
+            await self._connection(node.address).prefill.call(order, handle, timeout_s)
+
+    async def decode(
+        self,
+        node: Node,
+        handoff_id: HandoffId,
+        sequence: Sequence,
+        prefill: Node | None,
+        deliver: Deliver,
+        *,
+        timeout_s: float | None = None,
+        trace: Trace = UNTRACED,
+    ) -> None:
+        peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
+        order, request_id = decode_order(handoff_id, sequence, peer), engine_id(handoff_id)
+        with _translating_errors(node), trace.leg(DECODE, node) as leg:
+            order.context.metadata.update(leg.metadata)
+
+            def handle(event: node_pb2.CallEvent) -> None:
+                if event.HasField("summary"):
+                    deliver(LegSummary(_parse_summary(event.summary)))
+                output = _parse_output(event.output, request_id)
+                if output.finish_reason is not None:
+                    leg.finished()
+                deliver(LegOutput(Leg.DECODE, (output,)))
+
+            await self._connection(node.address).decode.call(order, handle, timeout_s)
+
+    async def connect(self, decode: Node, prefill: Node) -> None:
+        """Have a decode node open its data path to a prefill node. Raises NodeFailed."""
+        stub = node_pb2_grpc.DecodeServiceStub(self.channel(decode.address))
+        peer = node_pb2.Peer(node_id=prefill.card.node_id, address=prefill.address)
+        with _translating_errors(decode):
+            await stub.Connect(node_pb2.ConnectRequest(prefill=peer), timeout=CONNECT_TIMEOUT_S)
+
+
+@contextmanager
+def _translating_errors(node: Node) -> Iterator[None]:
+    """Convert gRPC errors to named errors that mention the node."""
+    try:
+        yield
+    except (grpc.RpcError, RemoteFailure) as error:
+        remote = remote_error(error)
+        who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
+        if remote.code in CLIENT_ERROR_CODES:
+            raise InvalidRequest(remote.message) from error
+        if remote.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise DeadlineExceeded(f"the client's deadline passed while {who} worked") from error
+        if remote.reason == reason_of(MessageTooLarge):
+            raise MessageTooLarge(remote.message) from error
+        message = f"{who}: {remote.code.name}: {remote.message}"
+        if remote.reason in NOT_STARTED_REASONS:
+            raise NodeDraining(message) from error
+        raise NodeFailed(message, failure_kind(remote)) from error
+
+
+def failure_kind(remote: RemoteError) -> FailureKind:
+    """Classify a failure: reported by the node, connection broken, or never connected."""
+    if remote.reason is not None:
+        return KINDS.get(remote.reason, FailureKind.OTHER)
+    was_connected = NEVER_CONNECTED not in remote.message.lower()
+    is_broken = remote.code in BROKEN and was_connected
+    return FailureKind.VANISHED if is_broken else FailureKind.OTHER
+
+
+def _parse_output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
+    output = output_from(message, request_id)
+    if output.finish_reason is FinishReason.ERROR:
+        raise GenerationFailed(output.error or "the engine gave no reason")
+    if output.finish_reason is FinishReason.ABORT:
+        raise NodeFailed("the node aborted the request")
+    return output
+
+
+def _parse_summary(message: node_pb2.DecodeSummary) -> DecodeSummary:
+    return DecodeSummary(
+        kv_bytes=message.kv_bytes,
+        kv_blocks=message.kv_blocks,
+        kv_transport=message.kv_transport,
+        prompt_tokens_computed=message.prompt_tokens_computed,
+        prompt_tokens_cached=message.prompt_tokens_cached,
+        tokens_proposed=message.tokens_proposed,
+        tokens_accepted=message.tokens_accepted,
+    )

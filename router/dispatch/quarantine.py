@@ -1,0 +1,251 @@
+"""Quarantine: identifies the request that crashes engines (the poison). Pure.
+
+When an engine ends, every request on it becomes a suspect. Each suspect is tested: its next attempt
+is the only one on its node that is not yet proven by a few generated tokens. If that engine ends
+too, the suspect is the poison and fails; the other requests there are bystanders and continue on
+other nodes. So a poison ends two engines, whatever progress its attempts make. It can end a third
+only after passing its test, which takes more tokens each time.
+
+A node that vanishes may just have been killed, which must not put all its requests to the test.
+There, a request becomes a suspect only if two nodes in a row vanished before it was proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from router.routing.policy import Route
+from rpc.errors import FailureKind
+
+PROVEN_TOKENS = 4
+TEST_FACTOR, MAX_TEST_TOKENS = 4, 64  # each further test takes TEST_FACTOR times as many tokens
+MAX_VANISHED = 2
+MAX_FAILED_PASSES = 2
+MAX_ENGINES = 6  # that ended with one request, tested or not
+
+
+class QuarantineVerdict(Enum):
+    ORDINARY = "ordinary"  # a failure without suspicion
+    BYSTANDER = "bystander"  # another request ended the engine
+    SUSPECT = "suspect"  # it may have ended the engine, and is tested
+    POISON = "poison"
+
+
+@dataclass(slots=True, eq=False)
+class PromptGroup:
+    """State shared by the answers to one prompt: if one is the poison, all are."""
+
+    is_suspect: bool = False
+    is_poisoned: bool = False
+    attempts: set[TrackedAttempt] = field(default_factory=set)  # those that are running
+
+
+class Suspicion:
+    """Suspicion against one request, kept across its attempts."""
+
+    def __init__(self, group: PromptGroup | None = None) -> None:
+        self.group = group or PromptGroup()
+        self.is_suspect = False  # its current or next attempt is a test
+        self.num_tests = 0
+        self.num_engines = 0  # that reported their own failure
+        self.num_vanished = 0  # nodes in a row, before the request was proven
+        self.num_failed_passes = 0
+
+    def suspect(self) -> QuarantineVerdict:
+        self.is_suspect = self.group.is_suspect = True
+        return QuarantineVerdict.SUSPECT
+
+
+class TrackedAttempt:
+    """One attempt on its nodes, from their choice to its end."""
+
+    def __init__(self, suspicion: Suspicion, route: Route) -> None:
+        self.suspicion = suspicion
+        self.addresses = set(route.addresses)  # less the nodes that are done with it
+        self.is_test = suspicion.is_suspect
+        self.num_tokens = 0
+        self.engine_ends: dict[str, _EngineEnd] = {}
+
+    @property
+    def is_proven(self) -> bool:
+        """True if the attempt has generated enough tokens to be thought harmless."""
+        return self.num_tokens >= PROVEN_TOKENS
+
+    @property
+    def has_passed(self) -> bool:
+        """True if it passed its test. It stays a suspect until another attempt joins its nodes."""
+        factor = TEST_FACTOR ** max(0, self.suspicion.num_tests - 1)
+        return self.num_tokens >= min(int(PROVEN_TOKENS * factor), MAX_TEST_TOKENS)
+
+    def is_tested_at(self, address: str) -> bool:
+        return self.is_test and address in self.addresses
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineEnd:
+    """End of one engine, reported separately by each request on it."""
+
+    test: TrackedAttempt | None  # the only unproven attempt, if it was a test
+    was_alone: bool
+
+
+class Quarantine:
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change  # wakes the waiting requests
+        self._attempts_by_address: dict[str, set[TrackedAttempt]] = {}
+        self._reserved: dict[Suspicion, frozenset[str]] = {}
+        self._num_waiting = 0
+
+    def closed_addresses(self, suspicion: Suspicion) -> frozenset[str]:
+        """Return the addresses to which this request must not be sent now."""
+        if suspicion.group.is_suspect and not suspicion.num_tests:
+            suspicion.is_suspect = True
+        if suspicion.is_suspect:
+            return frozenset(a for a in self._attempts_by_address if self._is_closed_to_suspects(a))
+        held = (a for a in self._attempts_by_address if self._is_held_by_test(a))
+        return frozenset(held).union(*self._reserved.values())
+
+    def is_group_tested(self, suspicion: Suspicion) -> bool:
+        """True if another answer to its prompt is being tested, whose result it must await."""
+        others = (other for group in self._attempts_by_address.values() for other in group)
+        return suspicion.is_suspect and any(
+            other.is_test and not other.has_passed and other.suspicion.group is suspicion.group
+            for other in others
+        )
+
+    def group_addresses(self, suspicion: Suspicion) -> frozenset[str]:
+        """Return the addresses of the nodes that run other answers to the same prompt."""
+        others = (other for other in suspicion.group.attempts if other.suspicion is not suspicion)
+        return frozenset(address for other in others for address in other.addresses)
+
+    @contextmanager
+    def waiting(self, suspicion: Suspicion, route: Route) -> Iterator[None]:
+        """Mark a request as waiting for these nodes. A suspect reserves them for its test."""
+        self._num_waiting += 1
+        if suspicion.is_suspect:
+            self._reserved[suspicion] = frozenset(route.addresses)
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if self._reserved.pop(suspicion, None) is not None:
+                self._notify()
+
+    def track(self, suspicion: Suspicion, route: Route) -> TrackedAttempt:
+        """Begin an attempt, which ends the tests on its nodes: they have passed."""
+        for address in route.addresses:
+            for other in self._attempts_by_address.get(address, ()):
+                if other.is_tested_at(address):
+                    other.is_test = other.suspicion.is_suspect = False
+        suspicion.num_tests += suspicion.is_suspect
+        tracked = TrackedAttempt(suspicion, route)
+        suspicion.group.attempts.add(tracked)
+        for address in route.addresses:
+            self._attempts_by_address.setdefault(address, set()).add(tracked)
+        return tracked
+
+    def note_tokens(self, tracked: TrackedAttempt, num_tokens: int) -> None:
+        """Add tokens that the attempt has generated."""
+        before = tracked.is_proven, tracked.has_passed
+        tracked.num_tokens += num_tokens
+        if before != (tracked.is_proven, tracked.has_passed):
+            self._notify()
+
+    def release_node(self, tracked: TrackedAttempt, address: str) -> None:
+        """Take the attempt off a node that is done with it."""
+        if address not in tracked.addresses:
+            return
+        tracked.addresses.discard(address)
+        attempts = self._attempts_by_address[address]
+        attempts.discard(tracked)
+        if not attempts:
+            del self._attempts_by_address[address]
+        self._notify()
+
+    def end(self, tracked: TrackedAttempt) -> None:
+        """End the attempt."""
+        tracked.suspicion.group.attempts.discard(tracked)
+        for address in tuple(tracked.addresses):
+            self.release_node(tracked, address)
+
+    def judge(self, tracked: TrackedAttempt, address: str, kind: FailureKind) -> QuarantineVerdict:
+        """Judge a request whose attempt failed on this node. Call before `end`."""
+        verdict = self._verdict(tracked, address, kind)
+        tracked.suspicion.group.is_poisoned |= verdict is QuarantineVerdict.POISON
+        return verdict
+
+    def _verdict(
+        self, tracked: TrackedAttempt, address: str, kind: FailureKind
+    ) -> QuarantineVerdict:
+        match kind:
+            case FailureKind.PASS_FAILED:
+                return _failed_pass(tracked.suspicion)
+            case FailureKind.ENGINE_FAILED if address in tracked.addresses:
+                return _engine_failed(tracked, self._engine_end(tracked, address))
+            case FailureKind.VANISHED if address in tracked.addresses:
+                return _vanished(tracked, self._engine_end(tracked, address))
+        return QuarantineVerdict.ORDINARY
+
+    def _engine_end(self, tracked: TrackedAttempt, address: str) -> _EngineEnd:
+        """Return the engine's end, as seen when the first attempt on it failed."""
+        if address not in tracked.engine_ends:
+            attempts = self._attempts_by_address[address]
+            tests = [other for other in attempts if other.is_tested_at(address)]
+            unproven = {other for other in attempts if not other.is_proven}
+            is_clear = len(tests) == 1 and unproven <= set(tests)
+            engine_end = _EngineEnd(tests[0] if is_clear else None, len(attempts) == 1)
+            for other in attempts:
+                other.engine_ends[address] = engine_end
+        return tracked.engine_ends[address]
+
+    def _is_closed_to_suspects(self, address: str) -> bool:
+        is_held = self._is_held_by_test(address)
+        return is_held or not all(other.is_proven for other in self._attempts_by_address[address])
+
+    def _is_held_by_test(self, address: str) -> bool:
+        attempts = self._attempts_by_address[address]
+        return any(other.is_tested_at(address) and not other.has_passed for other in attempts)
+
+    def _notify(self) -> None:
+        if self._num_waiting:
+            self._on_change()
+
+
+def _failed_pass(suspicion: Suspicion) -> QuarantineVerdict:
+    """Judge a request whose pass failed alone: the node identified it and keeps running."""
+    suspicion.num_failed_passes += 1
+    is_last = suspicion.num_failed_passes >= MAX_FAILED_PASSES or suspicion.num_engines
+    return QuarantineVerdict.POISON if is_last else QuarantineVerdict.SUSPECT
+
+
+def _engine_failed(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
+    suspicion = tracked.suspicion
+    if engine_end.test is not None and not engine_end.test.has_passed:
+        return (
+            QuarantineVerdict.POISON if engine_end.test is tracked else QuarantineVerdict.BYSTANDER
+        )
+    if engine_end.test is tracked and engine_end.was_alone:
+        return QuarantineVerdict.POISON
+    suspicion.num_engines += 1
+    if suspicion.num_engines >= MAX_ENGINES:
+        return QuarantineVerdict.POISON
+    return suspicion.suspect()
+
+
+def _vanished(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
+    suspicion = tracked.suspicion
+    if engine_end.test is not None and not engine_end.test.has_passed:
+        return (
+            QuarantineVerdict.POISON if engine_end.test is tracked else QuarantineVerdict.BYSTANDER
+        )
+    if tracked.is_proven:
+        suspicion.num_vanished = 0
+        suspicion.is_suspect &= not tracked.has_passed
+        return QuarantineVerdict.ORDINARY
+    suspicion.num_vanished += 1
+    if suspicion.num_vanished < MAX_VANISHED:
+        return QuarantineVerdict.ORDINARY
+    return suspicion.suspect()

@@ -1,0 +1,130 @@
+"""Text boundary of the pipeline: prompts to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from engine.errors import InvalidRequest
+from router.answer import NoDetokenizer, Speller
+from router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from rpc.errors import UnsupportedInput
+from text.token_text import TokenText
+from text.tokenizer import Tokenizer
+
+
+class TextBoundary(Protocol):
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Tokenise a prompt.
+
+        Raises InvalidRequest, before tokenising, for a text that must exceed `max_tokens`.
+        """
+        ...
+
+    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
+        """Return the token sequences of `word`, inside and at the beginning of a word."""
+        ...
+
+    def text(self, token_ids: tuple[int, ...]) -> str: ...
+
+    @property
+    def shows_tools(self) -> bool:
+        """True if the chat template reads `tools`."""
+        ...
+
+    def token(self, token_id: int) -> TokenText:
+        """Return the text of a single token, or the name of a special token."""
+        ...
+
+    def speller(self, shown: Collection[str] = ()) -> Speller:
+        """Return a new detokenizer for one answer. It includes the special tokens in `shown`."""
+        ...
+
+
+class ModelText:
+    """Text boundary of a router with the model's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        match prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text, add_special_tokens):
+                self._check_length(text, max_tokens)
+                return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            case ChatPrompt(messages, add_generation_prompt, variables):
+                text = self._tokenizer.render_chat(
+                    [
+                        {"role": message.role, "content": message.content, **message.others}
+                        for message in messages
+                    ],
+                    add_generation_prompt=add_generation_prompt,
+                    variables=variables,
+                )
+                self._check_length(text, max_tokens)
+                return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None:
+            return
+        max_characters = max_tokens * self._tokenizer.longest_token
+        if len(text) > max_characters:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters: the model takes {max_tokens} tokens, "
+                f"which make at most {max_characters} characters; shorten it"
+            )
+
+    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
+        texts = (word, f" {word.lstrip()}")
+        encoded = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return frozenset(filter(None, encoded))
+
+    def text(self, token_ids: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    @property
+    def shows_tools(self) -> bool:
+        return self._tokenizer.shows_tools
+
+    def token(self, token_id: int) -> TokenText:
+        return self._tokenizer.token(token_id)
+
+    def speller(self, shown: Collection[str] = ()) -> Speller:
+        return self._tokenizer.detokenizer(shown=shown)
+
+
+class TokenIdsOnly:
+    """Text boundary of a router without a tokenizer: accepts token ids only."""
+
+    def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids
+        raise _no_tokenizer_error()
+
+    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
+        raise _no_tokenizer_error()
+
+    def text(self, token_ids: tuple[int, ...]) -> str:
+        raise _no_tokenizer_error()
+
+    @property
+    def shows_tools(self) -> bool:
+        return False
+
+    def token(self, token_id: int) -> TokenText:
+        return by_id(token_id)
+
+    def speller(self, shown: Collection[str] = ()) -> Speller:
+        return NoDetokenizer()
+
+
+def by_id(token_id: int) -> TokenText:
+    """Return a placeholder text for a token that is not decoded."""
+    name = f"token_id:{token_id}"
+    return TokenText(name, name.encode())
+
+
+def _no_tokenizer_error() -> UnsupportedInput:
+    return UnsupportedInput("this router has no tokenizer: send token ids, or give it --model")

@@ -1,0 +1,164 @@
+"""`tools` and `tool_choice`: tools shown to the model, and schemas of forced calls.
+
+For a named function, the answer's schema is the function's parameters. For `required`, it is a
+list of calls, `[{"name": …, "arguments": {…}}, …]`, with each tool's parameters as `arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.structured_output.params import FIELD, StructuredOutputs, structured_outputs_of
+from engine.structured_output.subschemas import rewritten
+from router.openai.request.bodies import ChatBody
+from rpc.errors import UnsupportedInput
+
+Schema = dict[str, Any]
+
+TOOLS, TOOL_CHOICE = "tools", "tool_choice"
+ANY_ARGUMENTS: Schema = {"type": "object"}
+
+
+class Calling(Enum):
+    """Mode of tool calling."""
+
+    NONE = auto()
+    BY_MODEL = auto()  # the model decides, in its own format
+    REQUIRED = auto()  # the answer is a list of calls
+    NAMED = auto()  # the answer is one function's arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    calling: Calling = Calling.NONE
+    shown: Sequence[Mapping[str, Any]] = ()  # to the chat template
+    name: str = ""  # of the one function
+    form: StructuredOutputs | None = None
+
+
+NO_TOOLS = ToolChoice()
+
+
+def tool_choice_from(body: ChatBody) -> ToolChoice:
+    """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    choice = body.tool_choice
+    if choice == "none" or (choice == "auto" and not body.tools):
+        return NO_TOOLS
+    if choice == "auto":
+        return ToolChoice(Calling.BY_MODEL, body.tools)
+    if choice == "required":
+        functions = _functions(body.tools)
+        form = _form(Calling.REQUIRED, _schema_of_calls(functions, body))
+        return ToolChoice(Calling.REQUIRED, body.tools, form=form)
+    name = _name_in(choice)
+    functions = _functions(body.tools)
+    if name not in functions:
+        raise InvalidRequest(
+            f"tool_choice names {name!r}, which is not in tools: name one that is", TOOL_CHOICE
+        )
+    form = _form(Calling.NAMED, functions[name])
+    return ToolChoice(Calling.NAMED, body.tools, name, form)
+
+
+@contextmanager
+def refusals_naming_tools(calling: Calling) -> Iterator[None]:
+    """Rewrite errors of a schema made from tools to name `tools`, which the client sent."""
+    try:
+        yield
+    except InvalidRequest as refusal:
+        reason = str(refusal).removeprefix(f"{FIELD}.json ")
+        if calling not in (Calling.REQUIRED, Calling.NAMED) or reason == str(refusal):
+            raise
+        raise InvalidRequest(f"the form made of the tools' parameters {reason}", TOOLS) from None
+
+
+def _name_in(choice: str | Mapping[str, Any]) -> str:
+    if isinstance(choice, str):
+        raise InvalidRequest(
+            f"tool_choice is {choice!r}; choose none, auto, required or a function's name",
+            TOOL_CHOICE,
+        )
+    if choice.get("type") != "function":
+        raise UnsupportedInput(
+            'tool_choice must be none, auto, required or {"type": "function", …}', TOOL_CHOICE
+        )
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest("tool_choice.function.name must be a text", TOOL_CHOICE)
+    return name
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
+    """Return parameters by function name, at least one. Raises InvalidRequest if there is none."""
+    if not tools:
+        raise InvalidRequest("tool_choice forces a call: send tools, or leave it out", TOOL_CHOICE)
+    functions: dict[str, Schema] = {}
+    for place, tool in enumerate(tools):
+        name, parameters = _function(tool, f"{TOOLS}.{place}")
+        if name in functions:
+            raise InvalidRequest(f"tools has two functions named {name!r}: rename one", TOOLS)
+        functions[name] = parameters
+    return functions
+
+
+def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Schema]:
+    if tool.get("type") != "function":
+        raise UnsupportedInput(f"{where}.type must be function where a call is forced", where)
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{where}.function.name must be a text", f"{where}.function.name")
+    parameters = function.get("parameters") or ANY_ARGUMENTS
+    if not isinstance(parameters, dict):
+        field = f"{where}.function.parameters"
+        raise InvalidRequest(f"{field} must be a JSON schema", field)
+    if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
+        parameters = {**ANY_ARGUMENTS, **parameters}
+    return name, parameters
+
+
+def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
+    calls = [
+        _call(name, _embedded(parameters, f"#/items/anyOf/{place}/properties/arguments"))
+        for place, (name, parameters) in enumerate(functions.items())
+    ]
+    limit = {} if body.parallel_tool_calls else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit}
+
+
+def _call(name: str, parameters: Schema) -> Schema:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _embedded(schema: Schema, place: str) -> Schema:
+    """Return a copy of `schema` for embedding at `place`. Tools can use different JSON drafts."""
+
+    def change(part: Schema) -> Schema:
+        ref, items = part.get("$ref"), part.get("items")
+        if isinstance(ref, str) and ref.startswith("#"):
+            part["$ref"] = place + ref.removeprefix("#")
+        if isinstance(items, list):  # before draft 2020-12
+            part["prefixItems"] = part.pop("items")
+            if "additionalItems" in part:
+                part["items"] = part.pop("additionalItems")
+        return part
+
+    own = {name: value for name, value in schema.items() if name not in ("$schema", "$id")}
+    embedded: Schema = rewritten(own, change)
+    return embedded
+
+
+def _form(calling: Calling, schema: Schema) -> StructuredOutputs:
+    with refusals_naming_tools(calling):
+        return structured_outputs_of({"json": schema})

@@ -1,0 +1,235 @@
+"""Response bodies and stream events that wrap the choices. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.openai.request.parsed_request import Asked, Telling
+from router.openai.request.tool_choice import Calling
+from router.openai.response.chat_choices import ChatChoice
+from router.openai.response.choices import Choice, CompletionChoice, Json, ToldPrompt, joined
+from router.openai.response.encoding import MAX_POSITIONS_AT_ONCE, LongList, as_json, encoded
+from router.openai.response.forced_calls import NamedCallReader, RequiredCallsReader
+from router.openai.response.logprobs import Spell, prompt_logprobs
+from router.openai.response.output_parsers import ALL_IS_CONTENT, FirstCallReader, Parsing, Reader
+from router.openai.response.request_warnings import Warnings
+from router.values import Ending, Piece
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Fields that all messages of one answer share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def over(self, choices: Sequence[Json] | LongList, **more: Any) -> Json:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+
+def heading_of(parsed: Asked, request_id: str, created: int, model: str) -> Heading:
+    options = parsed.telling
+    if not options.is_chat:
+        return Heading(f"cmpl-{request_id}", "text_completion", created, model)
+    kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
+    return Heading(f"chatcmpl-{request_id}", kind, created, model)
+
+
+def choices_of(
+    parsed: Asked,
+    prompts: Sequence[ToldPrompt],
+    spell: Spell,
+    parsing: Parsing = ALL_IS_CONTENT,
+) -> list[Choice]:
+    """Return a choice for each call. `prompts` has one entry per call."""
+    options = parsed.telling
+    if options.is_chat:
+        return [
+            ChatChoice(index, options, spell, _reader(options, parsing))
+            for index in range(len(parsed.calls))
+        ]
+    return [CompletionChoice(*each, options, spell) for each in enumerate(prompts)]
+
+
+def _reader(options: Telling, parsing: Parsing) -> Reader:
+    match options.calling:
+        case Calling.NAMED:
+            return NamedCallReader(options.function)
+        case Calling.REQUIRED:
+            return RequiredCallsReader()
+    if options.has_form:
+        return ALL_IS_CONTENT.reader(with_tools=False)
+    reader = parsing.reader(with_tools=options.calling is Calling.BY_MODEL)
+    return FirstCallReader(reader) if options.with_one_call else reader
+
+
+class Usage:
+    """Token usage. Each prompt counts once, regardless of the number of its answers."""
+
+    def __init__(self, parsed: Asked) -> None:
+        self._num_each = parsed.num_each
+        self._with_answer = parsed.telling.with_answer
+        self._num_prompt_tokens = 0
+        self._num_completion_tokens = 0
+        self._num_cached_by_prompt: dict[int, int | None] = {}
+
+    def ended(self, index: int, ending: Ending) -> None:
+        if index % self._num_each == 0:
+            self._num_prompt_tokens += ending.num_prompt_tokens
+        prompt, num_cached = index // self._num_each, ending.served.num_cached_prompt_tokens
+        # The answer whose request computed the prompt has the fewest cached tokens.
+        known = self._num_cached_by_prompt.setdefault(prompt, num_cached)
+        if known is not None:
+            self._num_cached_by_prompt[prompt] = num_cached and min(known, num_cached)
+        if self._with_answer:
+            self._num_completion_tokens += ending.num_completion_tokens
+
+    @property
+    def totals(self) -> Json:
+        usage = usage_of(self._num_prompt_tokens, self._num_completion_tokens)
+        num_cached = [num for num in self._num_cached_by_prompt.values() if num is not None]
+        if len(num_cached) == len(self._num_cached_by_prompt):
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(num_cached)}
+        return usage
+
+
+def usage_of(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
+class WholeAnswer:
+    """Collects the parts of all choices into one response body."""
+
+    def __init__(
+        self,
+        parsed: Asked,
+        heading: Heading,
+        choices: Sequence[Choice],
+        spell: Spell,
+        warnings: Warnings,
+    ) -> None:
+        self._parsed = parsed
+        self._warnings = warnings
+        self._options = parsed.telling
+        self._heading = heading
+        self._choices = choices
+        self._spell = spell
+        self._pieces: list[list[Piece]] = [[] for _ in choices]
+        self._endings: dict[int, Ending] = {}
+        self._usage = Usage(parsed)
+
+    def take(self, index: int, part: Piece | Ending) -> None:
+        if isinstance(part, Ending):
+            self._endings[index] = part
+            self._usage.ended(index, part)
+        else:
+            self._pieces[index].append(part)
+
+    def body(self) -> Json:
+        """Return the response, to be encoded in slices."""
+        choices = (
+            {
+                **self._choices[index].whole(self._pieces[index], self._endings[index]),
+                "index": place,
+            }
+            for place, index in enumerate(self._returned_indices())
+        )
+        return self._heading.over(
+            LongList(choices, has_long_items=True),
+            usage=self._usage.totals,
+            **self._prompt_fields(),
+            **self._warnings.of(*self._endings.values()),
+        )
+
+    def _returned_indices(self) -> Iterator[int]:
+        """Yield the likeliest answers to each prompt, best first; in order if all are returned."""
+        parsed = self._parsed
+        for first in range(0, len(self._choices), parsed.num_each):
+            indices: Sequence[int] = range(first, first + parsed.num_each)
+            if parsed.num_told < parsed.num_each:
+                indices = sorted(indices, key=self._likelihood, reverse=True)
+            yield from indices[: parsed.num_told]
+
+    def _likelihood(self, index: int) -> float:
+        """Return the mean logprob of the answer's tokens."""
+        logprobs = [entry.logprob for entry in joined(self._pieces[index]).logprobs]
+        return statistics.fmean(logprobs) if logprobs else -math.inf
+
+    def _prompt_fields(self) -> Json:
+        """Return prompt logprobs of a chat. As in vLLM, completions have them in their choices."""
+        num_top = self._options.num_prompt_logprobs
+        if num_top is None or not self._options.is_chat:
+            return {}
+        entries = joined(self._pieces[0]).prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._spell)}
+
+
+class StreamedAnswer:
+    """Converts parts to the events of a stream."""
+
+    def __init__(
+        self,
+        parsed: Asked,
+        heading: Heading,
+        choices: Sequence[Choice],
+        prompts: Sequence[ToldPrompt],
+        warnings: Warnings,
+    ) -> None:
+        self._options = parsed.telling
+        self._warnings = warnings
+        self._heading = heading
+        self._choices = choices
+        self._prompts = prompts
+        self._usage = Usage(parsed)
+
+    async def events(self, index: int, part: Piece | Ending) -> bytes:
+        """Return the next events; empty if there is nothing to send yet."""
+        choice = self._choices[index]
+        if isinstance(part, Ending):
+            self._usage.ended(index, part)
+            warnings = self._warnings.of(part)
+            last_chunk = choice.last_chunk(part)
+            return event(self._chunk(index, last_chunk, part.num_completion_tokens, **warnings))
+        choice_json = choice.chunk(part)
+        if choice_json is None:
+            return b""
+        chunk = self._chunk(index, choice_json, part.first_index + len(part.token_ids))
+        if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_AT_ONCE:
+            return event(chunk)
+        choices = LongList(chunk["choices"], has_long_items=True)
+        return b"".join((b"data: ", *await encoded({**chunk, "choices": choices}), b"\n\n"))
+
+    def end(self) -> bytes:
+        if not self._options.with_usage:
+            return DONE
+        return event(self._heading.over([], usage=self._usage.totals)) + DONE
+
+    def _chunk(self, index: int, choice: Json, num_tokens: int, **more: Any) -> Json:
+        if self._options.with_usage:
+            more["usage"] = None
+        if self._options.with_usage_so_far:
+            more["usage"] = usage_of(len(self._prompts[index].token_ids), num_tokens)
+        return self._heading.over([choice], **more)
+
+
+def event(message: Json) -> bytes:
+    return b"data: " + as_json(message) + b"\n\n"

@@ -1,0 +1,56 @@
+"""`warnings` of an answer: requested features that were not applied. Pure.
+
+A whole answer has them next to `usage`, a stream in the last chunk of a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.openai.request.parsed_request import Telling
+from router.openai.request.tool_choice import Calling
+from router.openai.response.choices import Json
+from router.openai.response.output_parsers import Parsing
+from router.values import Ending
+
+
+class Warnings:
+    """Warnings of one request."""
+
+    def __init__(self, options: Telling, parsing: Parsing, *, shows_tools: bool) -> None:
+        self._options = options
+        self._of_tools = _of_tools(options, parsing, shows_tools=shows_tools)
+
+    def of(self, *endings: Ending) -> Json:
+        """Return the field `warnings`, or no field if there are none."""
+        capped = (self._capped(each.num_prompt_tokens) for each in endings)
+        warnings = [*self._of_tools, *dict.fromkeys(filter(None, capped))]
+        return {"warnings": warnings} if warnings else {}
+
+    def _capped(self, num_prompt_tokens: int) -> str:
+        max_tokens, max_model_len = self._options.max_tokens, self._options.max_model_len
+        if max_tokens is None or max_model_len is None:
+            return ""
+        rest = max_model_len - num_prompt_tokens
+        if max_tokens <= rest:
+            return ""
+        return (
+            f"max_tokens {max_tokens} was lowered to {rest}: max_model_len is {max_model_len}, and "
+            f"the prompt has {num_prompt_tokens} tokens"
+        )
+
+
+def _of_tools(options: Telling, parsing: Parsing, *, shows_tools: bool) -> Sequence[str]:
+    if options.calling is Calling.NONE:
+        return ()
+    warnings = []
+    if not shows_tools:
+        warnings.append("tools: this model's chat template does not show them to the model")
+    if options.calling is Calling.BY_MODEL:
+        if options.has_form:
+            warnings.append(
+                "tools: structured output contains no calls unless tool_choice forces one"
+            )
+        elif not parsing.tools:
+            warnings.append("tools: without --tool-parser, tool calls stay in the content")
+    return warnings

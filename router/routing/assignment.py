@@ -1,0 +1,53 @@
+"""Accounts the load of one attempt on its nodes, from routing to its end. Pure."""
+
+from __future__ import annotations
+
+from router.routing.node_table import Node, NodeTable
+from router.routing.policy import Route
+
+
+class Assignment:
+    """Load and expected prefixes of one attempt, known to routing before the nodes report them."""
+
+    def __init__(self, table: NodeTable, route: Route) -> None:
+        self._table = table
+        self._route = route
+        self._decode = table.burden(route.decode)
+        self._prompt = self._decode if route.prefill is None else table.burden(route.prefill)
+        self._is_prompt_done = False
+        self._decode.num_sent += 1
+        self._prompt.num_sent_tokens += route.num_missing_tokens
+        if route.prefill is not None:
+            self._prompt.num_sent += 1
+        table.note_use(*self._nodes)
+        for address in self._addresses:
+            table.prefixes.expect(address, route.block_names)
+
+    def prompt_done(self) -> None:
+        """Remove the prompt from the load once its KV is computed."""
+        if self._is_prompt_done:
+            return
+        self._is_prompt_done = True
+        self._prompt.num_sent_tokens -= self._route.num_missing_tokens
+        if self._route.prefill is not None:
+            self._prompt.note_request_ended()
+
+    def close(self) -> None:
+        """Remove the attempt from the load. Call once.
+
+        The prefix of a prompt that was not computed is no longer expected.
+        """
+        if not self._is_prompt_done:
+            for address in self._addresses:
+                self._table.prefixes.cancel_expected(address, self._route.block_names)
+        self.prompt_done()
+        self._decode.note_request_ended()
+
+    @property
+    def _nodes(self) -> list[Node]:
+        nodes = (self._route.decode, self._route.prefill)
+        return [node for node in nodes if node is not None]
+
+    @property
+    def _addresses(self) -> list[str]:
+        return [node.address for node in self._nodes]

@@ -1,0 +1,265 @@
+"""Node table: the known nodes, their load, and whether they accept requests. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from engine.kv_cache.block_hashes import PrefixNaming
+from engine.sampling import NO_ADVICE, SamplingDefaults
+from kv_transfer.protocol.messages import Fingerprint
+from kv_transfer.types import NodeId
+from router.discovery.sources import Member
+from router.routing.prefix_index import NodePrefixes
+from rpc.cached_prefixes import PrefixChanges
+from rpc.node_info import NodeCard, NodeLoad, NodeRole
+
+KvKind = tuple[Fingerprint, int, str]  # fingerprint, bytes of a block, KV transport
+
+
+class Revision(NamedTuple):
+    """Version of a model. Nodes of the same revision generate the same tokens for a request."""
+
+    fingerprint: str  # of the configuration, the weights and the logits processors
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint[:12]} ({self.dtype})"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A reachable node."""
+
+    address: str
+    card: NodeCard
+
+    @property
+    def kv_kind(self) -> KvKind:
+        """KV layout and transport. Nodes can exchange KV if theirs are equal."""
+        return self.card.fingerprint, self.card.block_bytes, self.card.kv_transport
+
+    @property
+    def revision(self) -> Revision:
+        return Revision(self.card.fingerprint.model, self.card.fingerprint.dtype)
+
+    def may_share_kv_with(self, other: Node) -> bool:
+        return self.kv_kind == other.kv_kind
+
+
+@dataclass(slots=True)
+class LoadEstimate:
+    """Load of a node, as reported by it and as known from this router's own requests."""
+
+    reported: NodeLoad = NodeLoad()
+    num_sent: int = 0  # requests of this router in flight there
+    num_sent_tokens: int = 0  # prompt tokens of these that the node has yet to compute
+    num_ended: int = 0  # requests of this router that ended since the last report
+    last_use: int = 0  # NodeTable's sequence number of the last request sent there
+
+    @property
+    def num_reported(self) -> int:
+        """Requests on the node by its last report, less those of this router that ended since."""
+        return max(0, self.reported.num_running + self.reported.num_waiting - self.num_ended)
+
+    def note_report(self, reported: NodeLoad) -> None:
+        self.reported = reported
+        self.num_ended = 0
+
+    def note_request_ended(self) -> None:
+        """Count a request that ended on the node before the node has reported it."""
+        self.num_sent -= 1
+        self.num_ended += 1
+
+    @property
+    def num_requests(self) -> int:
+        """Requests on the node: own ones at once, those of other routers when reported."""
+        return max(self.num_reported, self.num_sent)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Open nodes with compatible KV, in a stable order."""
+
+    prefills: tuple[Node, ...]
+    decodes: tuple[Node, ...]
+
+
+class NodeTable:
+    """Nodes by address, with their load, health and prefixes."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+        self._loads: dict[str, LoadEstimate] = {}
+        self.watched: frozenset[Member] = frozenset()  # including unreachable ones
+        self._unready: set[str] = set()
+        self._unlisted: frozenset[str] = frozenset()
+        self._last_of_name: dict[NodeId, str] = {}
+        self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
+        self._kinds_in_service: set[KvKind] = set()  # that have had open nodes of both roles
+        self.namings: frozenset[PrefixNaming] = frozenset()  # one, unless models differ
+        self.prefixes = NodePrefixes()
+        self._num_uses = 0
+
+    def join(self, address: str, card: NodeCard) -> None:
+        self._nodes.pop(address, None)  # a node that joins again moves to the end
+        self._nodes[address] = Node(address, card)
+        self._unready.discard(address)
+        self._loads[address] = LoadEstimate()
+        self.prefixes.drop(address)
+        self._rebuild()
+
+    def note_load(self, address: str, load: NodeLoad) -> None:
+        burden = self._loads.get(address)
+        if burden is None:
+            return
+        if load.is_draining != burden.reported.is_draining:
+            self._groups = None
+        burden.note_report(load)
+
+    def note_ready(self, address: str, *, is_ready: bool) -> None:
+        """Record the health that the node reports."""
+        if is_ready is (address in self._unready):
+            self._groups = None
+        (self._unready.discard if is_ready else self._unready.add)(address)
+
+    def note_unlisted(self, addresses: frozenset[str]) -> None:
+        """Set the addresses that no source lists any more: they get no new requests."""
+        if addresses != self._unlisted:
+            self._unlisted, self._groups = addresses, None
+
+    def note_prefixes(self, address: str, changes: PrefixChanges) -> None:
+        """Apply changes of a node's prefix cache. Raises PrefixGap."""
+        if address in self._nodes:
+            self.prefixes.take(address, changes)
+
+    def lose(self, address: str) -> None:
+        self._nodes.pop(address, None)
+        self._loads.pop(address, None)
+        self._unready.discard(address)
+        self.prefixes.drop(address)
+        self._rebuild()
+
+    def note_use(self, *nodes: Node) -> None:
+        """Record that a request is sent to these nodes."""
+        self._num_uses += 1
+        for node in nodes:
+            self.burden(node).last_use = self._num_uses
+
+    def burden(self, node: Node) -> LoadEstimate:
+        """Return the load of a node; an empty one if the node was lost."""
+        return self._loads.get(node.address) or LoadEstimate()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self._nodes.values())
+
+    @property
+    def models(self) -> frozenset[str]:
+        return frozenset(node.card.model for node in self._nodes.values())
+
+    def max_model_len(self, model: str) -> int | None:
+        """Return the largest context length of the decode nodes; None without any."""
+        found = [
+            node.card.max_model_len
+            for node in self._nodes.values()
+            if node.card.role is NodeRole.DECODE and model in ("", node.card.model)
+        ]
+        return max(found, default=None)
+
+    def max_sequence_len(self, model: str) -> int | None:
+        """Return the sequence length that fits on every decode node; None without any."""
+        found = [
+            node.card.longest_sequence
+            for node in self._nodes.values()
+            if node.card.role is NodeRole.DECODE and model in ("", node.card.model)
+        ]
+        return min(found, default=None)
+
+    def sampling_defaults(self, model: str) -> SamplingDefaults:
+        """Return the defaults of `model`, or of any model if the name is empty."""
+        found = (node.card for node in self._nodes.values() if model in ("", node.card.model))
+        card = next(found, None)
+        return NO_ADVICE if card is None else card.sampling_defaults
+
+    def is_open(self, node: Node) -> bool:
+        """Return whether the node accepts new requests. Of equal names, the last to join does."""
+        is_draining = self.burden(node).reported.is_draining
+        is_current = self.is_listed(node) and self.is_latest_of_name(node)
+        return self.is_ready(node) and is_current and not is_draining
+
+    def is_ready(self, node: Node) -> bool:
+        return node.address not in self._unready
+
+    def is_listed(self, node: Node) -> bool:
+        return node.address not in self._unlisted
+
+    def is_latest_of_name(self, node: Node) -> bool:
+        return self._last_of_name.get(node.card.node_id) == node.address
+
+    def open_nodes(self, role: NodeRole) -> list[Node]:
+        """Return the nodes of a role that accept new requests, in a stable order."""
+        found = [
+            node for node in self._nodes.values() if node.card.role is role and self.is_open(node)
+        ]
+        return sorted(found, key=_address)
+
+    @property
+    def num_batch_slots(self) -> int:
+        """Batch slots of all open decode nodes."""
+        return sum(node.card.max_num_seqs for group in self.groups() for node in group.decodes)
+
+    def partners(self, node: Node) -> list[Node]:
+        """Return the open nodes of the other role with compatible KV."""
+        return [
+            other
+            for other in self._all_open()
+            if other.card.role is not node.card.role and other.may_share_kv_with(node)
+        ]
+
+    def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
+        """Return the open nodes, except those addresses, grouped by compatible KV."""
+        if without:
+            return _group_by_kind(
+                [node for node in self._all_open() if node.address not in without]
+            )
+        if self._groups is None:
+            self._groups = _group_by_kind(self._all_open())
+            pairs = [group for group in self._groups if group.prefills and group.decodes]
+            self._kinds_in_service.update(group.decodes[0].kv_kind for group in pairs)
+        return self._groups
+
+    def was_paired(self, group: NodeGroup) -> bool:
+        """Return whether this kind of KV has ever had open nodes of both roles."""
+        return any(node.kv_kind in self._kinds_in_service for node in group.decodes)
+
+    def _rebuild(self) -> None:
+        self._groups = None
+        self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
+        namings = (node.card.prefix_naming for node in self._nodes.values())
+        self.namings = frozenset(naming for naming in namings if naming is not None)
+
+    def _all_open(self) -> list[Node]:
+        return [node for role in NodeRole for node in self.open_nodes(role)]
+
+
+def _group_by_kind(nodes: list[Node]) -> tuple[NodeGroup, ...]:
+    by_kind = sorted(nodes, key=_kind)  # stable within a kind
+    return tuple(_group(tuple(members)) for _, members in groupby(by_kind, _kind))
+
+
+def _group(nodes: tuple[Node, ...]) -> NodeGroup:
+    return NodeGroup(
+        prefills=tuple(node for node in nodes if node.card.role is NodeRole.PREFILL),
+        decodes=tuple(node for node in nodes if node.card.role is NodeRole.DECODE),
+    )
+
+
+def _kind(node: Node) -> str:
+    return repr(node.kv_kind)
+
+
+def _address(node: Node) -> str:
+    return node.address

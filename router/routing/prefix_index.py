@@ -1,0 +1,123 @@
+"""Index of the prefix blocks on each node, reported and expected. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from engine.kv_cache.block_hashes import BlockHash
+from rpc.cached_prefixes import PrefixChanges, PrefixGap
+
+# Limit of expected blocks per node; the oldest are dropped first.
+MAX_EXPECTED = 4096
+
+
+class PrefixIndex:
+    """Bidirectional index of block names and their holders."""
+
+    def __init__(self) -> None:
+        self._holders_by_name: dict[BlockHash, set[str]] = {}
+        self._names_by_holder: dict[str, OrderedDict[BlockHash, None]] = {}
+
+    def names(self, holder: str) -> Iterable[BlockHash]:
+        """Return the blocks of a holder in the order in which they were added."""
+        return self._names_by_holder.get(holder, OrderedDict()).keys()
+
+    def add(self, holder: str, names: Iterable[BlockHash]) -> None:
+        held = self._names_by_holder.setdefault(holder, OrderedDict())
+        for name in names:
+            held[name] = None
+            self._holders_by_name.setdefault(name, set()).add(holder)
+
+    def remove(self, holder: str, names: Iterable[BlockHash]) -> None:
+        held = self._names_by_holder.get(holder, OrderedDict())
+        for name in names:
+            if name in held:
+                del held[name]
+                self._forget(holder, name)
+
+    def drop(self, holder: str) -> None:
+        """Remove all blocks of a holder."""
+        for name in self._names_by_holder.pop(holder, ()):
+            self._forget(holder, name)
+
+    def trim(self, holder: str, max_names: int) -> None:
+        """Drop the oldest blocks of a holder beyond `max_names`."""
+        held = self._names_by_holder.get(holder, OrderedDict())
+        while len(held) > max_names:
+            name, _ = held.popitem(last=False)
+            self._forget(holder, name)
+
+    def num_names(self, holder: str) -> int:
+        return len(self._names_by_holder.get(holder, ()))
+
+    def match(self, names: Sequence[BlockHash]) -> dict[str, int]:
+        """Return for each holder how many of the leading names it has without a gap, if any."""
+        matched: dict[str, int] = {}
+        matching: set[str] | None = None
+        for place, name in enumerate(names):
+            holders = self._holders_by_name.get(name, set())
+            remaining = holders if matching is None else matching & holders
+            matched.update(dict.fromkeys((matching or set()) - remaining, place))
+            matching = remaining
+            if not matching:
+                return matched
+        matched.update(dict.fromkeys(matching or (), len(names)))
+        return matched
+
+    def _forget(self, holder: str, name: BlockHash) -> None:
+        holders = self._holders_by_name[name]
+        holders.discard(holder)
+        if not holders:
+            del self._holders_by_name[name]
+
+
+class NodePrefixes:
+    """Prefix blocks of all nodes: those they have reported, and those they are about to have.
+
+    A node reports the blocks of a prompt once they are computed. Until then they are expected on
+    the node to which the prompt was sent, so that the following prompts of a burst go there too.
+    """
+
+    def __init__(self) -> None:
+        self._reported = PrefixIndex()
+        self._expected = PrefixIndex()
+        self._sequence_by_address: dict[str, int] = {}
+
+    def take(self, address: str, changes: PrefixChanges) -> None:
+        """Apply reported changes. Raises PrefixGap if earlier ones were lost: watch again."""
+        if changes.is_snapshot:
+            self.drop(address)
+        elif changes.sequence != self._sequence_by_address.get(address, 0) + 1:
+            raise PrefixGap(f"{address} sent prefix change {changes.sequence} out of order")
+        self._sequence_by_address[address] = changes.sequence
+        self._reported.remove(address, changes.removed)
+        self._reported.add(address, changes.stored)
+        self._expected.remove(address, (*changes.removed, *changes.stored))
+
+    def expect(self, address: str, names: Iterable[BlockHash]) -> None:
+        self._expected.add(address, names)
+        self._expected.trim(address, MAX_EXPECTED)
+
+    def cancel_expected(self, address: str, names: Iterable[BlockHash]) -> None:
+        self._expected.remove(address, names)
+
+    def drop(self, address: str) -> None:
+        self._reported.drop(address)
+        self._expected.drop(address)
+        self._sequence_by_address.pop(address, None)
+
+    def num_told(self, address: str) -> int:
+        """Return how many cached blocks the node has reported."""
+        return self._reported.num_names(address)
+
+    def told(self, names: Sequence[BlockHash]) -> dict[str, int]:
+        """Return the number of leading blocks that each node has reported."""
+        return self._reported.match(names)
+
+    def likely(self, names: Sequence[BlockHash]) -> Mapping[str, int]:
+        """Return the number of leading blocks that each node has or is about to have."""
+        likely = self._reported.match(names)
+        for address, count in self._expected.match(names).items():
+            likely[address] = max(count, likely.get(address, 0))
+        return likely

@@ -1,0 +1,134 @@
+"""Cached prefixes of a node, sent to watchers as changes or as snapshots. Pure.
+
+The log of changes is kept no longer than the set of names. A watcher that starts late or falls
+behind receives a snapshot. Changes that cancel each other out are not sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+
+# Minimum length of the log, for small caches.
+LEAST_LOG_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChanges:
+    """One update to a watcher."""
+
+    sequence: int
+    is_snapshot: bool
+    stored: frozenset[BlockHash]
+    removed: frozenset[BlockHash] = frozenset()
+
+
+class PrefixGap(Exception):
+    """A watcher missed updates, so its view of the node's prefixes is wrong."""
+
+
+class CachedPrefixes:
+    """Names of the blocks in the prefix cache, with a log of changes."""
+
+    def __init__(self) -> None:
+        self._names: set[BlockHash] = set()
+        self._log: deque[tuple[BlockHash, bool]] = deque()  # the name, and True if it was added
+        self._version = 0  # of the state after the log's last entry
+        self._oldest_version = 0  # of the state before the log's first entry
+
+    @property
+    def names(self) -> frozenset[BlockHash]:
+        return frozenset(self._names)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def take(self, events: Iterable[KvEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored():
+                    for name in event.block_hashes:
+                        self._record(name, is_new=True)
+                case BlockRemoved():
+                    for name in event.block_hashes:
+                        self._record(name, is_new=False)
+                case AllBlocksCleared():
+                    self._clear()
+        self._trim_log()
+
+    def since(self, version: int) -> tuple[set[BlockHash], set[BlockHash]] | None:
+        """Return names added and removed since `version`; None if the log does not reach back."""
+        if version < self._oldest_version:
+            return None
+        was_there: dict[BlockHash, bool] = {}
+        for name, is_new in islice(self._log, version - self._oldest_version, None):
+            was_there.setdefault(name, not is_new)
+        stored = {name for name, was in was_there.items() if not was and name in self._names}
+        removed = {name for name, was in was_there.items() if was and name not in self._names}
+        return stored, removed
+
+    def _record(self, name: BlockHash, *, is_new: bool) -> None:
+        if is_new == (name in self._names):
+            return
+        (self._names.add if is_new else self._names.remove)(name)
+        self._log.append((name, is_new))
+        self._version += 1
+
+    def _clear(self) -> None:
+        self._names.clear()
+        self._log.clear()
+        self._version += 1
+        self._oldest_version = self._version
+
+    def _trim_log(self) -> None:
+        longest = max(LEAST_LOG_LEN, len(self._names))
+        while len(self._log) > longest:
+            self._log.popleft()
+            self._oldest_version += 1
+
+
+class PrefixWatcher:
+    """Position of one watcher in the changes."""
+
+    def __init__(self, cached: CachedPrefixes) -> None:
+        self._cached = cached
+        self._version = -1
+        self._sequence = 0
+
+    def next(self) -> PrefixChanges | None:
+        """Return the watcher's next update, or None if nothing has changed."""
+        if self._version == self._cached.version:
+            return None
+        changes = self._cached.since(self._version)
+        self._version = self._cached.version
+        if changes is None:
+            return self._update(is_snapshot=True, stored=self._cached.names)
+        stored, removed = (frozenset(names) for names in changes)
+        if not (stored or removed):
+            return None
+        return self._update(is_snapshot=False, stored=stored, removed=removed)
+
+    def _update(
+        self,
+        *,
+        is_snapshot: bool,
+        stored: frozenset[BlockHash],
+        removed: frozenset[BlockHash] = frozenset(),
+    ) -> PrefixChanges:
+        self._sequence += 1
+        return PrefixChanges(self._sequence, is_snapshot, stored, removed)
+
+
+def pack_names(names: Iterable[BlockHash]) -> bytes:
+    return b"".join(names)
+
+
+def unpack_names(packed: bytes) -> frozenset[BlockHash]:
+    starts = range(0, len(packed), HASH_BYTES)
+    return frozenset(BlockHash(packed[start : start + HASH_BYTES]) for start in starts)

@@ -1,0 +1,118 @@
+"""Conversion between orders of the node protocol and engine requests. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.v1 import node_pb2
+from engine.errors import InvalidRequest
+from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId, Peer
+from rpc.errors import UnsupportedInput
+from rpc.messages.conversion import handoff_from, handoff_to, peer_from, sampling_from, sampling_to
+
+MAX_AGE_S = 1e9
+
+
+# Clients may use 256. Routers append the attempt, the answer's index and the client's token hash.
+MAX_NAME_CHARACTERS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Tokens and parameters of a request that the router sends to a node."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    prior_output_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    is_paced: bool = False  # the prompt is computed in small chunks while other requests decode
+    age_s: float = 0.0  # since the router received the request
+
+
+def engine_id(handoff_id: HandoffId) -> RequestId:
+    """Return the request id inside a node. It is unique per attempt."""
+    return RequestId(str(handoff_id))
+
+
+def prefill_spec(order: node_pb2.PrefillOrder, client_id: ClientId, now: float) -> RequestSpec:
+    handoff_id = handoff_from(order.handoff_id)
+    return _spec(order.sequence, handoff_id, client_id, now, send_to=handoff_id)
+
+
+def decode_spec(order: node_pb2.DecodeOrder, client_id: ClientId, now: float) -> RequestSpec:
+    handoff_id = handoff_from(order.handoff_id)
+    receive = None
+    if order.HasField("prefill"):
+        receive = ReceiveKv(handoff_id, peer_from(order.prefill))
+    return _spec(order.sequence, handoff_id, client_id, now, receive_from=receive)
+
+
+def prefill_order(handoff_id: HandoffId, sequence: Sequence) -> node_pb2.PrefillOrder:
+    return node_pb2.PrefillOrder(handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence))
+
+
+def decode_order(
+    handoff_id: HandoffId, sequence: Sequence, prefill: Peer | None
+) -> node_pb2.DecodeOrder:
+    peer = None
+    if prefill is not None:
+        peer = node_pb2.Peer(node_id=prefill.node_id, address=prefill.address)
+    return node_pb2.DecodeOrder(
+        handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence), prefill=peer
+    )
+
+
+def _spec(
+    message: node_pb2.Sequence,
+    handoff_id: HandoffId,
+    client_id: ClientId,
+    now: float,
+    *,
+    receive_from: ReceiveKv | None = None,
+    send_to: HandoffId | None = None,
+) -> RequestSpec:
+    for name in (handoff_id.request_id, message.cache_salt):
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"a request id or cache salt has {len(name)} characters; the limit is "
+                f"{MAX_NAME_CHARACTERS}"
+            )
+    if message.sampling.stop:
+        raise UnsupportedInput("nodes have no tokenizer: the router must apply stop strings")
+    return RequestSpec(
+        request_id=engine_id(handoff_id),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from(message.sampling),
+        seed=message.seed,
+        arrival_s=now,
+        age_s=_age_s(message),
+        client_id=client_id,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        prior_output_token_ids=tuple(message.prior_output_token_ids),
+        is_paced=message.is_paced,
+        receive_from=receive_from,
+        send_to=send_to,
+    )
+
+
+def _sequence_to(sequence: Sequence) -> node_pb2.Sequence:
+    return node_pb2.Sequence(
+        prompt_token_ids=sequence.prompt_token_ids,
+        prior_output_token_ids=sequence.prior_output_token_ids,
+        sampling=sampling_to(sequence.sampling),
+        seed=sequence.seed,
+        priority=sequence.priority,
+        cache_salt=sequence.cache_salt,
+        is_paced=sequence.is_paced,
+        age_s=sequence.age_s,
+    )
+
+
+def _age_s(message: node_pb2.Sequence) -> float:
+    """Return the age, or 0 if it is negative or NaN, which would break the order of the queue."""
+    return message.age_s if 0 <= message.age_s < MAX_AGE_S else 0.0

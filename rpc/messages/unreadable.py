@@ -1,0 +1,97 @@
+"""Interceptor that refuses invalid protobuf messages with `Unreadable` instead of UNKNOWN."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from rpc.errors import ServiceError, Unreadable
+from rpc.messages.wire_gauge import check_num_fields
+from rpc.security.token_gate import Continuation, Handler
+from rpc.status import named_errors
+
+Context = aio.ServicerContext[Any, Any]
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Placeholder for a message that was refused while it was deserialized."""
+
+    refusal: ServiceError
+
+
+class NamesUnreadable(aio.ServerInterceptor):
+    """Refuses invalid messages; with `is_gauged`, also those with too many fields."""
+
+    def __init__(self, *, is_gauged: bool = False) -> None:
+        self._is_gauged = is_gauged
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler  # type: ignore[no-any-return]
+        kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
+        changed = {
+            "request_deserializer": _refusing_deserializer(
+                handler.request_deserializer, is_gauged=self._is_gauged
+            ),
+            kind: _checked(getattr(handler, kind)),
+        }
+        return handler._replace(**changed)  # type: ignore[no-any-return]
+
+
+def _refusing_deserializer(
+    read: Callable[[bytes], Any], *, is_gauged: bool
+) -> Callable[[bytes], Any]:
+    kind: Any = getattr(read, "__self__", None)  # message class of a bound FromString
+
+    def read_or_refuse(raw: bytes) -> Any:
+        try:
+            if is_gauged and kind is not None:
+                check_num_fields(raw, kind.DESCRIPTOR)
+            return read(raw)
+        except ServiceError as refusal:
+            return _Refused(refusal)
+        except DecodeError as error:
+            return _Refused(Unreadable(str(error)))
+
+    return read_or_refuse
+
+
+def _checked(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+    """Wrap a method, unary or streaming, to raise the refusals of its requests."""
+
+    async def checked(request: Any, context: Context) -> Any:
+        async with named_errors(context):
+            readable = _readable(request)
+        if not inspect.isasyncgenfunction(method):
+            return await method(readable, context)
+        async for response in method(readable, context):
+            await context.write(response)
+        return None
+
+    return checked
+
+
+def _readable(request: Any) -> Any:
+    if isinstance(request, AsyncIterator):
+        return _each_readable(request)
+    if isinstance(request, _Refused):
+        raise request.refusal
+    return request
+
+
+async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)

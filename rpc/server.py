@@ -1,0 +1,129 @@
+"""gRPC server lifecycle: bind, serve with health and reflection, drain, close."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+
+from rpc.channel import (
+    CONNECTIONS,
+    KEEPALIVE,
+    Keepalive,
+    ServerConnections,
+    server_credentials,
+    server_options,
+)
+from rpc.errors import AddressInUse
+from rpc.health import HEALTH, Health
+from rpc.health_servicer import HealthServicer
+from rpc.listening import check_port
+from rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from rpc.messages.unreadable import NamesUnreadable
+from rpc.reflection import enable_reflection
+from rpc.security.tls import PLAIN, TlsConfig
+
+READY_PREFIX = "baton ready:"
+# Time limit of calls that outlive the drain, such as watches. They are cancelled after it.
+CLOSE_GRACE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A servicer and its full name, as reported by reflection."""
+
+    name: str
+    add_to: Callable[[aio.Server], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    address: str  # host:port with the port that was bound
+    health: Health
+
+
+@asynccontextmanager
+async def serving(
+    host: str,
+    port: int,
+    services: Sequence[Service],
+    *,
+    tls: TlsConfig = PLAIN,
+    keepalive: Keepalive = KEEPALIVE,
+    connections: ServerConnections = CONNECTIONS,
+    interceptors: Sequence[aio.ServerInterceptor] = (),
+    for_clients: bool = False,
+) -> AsyncIterator[Running]:
+    """Serve until the block ends. Health starts as not ready.
+
+    With `for_clients`, requests are limited to MAX_REQUEST_BYTES; otherwise to MAX_MESSAGE_BYTES,
+    as between processes of one cluster.
+    """
+    names = tuple(service.name for service in services)
+    health = Health(names)
+    max_request_bytes = MAX_REQUEST_BYTES if for_clients else MAX_MESSAGE_BYTES
+    server = aio.server(
+        interceptors=(*interceptors, NamesUnreadable(is_gauged=for_clients)),
+        options=server_options(keepalive, connections, max_request_bytes),
+    )
+    for service in services:
+        service.add_to(server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health), server)
+    enable_reflection((*names, HEALTH), server)
+    bound_port = _bind(server, host, port, tls)
+    await server.start()
+    try:
+        yield Running(f"{host}:{bound_port}", health)
+    finally:
+        await server.stop(CLOSE_GRACE_S)
+
+
+def announce(role: str, address: str) -> None:
+    """Print the line from which a parent process reads the port."""
+    print(f"{READY_PREFIX} {role} {address}", flush=True)
+
+
+def parse_announcement(line: str) -> tuple[str, str] | None:
+    """Return the role and the address, or None for any other line."""
+    if not line.startswith(READY_PREFIX):
+        return None
+    role, address = line.removeprefix(READY_PREFIX).split()
+    return role, address
+
+
+@asynccontextmanager
+async def stop_signal() -> AsyncIterator[asyncio.Event]:
+    """Yield an event that is set by the first SIGTERM or SIGINT.
+
+    A second signal ends the process at once.
+    """
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        stopped.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    yield stopped
+
+
+def _bind(server: aio.Server, host: str, port: int, tls: TlsConfig) -> int:
+    check_port(host, port)  # gRPC's own error gives no reason
+    credentials = server_credentials(tls)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(f"{host}:{port}")
+        return server.add_secure_port(f"{host}:{port}", credentials)
+    except RuntimeError as error:
+        raise AddressInUse(
+            f"cannot listen on {host}:{port}; choose another --port, or 0 for any"
+        ) from error

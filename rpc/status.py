@@ -1,0 +1,187 @@
+"""Map named errors to gRPC statuses, and failed calls back to `RemoteError`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode, aio
+from grpc_status import rpc_status
+
+from engine.errors import EngineError, EngineGone, EngineStopped, InvalidRequest, PassFailed
+from kv_transfer.errors import InvalidMessage, KvTransferError, PeerUnreachable
+from rpc.errors import (
+    BodyTimeout,
+    ClientGone,
+    ClientTooSlow,
+    DeadlineExceeded,
+    Draining,
+    EmptyPrompt,
+    GenerationFailed,
+    IncompatibleNodes,
+    KvLoadFailed,
+    MessageTooLarge,
+    NodeDraining,
+    NodeFailed,
+    NoNodes,
+    PoisonedRequest,
+    QueueFull,
+    RequestIdInUse,
+    ServiceError,
+    TooLate,
+    TooManyConnects,
+    Unauthenticated,
+    UnknownModel,
+    Unreadable,
+    UnsupportedInput,
+)
+
+DOMAIN = "baton"
+# gRPC's error text for a message over the limit. The limit is the same on all sides.
+TOO_LARGE = "message larger than max"
+TOO_LARGE_ADVICE = "ask for less at once: a shorter prompt, or fewer logprobs"
+DETAILS_KEY = "grpc-status-details-bin"
+CODE_BY_NUMBER: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
+
+# Reasons are for programs and never change. Messages are for people and can change.
+CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
+    InvalidRequest: (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    EmptyPrompt: (StatusCode.INVALID_ARGUMENT, "EMPTY_PROMPT"),
+    UnsupportedInput: (StatusCode.INVALID_ARGUMENT, "UNSUPPORTED_INPUT"),
+    Unreadable: (StatusCode.INVALID_ARGUMENT, "UNREADABLE"),
+    InvalidMessage: (StatusCode.INVALID_ARGUMENT, "INVALID_MESSAGE"),
+    UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    RequestIdInUse: (StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE"),
+    Unauthenticated: (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    MessageTooLarge: (StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
+    BodyTimeout: (StatusCode.DEADLINE_EXCEEDED, "BODY_TIMEOUT"),
+    DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    QueueFull: (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    TooLate: (StatusCode.RESOURCE_EXHAUSTED, "TOO_LATE"),
+    ClientGone: (StatusCode.CANCELLED, "CLIENT_GONE"),
+    ClientTooSlow: (StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW"),
+    TooManyConnects: (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CONNECTS"),
+    PeerUnreachable: (StatusCode.FAILED_PRECONDITION, "PEER_UNREACHABLE"),
+    NoNodes: (StatusCode.UNAVAILABLE, "NO_NODES"),
+    IncompatibleNodes: (StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_NODES"),
+    NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),
+    NodeDraining: (StatusCode.UNAVAILABLE, "NODE_DRAINING"),
+    KvLoadFailed: (StatusCode.UNAVAILABLE, "KV_LOAD_FAILED"),
+    PoisonedRequest: (StatusCode.INTERNAL, "POISONED_REQUEST"),
+    Draining: (StatusCode.UNAVAILABLE, "DRAINING"),
+    EngineStopped: (StatusCode.UNAVAILABLE, "ENGINE_STOPPED"),
+    EngineGone: (StatusCode.UNAVAILABLE, "ENGINE_GONE"),
+    PassFailed: (StatusCode.INTERNAL, "PASS_FAILED"),
+    GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
+}
+NAMED = (ServiceError, EngineError, KvTransferError)
+# A status is sent in a header, which is limited in size. Texts that quote a client can be long.
+MOST_MESSAGE_CHARACTERS, MOST_FIELD_CHARACTERS = 1000, 200
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """Status of a failed call to another process."""
+
+    code: StatusCode
+    message: str
+    reason: str | None = None  # None: not one of Baton's errors, such as a broken connection
+    metadata: dict[str, str] = field(default_factory=dict)
+    retry_after_s: float | None = None  # None: the server did not send a RetryInfo
+
+
+class RemoteFailure(Exception):
+    """Failure of one call on a shared stream, alone or together with the stream."""
+
+    def __init__(self, remote: RemoteError) -> None:
+        super().__init__(remote.message)
+        self.remote = remote
+
+
+@asynccontextmanager
+async def named_errors(
+    context: aio.ServicerContext[Any, Any], **metadata: str
+) -> AsyncIterator[None]:
+    """Abort the call with the status of a named error. Other exceptions propagate unchanged."""
+    try:
+        yield
+    except NAMED as error:
+        await context.abort_with_status(rpc_status.to_status(status_of(error, metadata)))
+
+
+def status_of(error: Exception, metadata: dict[str, str] | None = None) -> status_pb2.Status:
+    code, reason = code_and_reason(error)
+    fields = {
+        name: _truncate(text, MOST_FIELD_CHARACTERS) for name, text in (metadata or {}).items()
+    }
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=fields)
+    details = [_pack(info)]
+    if isinstance(error, QueueFull):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(_pack(retry))
+    number: int = code.value[0]
+    message = message_of(error)
+    return status_pb2.Status(code=number, message=message, details=details)
+
+
+def message_of(error: Exception) -> str:
+    """Return the error's text, cut to a length that fits into a header."""
+    return _truncate(str(error), MOST_MESSAGE_CHARACTERS)
+
+
+def _truncate(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else f"{text[: max_characters - 1]}…"
+
+
+def _pack(message: Message) -> any_pb2.Any:
+    detail = any_pb2.Any()
+    detail.Pack(message)
+    return detail
+
+
+def code_and_reason(error: Exception) -> tuple[StatusCode, str]:
+    for kind in type(error).__mro__:
+        if kind in CODE_AND_REASON:
+            return CODE_AND_REASON[kind]
+    return StatusCode.INTERNAL, "INTERNAL"
+
+
+def reason_of(kind: type[Exception]) -> str:
+    """Return the reason string that other processes receive for this error type."""
+    return CODE_AND_REASON[kind][1]
+
+
+def remote_error(error: grpc.RpcError | RemoteFailure) -> RemoteError:
+    """Return the status of a failed call, from asyncio, blocking and shared-stream calls."""
+    if isinstance(error, RemoteFailure):
+        return error.remote
+    if not isinstance(error, (aio.AioRpcError, grpc.Call)):
+        return RemoteError(StatusCode.UNKNOWN, str(error))
+    message = error.details() or ""
+    for key, blob in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(blob, bytes):
+            return remote_error_in(status_pb2.Status.FromString(blob))
+    if error.code() is StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE in message:
+        advised = f"{message}; {TOO_LARGE_ADVICE}"
+        return RemoteError(error.code(), advised, reason_of(MessageTooLarge))
+    return RemoteError(error.code(), message)
+
+
+def remote_error_in(status: status_pb2.Status) -> RemoteError:
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    retry_after_s = None
+    for detail in status.details:
+        detail.Unpack(info)
+        if detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    code = CODE_BY_NUMBER[status.code]
+    return RemoteError(
+        code, status.message, info.reason or None, dict(info.metadata), retry_after_s
+    )

@@ -1,0 +1,178 @@
+"""Metrics of a process, in a registry of prometheus_client.
+
+With OpenMetrics, samples have exemplars: the trace of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from kv_transfer.records import Role, TransferRecord
+from telemetry import names
+from telemetry.metrics import names as counted
+from telemetry.metrics.names import Kind, Metric
+from telemetry.tracing.node_timeline import DONE, WITHDRAWN
+from telemetry.tracing.request_timeline import RequestTimeline
+from telemetry.tracing.spans import Outcome, TraceContext
+
+PROVIDER = "baton"
+VERDICTS = ("bystander", "suspect", "poison")
+
+# Values read at a scrape: by metric, or by metric and the value of its only label.
+Reading = Mapping[Metric, float | Mapping[str, float]]
+Read = Callable[[], Reading]
+
+
+class RouterMetrics:
+    """Metrics of the router. Every request is counted, traced or not."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._duration = _histogram(registry, counted.DURATION)
+        self._ttft = _histogram(registry, counted.TIME_TO_FIRST_TOKEN)
+        self._per_token = _histogram(registry, counted.TIME_PER_TOKEN)
+        self._queue_wait = _histogram(registry, counted.QUEUE_WAIT)
+        self._requests = _counter(registry, counted.REQUESTS)
+        self._refusals = _counter(registry, counted.REFUSALS)
+        self._tokens = _counter(registry, counted.TOKENS)
+        self._attempts = _counter(registry, counted.ATTEMPTS)
+        self._suspects = _counter(registry, counted.SUSPECTS)
+        for verdict in VERDICTS:  # export zeros, too
+            self._suspects.labels(verdict)
+        self._kv_bytes = _counter(registry, counted.REQUEST_KV_BYTES)
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was refused before it had a timeline."""
+        self._refusals.labels(reason).inc()
+
+    def take(self, timeline: RequestTimeline) -> None:
+        """Count a request. Called once, when it has ended."""
+        end, usage = timeline.end, timeline.usage
+        if end is None:
+            return
+        exemplar = _exemplar(timeline.context)
+        self._requests.labels(end.outcome.name.lower(), usage.served if usage else "").inc()
+        duration = self._duration.labels(*_call(timeline), end.error_type)
+        duration.observe(end.at_s - timeline.received_s, exemplar)
+        if end.outcome is Outcome.REFUSED:
+            self.refused(end.error_type)
+        if timeline.admitted_s is not None and timeline.tokenized_s is not None:
+            self._queue_wait.observe(timeline.admitted_s - timeline.tokenized_s, exemplar)
+        self._count_attempts(timeline)
+        for judgement in timeline.judgements:
+            self._suspects.labels(judgement.verdict).inc()
+        self._observe_times(timeline, end.at_s, exemplar)
+        if timeline.was_dispatched and end.outcome is not Outcome.REFUSED:
+            outcome = end.outcome.name.lower()
+            self._tokens.labels("input", outcome).inc(timeline.num_prompt_tokens or 0)
+            self._tokens.labels("output", outcome).inc(timeline.num_output_tokens)
+
+    def _count_attempts(self, timeline: RequestTimeline) -> None:
+        for attempt in timeline.tries:
+            kind = "migrate" if attempt.num_prior_tokens else "retry"
+            self._attempts.labels("first" if attempt.number == 1 else kind).inc()
+
+    def _observe_times(
+        self, timeline: RequestTimeline, ended_s: float, exemplar: dict[str, str] | None
+    ) -> None:
+        usage, first_s, call = timeline.usage, timeline.first_token_s, _call(timeline)
+        if first_s is not None:
+            self._ttft.labels(*call).observe(first_s - timeline.received_s, exemplar)
+        if usage is None:
+            return
+        self._kv_bytes.inc(usage.kv_bytes)
+        if first_s is not None and timeline.num_output_tokens > 1:
+            per_token_s = (ended_s - first_s) / (timeline.num_output_tokens - 1)
+            self._per_token.labels(*call).observe(per_token_s, exemplar)
+
+
+class NodeMetrics:
+    """Metrics of a node. The engine thread updates them per step and per hand-off."""
+
+    def __init__(self, role: str) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._step = _histogram(registry, counted.STEP)
+        self._batch = _histogram(registry, counted.BATCH)
+        # Created here to export zeros, too.
+        self._computed = _counter(registry, counted.PROMPT_TOKENS_COMPUTED).labels(role)
+        self._handoffs = _counter(registry, counted.HANDOFFS)
+        self._kv_bytes = _counter(registry, counted.KV_BYTES)
+        self._transfer = _histogram(registry, counted.TRANSFER)
+        self._rate = _histogram(registry, counted.RATE)
+        self._overlap = _histogram(registry, counted.OVERLAP)
+
+    def step_ended(self, took_s: float, num_requests: int, num_prompt_tokens: int) -> None:
+        self._step.observe(took_s)
+        self._batch.observe(num_requests)
+        if num_prompt_tokens:
+            self._computed.inc(num_prompt_tokens)
+
+    def take(self, record: TransferRecord, trace: TraceContext | None) -> None:
+        """Count a hand-off. Called once, when it has ended on this node."""
+        direction, outcome = record.role.value, _outcome(record)
+        self._handoffs.labels(direction, outcome).inc()
+        if outcome != "done" or not record.num_bytes:
+            return
+        exemplar = None if trace is None else _exemplar(trace)
+        self._kv_bytes.labels(direction, record.transport).inc(record.num_bytes)
+        if record.ended_s is not None:
+            took_s = record.ended_s - record.began_s
+            self._transfer.labels(direction).observe(took_s, exemplar)
+        if record.role is Role.SENT:
+            self._overlap.observe(record.overlap, exemplar)
+            if record.gigabytes_per_s is not None:
+                self._rate.observe(record.gigabytes_per_s, exemplar)
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeCollector(Collector):
+    """Collector of values that are read at each scrape instead of counted here."""
+
+    read: Read
+
+    def collect(self) -> Iterator[Family]:
+        for metric, value in self.read().items():
+            is_total = metric.kind is Kind.COUNTER
+            kind = CounterMetricFamily if is_total else GaugeMetricFamily
+            family = kind(metric.prometheus, metric.help, labels=metric.labels)
+            by_label = value if isinstance(value, Mapping) else {None: value}
+            for label, number in by_label.items():
+                family.add_metric([] if label is None else [label], number)
+            yield family
+
+    def describe(self) -> tuple[Family, ...]:
+        """Return nothing: registration must not read values before the process is ready."""
+        return ()
+
+
+def _counter(registry: CollectorRegistry, metric: Metric) -> Counter:
+    return Counter(metric.prometheus, metric.help, metric.labels, registry=registry)
+
+
+def _histogram(registry: CollectorRegistry, metric: Metric) -> Histogram:
+    return Histogram(
+        metric.prometheus, metric.help, metric.labels, buckets=metric.buckets, registry=registry
+    )
+
+
+def _call(timeline: RequestTimeline) -> tuple[str, str, str]:
+    """Return the call labels. The model is the served one: clients could send any name."""
+    asked = timeline.asked
+    operation, model = asked.get(names.OPERATION, ""), asked.get(names.RESPONSE_MODEL, "")
+    return str(operation), PROVIDER, str(model)
+
+
+def _outcome(record: TransferRecord) -> str:
+    if record.outcome in DONE:
+        return "done"
+    return "withdrawn" if record.outcome in WITHDRAWN else "failed"
+
+
+def _exemplar(trace: TraceContext) -> dict[str, str] | None:
+    return {"trace_id": trace.trace_hex} if trace.is_sampled else None

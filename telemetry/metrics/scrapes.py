@@ -1,0 +1,54 @@
+"""Reads metrics on the thread that owns their state, to avoid races."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from telemetry.metrics import names as counted
+from telemetry.metrics.instruments import Read, Reading
+
+LONGEST_WAIT_S = 1.0
+
+Post = Callable[[Callable[[], None]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A reading with its time."""
+
+    reading: Reading
+    at_s: float
+
+
+class AskedOn:
+    """Reads on the owner's thread. If that thread is busy, returns the last reading."""
+
+    def __init__(self, post: Post, read: Read, longest_wait_s: float = LONGEST_WAIT_S) -> None:
+        self._post = post
+        self._read = read
+        self._longest_wait_s = longest_wait_s
+        self._pending: Future[Known] = Future()
+        self._pending.set_result(Known({}, 0.0))
+        self._known: Known | None = None
+
+    def __call__(self) -> Reading:
+        """Return a reading. Callable from any thread. Empty if there is no reading yet."""
+        pending = self._pending
+        if pending.done():  # else the last request is still queued at the owner
+            pending = self._pending = Future()
+            self._post(partial(self._answer, pending))
+        try:
+            return {**pending.result(self._longest_wait_s).reading, counted.READINGS_AGE: 0.0}
+        except TimeoutError:
+            known = self._known
+        if known is None:
+            return {}
+        return {**known.reading, counted.READINGS_AGE: time.monotonic() - known.at_s}
+
+    def _answer(self, pending: Future[Known]) -> None:
+        self._known = Known(self._read(), time.monotonic())
+        pending.set_result(self._known)

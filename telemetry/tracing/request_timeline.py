@@ -1,0 +1,304 @@
+"""Timeline of a request on the router, and the spans made from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from telemetry import names
+from telemetry.tracing.spans import (
+    AttributeValue,
+    End,
+    Outcome,
+    Span,
+    SpanKind,
+    SpanMaker,
+    SpanStatus,
+    ToUnixNs,
+    TraceContext,
+)
+
+ROLE = "router"
+GENERATE_METHOD = "baton.v1.InferenceService/Generate"
+LEG_METHODS = {
+    names.PREFILL: "baton.v1.PrefillService/Prefill",
+    names.DECODE: "baton.v1.DecodeService/Decode",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Nodes chosen for an attempt: from how many candidates, and why."""
+
+    at_s: float
+    policy: str
+    decode_node: str
+    prefill_node: str  # empty: decode computes the prompt
+    reason: str
+    num_decode_candidates: int
+    num_prefill_candidates: int
+    num_predicted_hit_tokens: int
+
+
+@dataclass(slots=True)
+class LegTimeline:
+    """One call to a node."""
+
+    name: str  # prefill or decode
+    span_id: int
+    node_id: str
+    incarnation: str
+    address: str
+    began_s: float
+    end: End | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.end is not None and self.end.outcome.status is SpanStatus.ERROR
+
+
+@dataclass(slots=True)
+class TryTimeline:
+    """One attempt. It begins at admission, or with the failure of the previous attempt."""
+
+    number: int
+    num_prior_tokens: int
+    span_id: int  # of its retry or migrate span; unused by the first attempt
+    kv_push_span_id: int
+    choice: Choice | None = None
+    legs: list[LegTimeline] = field(default_factory=list)
+    end: End | None = None
+
+    @property
+    def ended_by(self) -> list[LegTimeline]:
+        """Legs that ended the attempt: the failed ones, or all if none has failed."""
+        return [leg for leg in self.legs if leg.has_failed] or self.legs
+
+    @property
+    def ended_s(self) -> float | None:
+        """End of the attempt: the first failure or, without one, the end of the last leg."""
+        ends = [leg.end.at_s for leg in self.ended_by if leg.end is not None]
+        if not ends:
+            return None if self.end is None else self.end.at_s
+        return min(ends) if self.ended_by[0].has_failed else max(ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Finish reason and resources of a complete answer."""
+
+    finish_reason: str
+    served: str  # remote, local or migrated
+    served_reason: str
+    kv_bytes: int
+    kv_blocks: int
+    kv_transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Verdict on whether a request caused the failure of its attempt on a node."""
+
+    at_s: float
+    verdict: str  # bystander, suspect or poison
+    address: str
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    request_id: str
+    context: TraceContext  # of the generate span
+    parent_id: int | None
+    received_s: float
+    asked: dict[str, AttributeValue] = field(default_factory=dict)
+    num_prompt_tokens: int | None = None
+    tokenized_s: float | None = None
+    queue_position: int = 0
+    admitted_s: float | None = None
+    tries: list[TryTimeline] = field(default_factory=list)
+    judgements: list[Judgement] = field(default_factory=list)
+    num_output_tokens: int = 0  # sent to the client, each counted once
+    first_token_s: float | None = None
+    usage: Usage | None = None
+    end: End | None = None
+
+    @property
+    def was_dispatched(self) -> bool:
+        """True if any node was called."""
+        return any(attempt.legs for attempt in self.tries)
+
+    def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
+        """Return the spans of an ended request."""
+        return list(_RequestSpans(self, to_unix_ns).spans())
+
+
+class _RequestSpans:
+    def __init__(self, timeline: RequestTimeline, to_unix_ns: ToUnixNs) -> None:
+        self._timeline = timeline
+        self._root_id = timeline.context.span_id
+        self._make = SpanMaker(timeline.context.trace_id, to_unix_ns)
+        self._end = timeline.end or End(timeline.received_s, Outcome.FAILED)
+
+    def spans(self) -> Iterator[Span]:
+        yield self._generate()
+        yield self._admit()
+        previous: TryTimeline | None = None
+        for attempt in self._timeline.tries:
+            yield from self._attempt(attempt, previous)
+            previous = attempt
+
+    def _generate(self) -> Span:
+        timeline, usage = self._timeline, self._timeline.usage
+        first_s = timeline.first_token_s
+        attributes = {
+            names.ROLE: ROLE,
+            names.PROVIDER: "baton",
+            names.RESPONSE_ID: timeline.request_id,
+            names.INPUT_TOKENS: timeline.num_prompt_tokens,
+            names.OUTPUT_TOKENS: timeline.num_output_tokens,
+            names.TIME_TO_FIRST_TOKEN: None if first_s is None else first_s - timeline.received_s,
+            names.ATTEMPTS: len(timeline.tries),
+        }
+        events = [] if first_s is None else [self._make.event(names.FIRST_TOKEN, first_s)]
+        for judgement in timeline.judgements:
+            verdict = {names.VERDICT: judgement.verdict, names.SERVER_ADDRESS: judgement.address}
+            events.append(self._make.event(names.JUDGED, judgement.at_s, **verdict))
+        return self._make.span(
+            names.GENERATE,
+            timeline.parent_id,
+            timeline.received_s,
+            self._end,
+            {
+                **timeline.asked,
+                **attributes,
+                **_usage_attributes(usage),
+                **_rpc(GENERATE_METHOD, self._end),
+            },
+            span_id=self._root_id,
+            kind=SpanKind.SERVER,
+            events=tuple(events),
+        )
+
+    def _admit(self) -> Span:
+        timeline = self._timeline
+        end = self._end if timeline.admitted_s is None else End(timeline.admitted_s)
+        read_s = timeline.tokenized_s
+        attributes: dict[str, AttributeValue | None] = {
+            names.ROLE: ROLE,
+            names.QUEUE_POSITION: timeline.queue_position,
+            names.QUEUE_WAIT: None if read_s is None else end.at_s - read_s,
+        }
+        events = () if read_s is None else (self._make.event(names.TOKENIZED, read_s),)
+        return self._make.span(
+            names.ADMIT, self._root_id, timeline.received_s, end, attributes, events=events
+        )
+
+    def _attempt(self, attempt: TryTimeline, previous: TryTimeline | None) -> Iterator[Span]:
+        """The parts of an attempt are contiguous: each instant belongs to one of them."""
+        if previous is None:
+            began_s, failed, parent_id = self._timeline.admitted_s, [], self._root_id
+        else:
+            began_s, failed, parent_id = previous.ended_s, previous.ended_by, attempt.span_id
+        began_s = self._end.at_s if began_s is None else began_s
+        if previous is not None:
+            yield self._retry(attempt, began_s, failed)
+        yield self._route(attempt, began_s, parent_id)
+        for leg in attempt.legs:
+            yield self._leg(attempt, leg, parent_id, [other.span_id for other in failed])
+
+    def _retry(self, attempt: TryTimeline, began_s: float, failed: list[LegTimeline]) -> Span:
+        """The retry or migrate span, linked to the failed legs."""
+        events = tuple(
+            self._make.event(
+                names.LEG_FAILED,
+                leg.end.at_s,
+                **{
+                    names.NODE: leg.node_id,
+                    names.ERROR_TYPE: leg.end.error_type,
+                    names.ERROR_MESSAGE: leg.end.message,
+                },
+            )
+            for leg in failed
+            if leg.end is not None and leg.has_failed
+        )
+        attributes: dict[str, AttributeValue | None] = {
+            names.ROLE: ROLE,
+            names.ATTEMPT: attempt.number,
+            names.PRIOR_TOKENS: attempt.num_prior_tokens,
+        }
+        return self._make.span(
+            names.MIGRATE if attempt.num_prior_tokens else names.RETRY,
+            self._root_id,
+            began_s,
+            attempt.end or self._end,
+            attributes,
+            span_id=attempt.span_id,
+            events=events,
+            links=[leg.span_id for leg in failed],
+        )
+
+    def _route(self, attempt: TryTimeline, began_s: float, parent_id: int) -> Span:
+        """The route span, up to the first call of a node; its event is the time of the choice."""
+        choice, end = attempt.choice, attempt.end or self._end
+        if attempt.legs:
+            end = End(min(leg.began_s for leg in attempt.legs))
+        chosen = {} if choice is None else _choice_attributes(choice)
+        events = () if choice is None else (self._make.event(names.CHOSEN, choice.at_s),)
+        attributes = {names.ROLE: ROLE, names.ATTEMPT: attempt.number, **chosen}
+        return self._make.span(names.ROUTE, parent_id, began_s, end, attributes, events=events)
+
+    def _leg(
+        self, attempt: TryTimeline, leg: LegTimeline, parent_id: int, links: list[int]
+    ) -> Span:
+        end = leg.end or self._end
+        attributes = {
+            names.ROLE: ROLE,
+            names.NODE: leg.node_id,
+            names.INCARNATION: leg.incarnation,
+            names.SERVER_ADDRESS: leg.address,
+            names.ATTEMPT: attempt.number,
+            **_rpc(LEG_METHODS[leg.name], end),
+        }
+        return self._make.span(
+            leg.name,
+            parent_id,
+            leg.began_s,
+            end,
+            attributes,
+            span_id=leg.span_id,
+            kind=SpanKind.CLIENT,
+            links=links,
+        )
+
+
+def _rpc(method: str, end: End) -> dict[str, AttributeValue | None]:
+    return {
+        names.RPC_SYSTEM: "grpc",
+        names.RPC_METHOD: method,
+        names.RPC_STATUS: end.rpc_status or None,
+    }
+
+
+def _choice_attributes(choice: Choice) -> dict[str, AttributeValue | None]:
+    return {
+        names.POLICY: choice.policy,
+        names.CANDIDATES_PREFILL: choice.num_prefill_candidates,
+        names.CANDIDATES_DECODE: choice.num_decode_candidates,
+        names.CHOSEN_PREFILL: choice.prefill_node or None,
+        names.CHOSEN_DECODE: choice.decode_node,
+        names.PREDICTED_HIT_TOKENS: choice.num_predicted_hit_tokens,
+        names.ROUTE_REASON: choice.reason or None,
+    }
+
+
+def _usage_attributes(usage: Usage | None) -> dict[str, AttributeValue | None]:
+    if usage is None:
+        return {}
+    return {
+        names.FINISH_REASONS: (usage.finish_reason,),
+        names.SERVED: usage.served,
+        names.SERVED_REASON: usage.served_reason or None,
+        names.KV_BYTES: usage.kv_bytes,
+        names.KV_BLOCKS: usage.kv_blocks,
+        names.KV_TRANSPORT: usage.kv_transport or None,
+    }

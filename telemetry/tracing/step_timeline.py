@@ -1,0 +1,67 @@
+"""Timeline of one engine step, and the span made from it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from telemetry import names
+from telemetry.tracing.node_timeline import NodeFacts
+from telemetry.tracing.spans import (
+    AttributeValue,
+    End,
+    Span,
+    SpanLink,
+    SpanMaker,
+    ToUnixNs,
+    TraceContext,
+)
+
+
+@dataclass(slots=True)
+class StepTimeline:
+    context: TraceContext
+    facts: NodeFacts
+    began_s: float
+    # End of each part, which is the start of the next one.
+    scheduled_s: float = 0.0
+    ordered_s: float = 0.0
+    ran_s: float = 0.0
+    polled_s: float = 0.0
+    ended_s: float = 0.0
+    number: int = 0
+    num_rows: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    requests: tuple[TraceContext, ...] = ()  # traced requests in the step, up to the limit of links
+    num_links_left_out: int = 0
+
+    def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
+        """Return the span of an ended step."""
+        span = SpanMaker(self.context.trace_id, to_unix_ns).span(
+            names.ENGINE_STEP,
+            None,
+            self.began_s,
+            End(self.ended_s),
+            self._attributes(),
+            span_id=self.context.span_id,
+        )
+        links = tuple(SpanLink(context.trace_id, context.span_id) for context in self.requests)
+        return [replace(span, links=links)]
+
+    def _attributes(self) -> dict[str, AttributeValue | None]:
+        return {
+            names.ROLE: self.facts.leg,
+            names.NODE: self.facts.node_id,
+            names.INCARNATION: self.facts.incarnation,
+            names.STEP_NUMBER: self.number,
+            names.STEP_ROWS: self.num_rows,
+            names.STEP_PREFILL_TOKENS: self.num_prefill_tokens,
+            names.STEP_DECODE_TOKENS: self.num_decode_tokens,
+            names.STEP_LINKS_LEFT_OUT: self.num_links_left_out or None,
+            **dict(zip(names.STEP_PARTS, self._parts_s(), strict=True)),
+        }
+
+    def _parts_s(self) -> list[float]:
+        ends = (self.scheduled_s, self.ordered_s, self.ran_s, self.polled_s, self.ended_s)
+        return [end_s - began_s for began_s, end_s in pairwise((self.began_s, *ends))]

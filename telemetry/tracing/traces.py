@@ -1,0 +1,189 @@
+"""Traces assembled from spans: the span tree, and summaries of requests and steps. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from telemetry import names
+from telemetry.tracing.otlp_json import ToldSpan
+from telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanStatus
+from telemetry.tracing.steps import step_parts
+
+ROOTS = (names.GENERATE, names.ENGINE_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Span of a trace and its position in the tree."""
+
+    span: Span
+    node: str  # router, or the id of the node
+    role: str
+    branches: tuple[bool, ...]  # per level below the root: True for the last sibling
+
+    @property
+    def depth(self) -> int:
+        return len(self.branches)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans of one request, or of one step of an engine."""
+
+    trace_id: int
+    told: tuple[ToldSpan, ...]
+
+    @cached_property
+    def root(self) -> Span | None:
+        """The generate or engine_step span; None if it is not stored yet, or no longer."""
+        found = [exported.span for exported in self.told if exported.span.name in ROOTS]
+        return min(found, key=_began, default=None)
+
+    @property
+    def is_step(self) -> bool:
+        return self.root is not None and self.root.name == names.ENGINE_STEP
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The spans in tree order, siblings by start; spans with an unknown parent come last."""
+        spans = [*self.told]
+        if self.is_step:
+            spans += [part for step in self.told for part in step_parts(step)]
+        ids = {exported.span.span_id for exported in spans}
+        children: dict[int | None, list[ToldSpan]] = defaultdict(list)
+        for child in sorted(spans, key=lambda exported: _began(exported.span)):
+            parent = child.span.parent_id
+            children[parent if parent in ids else None].append(child)
+        tops = sorted(children[None], key=lambda top: top.span.name not in ROOTS)
+        return tuple(row for top in tops for row in _below(top, children, ()))
+
+    @property
+    def began_ns(self) -> int:
+        return self.root.began_ns if self.root else min(_began(each.span) for each in self.told)
+
+    @property
+    def ended_ns(self) -> int:
+        return max(each.span.ended_ns for each in self.told)
+
+    @property
+    def duration_s(self) -> float:
+        return (self.ended_ns - self.began_ns) / 1e9
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        value = self.attribute(names.TIME_TO_FIRST_TOKEN)
+        return value if isinstance(value, float) else None
+
+    @property
+    def outcome(self) -> str:
+        if self.root is None:
+            return "unfinished"
+        value = self.root.attributes.get(names.OUTCOME)
+        return str(value) if value else "ok"
+
+    def attribute(self, name: str) -> AttributeValue | None:
+        """Return an attribute of the root span."""
+        return None if self.root is None else self.root.attributes.get(name)
+
+
+def traces_of(spans: Iterable[ToldSpan]) -> list[Trace]:
+    """Group spans by trace, oldest trace first."""
+    by_trace: dict[int, dict[int, ToldSpan]] = defaultdict(dict)
+    for exported in spans:
+        by_trace[exported.span.trace_id][exported.span.span_id] = exported
+    traces = [Trace(trace_id, tuple(by_id.values())) for trace_id, by_id in by_trace.items()]
+    return sorted(traces, key=lambda trace: trace.began_ns)
+
+
+def note_of(span: Span) -> str:
+    """Return the note next to a span's bar: its error or main attributes."""
+    attributes = span.attributes
+    if span.status is SpanStatus.ERROR:
+        return f"{attributes.get(names.ERROR_TYPE, 'failed')}: {span.status_message}"
+    notes = [_failure(event) for event in span.events if event.name == names.LEG_FAILED]
+    notes += [_NOTES[name](value) for name, value in attributes.items() if name in _NOTES and value]
+    if attributes.get(names.OUTCOME) == "cancelled":
+        notes.insert(0, "cancelled")
+    return ", ".join(notes)
+
+
+def failed_node_of(row: Row) -> str | None:
+    """Return the node of a failed call of the router. That node may have exported no spans."""
+    is_call = row.role == "router" and row.span.name in (names.PREFILL, names.DECODE)
+    if not is_call or row.span.status is not SpanStatus.ERROR:
+        return None
+    return str(row.span.attributes.get(names.NODE, ""))
+
+
+def failures_of(trace: Trace) -> list[str]:
+    """Describe the failed spans of a trace: span, node and error."""
+    return [
+        f"{row.span.name} on {failed_node_of(row) or row.node}: {note_of(row.span)}"
+        for row in trace.rows
+        if row.span.status is SpanStatus.ERROR
+    ]
+
+
+def _failure(event: SpanEvent) -> str:
+    attributes = event.attributes
+    node, kind, message = (
+        attributes.get(n) for n in (names.NODE, names.ERROR_TYPE, names.ERROR_MESSAGE)
+    )
+    return f"after {node or 'a node'} failed: {kind}: {message}"
+
+
+def _below(
+    exported: ToldSpan, children: dict[int | None, list[ToldSpan]], branches: tuple[bool, ...]
+) -> Iterator[Row]:
+    role = str(exported.span.attributes.get(names.ROLE) or exported.resource.get(names.ROLE, ""))
+    node = str(exported.resource.get(names.NODE, role))
+    yield Row(exported.span, "router" if role == "router" else node, role, branches)
+    below = children.get(exported.span.span_id, [])
+    for place, child in enumerate(below, start=1):
+        yield from _below(child, children, (*branches, place == len(below)))
+
+
+def _began(span: Span) -> int:
+    return span.began_ns
+
+
+def _bytes(value: AttributeValue) -> str:
+    number = float(value) if isinstance(value, int | float) else 0.0
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
+
+
+_NOTES: dict[str, Callable[[Any], str]] = {
+    names.CHOSEN_PREFILL: lambda value: f"→ {value}",
+    names.CHOSEN_DECODE: lambda value: f"→ {value}",
+    names.ROUTE_REASON: str,
+    names.WAIT_FOR: lambda value: f"for {value}",
+    names.TOKENS: lambda value: f"{value} tokens",
+    names.CACHED_TOKENS: lambda value: f"{value} cached",
+    names.PREEMPTIONS: lambda value: f"{value} preemptions",
+    names.TIME_PER_TOKEN: lambda value: f"{value * 1000:.1f} ms/token",
+    names.STEP_ROWS: lambda value: f"{value} rows",
+    names.STEP_PREFILL_TOKENS: lambda value: f"{value} tokens of prompts",
+    names.STEP_DECODE_TOKENS: lambda value: f"{value} of answers",
+    names.KV_BYTES: lambda value: f"{_bytes(value)} of KV",
+    names.KV_RATE: lambda value: f"{value:.2g} GB/s",
+    names.KV_OVERLAP: lambda value: f"{value:.0%} before prefill ended",
+}
+
+
+def find_trace(traces: Sequence[Trace], wanted: str) -> Trace | None:
+    """Return the newest trace with this trace id prefix or request id; "" matches any request."""
+    for trace in reversed(traces):
+        if trace.is_step and not wanted:
+            continue
+        request_id = str(trace.attribute(names.RESPONSE_ID) or "")
+        if f"{trace.trace_id:032x}".startswith(wanted.lower()) or request_id == wanted:
+            return trace
+    return None

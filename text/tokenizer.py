@@ -1,0 +1,328 @@
+"""Tokenizer, chat templates and incremental detokenizer of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from engine.errors import InvalidRequest, ModelError
+from engine.model_folder import JsonFields, read_generation_defaults
+from text.token_text import TokenText, spelled
+
+# Decoded from bytes that are not a complete character (yet).
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+Message = Mapping[str, object]  # role, content and further variables of the template
+Clock = Callable[[], datetime]
+
+
+class Tokenizer:
+    """Tokenizer and chat templates of one model. Thread-safe: only its caches change."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        *,
+        named_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        eos_token_ids: tuple[int, ...] = (),
+        clock: Clock = datetime.now,
+    ) -> None:
+        self._fast = fast
+        self._named_tokens = dict(named_tokens)
+        self._chat_templates = dict(chat_templates)
+        self._clock = clock
+        self.eos_token_ids = eos_token_ids
+        # Text of a single token, cached: every answer needs it.
+        self.decode_one = lru_cache(MAX_CACHED_TOKENS)(self._decode_one)
+        # Text and bytes of a single token, special ones by name; cached.
+        self.token = lru_cache(MAX_CACHED_TOKENS)(self._token)
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
+        """Load the tokenizer of a model folder. Raises ModelError, which names the faulty file."""
+        settings = _read_settings(folder)
+        named = _named_tokens(settings)
+        return cls(
+            _load_fast(folder),
+            named_tokens=named,
+            chat_templates=_chat_templates(folder, settings),
+            eos_token_ids=read_generation_defaults(folder).eos_token_ids,
+            clock=clock,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the tokenizer; the model's vocabulary may be padded beyond it."""
+        return int(self._fast.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Length of the longest token in characters."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_templates)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """True if the chat template used with tools refers to `tools`."""
+        try:
+            parsed = self._environment.parse(self._template_source(has_tools=True))
+        except (InvalidRequest, jinja2.TemplateSyntaxError):
+            return False
+        return "tools" in jinja2.meta.find_undeclared_variables(parsed)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self.decode((token_id,), skip_special_tokens=skip_special_tokens)
+
+    def _token(self, token_id: int) -> TokenText:
+        text = self.decode_one(token_id, False)
+        name = self._fast.id_to_token(token_id)
+        if name is None or token_id in self._added_ids:
+            return TokenText(text, text.encode())
+        return spelled(name, text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Tokenize a rendered chat. The template itself contains the special tokens."""
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """Render the chat template.
+
+        `variables` are passed to the template unchanged; with `tools` among them, the model's
+        template for tools is used, if it has one. Raises InvalidRequest if the model has no
+        template or if the template raises an error.
+        """
+        extra = dict(variables or {})
+        try:
+            return self._template(bool(extra.get("tools"))).render(
+                **{
+                    **self._named_tokens,
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                    **extra,
+                }
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the model's chat template is broken: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+
+    def is_byte(self, token_id: int) -> bool:
+        """Return whether the token is a byte-fallback token, such as `<0x0A>`."""
+        return token_id in self._byte_ids
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """Return a detokenizer of one answer. Special tokens named in `shown` are not skipped."""
+        ids = frozenset(self._fast.token_to_id(name) for name in shown)
+        kept = self._special_ids & ids
+        if not (kept and skip_special_tokens):
+            return Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        hidden = self._special_ids - kept
+        return Detokenizer(self, skip_special_tokens=False, hidden_ids=hidden)
+
+    def _template(self, has_tools: bool) -> jinja2.Template:
+        return self._environment.from_string(self._template_source(has_tools=has_tools))
+
+    def _template_source(self, *, has_tools: bool) -> str:
+        names = ("tool_use", "default") if has_tools else ("default",)
+        source = next((self._chat_templates[n] for n in names if n in self._chat_templates), None)
+        if source is None:
+            raise InvalidRequest("this model has no chat template: send text or token ids")
+        return source
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._fast.get_added_tokens_decoder())
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._fast.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        ids = (self._fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    @cached_property
+    def _environment(self) -> jinja2.Environment:
+        """Sandboxed and immutable Jinja environment: templates are untrusted code of the model."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _GenerationBlocks],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: self._clock().strftime(form)
+        return environment
+
+
+class Detokenizer:
+    """Incremental detokenizer of one sequence.
+
+    The concatenated pieces equal the text of the decoded sequence. Text is held back while it
+    ends with an incomplete character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        hidden_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._hidden_ids = hidden_ids
+        self._skip_special_tokens = skip_special_tokens
+        # Some decoders treat the start of a text differently, so new tokens are decoded together
+        # with the last ones emitted: the first `_num_emitted` ids, with the text `_emitted_text`.
+        self._window: list[int] = []
+        self._num_emitted = 0
+        self._emitted_text = ""
+
+    def push(self, *token_ids: int) -> str:
+        """Add tokens and return the text that they complete."""
+        self._window.extend(token_ids)
+        if not token_ids:
+            return ""
+        if self._tokenizer.is_byte(self._window[-1]):
+            # Consecutive bytes are decoded together: an invalid byte invalidates its neighbours.
+            return ""
+        text = self._decode(self._window)
+        is_longer = len(text) > len(self._emitted_text)
+        if not is_longer or text.endswith(UNFINISHED):
+            return ""
+        return self._emit(text)
+
+    def finish(self) -> str:
+        """Return the text still held back, at the end of the sequence."""
+        return self._emit(self._decode(self._window))
+
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._emitted_text) :]
+        self._window = self._window[self._num_emitted :]
+        self._num_emitted = len(self._window)
+        self._emitted_text = self._decode(self._window)
+        return piece
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self._hidden_ids:
+            token_ids = [item for item in token_ids if item not in self._hidden_ids]
+        if len(token_ids) == 1:
+            return self._tokenizer.decode_one(token_ids[0], self._skip_special_tokens)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """The `{% generation %}` block, which marks assistant text and renders only its content."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML, which models are not trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _read_settings(folder: Path) -> JsonFields:
+    path = folder / "tokenizer_config.json"
+    return JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
+
+
+def _named_tokens(settings: JsonFields) -> dict[str, str]:
+    named = {}
+    for name in NAMED_TOKENS:
+        value = settings.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _load_fast(folder: Path) -> FastTokenizer:
+    """Load tokenizer.json. It defines where BOS and EOS go; legacy flags are ignored."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(f"{path} is missing; save the tokenizer in the fast format")
+    try:
+        fast = FastTokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _chat_templates(folder: Path, settings: JsonFields) -> dict[str, str]:
+    """Return the templates by name. A separate file overrides tokenizer_config.json."""
+    embedded = settings.get("chat_template")
+    templates = {}
+    if isinstance(embedded, str):
+        templates["default"] = embedded
+    if isinstance(embedded, list):
+        templates = {str(item["name"]): str(item["template"]) for item in embedded}
+    separate_file = folder / "chat_template.jinja"
+    if separate_file.exists():
+        templates["default"] = separate_file.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates
