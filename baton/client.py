@@ -33,7 +33,7 @@ from baton.generation import (
     single_answer,
     tokenize_request_from,
 )
-from baton.interruptible_stream import read_elsewhere
+from baton.interruptible_stream import stream_interruptibly
 from baton.node_status import NodeStatus, statuses_from
 from baton.retries import DEFAULT_RETRIES, BatonError, Retries, Tries
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -150,7 +150,7 @@ class Client:
                 metadata=(*self._access.metadata, *generation.metadata),
             )
             try:
-                with closing(read_elsewhere(call)) as responses:
+                with closing(stream_interruptibly(call)) as responses:
                     for response in responses:
                         tries.is_begun = True
                         yield chunk_from(response)

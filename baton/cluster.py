@@ -75,7 +75,9 @@ class ClusterOptions:
     # Called on the reader thread: at the end of the output, and for each line of the log.
     on_end: Callable[[Child], None] = _ignore
     on_line: Callable[[Child, str], None] = _ignore_line
-    found_at: Callable[[Child], str] = _listen_address  # where the router connects to a node
+    router_target_of: Callable[[Child], str] = (
+        _listen_address  # where the router connects to a node
+    )
 
 
 class Child:
@@ -159,7 +161,7 @@ class Child:
     def log(self) -> str:
         return "".join(self._lines)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM, once only: a second one would end the process before it has drained."""
         if not self._is_stopping and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -167,7 +169,7 @@ class Child:
 
     def stop(self) -> int:
         """Drain the process, kill it if that takes too long, and return its exit code."""
-        self.ask_to_stop()
+        self.request_stop()
         try:
             code = self.process.wait(self._drain_timeout_s)
         except subprocess.TimeoutExpired:
@@ -345,12 +347,14 @@ class LocalCluster:
     def _write_list(self, role: str) -> None:
         """Write the list file of `role`. Without list files, the nodes are fixed."""
         if self._lists is not None:
-            self._lists.write(role, [self._options.found_at(node) for node in self._nodes(role)])
+            self._lists.write(
+                role, [self._options.router_target_of(node) for node in self._nodes(role)]
+            )
 
     def _ask_nodes_to_stop(self) -> None:
         """Send SIGTERM to all nodes at once, after the router has ended; `stop` then waits."""
         for node in (*self.prefills, *self.decodes):
-            node.ask_to_stop()
+            node.request_stop()
 
     def _spawn_router(self) -> Child:
         options = self._options
@@ -368,7 +372,7 @@ class LocalCluster:
         """Return the value of the router's option for the nodes of this role."""
         if self._lists is not None:
             return self._lists.source(role)
-        return ",".join(self._options.found_at(node) for node in self._nodes(role))
+        return ",".join(self._options.router_target_of(node) for node in self._nodes(role))
 
     def _spawn_node(
         self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()

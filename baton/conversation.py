@@ -35,7 +35,7 @@ class Conversation:
         """Append the answer of the model, which may be incomplete."""
         self.turns.append({"role": "assistant", "content": content})
 
-    def take_back(self) -> None:
+    def remove_question(self) -> None:
         """Remove a question without an answer: templates require alternating roles."""
         self.turns.pop()
 

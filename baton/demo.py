@@ -16,7 +16,7 @@ from baton.demo_model import demo_model
 from baton.traces.terminal import show_waterfall
 from baton.units import format_bytes
 from engine.sampling import SamplingParams
-from kv_transfer.transports.ucx_log import LOG_NAME, chosen_for_writes, environment_for
+from kv_transfer.transports.ucx_log import LOG_NAME, find_write_transport, ucx_log_environment
 from telemetry.names import KV_BYTES, KV_DESCRIPTORS, KV_PUSH
 from telemetry.tracing.spans import Attributes
 from telemetry.tracing.store import read_spans
@@ -59,7 +59,7 @@ def _options(model: str, trace_dir: Path, folder: str) -> ClusterOptions:
         model=model or demo_model(),
         node_arguments=(*_node_arguments(), *traces),
         router_arguments=traces,
-        environment=environment_for(folder),
+        environment=ucx_log_environment(folder),
     )
 
 
@@ -94,11 +94,11 @@ def _kv_transport_line(trace: Trace, log: str) -> str:
     """Return a sentence on the transport of the KV, according to the log of UCX."""
     pushes = [row.span.attributes for row in trace.rows if row.span.name == KV_PUSH]
     sizes = [_bytes_per_write(push) for push in pushes]
-    chosen = chosen_for_writes(log, sizes[-1]) if sizes else None
+    chosen = find_write_transport(log, sizes[-1]) if sizes else None
     if chosen is None:
         allowed = os.environ.get("UCX_TLS", "all transports")
         return f"UCX did not log the transport of the KV; it could choose from: {allowed}."
-    words = f": {chosen.in_words}" if chosen.in_words else ""
+    words = f": {chosen.transport_description}" if chosen.transport_description else ""
     return (
         f"According to its log, UCX wrote the KV over [bold]{chosen.transport}[/] "
         f"({chosen.how}, {chosen.place}){words}."

@@ -11,7 +11,7 @@ from engine.errors import InvalidRequest
 
 
 @contextmanager
-def valid_text() -> Iterator[None]:
+def reject_invalid_text() -> Iterator[None]:
     """Turn UnicodeEncodeError into InvalidRequest."""
     try:
         yield
@@ -21,7 +21,7 @@ def valid_text() -> Iterator[None]:
         ) from error
 
 
-def read_anything() -> None:
-    """Decode standard input as UTF-8 and defer errors to `valid_text`, whatever the locale is."""
+def defer_stdin_errors() -> None:
+    """Decode standard input as UTF-8 in any locale. `reject_invalid_text` reports the errors."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")

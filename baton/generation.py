@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from baton.encoding import valid_text
+from baton.encoding import reject_invalid_text
 from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
-from engine.extra_args import argument_of
+from engine.extra_args import parse_argument
 from engine.sampling import Argument, SamplingDefaults, SamplingParams
-from engine.structured_output.params import StructuredOutputs, structured_outputs_of
+from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
 from kv_transfer.types import TokenLogprobs
 from rpc.messages.conversion import (
     argument_to,
@@ -186,7 +186,7 @@ def request_from(prompt: Prompt, generation: Generation) -> inference_pb2.Genera
         cache_salt=generation.cache_salt,
         n=generation.n if generation.n != 1 else None,
     )
-    with valid_text():
+    with reject_invalid_text():
         _set_prompt(request, prompt)
     return request
 
@@ -202,10 +202,10 @@ def _sampling_to(sampling: SamplingParams | Sampling) -> sampling_pb2.SamplingPa
     banned = fields.get("banned_sequences", ())
     fields["banned_sequences"] = [sampling_pb2.TokenIds(ids=sequence) for sequence in banned]
     extra = fields.get("extra_args", {})
-    fields["extra_args"] = {name: argument_to(argument_of(extra[name])) for name in extra}
+    fields["extra_args"] = {name: argument_to(parse_argument(extra[name])) for name in extra}
     structured_outputs = fields.get("structured_outputs")
     if isinstance(structured_outputs, Mapping):
-        structured_outputs = structured_outputs_of(structured_outputs)
+        structured_outputs = parse_structured_outputs(structured_outputs)
     fields["structured_outputs"] = structured_outputs_to(structured_outputs)
     try:
         return sampling_pb2.SamplingParams(**fields)
@@ -226,7 +226,7 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
 
 
 def tokenize_request_from(prompt: str | Sequence[Message]) -> inference_pb2.TokenizeRequest:
-    with valid_text():
+    with reject_invalid_text():
         if isinstance(prompt, str):
             return inference_pb2.TokenizeRequest(text=prompt)
         return inference_pb2.TokenizeRequest(chat=_chat(prompt))

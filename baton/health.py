@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.channel import open_blocking_channel
-from rpc.router_address import MET_HTTP_1, router_target, unreachable
+from rpc.router_address import HTTP1_ERROR_FRAGMENT, router_target, unreachable
 from rpc.security.tls import TlsConfig
 from rpc.security.tls_diagnosis import tls_trouble
 
@@ -16,12 +16,12 @@ Status = health_pb2.HealthCheckResponse
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HealthVerdict:
     is_serving: bool
     words: str  # message of the probe
 
 
-def ask(address: str, timeout_s: float, tls: TlsConfig, service: str = "") -> Verdict:
+def ask(address: str, timeout_s: float, tls: TlsConfig, service: str = "") -> HealthVerdict:
     """Run one `grpc.health.v1` check of the process, or of one of its services.
 
     Raises InvalidConfig for a malformed address.
@@ -32,16 +32,16 @@ def ask(address: str, timeout_s: float, tls: TlsConfig, service: str = "") -> Ve
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            return Verdict(False, _failure_message(address, timeout_s, tls, error))
+            return HealthVerdict(False, _failure_message(address, timeout_s, tls, error))
     if response.status != Status.SERVING:
         status = Status.ServingStatus.Name(response.status)
-        return Verdict(False, f"{address} is not {'alive' if service else 'ready'}: {status}")
-    return Verdict(True, f"{address} is serving")
+        return HealthVerdict(False, f"{address} is not {'alive' if service else 'ready'}: {status}")
+    return HealthVerdict(True, f"{address} is serving")
 
 
 def _failure_message(address: str, timeout_s: float, tls: TlsConfig, error: grpc.RpcError) -> str:
     code, details = error.code(), error.details() or ""
     tls_error = tls_trouble(address, tls, timeout_s)
-    if tls_error is None and MET_HTTP_1 in details:
+    if tls_error is None and HTTP1_ERROR_FRAGMENT in details:
         return unreachable(address, details)
     return f"{address} did not answer: {code.name}: {tls_error or details}"

@@ -32,7 +32,7 @@ class EndOfStream:
     error: Exception | None = None
 
 
-def read_elsewhere(start: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
+def stream_interruptibly(start: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
     """Yield the messages of a call that `start` begins. Raises RpcError.
 
     The call is cancelled if the generator is closed early, also by a signal.

@@ -25,7 +25,7 @@ def get_interruptibly(queue: SimpleQueue[T]) -> T:
 
 
 @contextmanager
-def ends_wait() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer SIGINT and SIGTERM to the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread receives signals

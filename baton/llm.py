@@ -17,7 +17,7 @@ from baton.progress import generation_bar, loading_bar
 from baton.units import AUTO, parse_kv_memory
 from engine.errors import InvalidRequest
 from engine.factory import EngineOptions, build_engine, build_grammars
-from engine.request import Output, RequestId, RequestSpec
+from engine.request import EngineRequest, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
@@ -123,7 +123,7 @@ class LLM:
 
     def _specs(
         self, prompts: list[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[RequestSpec]:
+    ) -> list[EngineRequest]:
         if not isinstance(sampling, Sequence):
             sampling = [sampling or self.info.defaults.sampling.params()] * len(prompts)
         if len(sampling) != len(prompts):
@@ -133,9 +133,9 @@ class LLM:
             )
         return [self._spec(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
 
-    def _spec(self, prompt: Prompt, sampling: SamplingParams) -> RequestSpec:
+    def _spec(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return RequestSpec(
+        return EngineRequest(
             request_id=RequestId(str(next(self._request_numbers))),
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
@@ -143,18 +143,18 @@ class LLM:
             arrival_s=time.monotonic(),
         )
 
-    def _validate(self, index: int, spec: RequestSpec) -> None:
+    def _validate(self, index: int, spec: EngineRequest) -> None:
         try:
             self.engine.scheduler.validate(spec)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
 
-    def _compile_grammars(self, specs: list[RequestSpec]) -> dict[StructuredOutputs, Grammar]:
+    def _compile_grammars(self, specs: list[EngineRequest]) -> dict[StructuredOutputs, Grammar]:
         """Compile the structured outputs of all requests, each once."""
         formats = {spec.sampling.structured_outputs for spec in specs}
         return {each: self._grammars.compile(each) for each in formats if each is not None}
 
-    def _run(self, specs: list[RequestSpec], stop: StopRule) -> list[Completion]:
+    def _run(self, specs: list[EngineRequest], stop: StopRule) -> list[Completion]:
         self.engine.raise_if_stopped()
         grammars = self._compile_grammars(specs)
         builders = {spec.request_id: self._new_builder(spec, stop) for spec in specs}
@@ -162,7 +162,7 @@ class LLM:
             self.engine.scheduler.add(spec)
             structured_outputs = spec.sampling.structured_outputs
             if structured_outputs is not None:
-                self.engine.scheduler.grammar_came(spec, grammars[structured_outputs])
+                self.engine.scheduler.add_grammar(spec, grammars[structured_outputs])
         with defer_interrupts() as raise_if_interrupted:
             try:
                 self._run_steps(builders, raise_if_interrupted)
@@ -170,7 +170,7 @@ class LLM:
                 self._abort_all(builders)
         return [builder.completion for builder in builders.values()]
 
-    def _new_builder(self, spec: RequestSpec, stop: StopRule) -> CompletionBuilder:
+    def _new_builder(self, spec: EngineRequest, stop: StopRule) -> CompletionBuilder:
         rule = replace(stop, min_tokens=spec.sampling.min_tokens)
         return CompletionBuilder(spec.prompt_token_ids, self.tokenizer.detokenizer(), rule)
 

@@ -41,16 +41,16 @@ class Retries:
 
     max_attempts: int = 3  # 1: no retry
     first_pause_s: float = 0.1  # doubled with each attempt; jitter takes off up to half of it
-    longest_pause_s: float = 2.0
+    max_pause_s: float = 2.0
     waits_when_full: bool = False  # when the router is full, wait for its retry_after_s
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise InvalidConfig(f"max_attempts is {self.max_attempts}; it must be at least 1")
-        if not 0 <= self.first_pause_s <= self.longest_pause_s:
+        if not 0 <= self.first_pause_s <= self.max_pause_s:
             raise InvalidConfig(
-                f"first_pause_s is {self.first_pause_s}; it must be from 0 to longest_pause_s "
-                f"({self.longest_pause_s})"
+                f"first_pause_s is {self.first_pause_s}; it must be from 0 to max_pause_s "
+                f"({self.max_pause_s})"
             )
 
     def pause_s(self, failure: RemoteError, num_failed: int, draw: float) -> float | None:
@@ -63,7 +63,7 @@ class Retries:
         is_id_still_in_use = num_failed > 1 and failure.code is StatusCode.ALREADY_EXISTS
         if failure.code is StatusCode.UNAVAILABLE or is_id_still_in_use:
             factor = 2.0 ** (num_failed - 1)
-            full_pause_s = min(self.first_pause_s * factor, self.longest_pause_s)
+            full_pause_s = min(self.first_pause_s * factor, self.max_pause_s)
             return full_pause_s * (1 + draw) / 2
         return None
 

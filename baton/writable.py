@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 
-def file_trouble(path: Path) -> str | None:
+def file_error(path: Path) -> str | None:
     """Return why the file cannot be written, or None. Pipes and devices are not checked."""
     try:
         if path.is_dir():
@@ -25,7 +25,7 @@ def file_trouble(path: Path) -> str | None:
     return None
 
 
-def folder_trouble(folder: Path) -> str | None:
+def folder_error(folder: Path) -> str | None:
     """Return why the folder cannot be created or written to, or None."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

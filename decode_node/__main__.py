@@ -6,26 +6,26 @@ import asyncio
 
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
-from engine.engine_thread import Compiler, EngineLoop
+from engine.engine_thread import Compiler, EngineThread
 from engine.factory import build_grammars, build_scheduler
 from engine.runner.load import load_runner
 from engine.runner.model_runner import TorchRunner
 from engine.structured_output.compiler import GrammarCompiler
 from kv_transfer.pairs import Identity
-from node.drain import until_drained
+from node.drain import serve_until_drained
 from node.engine_calls import EngineCalls
 from node.kv_link import GrpcLinks
-from node.ledger import Ledger, LedgerKvWorker, LedgerRunner
+from node.ledger import LedgerKvWorker, LedgerRunner, RequestLedger
 from node.metrics import node_metrics
 from node.options import NodeOptions
 from node.peer_warmup import PeerWarmup, link_by_engine, role_over_grpc
 from node.servicer import NodeServicer
 from node.state import NodeState
-from node.status_feed import news_reader, prefix_cache_resetter
+from node.status_feed import prefix_cache_resetter, update_reader
 from node.wiring import (
-    NOTHING_AROUND,
+    NO_NODE_DECORATORS,
     Around,
-    BetweenLayers,
+    KvPassHook,
     card_of,
     engine_options,
     identify,
@@ -35,14 +35,14 @@ from node.wiring import (
     process_of,
     trace_node,
 )
-from rpc.grace_period import Grace
+from rpc.grace_period import ShutdownDeadline
 from rpc.listening import check_port
 from rpc.node_info import NodeRole
 from rpc.server import Service, serving
 from telemetry.tracing.tracer import Tracer, tracing
 
 
-def main(options: NodeOptions, around: Around = NOTHING_AROUND) -> None:
+def main(options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
     check_port(options.host, options.port)  # before the model is loaded
     pin(options.cpus)
@@ -57,10 +57,10 @@ async def serve(
     runner: TorchRunner,
     identity: Identity,
     tracer: Tracer,
-    around: Around = NOTHING_AROUND,
+    around: Around = NO_NODE_DECORATORS,
 ) -> None:
     traced = trace_node(options, NodeRole.DECODE, identity, tracer)
-    links, ledger = GrpcLinks(options.tls), Ledger(runner.kv_memory.block_size)
+    links, ledger = GrpcLinks(options.tls), RequestLedger(runner.kv_memory.block_size)
     worker = make_kv_worker(options, identity, runner, links, around)
     scheduler = build_scheduler(runner, engine_options(options))
     core = traced.core(
@@ -69,14 +69,14 @@ async def serve(
         LedgerKvWorker(traced.kv_worker(worker), ledger),
     )
     compiler: Compiler = GrammarCompiler(build_grammars(runner))
-    engine = EngineLoop(core, name=identity.node_id, compiler=compiler)
-    runner.hook = BetweenLayers(worker, engine.beat)
+    engine = EngineThread(core, name=identity.node_id, compiler=compiler)
+    runner.hook = KvPassHook(worker, engine.beat)
     links.attach(worker, engine.post)
     calls = EngineCalls(engine)
-    ledger.tell_of_changes(calls.touch_from_engine)
+    ledger.set_change_callback(calls.notify_from_engine)
     card = card_of(options, NodeRole.DECODE, identity, runner, scheduler)
     log_start(card, runner)
-    state = NodeState(card, calls, news_reader(engine, scheduler))
+    state = NodeState(card, calls, update_reader(engine, scheduler))
     warmup = PeerWarmup(role_over_grpc(options.tls), link_by_engine(engine, worker))
     decode = DecodeServicer(state, ledger, warmup.connect, traced)
     node = NodeServicer(state, prefix_cache_resetter(engine, scheduler))
@@ -93,7 +93,7 @@ async def serve(
     process = process_of(NodeRole.DECODE, identity)
     metrics = node_metrics(options, process, traced, engine, scheduler, worker)
     # On exit, the worker stops before links and server, which carry its last messages.
-    with Grace(options.drain_timeout_s) as grace:
+    with ShutdownDeadline(options.drain_timeout_s) as grace:
         async with serving(options.host, options.port, services, tls=options.tls) as server, links:
             with worker, compiler, engine, calls, metrics:
-                await until_drained(server, state, engine, options.stuck_after_s, grace)
+                await serve_until_drained(server, state, engine, options.stuck_after_s, grace)

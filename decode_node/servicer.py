@@ -10,10 +10,10 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import Served
+from engine.request import RequestStats
 from node.call_streams import CallContext, serve_calls
 from node.engine_calls import CLIENT_ID
-from node.ledger import Entry, Ledger
+from node.ledger import Entry, RequestLedger
 from node.state import NodeState
 from node.tracing import NO_TRACING, NodeTracing
 from rpc.messages.conversion import handoff_from, output_to
@@ -26,7 +26,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
     def __init__(
         self,
         state: NodeState,
-        ledger: Ledger,
+        ledger: RequestLedger,
         connect: Callable[[str], Awaitable[None]],
         tracing: NodeTracing = NO_TRACING,
     ) -> None:
@@ -73,7 +73,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
                 await self._connect(request.prefill.address)
         return node_pb2.ConnectResponse()
 
-    def _summary(self, entry: Entry, served: Served | None) -> node_pb2.DecodeSummary:
+    def _summary(self, entry: Entry, served: RequestStats | None) -> node_pb2.DecodeSummary:
         return node_pb2.DecodeSummary(
             kv_bytes=entry.num_received_bytes,
             kv_blocks=entry.num_received_blocks,

@@ -60,7 +60,7 @@ class EngineCore:
         self._made_progress = not plan.is_empty or reports != NO_REPORTS
         return self.scheduler.update(plan, StepResult(run, reports), now)
 
-    def may_sleep_s(self) -> float | None:
+    def max_idle_s(self) -> float | None:
         """Return the time for which no step is needed unless an action is posted; None: no limit.
 
         After a step without progress, the next one makes none either until an action is posted or

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from engine.core import EngineCore
 from engine.errors import EngineGone, InvalidRequest
-from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
+from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.params import FIELD
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 class _AddRequest:
     """Action that adds a request. If the engine ends before it runs, the client gets an error."""
 
-    spec: RequestSpec
-    add: Callable[[RequestSpec], None]
+    spec: EngineRequest
+    add: Callable[[EngineRequest], None]
 
     def __call__(self) -> None:
         self.add(self.spec)
 
 
-class EngineLoop:
+class EngineThread:
     """Runs an EngineCore on its own thread for the duration of a `with` block."""
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineLoop:
         self._submit_lock = threading.Lock()
         self._last_beat_s = clock()
 
-    def __enter__(self) -> EngineLoop:
+    def __enter__(self) -> EngineThread:
         self._thread.start()
         return self
 
@@ -81,7 +81,7 @@ class EngineLoop:
     def detach(self, client_id: ClientId) -> None:
         self.post(lambda: self._drop_client(client_id))
 
-    def submit(self, spec: RequestSpec) -> None:
+    def submit(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest if it can never be served."""
         self._core.scheduler.validate(spec)
         structured_outputs = spec.sampling.structured_outputs
@@ -116,7 +116,7 @@ class EngineLoop:
         """Record a heartbeat on the engine thread. Long steps call it whenever they progress."""
         self._last_beat_s = self._clock()
 
-    def since_last_beat_s(self) -> float:
+    def seconds_since_heartbeat(self) -> float:
         """Return the time since the engine last made progress. Readiness depends on it."""
         return self._clock() - self._last_beat_s
 
@@ -139,8 +139,8 @@ class EngineLoop:
 
     def _run_posted_actions(self) -> None:
         """Run all posted actions. Waits for the first one for as long as the engine may sleep."""
-        may_sleep_s = self._core.may_sleep_s()
-        wait_s = HEARTBEAT_S if may_sleep_s is None else min(may_sleep_s, HEARTBEAT_S)
+        max_idle_s = self._core.max_idle_s()
+        wait_s = HEARTBEAT_S if max_idle_s is None else min(max_idle_s, HEARTBEAT_S)
         try:
             self._inbox.get(timeout=wait_s)() if wait_s > 0 else self._inbox.get_nowait()()
             while True:
@@ -153,20 +153,20 @@ class EngineLoop:
         if deliver is not None:
             deliver(outputs)
 
-    def _add_request(self, spec: RequestSpec) -> None:
+    def _add_request(self, spec: EngineRequest) -> None:
         try:
             self._core.scheduler.add(spec)
         except InvalidRequest as refusal:
             self._deliver(spec.client_id, [_error_output(spec.request_id, str(refusal))])
 
-    def _on_compiled(self, spec: RequestSpec, outcome: Grammar | InvalidRequest) -> None:
+    def _on_compiled(self, spec: EngineRequest, outcome: Grammar | InvalidRequest) -> None:
         """Called on any thread. The inbox is first in, first out: the request was added before."""
         scheduler = self._core.scheduler
         if isinstance(outcome, InvalidRequest):
             reason = str(outcome)
-            self.post(lambda: scheduler.grammar_refused(spec, reason))
+            self.post(lambda: scheduler.reject_grammar(spec, reason))
         else:
-            self.post(lambda: scheduler.grammar_came(spec, outcome))
+            self.post(lambda: scheduler.add_grammar(spec, outcome))
 
     def _drop_client(self, client_id: ClientId) -> None:
         del self._deliver_by_client[client_id]
@@ -181,7 +181,7 @@ class EngineLoop:
         for spec in self._pending_requests():
             self._deliver(spec.client_id, [_error_output(spec.request_id, reason)])
 
-    def _pending_requests(self) -> Iterator[RequestSpec]:
+    def _pending_requests(self) -> Iterator[EngineRequest]:
         while True:
             try:
                 action = self._inbox.get_nowait()

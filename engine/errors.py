@@ -47,7 +47,7 @@ class PassHookFailed(EngineError):
         self.root = root
 
 
-class OutOfTurn(EngineError):
+class OutOfOrder(EngineError):
     """An operation was out of order, such as a plan made before the last one was updated."""
 
 

@@ -11,13 +11,13 @@ from engine.sampling import Argument, Scalar
 FIELD = "extra_args"
 MAX_ARGUMENT_ENTRIES = 1 << 12  # per list; routers bound all lists of a request together
 MAX_ARGUMENT_CHARACTERS = 1 << 16  # per string
-MOST_EXACT = 2**53  # JSON numbers are exact up to here
+MAX_EXACT_INTEGER = 2**53  # JSON numbers are exact up to here
 
 Arguments = Mapping[str, Argument]
 Check = Callable[[Arguments], None]
 
 
-def argument_of(value: object) -> Argument:
+def parse_argument(value: object) -> Argument:
     """Convert a JSON value to an argument. Raises InvalidRequest if it is not allowed."""
     if isinstance(value, (list, tuple)):
         if len(value) > MAX_ARGUMENT_ENTRIES:
@@ -30,7 +30,7 @@ def argument_of(value: object) -> Argument:
 
 
 def _scalar_of(value: object) -> Scalar:
-    if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT:
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT_INTEGER:
         return int(value)  # JSON does not distinguish integers from floats
     if isinstance(value, str) and len(value) > MAX_ARGUMENT_CHARACTERS:
         raise InvalidRequest(
@@ -45,13 +45,13 @@ def _scalar_of(value: object) -> Scalar:
     )
 
 
-def nobody_takes(argument: str, taken: Collection[str]) -> InvalidRequest:
+def unknown_argument(argument: str, taken: Collection[str]) -> InvalidRequest:
     """Return the error for an argument that no logits processor accepts."""
     known = ", ".join(sorted(taken)) or "none"
     return InvalidRequest(f"no logits processor here takes {argument!r}; taken: {known}", FIELD)
 
 
-def refuse_any(extra_args: Arguments) -> None:
+def reject_extra_args(extra_args: Arguments) -> None:
     """Raise InvalidRequest if there are any extra arguments."""
     for argument in extra_args:
-        raise nobody_takes(argument, ())
+        raise unknown_argument(argument, ())

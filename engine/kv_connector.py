@@ -54,7 +54,7 @@ class KvScheduling(Protocol):
         """Grant the request's blocks after its prefix hits to the peer."""
         ...
 
-    def give_up_receiving(self, request: Request) -> None:
+    def cancel_receive(self, request: Request) -> None:
         """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
         ...
 
@@ -93,7 +93,7 @@ class KvScheduling(Protocol):
         """Withdraw the hand-off of a request that ends before its first token."""
         ...
 
-    def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
+    def withdraw_completed(self, handoff_id: HandoffId, reason: str) -> None:
         """Withdraw a complete hand-off that is not needed, even if its KV is not all sent."""
         ...
 

@@ -94,7 +94,7 @@ class JsonFields:
     def has(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
-    def says_null(self, name: str) -> bool:
+    def is_null(self, name: str) -> bool:
         return name in self._fields and self._fields[name] is None
 
     def get(self, name: str) -> object:

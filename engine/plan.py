@@ -12,7 +12,7 @@ from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """Full state of a request that enters the runner's batch, new or resumed."""
 
     request_id: RequestId
@@ -35,7 +35,7 @@ class Plan:
     """
 
     dropped: tuple[RequestId, ...] = ()  # rows to remove: finished, aborted or preempted
-    started: tuple[Row, ...] = ()
+    started: tuple[PlanRow, ...] = ()
     new_block_ids: dict[RequestId, tuple[BlockId, ...]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     # With speculation: the part of the token budget left for draft tokens of all rows.

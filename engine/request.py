@@ -14,7 +14,7 @@ ClientId = NewType("ClientId", str)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestSpec:
+class EngineRequest:
     """A request as submitted to the engine: one sequence to continue."""
 
     request_id: RequestId
@@ -53,7 +53,7 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RequestStats:
     """Statistics of one request on this engine."""
 
     num_cached_tokens: int  # leading tokens found in the prefix cache
@@ -76,7 +76,7 @@ class Output(NamedTuple):
     stop_token_id: int | None = None  # the stop token that ended the request, if any
     error: str | None = None
     is_refused: bool = False  # the error is a fault of the request itself
-    served: Served | None = None  # set together with finish_reason
+    served: RequestStats | None = None  # set together with finish_reason
     has_crashed: bool = False  # the error: every pass that contains the request fails
     first_prompt_index: int = 0  # index of prompt_logprobs[0] in the prompt's tokens
     is_kv_lost: bool = False  # the error: the KV of the prompt did not arrive

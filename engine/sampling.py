@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 from engine.structured_output.params import StructuredOutputs
 
 MAX_LOGPROBS = 64
-MOST_BANNED_SEQUENCES = 1024
+MAX_BANNED_SEQUENCES = 1024
 MAX_BANNED_SEQUENCE_TOKENS = 1 << 16  # of all of them together
 MAX_STOP_TOKEN_IDS = 1 << 10
 MAX_LOGIT_BIASES = 1 << 14
@@ -106,9 +106,9 @@ class SamplingParams:
         name, count = "banned_sequences", len(self.banned_sequences)
         if not all(self.banned_sequences):
             raise InvalidRequest(f"{name}: one of them is empty", name)
-        if count > MOST_BANNED_SEQUENCES:
+        if count > MAX_BANNED_SEQUENCES:
             raise InvalidRequest(
-                f"{name} has {count}; at most {MOST_BANNED_SEQUENCES} are allowed", name
+                f"{name} has {count}; at most {MAX_BANNED_SEQUENCES} are allowed", name
             )
         _check_count(name, sum(map(len, self.banned_sequences)), MAX_BANNED_SEQUENCE_TOKENS)
 
@@ -151,7 +151,7 @@ class SamplingDefaults:
         return SamplingParams(**{**self.given, **chosen})
 
 
-NO_ADVICE = SamplingDefaults()
+NO_SAMPLING_DEFAULTS = SamplingDefaults()
 
 
 def _check_count(name: str, count: int, limit: int) -> None:

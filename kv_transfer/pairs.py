@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.link import Link, LinkId
-from kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, why_refused
+from kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, find_mismatch
 from kv_transfer.transports.base import Channel, Transport
 from kv_transfer.types import BlockId, Incarnation, NodeId
 
 # Limit of dialled links without a Hello from the peer. Each has an open channel already.
-MAX_UNANSWERED = 32
+MAX_LINKS_WITHOUT_HELLO = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Pairs:
         return iter(list(self._pairs.values()))
 
     @property
-    def has_cut(self) -> bool:
+    def has_cut_pairs(self) -> bool:
         """Return whether blocks are fenced because a cut peer may still write."""
         return bool(self._cut)
 
@@ -85,7 +85,7 @@ class Pairs:
         if existing is not None:
             return existing
         num_unanswered = sum(pair.peer is None for pair in self._pairs.values())
-        if num_unanswered >= MAX_UNANSWERED:
+        if num_unanswered >= MAX_LINKS_WITHOUT_HELLO:
             raise PeerUnreachable(
                 f"{num_unanswered} links wait for a Hello from their prefill nodes; limit reached"
             )
@@ -164,7 +164,7 @@ class Pairs:
         self._cut.pop(link_id, None)
 
     def _check_compatible(self, theirs: Hello) -> None:
-        reason = why_refused(self._hello(b""), theirs)
+        reason = find_mismatch(self._hello(b""), theirs)
         if reason is not None:
             raise PeerUnreachable(reason)
 

@@ -13,7 +13,7 @@ from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.sender import Sender
 
 
-class Meetings:
+class PeerLifecycle:
     def __init__(self, pairs: Pairs, receiver: Receiver, sender: Sender, redial_s: float) -> None:
         self._pairs = pairs
         self._receiver = receiver
@@ -47,9 +47,9 @@ class Meetings:
             return
         # Without a Hello no grant was sent, so there are no writes.
         writes_stopped = pair.peer is None or pair.channel.close_stops_writes
-        self._receiver.link_cut(link_id, reason, now, writes_stopped=writes_stopped)
-        self._sender.link_cut(link_id, reason)
-        if not self._receiver.has_fenced(link_id):
+        self._receiver.handle_link_cut(link_id, reason, now, writes_stopped=writes_stopped)
+        self._sender.handle_link_cut(link_id, reason)
+        if not self._receiver.has_fenced_blocks(link_id):
             self._pairs.forget_cut(link_id)
 
     def tick(self, now: float, silence_s: float) -> None:
@@ -59,7 +59,7 @@ class Meetings:
         for cut in self._pairs.list_cut():
             if cut.channel.is_peer_gone():
                 self._end_fences_of(cut.link_id)
-        if self._pairs.has_cut and now >= self._redialled_s + self._redial_s:
+        if self._pairs.has_cut_pairs and now >= self._redialled_s + self._redial_s:
             self._redialled_s = now
             self._redial(now)
 
@@ -78,7 +78,7 @@ class Meetings:
 
     def _end_fences_of(self, link_id: LinkId) -> None:
         """Release the fenced blocks of a pair whose ends are both destroyed."""
-        self._receiver.peer_cut(link_id)
+        self._receiver.handle_peer_cut(link_id)
         self._pairs.forget_cut(link_id)
 
     def _redial(self, now: float) -> None:

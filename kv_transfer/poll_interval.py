@@ -8,7 +8,7 @@ from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.sender import Sender
 
 
-class Pace:
+class PollInterval:
     def __init__(self, config: KvWorkerConfig, receiver: Receiver, sender: Sender) -> None:
         self._config = config
         self._receiver = receiver

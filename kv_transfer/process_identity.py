@@ -14,7 +14,7 @@ _STATE, _START_TIME = 0, 19  # field indices in /proc/PID/stat after the command
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessMark:
+class ProcessIdentity:
     realm: str  # boot id and PID namespace
     pid: int
     start_ticks: str  # distinguishes processes that reuse a pid
@@ -23,12 +23,12 @@ class ProcessMark:
         return f"{self.realm} {self.pid} {self.start_ticks}".encode()
 
     @staticmethod
-    def from_bytes(encoded: bytes) -> ProcessMark:
+    def from_bytes(encoded: bytes) -> ProcessIdentity:
         """Decode `to_bytes`. Raise ValueError if malformed."""
         realm, pid, start_ticks = encoded.decode().split(" ")
-        return ProcessMark(realm, int(pid), start_ticks)
+        return ProcessIdentity(realm, int(pid), start_ticks)
 
-    def is_near(self, other: ProcessMark) -> bool:
+    def is_near(self, other: ProcessIdentity) -> bool:
         """Return whether the two processes can access each other's memory."""
         return self.realm == other.realm
 
@@ -41,12 +41,12 @@ class ProcessMark:
         return fields[_STATE] in "ZX" and _num_threads(self.pid) <= 1
 
 
-def own_mark() -> ProcessMark:
+def current_process_mark() -> ProcessIdentity:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     namespace = os.readlink("/proc/self/ns/pid")
     fields = _stat(os.getpid())
     start_ticks = fields[_START_TIME] if fields is not None else "unknown"
-    return ProcessMark(f"{boot_id}/{namespace}", os.getpid(), start_ticks)
+    return ProcessIdentity(f"{boot_id}/{namespace}", os.getpid(), start_ticks)
 
 
 def _stat(pid: int) -> list[str] | None:

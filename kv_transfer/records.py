@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kv_transfer.protocol.memory_runs import part_of
+from kv_transfer.protocol.memory_runs import layer_bytes_range
 from kv_transfer.transports.base import Write
 from kv_transfer.types import HandoffId, NodeId
 
-MAX_UNTAKEN = 10_000  # the oldest records are dropped if they are not collected
+MAX_UNCOLLECTED_RECORDS = 10_000  # the oldest records are dropped if they are not collected
 
 
-class Role(Enum):
+class TransferRole(Enum):
     SENT = "sent"
     RECEIVED = "received"
 
@@ -25,7 +25,7 @@ class TransferRecord:
     """One hand-off as seen by one node. Times are its monotonic seconds; None: not reached."""
 
     handoff_id: HandoffId
-    role: Role
+    role: TransferRole
     transport: str
     began_s: float  # first order of the scheduler
     peer: NodeId | None = None
@@ -64,9 +64,9 @@ class TransferLedger:
         self._block_bytes = block_bytes
         self._open: dict[HandoffId, TransferRecord] = {}
         self._write_by_id: dict[int, tuple[HandoffId, int]] = {}
-        self._closed: deque[TransferRecord] = deque(maxlen=MAX_UNTAKEN)
+        self._closed: deque[TransferRecord] = deque(maxlen=MAX_UNCOLLECTED_RECORDS)
 
-    def begin(self, handoff_id: HandoffId, role: Role, num_blocks: int = 0) -> None:
+    def begin(self, handoff_id: HandoffId, role: TransferRole, num_blocks: int = 0) -> None:
         if handoff_id not in self._open:
             self._open[handoff_id] = TransferRecord(
                 handoff_id, role, self._transport, self._clock(), num_blocks=num_blocks
@@ -91,7 +91,7 @@ class TransferLedger:
         if record is None:
             return
         layers = write.layers
-        num_bytes = len(write.sources) * len(part_of(self._block_bytes, layers))
+        num_bytes = len(write.sources) * len(layer_bytes_range(self._block_bytes, layers))
         is_last_part = layers is None or layers.end == layers.of
         self._write_by_id[write.write_id] = (handoff_id, num_bytes)
         self._open[handoff_id] = replace(

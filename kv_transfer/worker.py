@@ -13,17 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
-from kv_transfer.action_executor import Performer
+from kv_transfer.action_executor import ActionExecutor
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.fence import PASSED, Fence, FencedLayers
 from kv_transfer.inbox import Inbox
 from kv_transfer.link import Link, LinkId
 from kv_transfer.pairs import Identity, Pairs, PeerPair
-from kv_transfer.peer_lifecycle import Meetings
-from kv_transfer.poll_interval import Pace
+from kv_transfer.peer_lifecycle import PeerLifecycle
+from kv_transfer.poll_interval import PollInterval
 from kv_transfer.protocol.digest import Digests, ReadBlocks
-from kv_transfer.protocol.done_message import done_of
+from kv_transfer.protocol.done_message import decode_done
 from kv_transfer.protocol.incoming import IncomingState
 from kv_transfer.protocol.messages import (
     Closed,
@@ -36,13 +36,13 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.sender import Sender
-from kv_transfer.records import Role, TransferLedger, TransferRecord
+from kv_transfer.records import TransferLedger, TransferRecord, TransferRole
 from kv_transfer.transports.base import (
     Arrived,
+    BlocksLanded,
+    CancelCompleted,
+    ChannelBroken,
     ChannelEvent,
-    Landing,
-    Quieted,
-    Severed,
     Transport,
     WriteFailed,
     Written,
@@ -86,16 +86,18 @@ class KvTransferWorker:
         num_layers = identity.fingerprint.num_layers
         self._sender = Sender(region.block_bytes, config.sender, num_layers)
         self._has_whole_layers = region.block_bytes % num_layers == 0
-        self._meetings = Meetings(self._pairs, self._receiver, self._sender, config.redial_s)
+        self._peer_lifecycle = PeerLifecycle(
+            self._pairs, self._receiver, self._sender, config.redial_s
+        )
         self._ledger = TransferLedger(transport.name, region.block_bytes, clock)
         self._digests = Digests(region, is_on=config.verify, read_blocks=read_blocks)
         self._inbox = Inbox(link, config, clock)
-        self._pace = Pace(config, self._receiver, self._sender)
-        self._performer = Performer(
+        self._pace = PollInterval(config, self._receiver, self._sender)
+        self._executor = ActionExecutor(
             self._receiver,
             self._sender,
             self._pairs,
-            self._meetings,
+            self._peer_lifecycle,
             link,
             self._digests,
             self._ledger,
@@ -141,18 +143,18 @@ class KvTransferWorker:
         for revoke in orders.revokes:
             self._receiver.revoke(revoke.handoff_id, now)
         for send in orders.sends:
-            self._ledger.begin(send.handoff_id, Role.SENT)
+            self._ledger.begin(send.handoff_id, TransferRole.SENT)
             self._sender.send(send, now)
         for complete in orders.completes:
-            self._ledger.begin(complete.handoff_id, Role.SENT)
+            self._ledger.begin(complete.handoff_id, TransferRole.SENT)
             self._ledger.computed(complete.handoff_id)
             self._sender.complete(complete, now)
         # Blocks that cannot be split by layer are sent whole by the Send after the pass.
         for layer_send in orders.layer_sends if self._has_whole_layers else ():
-            self._ledger.begin(layer_send.handoff_id, Role.SENT)
+            self._ledger.begin(layer_send.handoff_id, TransferRole.SENT)
             self._sender.send_layers(layer_send, now)
         for withdraw in orders.withdraws:
-            self._ledger.begin(withdraw.handoff_id, Role.SENT)
+            self._ledger.begin(withdraw.handoff_id, TransferRole.SENT)
             self._sender.withdraw(withdraw, now)
         self._execute_actions(now)
         self._inbox.set_keep_alives(self._receiver.renewals())
@@ -178,7 +180,7 @@ class KvTransferWorker:
             for event in pair.channel.poll():
                 self._handle_event(pair, event, now)
                 self._execute_actions(now)
-        self._sender.tell_of_flights()
+        self._sender.report_progress()
         self._execute_actions(now)
         if self._pace.is_tick_due(now):
             self._tick(now)
@@ -202,7 +204,7 @@ class KvTransferWorker:
         if self._inbox:
             return 0.0
         delays = [self._pace.next_poll_s(now)]
-        if self._pairs.has_cut:
+        if self._pairs.has_cut_pairs:
             delays.append(self._config.redial_s)
         return min((delay for delay in delays if delay is not None), default=None)
 
@@ -221,7 +223,7 @@ class KvTransferWorker:
         fenced = (i for i in self._receiver.incoming() if i.state is IncomingState.FENCED)
         return KvCounters(
             num_dropped=self._num_dropped
-            + self._meetings.num_dropped
+            + self._peer_lifecycle.num_dropped
             + self._receiver.num_dropped
             + self._sender.num_dropped,
             num_cut_pairs=self._pairs.num_cut,
@@ -254,7 +256,7 @@ class KvTransferWorker:
     # --- Orders that need a link -------------------------------------------------------------
 
     def _receive(self, receive: Receive, now: float) -> None:
-        self._ledger.begin(receive.handoff_id, Role.RECEIVED, len(receive.block_ids))
+        self._ledger.begin(receive.handoff_id, TransferRole.RECEIVED, len(receive.block_ids))
         try:
             link_id = self._pairs.get_or_dial(receive.source.address, now)
         except PeerUnreachable as error:
@@ -269,11 +271,11 @@ class KvTransferWorker:
         has_messages = bool(self._inbox)
         for link_id, message in self._inbox.take():
             if isinstance(message, str):
-                self._meetings.cut(link_id, f"link lost: {message}", now)
+                self._peer_lifecycle.cut(link_id, f"link lost: {message}", now)
             elif isinstance(message, Hello):
-                self._meetings.handle_hello(link_id, message, now)
+                self._peer_lifecycle.handle_hello(link_id, message, now)
             elif isinstance(message, Closed):
-                self._meetings.handle_closed(link_id, message, now)
+                self._peer_lifecycle.handle_closed(link_id, message, now)
             else:
                 self._handle_message(link_id, message, now)
             self._execute_actions(now)
@@ -291,7 +293,7 @@ class KvTransferWorker:
                 self._pace.burst(now)
             self._receiver.hear(link_id, message, now)
         elif isinstance(message, Grant) and not pair.has_blocks(message.block_ids):
-            self._meetings.cut(link_id, "it granted blocks that it does not have", now)
+            self._peer_lifecycle.cut(link_id, "it granted blocks that it does not have", now)
         else:
             self._sender.hear(link_id, message, now)
 
@@ -306,28 +308,28 @@ class KvTransferWorker:
                 self._sender.write_failed(pair.link_id, write_id, reason)
             case Arrived(ticket, note):
                 self._handle_arrival(pair, ticket, note, now)
-            case Landing(ticket, num_blocks):
+            case BlocksLanded(ticket, num_blocks):
                 self._receiver.landing(pair.link_id, ticket, num_blocks)
-            case Quieted(ticket):
-                self._receiver.quieted(pair.link_id, ticket)
-            case Severed(reason):
-                self._meetings.cut(pair.link_id, reason, now)
+            case CancelCompleted(ticket):
+                self._receiver.handle_cancel_completed(pair.link_id, ticket)
+            case ChannelBroken(reason):
+                self._peer_lifecycle.cut(pair.link_id, reason, now)
 
     def _handle_arrival(self, pair: PeerPair, ticket: int, note: bytes, now: float) -> None:
         try:
-            done = done_of(note) if note else None
+            done = decode_done(note) if note else None
         except PeerUnreachable as error:
-            self._meetings.cut(pair.link_id, str(error), now)
+            self._peer_lifecycle.cut(pair.link_id, str(error), now)
             return
         self._receiver.arrived(pair.link_id, ticket, done)
 
     def _tick(self, now: float) -> None:
         self._receiver.tick(now)
         self._sender.tick(now)
-        self._meetings.tick(now, self._config.receiver.silence_s)
+        self._peer_lifecycle.tick(now, self._config.receiver.silence_s)
 
     def _execute_actions(self, now: float) -> None:
-        self._performer.perform_all(now)
+        self._executor.execute_all(now)
 
     def _close_records(self, reports: KvReports, finished: tuple[HandoffId, ...]) -> None:
         for landed in reports.finished_recving:

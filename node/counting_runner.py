@@ -54,5 +54,5 @@ class CountedRunner:
         result = self._runner.run(plan)
         if plan.num_scheduled_tokens:
             took_s = time.monotonic() - began_s
-            self._metrics.step_ended(took_s, len(plan.num_scheduled_tokens), num_computed)
+            self._metrics.observe_step(took_s, len(plan.num_scheduled_tokens), num_computed)
         return result

@@ -9,12 +9,16 @@ from typing import Any
 from engine.errors import EngineStopped
 from node.heartbeat import HasHeartbeat, follow_heartbeat
 from node.state import NodeState
-from rpc.grace_period import Grace
+from rpc.grace_period import ShutdownDeadline
 from rpc.server import Running, announce, stop_signal
 
 
-async def until_drained(
-    server: Running, state: NodeState, engine: HasHeartbeat, stuck_after_s: float, grace: Grace
+async def serve_until_drained(
+    server: Running,
+    state: NodeState,
+    engine: HasHeartbeat,
+    stuck_after_s: float,
+    grace: ShutdownDeadline,
 ) -> None:
     """Serve until a signal, a drain request or an engine failure; then drain.
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engine.engine_thread import Deliver
 from engine.errors import EngineStopped, InvalidRequest, PassFailed
-from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
+from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
 from rpc.errors import KvLoadFailed, RequestIdInUse
 
 CLIENT_ID = ClientId("grpc")
@@ -25,7 +25,7 @@ class Engine(Protocol):
 
     def detach(self, client_id: ClientId) -> None: ...
 
-    def submit(self, spec: RequestSpec) -> None: ...
+    def submit(self, spec: EngineRequest) -> None: ...
 
     def abort(self, request_id: RequestId) -> None: ...
 
@@ -64,11 +64,11 @@ class EngineCalls:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def touch_from_engine(self) -> None:
+    def notify_from_engine(self) -> None:
         """Like `touch`, from the engine's thread."""
         self._loop.call_soon_threadsafe(self.touch)
 
-    async def outputs(self, spec: RequestSpec) -> AsyncGenerator[Output, None]:
+    async def outputs(self, spec: EngineRequest) -> AsyncGenerator[Output, None]:
         """Yield the request's outputs until it finishes. Closing the generator early aborts it.
 
         Raises:

@@ -19,7 +19,7 @@ class HasHeartbeat(Protocol):
     @property
     def failure(self) -> BaseException | None: ...
 
-    def since_last_beat_s(self) -> float: ...
+    def seconds_since_heartbeat(self) -> float: ...
 
 
 async def follow_heartbeat(
@@ -27,7 +27,7 @@ async def follow_heartbeat(
 ) -> BaseException:
     """Update `health` from the heartbeat until the engine fails. Return the engine's failure."""
     while engine.failure is None:
-        silence_s = engine.since_last_beat_s()
+        silence_s = engine.seconds_since_heartbeat()
         health.is_alive = silence_s < DEAD_FACTOR * stuck_after_s
         is_ready = silence_s < stuck_after_s
         if health.is_ready and not is_ready:

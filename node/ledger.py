@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.plan import Plan, Runner, RunResult
 from engine.request import RequestId
-from kv_transfer.records import Role, TransferRecord
+from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.types import HandoffId, KvOrders, KvReports
 from node.tracing import RecordingKvWorker
 
@@ -33,7 +33,7 @@ class Entry:
     num_received_bytes: int = 0
 
 
-class Ledger:
+class RequestLedger:
     """Accounting entries of the requests in flight.
 
     Entries are written on the engine's thread. An entry is up to date for each output that has
@@ -46,11 +46,11 @@ class Ledger:
         self._on_sent: OnSent | None = None
         self._on_change: OnChange | None = None
 
-    def tell_when_sent(self, on_sent: OnSent) -> None:
+    def set_sent_callback(self, on_sent: OnSent) -> None:
         """Call `on_sent` for each hand-off whose last write has completed."""
         self._on_sent = on_sent
 
-    def tell_of_changes(self, on_change: OnChange) -> None:
+    def set_change_callback(self, on_change: OnChange) -> None:
         """Call `on_change` when requests are given blocks or blocks are freed."""
         self._on_change = on_change
 
@@ -83,7 +83,7 @@ class Ledger:
 
     def note_record(self, record: TransferRecord) -> None:
         entry = self._entries.get(RequestId(str(record.handoff_id)))
-        if entry is not None and record.role is Role.RECEIVED and record.outcome == "done":
+        if entry is not None and record.role is TransferRole.RECEIVED and record.outcome == "done":
             entry.num_received_blocks += record.num_blocks
             entry.num_received_bytes += record.num_bytes
 
@@ -102,7 +102,7 @@ class Ledger:
 class LedgerRunner:
     """Runner decorator that records plans in the ledger."""
 
-    def __init__(self, runner: Runner, ledger: Ledger) -> None:
+    def __init__(self, runner: Runner, ledger: RequestLedger) -> None:
         self._runner = runner
         self._ledger = ledger
 
@@ -115,7 +115,7 @@ class LedgerRunner:
 class LedgerKvWorker:
     """KV worker decorator that records orders, transfers and reports in the ledger."""
 
-    def __init__(self, worker: RecordingKvWorker, ledger: Ledger) -> None:
+    def __init__(self, worker: RecordingKvWorker, ledger: RequestLedger) -> None:
         self._worker = worker
         self._ledger = ledger
 

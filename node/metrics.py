@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from engine.events import SchedulerStats
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.worker import KvTransferWorker
@@ -13,8 +13,8 @@ from node.options import NodeOptions
 from node.tracing import NodeTracing
 from telemetry.metrics import names as counted
 from telemetry.metrics.instruments import Reading
-from telemetry.metrics.readers import metrics_read
-from telemetry.metrics.scrapes import AskedOn
+from telemetry.metrics.readers import export_metrics
+from telemetry.metrics.scrapes import OwnerThreadReader
 from telemetry.resource import Process
 
 
@@ -23,7 +23,7 @@ def node_metrics(
     options: NodeOptions,
     process: Process,
     traced: NodeTracing,
-    engine: EngineLoop,
+    engine: EngineThread,
     scheduler: Scheduler,
     worker: KvTransferWorker,
 ) -> Iterator[None]:
@@ -32,14 +32,14 @@ def node_metrics(
         yield
         return
     facts = {counted.TRANSPORT: {options.kv_transport: 1.0}}
-    on_engine = AskedOn(engine.post, lambda: read_node(scheduler, worker))
+    on_engine = OwnerThreadReader(engine.post, lambda: read_node(scheduler, worker))
 
     def read() -> Reading:
         """Gauges that need no engine are current even while the engine is busy."""
-        silence = {counted.SILENCE: engine.since_last_beat_s()}
+        silence = {counted.SILENCE: engine.seconds_since_heartbeat()}
         return {**facts, **silence, counted.TRACES_LOST: traced.num_lost, **on_engine()}
 
-    with metrics_read(options.telemetry, process, traced.metrics.registry, read):
+    with export_metrics(options.telemetry, process, traced.metrics.registry, read):
         yield
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from grpc import RpcError
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from engine.errors import InvalidRequest
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.worker import KvTransferWorker
@@ -94,7 +94,7 @@ def role_over_grpc(tls: TlsConfig) -> RoleOf:
     return role_of
 
 
-def link_by_engine(engine: EngineLoop, worker: KvTransferWorker) -> LinkUp:
+def link_by_engine(engine: EngineThread, worker: KvTransferWorker) -> LinkUp:
     """Return a function that links on the engine's thread. Call this on the asyncio loop."""
     loop = asyncio.get_running_loop()
 

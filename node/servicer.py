@@ -12,7 +12,7 @@ from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 from node.kv_link import GrpcLinks
 from node.state import NodeState
 from node.status_feed import ResetPrefixCache
-from rpc.node_info import card_to, news_to
+from rpc.node_info import card_to, update_to
 from rpc.status import named_errors
 from rpc.streaming import streamed
 
@@ -55,7 +55,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
         async with aclosing(self._state.news()) as news:
             async for load, changes in news:
-                yield news_to(load, changes)
+                yield update_to(load, changes)
 
     async def Drain(
         self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]

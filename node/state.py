@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from node.engine_calls import EngineCalls
-from node.status_feed import ReadNews
+from node.status_feed import ReadUpdate
 from rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from rpc.errors import Draining
 from rpc.node_info import NodeCard, NodeLoad
@@ -18,7 +18,7 @@ PACE_S = 0.01
 
 
 class NodeState:
-    def __init__(self, card: NodeCard, calls: EngineCalls, read_news: ReadNews) -> None:
+    def __init__(self, card: NodeCard, calls: EngineCalls, read_news: ReadUpdate) -> None:
         self.card = card
         self.calls = calls
         self._read_news = read_news

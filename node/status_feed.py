@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from engine.errors import EngineStopped
 from engine.events import KvEvent
 from engine.scheduler.scheduler import Scheduler
@@ -15,34 +15,34 @@ from rpc.node_info import NodeLoad, NodeTotals
 
 
 @dataclass(frozen=True, slots=True)
-class NodeNews:
+class NodeUpdate:
     """Current load, and changes of the prefix cache since the last read."""
 
     load: NodeLoad
     kv_events: tuple[KvEvent, ...] = ()
 
 
-ReadNews = Callable[[], Awaitable[NodeNews]]
+ReadUpdate = Callable[[], Awaitable[NodeUpdate]]
 ResetPrefixCache = Callable[[], Awaitable[int]]  # returns the number of blocks that were cached
 Answer = TypeVar("Answer")
 
 
-def news_reader(engine: EngineLoop, scheduler: Scheduler) -> ReadNews:
+def update_reader(engine: EngineThread, scheduler: Scheduler) -> ReadUpdate:
     """Return a function that reads between engine steps.
 
     A read consumes the KV events, so there must be a single reader.
     """
     loop = asyncio.get_running_loop()
 
-    async def read() -> NodeNews:
-        answer: asyncio.Future[NodeNews] = loop.create_future()
+    async def read() -> NodeUpdate:
+        answer: asyncio.Future[NodeUpdate] = loop.create_future()
         engine.post(lambda: _answer(loop, answer, _news_of(scheduler)))
         return await answer
 
     return read
 
 
-def prefix_cache_resetter(engine: EngineLoop, scheduler: Scheduler) -> ResetPrefixCache:
+def prefix_cache_resetter(engine: EngineThread, scheduler: Scheduler) -> ResetPrefixCache:
     """Return a function that resets the prefix cache on the engine's thread, between steps."""
     loop = asyncio.get_running_loop()
 
@@ -64,7 +64,7 @@ def _answer(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Answer], val
     loop.call_soon_threadsafe(resolve)
 
 
-def _news_of(scheduler: Scheduler) -> NodeNews:
+def _news_of(scheduler: Scheduler) -> NodeUpdate:
     stats = scheduler.stats()
     num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
     num_waiting += stats.num_waiting_for_fsm
@@ -76,4 +76,4 @@ def _news_of(scheduler: Scheduler) -> NodeNews:
         num_accepted_tokens=stats.total_accepted_tokens,
     )
     load = NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)
-    return NodeNews(load, scheduler.take_kv_events())
+    return NodeUpdate(load, scheduler.take_kv_events())

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from engine.core import EngineCore
 from engine.kv_connector import KvWorker
-from engine.plan import Plan, Row, Runner, RunResult
-from engine.request import FinishReason, Output, RequestId, RequestSpec
+from engine.plan import Plan, PlanRow, Runner, RunResult
+from engine.request import EngineRequest, FinishReason, Output, RequestId
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import HandoffId, KvOrders, KvReports
@@ -22,16 +22,16 @@ from node.call_streams import CallContext
 from node.counting_runner import CountedRunner
 from node.step_tracing import StepTracing
 from rpc.call_outcome import end_of, is_late
-from rpc.messages.sequences import engine_id
+from rpc.messages.sequences import node_request_id
 from telemetry import names
 from telemetry.metrics.instruments import NodeMetrics
-from telemetry.tracing.node_timeline import Chunk, NodeFacts, NodeTimeline, Start
-from telemetry.tracing.spans import End, Outcome, TraceContext
+from telemetry.tracing.node_timeline import NodeFacts, NodeTimeline, PrefillChunk, Start
+from telemetry.tracing.spans import End, SpanOutcome, TraceContext
 from telemetry.tracing.tracer import NO_TRACER, Received, Tracer
 
 FAILED = {
-    FinishReason.ERROR: (Outcome.FAILED, "GENERATION_FAILED", "INTERNAL"),
-    FinishReason.ABORT: (Outcome.CANCELLED, "", "CANCELLED"),
+    FinishReason.ERROR: (SpanOutcome.FAILED, "GENERATION_FAILED", "INTERNAL"),
+    FinishReason.ABORT: (SpanOutcome.CANCELLED, "", "CANCELLED"),
 }
 
 
@@ -54,7 +54,7 @@ class CallTrace:
         """Record an output. Only the first and the last output of a call are required."""
 
 
-NOT_TRACED = CallTrace()
+UNTRACED_CALL = CallTrace()
 
 
 class RecordedCall(CallTrace):
@@ -121,17 +121,17 @@ class NodeTracing:
 
     @contextmanager
     def call(
-        self, context: CallContext, handoff_id: HandoffId, spec: RequestSpec
+        self, context: CallContext, handoff_id: HandoffId, spec: EngineRequest
     ) -> Iterator[CallTrace]:
         """Record a router's call until the block ends."""
         timeline = self._begin(context.metadata, handoff_id, spec.arrival_s)
         if timeline is None:
-            yield NOT_TRACED
+            yield UNTRACED_CALL
             return
-        request_id = engine_id(handoff_id)
+        request_id = node_request_id(handoff_id)
         trace = RecordedCall(timeline)
         self._timelines[request_id] = timeline
-        end = End(spec.arrival_s, Outcome.FAILED)
+        end = End(spec.arrival_s, SpanOutcome.FAILED)
         try:
             yield trace
             end = trace.failed or _ok()
@@ -151,7 +151,7 @@ class NodeTracing:
     def _begin(
         self, metadata: Received, handoff_id: HandoffId, arrival_s: float
     ) -> NodeTimeline | None:
-        parent = self._tracer.parent_in(metadata)
+        parent = self._tracer.extract_context(metadata)
         if parent is None or not parent.is_sampled:
             return None
         push = dict(metadata).get(names.KV_PUSH_SPAN)
@@ -174,7 +174,7 @@ class NodeTracing:
         ended_s = time.monotonic()
         for request_id, timeline in list(self._computing.items()):
             num_tokens = plan.num_scheduled_tokens.get(request_id)
-            if num_tokens and timeline.note_chunk(Chunk(now_s, ended_s, num_tokens)):
+            if num_tokens and timeline.note_chunk(PrefillChunk(now_s, ended_s, num_tokens)):
                 del self._computing[request_id]
         return result
 
@@ -185,12 +185,12 @@ class NodeTracing:
         ids += [order.handoff_id for order in orders.sends]
         ids += [order.handoff_id for order in orders.layer_sends]
         for handoff_id in ids:
-            timeline = self._timelines.get(engine_id(handoff_id))
+            timeline = self._timelines.get(node_request_id(handoff_id))
             if timeline is not None:
-                timeline.began_moving()
+                timeline.begin_transfer()
 
     def note_record(self, record: TransferRecord) -> None:
-        request_id = engine_id(record.handoff_id)
+        request_id = node_request_id(record.handoff_id)
         timeline = self._timelines.get(request_id)
         if self.metrics is not None:
             self.metrics.take(record, None if timeline is None else timeline.parent)
@@ -203,7 +203,7 @@ class NodeTracing:
             timeline.dropped_s.append(now_s)
             self._computing.pop(request_id, None)
 
-    def _note_started(self, row: Row, now_s: float) -> None:
+    def _note_started(self, row: PlanRow, now_s: float) -> None:
         timeline = self._timelines.get(row.request_id)
         if timeline is None:
             return

@@ -15,7 +15,7 @@ from engine.errors import InvalidConfig
 from engine.factory import EngineOptions
 from engine.runner.model_runner import TorchRunner
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.validation import longest_sequence
+from engine.scheduler.validation import max_sequence_length
 from kv_transfer.fence import Fence
 from kv_transfer.link import Link
 from kv_transfer.pairs import Identity
@@ -94,7 +94,7 @@ def card_of(
         version=version("baton"),
         sampling_defaults=runner.info.defaults.sampling,
         max_num_seqs=options.scheduling.max_num_seqs,
-        max_sequence_len=longest_sequence(scheduler.config, scheduler.cache_config),
+        max_sequence_len=max_sequence_length(scheduler.config, scheduler.cache_config),
     )
 
 
@@ -122,7 +122,7 @@ def log_start(card: NodeCard, runner: TorchRunner) -> None:
         memory.num_bytes / 2**20,
         memory.num_blocks,
         memory.num_tokens,
-        card.longest_sequence,
+        card.max_sequence_length,
         card.max_model_len,
         card.kv_transport,
     )
@@ -141,7 +141,7 @@ class Around:
     transport: Callable[[Transport, Region], Transport] = lambda transport, _: transport
 
 
-NOTHING_AROUND = Around()
+NO_NODE_DECORATORS = Around()
 
 
 def make_kv_worker(
@@ -149,7 +149,7 @@ def make_kv_worker(
     identity: Identity,
     runner: TorchRunner,
     link: Link,
-    around: Around = NOTHING_AROUND,
+    around: Around = NO_NODE_DECORATORS,
 ) -> KvTransferWorker:
     """Raises TransportMissing if the transport's library is not installed."""
     region = region_of(runner)
@@ -161,7 +161,7 @@ def make_kv_worker(
     )
 
 
-class BetweenLayers:
+class KvPassHook:
     """Forward-pass hook that drives KV transfers and the heartbeat during long steps."""
 
     def __init__(self, worker: KvTransferWorker, beat: Callable[[], None]) -> None:

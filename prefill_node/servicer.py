@@ -10,7 +10,7 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import FinishReason, Output, RequestSpec
+from engine.request import EngineRequest, FinishReason, Output
 from node.call_streams import CallContext, serve_calls
 from node.engine_calls import CLIENT_ID
 from node.state import NodeState
@@ -21,7 +21,7 @@ from rpc.messages.sequences import prefill_spec
 from rpc.status import named_errors
 from rpc.streaming import streamed
 
-HAS_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
+FINISHED_WITH_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
 
 
 class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
@@ -62,11 +62,11 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
                     yield node_pb2.CallEvent(
                         output=output_to(output), prefill_summary=_summary(spec, output)
                     )
-            if reason in HAS_FIRST_TOKEN:
+            if reason in FINISHED_WITH_FIRST_TOKEN:
                 await sent.wait()
 
 
-def _summary(spec: RequestSpec, output: Output) -> node_pb2.PrefillSummary | None:
+def _summary(spec: EngineRequest, output: Output) -> node_pb2.PrefillSummary | None:
     """Return the summary of the last output, the only one with the engine's statistics."""
     if output.served is None:
         return None

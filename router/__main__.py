@@ -18,35 +18,35 @@ from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
 from engine.errors import InvalidConfig
 from engine.model_folder import resolve_model_folder
 from engine.structured_output.compiler import GrammarCompiler
-from engine.structured_output.llguidance_backend import GrammarChecks
-from router.admission.admission_queue import LineConfig
+from engine.structured_output.llguidance_backend import GrammarValidator
+from router.admission.admission_queue import AdmissionQueueConfig
 from router.cluster_servicer import ClusterServicer
 from router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
-from router.discovery.sources import NodeSource, refuse_two_roles
-from router.discovery.watcher import Discovery, watching
+from router.discovery.sources import NodeSource, check_single_role
+from router.discovery.watcher import NodeDiscovery, watching
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.input_processing.form_checks import ThreadedFormChecks
-from router.input_processing.tokenization import ModelText, TextBoundary, TokenIdsOnly
-from router.openai.response.output_parsers import ALL_IS_CONTENT, Parsing
+from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
+from router.openai.response.output_parsers import NO_PARSING, Parsing
 from router.pipeline import Pipeline, PipelineConfig
 from router.prefix_resets import PrefixResets
-from router.request_scope import Visits
+from router.request_scope import RequestScopes
 from router.routing.node_table import NodeTable
 from router.routing.policy import Routing
 from router.servicer import InferenceServicer
 from router.tracing import Tracing
-from rpc.grace_period import DRAIN_TIMEOUT_S, Grace
+from rpc.grace_period import DRAIN_TIMEOUT_S, ShutdownDeadline
 from rpc.health import Health
 from rpc.node_info import NodeRole
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.token import AcceptedTokens
-from rpc.security.token_gate import TokenGate, nobody_counts
+from rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from rpc.server import Running, Service, announce, serving, stop_signal
 from telemetry.metrics import names as metric_names
 from telemetry.metrics.exposition import exposition
 from telemetry.metrics.instruments import Read, Reading, RouterMetrics
-from telemetry.metrics.readers import metrics_read
-from telemetry.metrics.scrapes import AskedOn
+from telemetry.metrics.readers import export_metrics
+from telemetry.metrics.scrapes import OwnerThreadReader
 from telemetry.options import TelemetryOptions
 from telemetry.resource import Process
 from telemetry.tracing.tracer import NO_TRACER, Tracer, tracing
@@ -68,10 +68,10 @@ class RouterOptions:
     port: int = 50051  # 0: any free port
     http_port: int | None = None  # of the OpenAI API; None: gRPC only
     http_host: str = ""  # empty: same as `host`
-    parsing: Parsing = ALL_IS_CONTENT
+    parsing: Parsing = NO_PARSING
     model: str = ""  # folder or name of the tokenizer; empty: accept token ids only
     routing: Routing = field(default_factory=Routing)
-    line: LineConfig = field(default_factory=LineConfig)
+    line: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     tls: TlsConfig = PLAIN
     tokens: AcceptedTokens | None = None  # None: no authentication
     telemetry: TelemetryOptions = TelemetryOptions()
@@ -83,18 +83,18 @@ class RouterOptions:
             raise InvalidConfig(f"--find-every-s {self.find_every_s}: it must be above 0 seconds")
         if self.node_patience_s < 0:
             raise InvalidConfig(f"--node-patience-s {self.node_patience_s} is below 0; 0 is off")
-        refuse_two_roles(self.prefill_nodes, self.decode_nodes)
+        check_single_role(self.prefill_nodes, self.decode_nodes)
 
     @property
-    def discovery(self) -> Discovery:
+    def discovery(self) -> NodeDiscovery:
         prefills = dict.fromkeys(self.prefill_nodes, NodeRole.PREFILL)
         decodes = dict.fromkeys(self.decode_nodes, NodeRole.DECODE)
-        return Discovery(prefills | decodes, self.find_every_s)
+        return NodeDiscovery(prefills | decodes, self.find_every_s)
 
 
 def main(options: RouterOptions) -> None:
     """Serve until SIGTERM. Raises named errors for options that cannot work."""
-    text: TextBoundary = TokenIdsOnly()
+    text: TextBoundary = NoTokenizer()
     if options.model:
         text = ModelText(Tokenizer.from_folder(resolve_model_folder(options.model)))
     process = Process("router", f"router-{os.getpid()}", secrets.token_hex(ID_BYTES))
@@ -106,7 +106,7 @@ async def serve(
     options: RouterOptions, text: TextBoundary, process: Process, tracer: Tracer = NO_TRACER
 ) -> None:
     table, node_calls = NodeTable(), GrpcNodeCalls(options.tls)
-    compiler = GrammarCompiler(GrammarChecks())
+    compiler = GrammarCompiler(GrammarValidator())
     pipeline = Pipeline(
         table=table,
         node_calls=node_calls,
@@ -120,7 +120,7 @@ async def serve(
     is_counted = options.telemetry.counts or options.http_port is not None
     metrics = RouterMetrics() if is_counted else None
     request_tracing = Tracing(tracer, metrics)
-    visits = Visits(pipeline, request_tracing, by_token=options.tokens is not None)
+    visits = RequestScopes(pipeline, request_tracing, by_token=options.tokens is not None)
     servicer = InferenceServicer(pipeline, table, visits)
     resets = PrefixResets(table, node_calls.channel)
     cluster_servicer = ClusterServicer(table, resets)
@@ -153,7 +153,7 @@ async def serve(
         readiness = Readiness(wants_prefill=wants_prefill, now=time.monotonic())
 
         async def note_change() -> None:
-            pipeline.nodes_changed()
+            pipeline.handle_nodes_changed()
             is_ready = readiness.is_ready(table, time.monotonic())
             await server.health.set_ready(is_ready and not pipeline.is_draining)
 
@@ -191,8 +191,8 @@ def _metrics(
     if metrics is None:
         yield
         return
-    here = AskedOn(asyncio.get_running_loop().call_soon_threadsafe, read)
-    with metrics_read(options.telemetry, process, metrics.registry, here):
+    here = OwnerThreadReader(asyncio.get_running_loop().call_soon_threadsafe, read)
+    with export_metrics(options.telemetry, process, metrics.registry, here):
         yield
 
 
@@ -202,7 +202,7 @@ async def _http_server(
     metrics: RouterMetrics | None,
     pipeline: Pipeline,
     table: NodeTable,
-    visits: Visits,
+    visits: RequestScopes,
     health: Health,
     resets: PrefixResets,
 ) -> AsyncIterator[None]:
@@ -245,17 +245,17 @@ def _interceptors(
 ) -> Sequence[aio.ServerInterceptor]:
     if options.tokens is None:
         return ()
-    on_refusal = nobody_counts if metrics is None else metrics.refused
+    on_refusal = ignore_refusal if metrics is None else metrics.refused
     if not options.tls.listens:
         log.warning("clients send their tokens in plain text; give --tls-cert and --tls-key")
-    return (TokenGate(options.tokens, on_refusal),)
+    return (TokenInterceptor(options.tokens, on_refusal),)
 
 
 async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) -> None:
     async with stop_signal() as stopped:
         announce("router", server.address)
         await stopped.wait()
-        with Grace(timeout_s) as grace:
+        with ShutdownDeadline(timeout_s) as grace:
             grace.begin(lambda: pipeline.num_in_flight + pipeline.num_waiting)
             await server.health.set_ready(False)
             await pipeline.drain()

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from engine.request import FinishReason, Output
 from kv_transfer.types import TokenLogprobs
-from router.values import Finish, Piece
+from router.values import FinishStatus, TokenChunk
 from text.stop_strings import StopRule, StopWatcher
 
 
-class Speller(Protocol):
+class IncrementalDetokenizer(Protocol):
     """Incremental detokenizer that never returns an incomplete character."""
 
     def push(self, *token_ids: int) -> str: ...
@@ -32,12 +32,12 @@ class NoDetokenizer:
         return ""
 
 
-class Answer:
+class AnswerAssembler:
     """Answer under assembly. Requested prompt logprobs are passed on before the first token."""
 
     def __init__(
         self,
-        detokenizer: Speller | None = None,
+        detokenizer: IncrementalDetokenizer | None = None,
         stop: StopRule | None = None,
         num_prompt_logprobs: int = 0,
     ) -> None:
@@ -45,11 +45,13 @@ class Answer:
         self._stops = StopWatcher(stop or StopRule())
         self._token_ids: list[int] = []
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._end: tuple[int, Finish] | None = None  # number of tokens at the end, and the finish
+        self._end: tuple[int, FinishStatus] | None = (
+            None  # number of tokens at the end, and the finish
+        )
         self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._num_prompt_logprobs = num_prompt_logprobs
         self._has_passed_prompt = num_prompt_logprobs == 0
-        self.finish: Finish | None = None
+        self.finish: FinishStatus | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -60,7 +62,7 @@ class Answer:
         self._early.clear()
         self._end = None
 
-    def take(self, *outputs: Output) -> Piece | None:
+    def take(self, *outputs: Output) -> TokenChunk | None:
         """Add outputs of a leg and return the new part of the answer, if there is one."""
         if self.finish is not None:
             return None
@@ -76,7 +78,7 @@ class Answer:
         prompt_logprobs = self._pop_prompt_logprobs()
         if not (token_ids or text or prompt_logprobs):
             return None
-        return Piece(first_index, token_ids, text, logprobs, prompt_logprobs)
+        return TokenChunk(first_index, token_ids, text, logprobs, prompt_logprobs)
 
     def _is_plain_next(self, output: Output) -> bool:
         """True if the output is only the next token, as nearly all outputs are."""
@@ -85,12 +87,12 @@ class Answer:
         is_in_order = is_next and self._has_passed_prompt and self._end is None
         return is_in_order and not has_more and len(output.token_ids) == 1
 
-    def _take_next(self, output: Output) -> Piece:
+    def _take_next(self, output: Output) -> TokenChunk:
         """Add the next token: the fast path, taken for nearly every token."""
         (token_id,) = output.token_ids
         self._token_ids.append(token_id)
         text = self._stops.push(self._detokenizer.push(token_id), len(self._token_ids))
-        return Piece(output.first_index, output.token_ids, text + self._finish_if_due())
+        return TokenChunk(output.first_index, output.token_ids, text + self._finish_if_due())
 
     def _note(self, output: Output) -> None:
         logprobs = output.logprobs or (None,) * len(output.token_ids)
@@ -103,7 +105,7 @@ class Answer:
             self._prompt_logprobs += output.prompt_logprobs[num_known:]
         if output.finish_reason not in (None, FinishReason.HANDED_OFF):
             num_tokens = output.first_index + len(output.token_ids)
-            self._end = (num_tokens, Finish(output.finish_reason, output.stop_token_id))
+            self._end = (num_tokens, FinishStatus(output.finish_reason, output.stop_token_id))
 
     def _advance(self) -> tuple[str, tuple[TokenLogprobs, ...]]:
         """Append the tokens that are next in order; return their text and logprobs."""
@@ -125,7 +127,7 @@ class Answer:
         if is_due and self._stops.found is None:
             rest = self._stops.push(self._detokenizer.finish(), len(self._token_ids))
         if self._stops.found is not None:
-            self.finish = Finish(FinishReason.STOP, stop_string=self._stops.found)
+            self.finish = FinishStatus(FinishReason.STOP, stop_string=self._stops.found)
         elif is_due:
             self.finish = finish
             rest += self._stops.flush()

@@ -10,7 +10,7 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
-from router.discovery.node_registry import NodeReport, NodeState, roster
+from router.discovery.node_registry import NodeAvailability, NodeReport, roster
 from router.prefix_resets import PrefixResets
 from router.routing.node_table import NodeTable
 from rpc.node_info import ROLE_TO_MESSAGE, totals_to
@@ -20,12 +20,12 @@ from rpc.streaming import streamed
 MIN_INTERVAL_S = 0.1
 
 STATE_TO_MESSAGE = {
-    NodeState.READY: cluster_pb2.NODE_STATE_READY,
-    NodeState.DRAINING: cluster_pb2.NODE_STATE_DRAINING,
-    NodeState.NOT_READY: cluster_pb2.NODE_STATE_NOT_READY,
-    NodeState.UNLISTED: cluster_pb2.NODE_STATE_UNLISTED,
-    NodeState.REPLACED: cluster_pb2.NODE_STATE_REPLACED,
-    NodeState.UNREACHABLE: cluster_pb2.NODE_STATE_UNREACHABLE,
+    NodeAvailability.READY: cluster_pb2.NODE_STATE_READY,
+    NodeAvailability.DRAINING: cluster_pb2.NODE_STATE_DRAINING,
+    NodeAvailability.NOT_READY: cluster_pb2.NODE_STATE_NOT_READY,
+    NodeAvailability.UNLISTED: cluster_pb2.NODE_STATE_UNLISTED,
+    NodeAvailability.REPLACED: cluster_pb2.NODE_STATE_REPLACED,
+    NodeAvailability.UNREACHABLE: cluster_pb2.NODE_STATE_UNREACHABLE,
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from router.input_processing.logprob_limits import LogprobBudget
 from router.shared_prompt import SharedPrompt
-from router.tracing import UNTRACED, Trace
+from router.tracing import UNTRACED, RequestTrace
 from rpc.errors import DeadlineExceeded
 
 
@@ -14,7 +14,7 @@ from rpc.errors import DeadlineExceeded
 class RequestContext:
     received_s: float
     deadline_s: float | None = None  # on the same clock; None: no deadline
-    trace: Trace = UNTRACED
+    trace: RequestTrace = UNTRACED
     shared: SharedPrompt | None = None  # by all answers to its prompt; None: there is one
     logprob_budget: LogprobBudget | None = None  # of the whole client request; None: separate
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from router.request_scope import Answering
-from router.values import Ending, Piece
+from router.values import CompletionSummary, TokenChunk
 
-IndexedParts = AsyncGenerator[tuple[int, Piece | Ending], None]
+IndexedParts = AsyncGenerator[tuple[int, TokenChunk | CompletionSummary], None]
 
 
 async def merged(answers: Sequence[Answering]) -> IndexedParts:
@@ -27,7 +27,7 @@ async def merged(answers: Sequence[Answering]) -> IndexedParts:
 
 async def _of_several(answers: Sequence[Answering]) -> IndexedParts:
     # A queue of one: answers that are faster than the client wait, as with a single answer.
-    queue: asyncio.Queue[tuple[int, Piece | Ending | Exception]] = asyncio.Queue(1)
+    queue: asyncio.Queue[tuple[int, TokenChunk | CompletionSummary | Exception]] = asyncio.Queue(1)
 
     async def forward(index: int, answer: Answering) -> None:
         try:
@@ -44,7 +44,7 @@ async def _of_several(answers: Sequence[Answering]) -> IndexedParts:
             index, part = await queue.get()
             if isinstance(part, Exception):
                 raise part
-            num_ended += isinstance(part, Ending)
+            num_ended += isinstance(part, CompletionSummary)
             yield index, part
         await asyncio.gather(*tasks)
     finally:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from kv_transfer.types import HandoffId
-from router.admission.admission import Admission
-from router.admission.admission_queue import INITIAL_CAPACITY, LineConfig
+from router.admission.admission import AdmissionGate
+from router.admission.admission_queue import INITIAL_CAPACITY, AdmissionQueueConfig
 from router.admission.answer_forecast import AnswerForecast
 from router.admission.retry_budget import RetryBudget
-from router.admission.wait_forecast import Forecast
-from router.answer import Answer
+from router.admission.wait_forecast import FirstTokenForecast
+from router.answer import AnswerAssembler
 from router.context import RequestContext
 from router.dispatch.attempt import Attempt
 from router.dispatch.failures import AttemptFailures
@@ -27,11 +27,11 @@ from router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from router.input_processing.logprob_limits import LogprobBudget, check_prompt_logprobs_fit
 from router.input_processing.tokenization import TextBoundary
 from router.routing.assignment import Assignment
-from router.routing.breakers import BreakerConfig, Breakers
+from router.routing.breakers import BreakerConfig, CircuitBreakers
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Ask, Route, Routing, choose
+from router.routing.policy import Route, Routing, RoutingRequest, choose
 from router.shared_prompt import SharedPrompt
-from router.values import Call, Ending, Piece, Prompt
+from router.values import CompletionSummary, GenerateCall, Prompt, TokenChunk
 from rpc.errors import (
     Draining,
     EmptyPrompt,
@@ -65,7 +65,7 @@ class PipelineConfig:
     retry_pause_s: float = 0.2  # before a node that has just failed is tried again
     routing: Routing = field(default_factory=Routing)
     breakers: BreakerConfig = field(default_factory=BreakerConfig)
-    line: LineConfig = field(default_factory=LineConfig)
+    line: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     large_texts: LargeTextConfig = field(default_factory=LargeTextConfig)
 
 
@@ -90,10 +90,10 @@ class Pipeline:
         self._clock = clock
         self._config = config
         self._numbers = itertools.count()
-        self._admission = Admission(config.line, clock)
-        self._forecast = Forecast()
+        self._admission = AdmissionGate(config.line, clock)
+        self._forecast = FirstTokenForecast()
         self._answer_forecast = AnswerForecast()
-        self._breakers = Breakers(config.breakers)
+        self._breakers = CircuitBreakers(config.breakers)
         self._quarantine = Quarantine(self._wake)
         self._retry_budget = RetryBudget(config.line.max_in_flight or INITIAL_CAPACITY)
         self._ids_in_use: set[str] = set()
@@ -102,7 +102,7 @@ class Pipeline:
         self._nodes_changed = asyncio.Event()
         self.is_draining = False
 
-    def nodes_changed(self) -> None:
+    def handle_nodes_changed(self) -> None:
         """Handle a change of the table: admit up to the new capacity, wake waiting requests."""
         self._admission.resize(self._table.num_batch_slots)
         self._wake()
@@ -127,9 +127,9 @@ class Pipeline:
         await self._became_idle.wait()
 
     async def generate(
-        self, call: Call, context: RequestContext
-    ) -> AsyncGenerator[Piece | Ending, None]:
-        """Yield the pieces of the answer, then its `Ending`.
+        self, call: GenerateCall, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+        """Yield the pieces of the answer, then its `GenerationEnd`.
 
         Closing the generator early cancels the request on all nodes.
         """
@@ -173,16 +173,16 @@ class Pipeline:
         return await self._large_texts.read(len(token_ids), partial(self._text.text, token_ids))
 
     @property
-    def shows_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """True if the model's chat template reads `tools`."""
-        return self._text.shows_tools
+        return self._text.supports_tools
 
     def token(self, token_id: int) -> TokenText:
         """Return the text of a single token, for logprobs."""
         return self._text.token(token_id)
 
     async def _tokenize_prompt(
-        self, call: Call, context: RequestContext, shared: SharedPrompt
+        self, call: GenerateCall, context: RequestContext, shared: SharedPrompt
     ) -> tuple[int, ...]:
         """Return the prompt's token ids, tokenised once for all answers. Raises EmptyPrompt."""
         prompt = shared.token_ids or await self.token_ids(call.prompt, call.model)
@@ -192,7 +192,7 @@ class Pipeline:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         return prompt
 
-    def _cap_max_tokens(self, call: Call, num_prompt_tokens: int) -> Call:
+    def _cap_max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> GenerateCall:
         """Lower a default `max_tokens` to what the KV cache of every decode node can hold."""
         longest = self._table.max_sequence_len(call.model)
         if not call.fills_context or longest is None:
@@ -203,7 +203,7 @@ class Pipeline:
             return call
         return replace(call, sampling=replace(call.sampling, max_tokens=max_tokens))
 
-    def _ban_bad_words(self, call: Call) -> Call:
+    def _ban_bad_words(self, call: GenerateCall) -> GenerateCall:
         """Replace `bad_words` by banned token sequences: nodes have no tokenizer."""
         if not call.bad_words:
             return call
@@ -216,14 +216,14 @@ class Pipeline:
 
     @contextmanager
     def _forecasting_wait(
-        self, call: Call, context: RequestContext
+        self, call: GenerateCall, context: RequestContext
     ) -> Iterator[Callable[[], None]]:
         """Yield a callback for the first part of the answer. Raises TooLate."""
         wait_s = self._forecast.wait_s(call.priority)
         self._refuse_if_too_late(call, context, wait_s, self.num_in_flight)
         priority = call.priority
         self._forecast.came(priority, self._clock())
-        self._retry_budget.request_came()
+        self._retry_budget.note_request()
         has_begun = False
 
         def note_began() -> None:
@@ -239,14 +239,14 @@ class Pipeline:
                 self._forecast.left(priority)
 
     @contextmanager
-    def _measuring_pace(self) -> Iterator[Callable[[Piece | Ending], None]]:
+    def _measuring_pace(self) -> Iterator[Callable[[TokenChunk | CompletionSummary], None]]:
         """Yield a callback for each part of an answer, and record the answer's pace at the end."""
         began_s = last_s = self._clock()
         num_tokens, is_complete = 0, False
 
-        def note_part(part: Piece | Ending) -> None:
+        def note_part(part: TokenChunk | CompletionSummary) -> None:
             nonlocal last_s, num_tokens, is_complete
-            if isinstance(part, Ending):
+            if isinstance(part, CompletionSummary):
                 is_complete = True
             elif part.token_ids:
                 last_s = self._clock()
@@ -261,7 +261,7 @@ class Pipeline:
             )
 
     def _refuse_if_too_late(
-        self, call: Call, context: RequestContext, wait_s: float, num_others: int
+        self, call: GenerateCall, context: RequestContext, wait_s: float, num_others: int
     ) -> None:
         """Raise TooLate if a request that waits `wait_s` cannot meet its deadline.
 
@@ -281,12 +281,12 @@ class Pipeline:
 
     def _run_sharing_prompt(
         self,
-        call: Call,
+        call: GenerateCall,
         prompt: tuple[int, ...],
         context: RequestContext,
         shared: SharedPrompt,
         shared_decode: Node | None,
-    ) -> AsyncGenerator[Piece | Ending, None]:
+    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
         """Run the attempts for one answer, reusing prompt logprobs that another answer has."""
         if call.sampling.prompt_logprobs is None:
             return self._run_attempts(call, prompt, context, shared, shared_decode)
@@ -297,16 +297,16 @@ class Pipeline:
 
     async def _run_attempts(
         self,
-        call: Call,
+        call: GenerateCall,
         prompt: tuple[int, ...],
         context: RequestContext,
         shared: SharedPrompt,
         shared_decode: Node | None,
-    ) -> AsyncGenerator[Piece | Ending, None]:
+    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
         wants_prompt = call.sampling.prompt_logprobs is not None
-        answer = Answer(
-            self._text.speller(call.shown_tokens), call.stop, len(prompt) * wants_prompt
+        answer = AnswerAssembler(
+            self._text.create_detokenizer(call.shown_tokens), call.stop, len(prompt) * wants_prompt
         )
         request = _Request(call, prompt, context, shared, shared_decode, answer)
         for number in itertools.count(1):
@@ -322,7 +322,7 @@ class Pipeline:
                 with closing(assignment):
                     async with aclosing(attempt.run(self._node_calls)) as pieces:
                         async for piece in pieces:
-                            if isinstance(piece, Piece):
+                            if isinstance(piece, TokenChunk):
                                 self._quarantine.note_tokens(tracked, len(piece.token_ids))
                             yield piece
                 self._breakers.succeeded(route.addresses)
@@ -348,7 +348,9 @@ class Pipeline:
         if route is None or route.decode.address in closed or request.suspicion.is_suspect:
             prior, revision = request.answer.token_ids, request.shared.revision
             call, count = request.call, next(self._numbers)
-            ask = Ask(request.prompt, count, prior, call.model, call.cache_salt, revision)
+            ask = RoutingRequest(
+                request.prompt, count, prior, call.model, call.cache_salt, revision
+            )
             route = await self._choose_open_route(
                 ask, request.failures.addresses, request.suspicion
             )
@@ -363,8 +365,8 @@ class Pipeline:
         assignment: Assignment,
         tracked: TrackedAttempt,
     ) -> Attempt:
-        def prompt_done() -> None:
-            assignment.prompt_done()
+        def note_prompt_done() -> None:
+            assignment.note_prompt_done()
             if route.prefill is not None:
                 self._quarantine.release_node(tracked, route.prefill.address)
 
@@ -379,7 +381,7 @@ class Pipeline:
             answer=request.answer,
             context=request.context,
             clock=self._clock,
-            on_prefilled=prompt_done,
+            on_prefilled=note_prompt_done,
             on_decoded=partial(request.shared.set_decode_node, route.decode),
         )
 
@@ -433,7 +435,7 @@ class Pipeline:
         return failures.is_paid or self._retry_budget.spend()
 
     async def _choose_open_route(
-        self, ask: Ask, failed: frozenset[str], suspicion: Suspicion
+        self, ask: RoutingRequest, failed: frozenset[str], suspicion: Suspicion
     ) -> Route:
         """Choose nodes that the quarantine does not close to this request.
 
@@ -464,7 +466,7 @@ class Pipeline:
         return bool(addresses) and not addresses <= {node.address for node in self._table.nodes}
 
     def _route_around(
-        self, ask: Ask, route: Route, failed: frozenset[str], closed: frozenset[str]
+        self, ask: RoutingRequest, route: Route, failed: frozenset[str], closed: frozenset[str]
     ) -> Route | None:
         """Return a route around `closed` that has a prefill node if and only if `route` has one."""
         for without in (closed | failed, closed):
@@ -474,7 +476,7 @@ class Pipeline:
                     return detour
         return None
 
-    async def _choose_route(self, ask: Ask, failed: frozenset[str]) -> Route:
+    async def _choose_route(self, ask: RoutingRequest, failed: frozenset[str]) -> Route:
         """Choose nodes, avoiding those that failed where possible.
 
         Raises NoNodes and IncompatibleNodes if there are none for `node_patience_s`.
@@ -495,7 +497,7 @@ class Pipeline:
         if decode not in self._table.open_nodes(NodeRole.DECODE):
             return None
         capacity = decode.card.max_num_seqs
-        if capacity and self._table.burden(decode).num_requests >= capacity:
+        if capacity and self._table.node_load(decode).num_requests >= capacity:
             return None
         block_size = decode.card.fingerprint.block_size
         num_missing = 1 + (len(prompt) - 1) % block_size
@@ -530,7 +532,7 @@ class Pipeline:
 
 
 def _check_prompt_logprobs(
-    call: Call, num_tokens: int, context: RequestContext, shared: SharedPrompt
+    call: GenerateCall, num_tokens: int, context: RequestContext, shared: SharedPrompt
 ) -> None:
     """Check the prompt logprobs of all answers to a prompt. Raises InvalidRequest."""
     count = call.sampling.prompt_logprobs
@@ -544,12 +546,12 @@ class _Request:
 
     def __init__(
         self,
-        call: Call,
+        call: GenerateCall,
         prompt: tuple[int, ...],
         context: RequestContext,
         shared: SharedPrompt,
         shared_decode: Node | None,
-        answer: Answer,
+        answer: AnswerAssembler,
     ) -> None:
         self.call = call
         self.prompt = prompt
@@ -574,5 +576,7 @@ def _sharing(context: RequestContext) -> Iterator[tuple[SharedPrompt, bool]]:
         yield shared, is_first
 
 
-def _sequence(call: Call, prompt: tuple[int, ...], seed: int, prior: tuple[int, ...]) -> Sequence:
+def _sequence(
+    call: GenerateCall, prompt: tuple[int, ...], seed: int, prior: tuple[int, ...]
+) -> Sequence:
     return Sequence(prompt, call.sampling, seed, prior, call.priority, call.cache_salt)

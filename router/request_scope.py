@@ -8,16 +8,16 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import replace
 
 from router.context import RequestContext
-from router.input_processing.cache_salts import own_salt, owner_of
+from router.input_processing.cache_salts import bind_salt, token_digest
 from router.input_processing.logprob_limits import LogprobBudget
 from router.pipeline import Pipeline
 from router.shared_prompt import SharedPrompt
-from router.tracing import TRACES_NOTHING, Tracing
-from router.values import Call, Ending, Piece
+from router.tracing import NO_REQUEST_TRACING, Tracing
+from router.values import CompletionSummary, GenerateCall, TokenChunk
 from telemetry import names
 from telemetry.tracing.tracer import Received
 
-Parts = AsyncGenerator[Piece | Ending, None]
+Parts = AsyncGenerator[TokenChunk | CompletionSummary, None]
 Answering = AbstractAsyncContextManager[Parts]
 
 
@@ -25,7 +25,7 @@ def _never() -> bool:
     return False
 
 
-class Visit:
+class RequestScope:
     """Scope of one request from its arrival to its end; traces and counts it once."""
 
     def __init__(self, pipeline: Pipeline, context: RequestContext, owner: str) -> None:
@@ -49,7 +49,7 @@ class Visit:
         return self._trace.traceparent
 
     @contextmanager
-    def before_the_call(self, is_late: Callable[[], bool] = _never) -> Iterator[None]:
+    def ending_on_error(self, is_late: Callable[[], bool] = _never) -> Iterator[None]:
         """End the request's trace if the block, which parses the request, raises."""
         try:
             yield
@@ -60,7 +60,7 @@ class Visit:
     @asynccontextmanager
     async def answering(
         self,
-        call: Call,
+        call: GenerateCall,
         is_late: Callable[[], bool] = _never,
         shared: SharedPrompt | None = None,
         budget: LogprobBudget | None = None,
@@ -68,33 +68,35 @@ class Visit:
         """Yield the parts of the answer. The request ends with the block."""
         with self._trace.ending(is_late):
             self._trace.note_call(call)
-            call = replace(call, cache_salt=own_salt(call.cache_salt, self.owner))
+            call = replace(call, cache_salt=bind_salt(call.cache_salt, self.owner))
             context = replace(self._context, shared=shared, logprob_budget=budget)
             async with aclosing(self._pipeline.generate(call, context)) as parts:
                 yield parts
 
 
-class Visits:
+class RequestScopes:
     """Creates the scopes of requests.
 
     With `by_token`, cache salts are bound to the client's token, so tenants never share KV.
     """
 
     def __init__(
-        self, pipeline: Pipeline, tracing: Tracing = TRACES_NOTHING, *, by_token: bool = False
+        self, pipeline: Pipeline, tracing: Tracing = NO_REQUEST_TRACING, *, by_token: bool = False
     ) -> None:
         self._pipeline = pipeline
         self._tracing = tracing
         self._by_token = by_token
 
-    def begin(self, request_id: str, metadata: Received | None, context: RequestContext) -> Visit:
-        owner = owner_of(metadata) if self._by_token and metadata is not None else ""
+    def begin(
+        self, request_id: str, metadata: Received | None, context: RequestContext
+    ) -> RequestScope:
+        owner = token_digest(metadata) if self._by_token and metadata is not None else ""
         return self._begin(request_id, metadata, context, owner)
 
     def answering(
         self,
-        visit: Visit,
-        calls: Sequence[Call],
+        visit: RequestScope,
+        calls: Sequence[GenerateCall],
         num_each: int,
         is_late: Callable[[], bool] = _never,
     ) -> list[Answering]:
@@ -111,19 +113,19 @@ class Visits:
             for place, (scope, call) in enumerate(zip(visits, calls, strict=True))
         ]
 
-    def _begin_child(self, visit: Visit, request_id: str) -> Visit:
+    def _begin_child(self, visit: RequestScope, request_id: str) -> RequestScope:
         metadata = [(names.TRACEPARENT, visit.traceparent)]
-        context = replace(received_now(), deadline_s=visit.deadline_s)
+        context = replace(new_request_context(), deadline_s=visit.deadline_s)
         return self._begin(request_id, metadata, context, visit.owner)
 
     def _begin(
         self, request_id: str, metadata: Received | None, context: RequestContext, owner: str
-    ) -> Visit:
+    ) -> RequestScope:
         trace = self._tracing.begin(metadata, request_id, context.received_s)
-        return Visit(self._pipeline, replace(context, trace=trace), owner)
+        return RequestScope(self._pipeline, replace(context, trace=trace), owner)
 
 
-def received_now(remaining_s: float | None = None) -> RequestContext:
+def new_request_context(remaining_s: float | None = None) -> RequestContext:
     """Return the context of a request that arrives now, its deadline on the pipeline's clock."""
     now = time.monotonic()
     return RequestContext(now, None if remaining_s is None else now + remaining_s)

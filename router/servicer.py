@@ -15,14 +15,14 @@ from router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
     check_name,
-    is_name,
+    is_valid_name,
 )
 from router.merging import merged
 from router.pipeline import Pipeline
-from router.request_scope import Visits, received_now
+from router.request_scope import RequestScopes, new_request_context
 from router.routing.node_table import NodeTable
 from router.translate import ResponseBuilder, calls_from, tokenize_input_from
-from router.values import Piece
+from router.values import TokenChunk
 from rpc.call_outcome import is_late
 from rpc.errors import NoNodes
 from rpc.messages.conversion import sampling_defaults_to
@@ -34,22 +34,24 @@ ID_BYTES = 12
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, pipeline: Pipeline, table: NodeTable, visits: Visits | None = None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, table: NodeTable, visits: RequestScopes | None = None
+    ) -> None:
         self._pipeline = pipeline
         self._table = table
-        self._visits = visits or Visits(pipeline)
+        self._visits = visits or RequestScopes(pipeline)
 
     @streamed
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         client_id = request.request_id
-        request_id = client_id if is_name(client_id) else secrets.token_hex(ID_BYTES)
-        received = received_now(context.time_remaining())
+        request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
+        received = new_request_context(context.time_remaining())
         visit = self._visits.begin(request_id, context.invocation_metadata(), received)
         is_past = partial(is_late, context, received.received_s)
         async with named_errors(context, request_id=request_id, trace_id=visit.trace_id):
-            with visit.before_the_call(is_past):
+            with visit.ending_on_error(is_past):
                 check_name("request_id", client_id)
                 defaults = self._table.sampling_defaults(request.model)
                 max_model_len = self._table.max_model_len(request.model)
@@ -58,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             answers = self._visits.answering(visit, calls, len(calls), is_past)
             async with aclosing(merged(answers)) as parts:
                 async for index, part in parts:
-                    if isinstance(part, Piece) and part.prompt_logprobs:
+                    if isinstance(part, TokenChunk) and part.prompt_logprobs:
                         yield await builders[index].build_in_slices(part)
                     else:
                         yield builders[index].next(part)

@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from kv_transfer.types import TokenLogprobs
 from router.dispatch.quarantine import PromptGroup
 from router.routing.node_table import Node, Revision
-from router.values import Ending, Piece
+from router.values import CompletionSummary, TokenChunk
 
 
 class SharedPrompt:
@@ -48,13 +48,13 @@ class SharedPrompt:
                 self._is_settled.set()
 
     async def with_prompt_logprobs(
-        self, parts: AsyncGenerator[Piece | Ending, None]
-    ) -> AsyncGenerator[Piece | Ending, None]:
+        self, parts: AsyncGenerator[TokenChunk | CompletionSummary, None]
+    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
         """Add the prompt logprobs, which are computed only once, to the first part of an answer."""
         is_first = True
         async with aclosing(parts):
             async for part in parts:
-                if is_first and isinstance(part, Piece):
+                if is_first and isinstance(part, TokenChunk):
                     is_first = False
                     self.prompt_logprobs = part.prompt_logprobs or self.prompt_logprobs
                     yield part._replace(prompt_logprobs=self.prompt_logprobs)

@@ -9,28 +9,28 @@ from contextlib import contextmanager
 
 from engine.errors import InvalidRequest
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Policy, Route
-from router.values import Call, ChatPrompt, Ending, PrefillPlace
+from router.routing.policy import Route, RoutingPolicy
+from router.values import ChatPrompt, CompletionSummary, GenerateCall, PrefillPlace
 from rpc.call_outcome import end_of
 from rpc.node_info import NodeRole
 from telemetry import names
 from telemetry.logs import log_event
 from telemetry.metrics.instruments import RouterMetrics
 from telemetry.tracing.request_timeline import (
-    Choice,
+    AttemptTimeline,
     Judgement,
-    LegTimeline,
+    NodeRpcTimeline,
     RequestTimeline,
-    TryTimeline,
-    Usage,
+    RouteChoice,
+    TokenUsage,
 )
-from telemetry.tracing.spans import End, Metadata, Outcome, TraceContext
+from telemetry.tracing.spans import End, Metadata, SpanOutcome, TraceContext
 from telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
 
 LOG_LEVELS = {
-    Outcome.OK: logging.DEBUG,
-    Outcome.CANCELLED: logging.INFO,
-    Outcome.REFUSED: logging.INFO,
+    SpanOutcome.OK: logging.DEBUG,
+    SpanOutcome.CANCELLED: logging.INFO,
+    SpanOutcome.REFUSED: logging.INFO,
 }
 
 log = logging.getLogger(__name__)
@@ -48,13 +48,13 @@ class LegTrace:
         self.is_finished = True
 
 
-class Trace:
+class RequestTrace:
     """Trace interface; this base class records nothing, for requests that are not traced."""
 
     trace_id = ""
     traceparent = ""
 
-    def note_call(self, call: Call) -> None: ...
+    def note_call(self, call: GenerateCall) -> None: ...
 
     def note_tokenized(self, num_tokens: int, num_ahead: int) -> None: ...
 
@@ -62,7 +62,7 @@ class Trace:
 
     def note_attempt_began(self, number: int, num_prior_tokens: int) -> None: ...
 
-    def note_routed(self, route: Route, policy: Policy, table: NodeTable) -> None: ...
+    def note_routed(self, route: Route, policy: RoutingPolicy, table: NodeTable) -> None: ...
 
     def note_attempt_failed(self) -> None: ...
 
@@ -72,7 +72,7 @@ class Trace:
     def note_tokens(self, num_tokens: int) -> None:
         """Record tokens that are passed on to the client."""
 
-    def note_completed(self, ending: Ending) -> None: ...
+    def note_completed(self, ending: CompletionSummary) -> None: ...
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
@@ -85,10 +85,10 @@ class Trace:
         yield
 
 
-UNTRACED = Trace()
+UNTRACED = RequestTrace()
 
 
-class RecordedTrace(Trace):
+class RecordedTrace(RequestTrace):
     """Records the timeline of a request and exports it at the end."""
 
     def __init__(
@@ -100,7 +100,7 @@ class RecordedTrace(Trace):
         self.trace_id = timeline.context.trace_hex if timeline.context.is_sampled else ""
         self.traceparent = timeline.context.traceparent
 
-    def note_call(self, call: Call) -> None:
+    def note_call(self, call: GenerateCall) -> None:
         is_chat = isinstance(call.prompt, ChatPrompt)
         self._timeline.asked |= {
             names.OPERATION: "chat" if is_chat else "text_completion",
@@ -119,13 +119,13 @@ class RecordedTrace(Trace):
         self._timeline.admitted_s = time.monotonic()
 
     def note_attempt_began(self, number: int, num_prior_tokens: int) -> None:
-        attempt = TryTimeline(number, num_prior_tokens, new_span_id(), new_span_id())
+        attempt = AttemptTimeline(number, num_prior_tokens, new_span_id(), new_span_id())
         self._timeline.tries.append(attempt)
 
-    def note_routed(self, route: Route, policy: Policy, table: NodeTable) -> None:
+    def note_routed(self, route: Route, policy: RoutingPolicy, table: NodeTable) -> None:
         num_tokens = self._timeline.num_prompt_tokens or 0
         self._timeline.asked.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
-        self._timeline.tries[-1].choice = Choice(
+        self._timeline.tries[-1].choice = RouteChoice(
             at_s=time.monotonic(),
             policy=policy.value,
             decode_node=route.decode.card.node_id,
@@ -137,7 +137,7 @@ class RecordedTrace(Trace):
         )
 
     def note_attempt_failed(self) -> None:
-        self._timeline.tries[-1].end = End(time.monotonic(), Outcome.FAILED, "NODE_FAILED")
+        self._timeline.tries[-1].end = End(time.monotonic(), SpanOutcome.FAILED, "NODE_FAILED")
 
     def note_verdict(self, verdict: str, address: str) -> None:
         self._timeline.judgements.append(Judgement(time.monotonic(), verdict, address))
@@ -148,11 +148,11 @@ class RecordedTrace(Trace):
         if timeline.first_token_s is None:
             timeline.first_token_s = time.monotonic()
 
-    def note_completed(self, ending: Ending) -> None:
+    def note_completed(self, ending: CompletionSummary) -> None:
         served, summary = ending.served, ending.served.summary
         place = "remote" if served.prefill is PrefillPlace.REMOTE else "local"
         is_migrated = any(attempt.num_prior_tokens for attempt in self._timeline.tries)
-        self._timeline.usage = Usage(
+        self._timeline.usage = TokenUsage(
             finish_reason=ending.finish.reason.value,
             served="migrated" if is_migrated else place,
             served_reason=served.prefill_reason,
@@ -164,7 +164,7 @@ class RecordedTrace(Trace):
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
         attempt = self._timeline.tries[-1]
-        leg = LegTimeline(
+        leg = NodeRpcTimeline(
             name=name,
             span_id=new_span_id(),
             node_id=node.card.node_id,
@@ -214,10 +214,10 @@ class Tracing:
         self._tracer = tracer
         self._metrics = metrics
 
-    def begin(self, metadata: Received | None, request_id: str, received_s: float) -> Trace:
+    def begin(self, metadata: Received | None, request_id: str, received_s: float) -> RequestTrace:
         if not self._tracer.is_on and self._metrics is None:
             return UNTRACED
-        parent = self._tracer.parent_in(metadata or ())
+        parent = self._tracer.extract_context(metadata or ())
         trace_id = new_trace_id() if parent is None else parent.trace_id
         is_sampled = self._tracer.draws(trace_id) if parent is None else parent.is_sampled
         if not is_sampled and self._metrics is None:
@@ -254,7 +254,7 @@ def log_end(timeline: RequestTimeline, trace_id: str) -> None:
     log_event(log, level, "request ended", fields, trace_id)
 
 
-TRACES_NOTHING = Tracing(NO_TRACER)
+NO_REQUEST_TRACING = Tracing(NO_TRACER)
 
 
 def _ok() -> End:

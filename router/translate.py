@@ -11,33 +11,33 @@ from engine.errors import InvalidRequest
 from engine.extra_args import MAX_ARGUMENT_ENTRIES
 from engine.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
+    MAX_BANNED_SEQUENCES,
     MAX_LISTED_TOKEN_IDS,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
-    MOST_BANNED_SEQUENCES,
-    NO_ADVICE,
+    NO_SAMPLING_DEFAULTS,
     SamplingDefaults,
 )
-from engine.structured_output.params import MOST_CHOICES
+from engine.structured_output.params import MAX_CHOICES
 from router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_EXTRA_ARGS,
-    check_copies_fit,
     check_count,
     check_name,
     check_prompt_length,
+    check_total_size,
 )
 from router.values import (
-    Call,
     ChatMessage,
     ChatPrompt,
-    Ending,
-    Piece,
+    CompletionSummary,
+    GenerateCall,
     PrefillPlace,
     Prompt,
-    Served,
+    ServedBy,
     TextPrompt,
     Timings,
+    TokenChunk,
     TokenPrompt,
 )
 from rpc.errors import EmptyPrompt
@@ -49,19 +49,19 @@ from rpc.messages.conversion import (
 )
 from text.stop_strings import StopRule
 
-MOST_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
+MAX_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
 NUM_SEEDS = 1 << 64
-MOST_STOP_STRINGS = 64
-MOST_STOP_CHARACTERS = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
 MAX_STOP_ENTRIES = 1024  # including empty ones, which are ignored
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
-MAX_POSITIONS_AT_ONCE = 256  # with logprobs, converted before the event loop gets a turn
+MAX_POSITIONS_PER_SLICE = 256  # with logprobs, converted before the event loop gets a turn
 MAX_COUNTS = {
     "logit_bias": MAX_LOGIT_BIASES,
     "banned_token_ids": MAX_LISTED_TOKEN_IDS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "banned_sequences": MOST_BANNED_SEQUENCES,
+    "banned_sequences": MAX_BANNED_SEQUENCES,
     "extra_args": MAX_EXTRA_ARGS,
 }
 PLACE_TO_MESSAGE = {
@@ -73,31 +73,31 @@ PLACE_TO_MESSAGE = {
 def calls_from(
     message: inference_pb2.GenerateRequest,
     request_id: str,
-    defaults: SamplingDefaults = NO_ADVICE,
+    defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS,
     max_model_len: int | None = None,
-) -> list[Call]:
+) -> list[GenerateCall]:
     """Convert a request to one `Call` for each of its `n` answers.
 
     Raises InvalidRequest and EmptyPrompt.
     """
     num_answers = message.n if message.HasField("n") else 1
-    if not 1 <= num_answers <= MOST_ANSWERS:
-        raise InvalidRequest(f"n is {num_answers}; it must be from 1 to {MOST_ANSWERS}", "n")
+    if not 1 <= num_answers <= MAX_ANSWERS:
+        raise InvalidRequest(f"n is {num_answers}; it must be from 1 to {MAX_ANSWERS}", "n")
     call = call_from(message, request_id, defaults, max_model_len)
-    check_copies_fit(call.sampling, call.bad_words, num_answers)
+    check_total_size(call.sampling, call.bad_words, num_answers)
     if num_answers == 1:
         return [call]
     return [
         replace(
             call,
             request_id=f"{request_id}-{index}",
-            sampling=replace(call.sampling, seed=seed_of(call.sampling.seed, index)),
+            sampling=replace(call.sampling, seed=answer_seed(call.sampling.seed, index)),
         )
         for index in range(num_answers)
     ]
 
 
-def seed_of(seed: int | None, index: int) -> int | None:
+def answer_seed(seed: int | None, index: int) -> int | None:
     """Return the seed of answer `index`. The first answer has the seed of the request."""
     return None if seed is None else (seed + index) % NUM_SEEDS
 
@@ -105,9 +105,9 @@ def seed_of(seed: int | None, index: int) -> int | None:
 def call_from(
     message: inference_pb2.GenerateRequest,
     request_id: str,
-    defaults: SamplingDefaults = NO_ADVICE,
+    defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS,
     max_model_len: int | None = None,
-) -> Call:
+) -> GenerateCall:
     """Convert a request to a `Call`, ignoring `n`. Raises InvalidRequest and EmptyPrompt."""
     check_name("model", message.model)
     check_name("cache_salt", message.cache_salt)
@@ -118,7 +118,7 @@ def call_from(
         is_included=message.sampling.include_stop_in_output,
         min_tokens=sampling.min_tokens,
     )
-    return Call(
+    return GenerateCall(
         request_id=request_id,
         prompt=prompt_from(message, max_model_len),
         sampling=sampling,
@@ -140,7 +140,7 @@ def _check_counts(message: sampling_pb2.SamplingParams) -> None:
     check_count("allowed_token_ids", len(message.allowed_token_ids.ids), MAX_LISTED_TOKEN_IDS)
     num_banned = sum(len(sequence.ids) for sequence in message.banned_sequences)
     check_count("banned_sequences", num_banned, MAX_BANNED_SEQUENCE_TOKENS)
-    check_count("structured_outputs", len(message.structured_outputs.choice.texts), MOST_CHOICES)
+    check_count("structured_outputs", len(message.structured_outputs.choice.texts), MAX_CHOICES)
     for name, value in message.extra_args.items():
         check_name("extra_args", name)
         check_count("extra_args", len(value.list_value.values), MAX_ARGUMENT_ENTRIES)
@@ -173,15 +173,14 @@ def stop_strings_from(entries: Sequence[str]) -> tuple[str, ...]:
     """
     check_count("stop", len(entries), MAX_STOP_ENTRIES)
     strings = tuple(entry for entry in entries if entry)
-    if len(strings) > MOST_STOP_STRINGS:
+    if len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(
-            f"stop has {len(strings)} strings; at most {MOST_STOP_STRINGS} are allowed", "stop"
+            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop"
         )
     longest = max(map(len, strings), default=0)
-    if longest > MOST_STOP_CHARACTERS:
+    if longest > MAX_STOP_CHARACTERS:
         raise InvalidRequest(
-            f"stop has a string of {longest} characters; at most {MOST_STOP_CHARACTERS} "
-            "are allowed",
+            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed",
             "stop",
         )
     return strings
@@ -214,9 +213,9 @@ def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
 
 
 def response_to(
-    request_id: str, part: Piece | Ending, index: int = 0
+    request_id: str, part: TokenChunk | CompletionSummary, index: int = 0
 ) -> inference_pb2.GenerateResponse:
-    if isinstance(part, Ending):
+    if isinstance(part, CompletionSummary):
         return inference_pb2.GenerateResponse(
             request_id=request_id,
             index=index,
@@ -246,28 +245,28 @@ class ResponseBuilder:
         # Reused for every token: creating a message costs more than filling it.
         self._reused = inference_pb2.GenerateResponse(request_id=request_id, index=index)
 
-    def next(self, part: Piece | Ending) -> inference_pb2.GenerateResponse:
-        if isinstance(part, Ending) or part.logprobs or part.prompt_logprobs:
+    def next(self, part: TokenChunk | CompletionSummary) -> inference_pb2.GenerateResponse:
+        if isinstance(part, CompletionSummary) or part.logprobs or part.prompt_logprobs:
             return response_to(self._request_id, part, self._index)
         self._reused.first_index = part.first_index
         self._reused.token_ids[:] = part.token_ids
         self._reused.text = part.text
         return self._reused
 
-    async def build_in_slices(self, part: Piece) -> inference_pb2.GenerateResponse:
+    async def build_in_slices(self, part: TokenChunk) -> inference_pb2.GenerateResponse:
         """Build the message of a piece with many prompt logprobs.
 
         It is filled in slices, between which the event loop runs other requests.
         """
         response = response_to(self._request_id, part._replace(prompt_logprobs=()), self._index)
-        for first in range(0, len(part.prompt_logprobs), MAX_POSITIONS_AT_ONCE):
-            entries = part.prompt_logprobs[first : first + MAX_POSITIONS_AT_ONCE]
+        for first in range(0, len(part.prompt_logprobs), MAX_POSITIONS_PER_SLICE):
+            entries = part.prompt_logprobs[first : first + MAX_POSITIONS_PER_SLICE]
             response.prompt_logprobs.extend(prompt_logprobs_to(entries))
             await asyncio.sleep(0)
         return response
 
 
-def _finish_to(ending: Ending) -> inference_pb2.Finish:
+def _finish_to(ending: CompletionSummary) -> inference_pb2.Finish:
     finish = ending.finish
     return inference_pb2.Finish(
         reason=FINISH_TO_MESSAGE[finish.reason],
@@ -292,7 +291,7 @@ def _timings_to(timings: Timings) -> inference_pb2.Timings:
     )
 
 
-def _served_to(served: Served) -> inference_pb2.Served:
+def _served_to(served: ServedBy) -> inference_pb2.Served:
     summary = served.summary
     return inference_pb2.Served(
         prefill_node=served.prefill_node,

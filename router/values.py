@@ -61,7 +61,7 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GenerateCall:
     """One generation request with one answer."""
 
     request_id: str
@@ -78,7 +78,7 @@ class Call:
     fills_context: bool = False
 
 
-class Piece(NamedTuple):
+class TokenChunk(NamedTuple):
     """Part of an answer. A tuple because one is created per token."""
 
     first_index: int
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishStatus:
     """Finish reason of an answer."""
 
     reason: FinishReason
@@ -123,7 +123,7 @@ class PrefillSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedBy:
     """Nodes that served a request, and their statistics."""
 
     prefill_node: str
@@ -158,11 +158,11 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class CompletionSummary:
     """Last part of an answer that completed: finish reason, usage and timings."""
 
-    finish: Finish
+    finish: FinishStatus
     num_prompt_tokens: int
     num_completion_tokens: int
     timings: Timings
-    served: Served
+    served: ServedBy

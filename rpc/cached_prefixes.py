@@ -15,7 +15,7 @@ from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
 
 # Minimum length of the log, for small caches.
-LEAST_LOG_LEN = 256
+MIN_LOG_LEN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class CachedPrefixes:
         self._oldest_version = self._version
 
     def _trim_log(self) -> None:
-        longest = max(LEAST_LOG_LEN, len(self._names))
+        longest = max(MIN_LOG_LEN, len(self._names))
         while len(self._log) > longest:
             self._log.popleft()
             self._oldest_version += 1

@@ -10,13 +10,13 @@ import grpc
 
 from rpc.errors import ClientGone, DeadlineExceeded
 from rpc.status import NAMED, RemoteFailure, code_and_reason, remote_error
-from telemetry.tracing.spans import End, Outcome
+from telemetry.tracing.spans import End, SpanOutcome
 
-ROUNDED_BY = 0.01  # maximum rounding error, as a share of the deadline
-UNDER_WAY_S = 0.02  # network latency of a call from a nearby machine
+MAX_DEADLINE_ROUNDING = 0.01  # maximum rounding error, as a share of the deadline
+CALL_LATENCY_S = 0.02  # network latency of a call from a nearby machine
 
 
-class Timed(Protocol):
+class HasDeadline(Protocol):
     """A call that may have a deadline."""
 
     def time_remaining(self) -> float | None: ...
@@ -28,21 +28,21 @@ def end_of(error: BaseException, *, is_late: bool = False, is_refused: bool = Fa
     is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit | ClientGone)
     if isinstance(error, DeadlineExceeded) or (is_cancelled and is_late):
         late = str(error) or "the deadline passed"
-        return _failed(now_s, Outcome.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", late)
+        return _failed(now_s, SpanOutcome.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", late)
     if is_cancelled:
-        return End(now_s, Outcome.CANCELLED, rpc_status=grpc.StatusCode.CANCELLED.name)
+        return End(now_s, SpanOutcome.CANCELLED, rpc_status=grpc.StatusCode.CANCELLED.name)
     if isinstance(error, grpc.RpcError | RemoteFailure):
         remote = remote_error(error)
         code = remote.code.name
-        return End(now_s, Outcome.FAILED, remote.reason or code, remote.message, code)
+        return End(now_s, SpanOutcome.FAILED, remote.reason or code, remote.message, code)
     if isinstance(error, NAMED):
         status, reason = code_and_reason(error)
-        outcome = Outcome.REFUSED if is_refused else Outcome.FAILED
+        outcome = SpanOutcome.REFUSED if is_refused else SpanOutcome.FAILED
         return End(now_s, outcome, reason, str(error), status.name)
-    return _failed(now_s, Outcome.FAILED, type(error).__name__, str(error), "UNKNOWN")
+    return _failed(now_s, SpanOutcome.FAILED, type(error).__name__, str(error), "UNKNOWN")
 
 
-def is_late(call: Timed, began_s: float) -> bool:
+def is_late(call: HasDeadline, began_s: float) -> bool:
     """Return whether a call that began at `began_s` is past its deadline, within a tolerance.
 
     The client's deadline expires first, since its call began earlier and gRPC rounds the timeout
@@ -52,8 +52,8 @@ def is_late(call: Timed, began_s: float) -> bool:
     if remaining_s is None:
         return False
     whole_s = remaining_s + time.monotonic() - began_s
-    return remaining_s <= ROUNDED_BY * whole_s + UNDER_WAY_S
+    return remaining_s <= MAX_DEADLINE_ROUNDING * whole_s + CALL_LATENCY_S
 
 
-def _failed(now_s: float, outcome: Outcome, kind: str, message: str, code: str = "") -> End:
+def _failed(now_s: float, outcome: SpanOutcome, kind: str, message: str, code: str = "") -> End:
     return End(now_s, outcome, kind, message, code or kind)

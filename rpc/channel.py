@@ -70,10 +70,10 @@ class ServerConnections:
 
 CONNECTIONS = ServerConnections()
 # Bounds the time until a node that restarts on the same address is reachable again.
-LONGEST_RECONNECT_S = 2.0
+MAX_RECONNECT_S = 2.0
 RECONNECTION: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", round(LONGEST_RECONNECT_S * 1000)),
+    ("grpc.max_reconnect_backoff_ms", round(MAX_RECONNECT_S * 1000)),
 )
 
 

@@ -16,7 +16,7 @@ CUT_OFF = 1  # the exit code
 log = logging.getLogger(__name__)
 
 
-class Grace:
+class ShutdownDeadline:
     """Context of a process's whole run. Once `begin` is called, the process exits in time.
 
     A hanging thread, such as the engine's in a forward pass, cannot be ended from within the
@@ -29,7 +29,7 @@ class Grace:
         self._timeout_s = timeout_s
         self._timer: threading.Timer | None = None
 
-    def __enter__(self) -> Grace:
+    def __enter__(self) -> ShutdownDeadline:
         return self
 
     def __exit__(

@@ -7,7 +7,7 @@ from enum import Enum
 
 from baton.v1 import node_pb2
 from engine.kv_cache.block_hashes import PrefixNaming
-from engine.sampling import NO_ADVICE, SamplingDefaults
+from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
 from rpc.cached_prefixes import PrefixChanges, pack_names, unpack_names
@@ -48,12 +48,12 @@ class NodeCard:
     kv_transport: str
     prefix_naming: PrefixNaming | None = None  # None: prefix caching is off
     version: str = ""
-    sampling_defaults: SamplingDefaults = NO_ADVICE
+    sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS
     max_num_seqs: int = 0  # batch size limit; 0: not reported
     max_sequence_len: int = 0  # limit by max_model_len and KV cache; 0: not reported
 
     @property
-    def longest_sequence(self) -> int:
+    def max_sequence_length(self) -> int:
         """Maximum number of tokens of prompt and answer together."""
         return self.max_sequence_len or self.max_model_len
 
@@ -149,7 +149,7 @@ def totals_to(totals: NodeTotals) -> node_pb2.NodeTotals:
     )
 
 
-def news_to(load: NodeLoad, changes: PrefixChanges | None = None) -> node_pb2.WatchResponse:
+def update_to(load: NodeLoad, changes: PrefixChanges | None = None) -> node_pb2.WatchResponse:
     return node_pb2.WatchResponse(
         num_running=load.num_running,
         num_waiting=load.num_waiting,

@@ -19,7 +19,7 @@ def end_with_parent(parent_pid: int) -> None:
         sys.exit("the parent process is gone")
 
 
-def end_when_told() -> None:
+def exit_on_sigterm() -> None:
     """Exit on SIGTERM with the shells' exit code, until `stop_signal` replaces the handler.
 
     PID 1 of a container has no default signal handlers. Without this handler it would ignore

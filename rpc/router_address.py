@@ -12,7 +12,7 @@ MAX_PORT = 65535
 DNS = re.compile(r"dns:(?://[^/]*/)?")
 OTHER_GRPC_TARGETS = ("ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
 HOST = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:,]+")
-WRITE_IT = f"write host:port, such as 127.0.0.1:{DEFAULT_PORT}"
+ADDRESS_ADVICE = f"write host:port, such as 127.0.0.1:{DEFAULT_PORT}"
 # Keys: fragments of gRPC's messages for failed connections.
 REASONS = {
     "Domain name not found": "there is no such host",
@@ -21,7 +21,7 @@ REASONS = {
     "Network is unreachable": "the network is unreachable",
     "No route to host": "there is no route to the host",
 }
-MET_HTTP_1 = "http1.x server"
+HTTP1_ERROR_FRAGMENT = "http1.x server"
 
 
 def router_target(written: str) -> str:
@@ -37,7 +37,8 @@ def router_target(written: str) -> str:
         return prefix[0] + _with_port(address.removeprefix(prefix[0]), written)
     if "://" in address:
         raise InvalidConfig(
-            f"address {written!r} is a URL; a router is called over gRPC: {WRITE_IT}, the router's "
+            f"address {written!r} is a URL; a router is called over gRPC: {ADDRESS_ADVICE}, "
+            "the router's "
             "--port (its --http-port is for OpenAI's clients)"
         )
     return _with_port(address, written)
@@ -45,7 +46,7 @@ def router_target(written: str) -> str:
 
 def unreachable(address: str, details: str) -> str:
     """Return an error text for a failed connection, from gRPC's `details`."""
-    if MET_HTTP_1 in details:
+    if HTTP1_ERROR_FRAGMENT in details:
         return (
             f"{address} speaks HTTP and not gRPC; if it is a router's --http-port, give its --port "
             "(baton up prints both)"
@@ -56,14 +57,14 @@ def unreachable(address: str, details: str) -> str:
 
 def _with_port(address: str, written: str) -> str:
     if not address:
-        raise InvalidConfig(f"address {written!r} is empty; {WRITE_IT}")
+        raise InvalidConfig(f"address {written!r} is empty; {ADDRESS_ADVICE}")
     if _is_ipv6(address):
         return f"[{address}]:{DEFAULT_PORT}"
     host, port = address, str(DEFAULT_PORT)
     if ":" in address.rpartition("]")[2]:
         host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
-        raise InvalidConfig(f"address {written!r} has no host, or an invalid one; {WRITE_IT}")
+        raise InvalidConfig(f"address {written!r} has no host, or an invalid one; {ADDRESS_ADVICE}")
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise InvalidConfig(f"address {written!r}: its port must be from 1 to {MAX_PORT}")
     return f"{host}:{port}"

@@ -24,7 +24,7 @@ from rpc.health import HEALTH, Health
 from rpc.health_servicer import HealthServicer
 from rpc.listening import check_port
 from rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from rpc.messages.unreadable import NamesUnreadable
+from rpc.messages.unreadable import InvalidMessageInterceptor
 from rpc.reflection import enable_reflection
 from rpc.security.tls import PLAIN, TlsConfig
 
@@ -68,7 +68,7 @@ async def serving(
     health = Health(names)
     max_request_bytes = MAX_REQUEST_BYTES if for_clients else MAX_MESSAGE_BYTES
     server = aio.server(
-        interceptors=(*interceptors, NamesUnreadable(is_gauged=for_clients)),
+        interceptors=(*interceptors, InvalidMessageInterceptor(is_gauged=for_clients)),
         options=server_options(keepalive, connections, max_request_bytes),
     )
     for service in services:

@@ -82,7 +82,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
 }
 NAMED = (ServiceError, EngineError, KvTransferError)
 # A status is sent in a header, which is limited in size. Texts that quote a client can be long.
-MOST_MESSAGE_CHARACTERS, MOST_FIELD_CHARACTERS = 1000, 200
+MAX_ERROR_CHARACTERS, MAX_ERROR_FIELD_CHARACTERS = 1000, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ async def named_errors(
 def status_of(error: Exception, metadata: dict[str, str] | None = None) -> status_pb2.Status:
     code, reason = code_and_reason(error)
     fields = {
-        name: _truncate(text, MOST_FIELD_CHARACTERS) for name, text in (metadata or {}).items()
+        name: _truncate(text, MAX_ERROR_FIELD_CHARACTERS) for name, text in (metadata or {}).items()
     }
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=fields)
     details = [_pack(info)]
@@ -133,7 +133,7 @@ def status_of(error: Exception, metadata: dict[str, str] | None = None) -> statu
 
 def message_of(error: Exception) -> str:
     """Return the error's text, cut to a length that fits into a header."""
-    return _truncate(str(error), MOST_MESSAGE_CHARACTERS)
+    return _truncate(str(error), MAX_ERROR_CHARACTERS)
 
 
 def _truncate(text: str, max_characters: int) -> str:

@@ -42,7 +42,7 @@ def log_event(
         log.log(level, "%s", event, extra={FIELDS: known})
 
 
-def start_logging(
+def configure_logging(
     role: str, written_as: str = "auto", level: str = "info", stream: TextIO | None = None
 ) -> None:
     """Set up logging, once per process. Raises InvalidConfig."""

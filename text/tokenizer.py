@@ -69,7 +69,7 @@ class Tokenizer:
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
     @cached_property
-    def longest_token(self) -> int:
+    def max_token_chars(self) -> int:
         """Length of the longest token in characters."""
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)))
 
@@ -78,7 +78,7 @@ class Tokenizer:
         return bool(self._chat_templates)
 
     @cached_property
-    def shows_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """True if the chat template used with tools refers to `tools`."""
         try:
             parsed = self._environment.parse(self._template_source(has_tools=True))

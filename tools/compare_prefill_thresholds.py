@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.factory import EngineOptions, build_engine
-from engine.request import RequestId, RequestSpec
+from engine.request import EngineRequest, RequestId
 from engine.runner.config import RunnerConfig
 from engine.runner.load import load_runner
 from engine.runner.model_runner import TorchRunner
@@ -81,11 +81,11 @@ def first_tokens(
                 yield arrival, clock.now() - begin_s - arrival.at_s
 
 
-def _spec(number: int, arrival: Arrival, vocab_size: int) -> RequestSpec:
+def _spec(number: int, arrival: Arrival, vocab_size: int) -> EngineRequest:
     draw = random.Random(number)
     prompt = tuple(draw.randrange(2, vocab_size) for _ in range(arrival.num_tokens))
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    return RequestSpec(RequestId(str(number)), prompt, sampling, seed=0)
+    return EngineRequest(RequestId(str(number)), prompt, sampling, seed=0)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class Wait(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class ObservedWait:
     kind: str  # of Wait
     began_s: float
     ended_s: float
@@ -114,7 +114,7 @@ class Bystander:
     def _note(self, kind: Wait, began_s: float, ended_s: float, reason: str = "") -> None:
         self.counts[kind.value] += 1
         if ended_s - began_s >= REPORTED_S or reason:
-            _report(asdict(Waited(kind.value, began_s, ended_s, reason)))
+            _report(asdict(ObservedWait(kind.value, began_s, ended_s, reason)))
 
 
 TOKEN = 5

@@ -20,7 +20,7 @@ from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
 from node.call_streams import CallContext, serve_calls
 from rpc.cached_prefixes import PrefixChanges
-from rpc.node_info import NodeCard, NodeLoad, NodeRole, card_to, news_to
+from rpc.node_info import NodeCard, NodeLoad, NodeRole, card_to, update_to
 from rpc.parent_process import end_with_parent
 from rpc.server import Service, announce, serving, stop_signal
 from rpc.streaming import streamed
@@ -113,7 +113,7 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: Context
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
-        yield news_to(NodeLoad(), PrefixChanges(1, True, frozenset()))
+        yield update_to(NodeLoad(), PrefixChanges(1, True, frozenset()))
         await asyncio.Event().wait()
 
     async def Drain(  # noqa: N802

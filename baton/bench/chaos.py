@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
-from baton.bench.chaos_asks import Known, asks, known
-from baton.bench.chaos_bystander import Bystanders, Struck, bystanders, memory
-from baton.bench.chaos_faults import OF_WIRES, Fault, Kind, Role, Script, faults
-from baton.bench.chaos_hostile import Hostility
+from baton.bench.chaos_asks import KnownAnswer, asks, known
+from baton.bench.chaos_bystander import Bystanders, InjectedFault, bystanders, memory
+from baton.bench.chaos_faults import TRANSFER_FAULTS, Fault, FaultKind, Script, TargetRole, faults
+from baton.bench.chaos_hostile import HostileProcesses
 from baton.bench.chaos_leaks import grown, held
-from baton.bench.chaos_load import Load, Told
+from baton.bench.chaos_load import AnswerOutcome, ChaosLoad
 from baton.bench.chaos_report import Attempts, Report, report
-from baton.bench.chaos_stage import Setting, Stage
+from baton.bench.chaos_stage import ChaosCluster, ChaosClusterConfig
 from baton.bench.hostile_bodies import Attack
 from baton.client import AsyncClient, BatonError, Retries
 from baton.cluster import Child, await_serving
@@ -39,7 +39,7 @@ ONCE = Retries(max_attempts=1)  # no retries, so that every failure is visible
 
 @dataclass(frozen=True, slots=True)
 class ChaosBench:
-    setting: Setting
+    setting: ChaosClusterConfig
     script: Script
     num_clients: int = 6
     num_asks: int = 30
@@ -49,7 +49,7 @@ class ChaosBench:
 @dataclass(frozen=True, slots=True)
 class ChaosProgress:
     elapsed_s: float
-    told: Sequence[Told]
+    told: Sequence[AnswerOutcome]
     num_under_way: int
     num_struck: int
     latest: str  # latest fault
@@ -62,23 +62,26 @@ async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) ->
     """Run until done or until `stop` is set. Raises named errors."""
     script = what.script
     drawn = faults(script, what.setting.num_by_role)
-    async with Stage(what.setting) as stage, AsyncClient(stage.address, retries=ONCE) as client:
+    async with (
+        ChaosCluster(what.setting) as stage,
+        AsyncClient(stage.address, retries=ONCE) as client,
+    ):
         requests = await asks(client, script.seed, what.num_asks)
         answers = await _unless(stop, known(client, requests))
         await stage.begin()
         async with AsyncExitStack() as lifetime:
-            hostility: Hostility | None = None
+            hostility: HostileProcesses | None = None
             target = stage.hostile_target
             if target is not None:
-                hostility = Hostility(target, script.seed, what.attacks)
+                hostility = HostileProcesses(target, script.seed, what.attacks)
                 await lifetime.enter_async_context(hostility)
             chaos = Chaos(stage, client, answers, what.num_clients, script.seed, hostility)
             return await chaos.run(drawn, script.duration_s, stop, on_progress)
 
 
 async def _unless(
-    stop: asyncio.Event, generation: Coroutine[None, None, list[Known]]
-) -> list[Known]:
+    stop: asyncio.Event, generation: Coroutine[None, None, list[KnownAnswer]]
+) -> list[KnownAnswer]:
     """Wait for the answers. Raises KeyboardInterrupt if `stop` is set before."""
     answers, stopping = asyncio.ensure_future(generation), asyncio.ensure_future(stop.wait())
     try:
@@ -99,20 +102,20 @@ def ignore_progress(_: ChaosProgress) -> None:
 class Chaos:
     def __init__(
         self,
-        stage: Stage,
+        stage: ChaosCluster,
         client: AsyncClient,
-        answers: Sequence[Known],
+        answers: Sequence[KnownAnswer],
         num_clients: int,
         seed: int = 0,
-        hostility: Hostility | None = None,
+        hostility: HostileProcesses | None = None,
     ) -> None:
         self._stage = stage
         self._hostility = hostility
         self._client = client
         self._num_clients = num_clients
-        self._load = Load(client, answers, seed)
+        self._load = ChaosLoad(client, answers, seed)
         self._ailing: set[str] = set()
-        self._struck: list[Struck] = []
+        self._struck: list[InjectedFault] = []
         self._attempts = Attempts()
         self._began_s = time.monotonic()
 
@@ -194,46 +197,46 @@ class Chaos:
         places = [(fault.place + step) % count for step in range(count)]
         siblings = [self._stage.child(fault.role, place) for place in places]
         healthy = [child for child in siblings if child.name not in self._ailing]
-        if fault.role is Role.DECODE and len(healthy) < 2:
+        if fault.role is TargetRole.DECODE and len(healthy) < 2:
             return None
         return healthy[0] if healthy else None
 
     async def _strike(self, fault: Fault, victim: Child) -> None:
-        struck = Struck(fault, victim.name, time.monotonic())
+        struck = InjectedFault(fault, victim.name, time.monotonic())
         self._struck.append(struck)
         try:
             match fault.kind:
-                case Kind.KILL:
+                case FaultKind.KILL:
                     await self._kill(victim, struck)
-                case Kind.STOP:
+                case FaultKind.STOP:
                     await self._stop(victim, fault.lasts_s)
-                case Kind.FREEZE:
+                case FaultKind.FREEZE:
                     await self._stop(victim, FREEZE_S)
                     await self._until_ready(victim.name)
-                case Kind.SLOW:
+                case FaultKind.SLOW:
                     await self._slow(victim, fault.lasts_s)
-                case Kind.CUT | Kind.HUSH:
+                case FaultKind.CUT | FaultKind.HUSH:
                     await self._block_links(victim, fault)
-                case Kind.CROWD:
+                case FaultKind.CROWD:
                     await self._run_crowd(fault.lasts_s)
-                case Kind.JUMP:
+                case FaultKind.JUMP:
                     await self._jump(victim, fault)
-                case Kind.HOSTILE:
+                case FaultKind.HOSTILE:
                     await self._attack(struck)
-                case kind if kind in OF_WIRES:
+                case kind if kind in TRANSFER_FAULTS:
                     await self._disturb_transfers(victim, fault)
         finally:
             struck.healed_s = time.monotonic()
             self._ailing.discard(victim.name)
 
-    async def _kill(self, victim: Child, struck: Struck) -> None:
-        if struck.fault.role is Role.ROUTER:
+    async def _kill(self, victim: Child, struck: InjectedFault) -> None:
+        if struck.fault.role is TargetRole.ROUTER:
             await self._count_attempts(victim)
         struck.at_s = time.monotonic()
         self._stage.kill(victim)
         child = await self._stage.restart(victim)
         struck.listens_s = time.monotonic()
-        if struck.fault.role is Role.ROUTER:
+        if struck.fault.role is TargetRole.ROUTER:
             await asyncio.to_thread(await_serving, child.address, READY_WITHIN_S)
         else:
             await self._until_ready(child.name)
@@ -267,7 +270,7 @@ class Chaos:
 
     async def _block_links(self, victim: Child, fault: Fault) -> None:
         door = self._stage.door(victim)
-        (door.cut if fault.kind is Kind.CUT else door.hush)()
+        (door.cut if fault.kind is FaultKind.CUT else door.hush)()
         try:
             await asyncio.sleep(fault.lasts_s)
         finally:
@@ -293,7 +296,7 @@ class Chaos:
         await asyncio.sleep(fault.lasts_s)
         self._stage.shift_clock(victim, 0.0)
 
-    async def _attack(self, struck: Struck) -> None:
+    async def _attack(self, struck: InjectedFault) -> None:
         if self._hostility is not None:
             attack, struck.outcomes = await self._hostility.attack()
             struck.attack = attack.value
@@ -331,7 +334,7 @@ class Chaos:
             found = await self._stage.scrape(child)
         except OSError as error:
             return [f"metrics unavailable: {error}"]
-        if child.name == Role.ROUTER.value:
+        if child.name == TargetRole.ROUTER.value:
             self._attempts.note(child.process.pid, found)
         before, now = self._stage.baseline[child.name], self._stage.footprint(child)
         return [*held(found), *grown(before, now)]

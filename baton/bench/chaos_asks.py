@@ -20,12 +20,12 @@ LOGPROB_TOLERANCE = 1e-2
 STOP_CHARACTERS = 4
 
 
-class NotSteady(ServiceError):
+class UnstableAnswer(ServiceError):
     """The same request got two different answers without faults."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChaosRequest:
     """One request. Its prompt contains the tag, so that answers cannot be confused."""
 
     tag: int
@@ -35,19 +35,19 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    ask: Ask
+class KnownAnswer:
+    ask: ChaosRequest
     answer: Answer
 
 
-async def asks(client: AsyncClient, seed: int, count: int) -> list[Ask]:
+async def asks(client: AsyncClient, seed: int, count: int) -> list[ChaosRequest]:
     """Return the requests, deterministic for a seed and a model."""
     vocab_size = (await client.model()).vocab_size
     draw = random.Random(seed)
     return [_ask(draw, tag, vocab_size) for tag in range(count)]
 
 
-def _ask(draw: random.Random, tag: int, vocab_size: int) -> Ask:
+def _ask(draw: random.Random, tag: int, vocab_size: int) -> ChaosRequest:
     plain = range(FIRST_PLAIN_TOKEN, vocab_size)
     length = round(MIN_PROMPT_LEN * (MAX_PROMPT_LEN / MIN_PROMPT_LEN) ** draw.random())
     tagged = (plain[tag % len(plain)], plain[tag // len(plain) % len(plain)])
@@ -63,27 +63,27 @@ def _ask(draw: random.Random, tag: int, vocab_size: int) -> Ask:
         "stop": greedy,
     }
     kind = list(kinds)[tag % len(kinds)]
-    return Ask(tag, kind, prompt, Generation(kinds[kind]))
+    return ChaosRequest(tag, kind, prompt, Generation(kinds[kind]))
 
 
-async def known(client: AsyncClient, requests: Sequence[Ask]) -> list[Known]:
-    """Return reference answers, generated alone. Raises NotSteady if a batch gives others."""
-    alone: list[Known] = []
+async def known(client: AsyncClient, requests: Sequence[ChaosRequest]) -> list[KnownAnswer]:
+    """Return reference answers, generated alone. Raises UnstableAnswer if a batch gives others."""
+    alone: list[KnownAnswer] = []
     for ask in requests:
         answer = await client.generate(ask.prompt, ask.generation)
         if ask.kind == "stop":
             ask = replace(ask, generation=_stopped(ask.generation, answer.text))  # noqa: PLW2901
             answer = await client.generate(ask.prompt, ask.generation)
-        alone.append(Known(ask, answer))
+        alone.append(KnownAnswer(ask, answer))
     crowd = (client.generate(one.ask.prompt, with_salt(one.ask, "crowd")) for one in alone)
     for one, answer in zip(alone, await asyncio.gather(*crowd), strict=True):
         difference = difference_of(one, answer)
         if difference is not None:
-            raise NotSteady(f"request {one.ask.tag} ({one.ask.kind}): {difference}")
+            raise UnstableAnswer(f"request {one.ask.tag} ({one.ask.kind}): {difference}")
     return alone
 
 
-def with_salt(ask: Ask, salt: str) -> Generation:
+def with_salt(ask: ChaosRequest, salt: str) -> Generation:
     """Return the request with a cache salt: prompts of another salt share no cached KV."""
     return replace(ask.generation, cache_salt=salt)
 
@@ -95,7 +95,7 @@ def _stopped(generation: Generation, text: str) -> Generation:
     return replace(generation, stop=(stop,) if stop else ())
 
 
-def difference_of(one: Known, answer: Answer) -> str | None:
+def difference_of(one: KnownAnswer, answer: Answer) -> str | None:
     """Return the difference to the reference answer, or None."""
     expected = one.answer
     if answer.token_ids != expected.token_ids:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.bench.bystander import Wait, Waited
-from baton.bench.chaos_faults import Fault, Kind
+from baton.bench.bystander import ObservedWait, Wait
+from baton.bench.chaos_faults import Fault, FaultKind
 
 MAX_GAP_S = MAX_HEALTH_S = 1.0
 BOUND_S = {Wait.GAP: MAX_GAP_S, Wait.HEALTH: MAX_HEALTH_S}
@@ -16,7 +16,7 @@ AFTERMATH_S = 3.0
 
 
 @dataclass(slots=True)
-class Struck:
+class InjectedFault:
     """An injected fault."""
 
     fault: Fault
@@ -53,10 +53,10 @@ class Bystanders:
 
 
 def bystanders(
-    waits: Sequence[Waited], counts: Mapping[str, int], struck: Sequence[Struck]
+    waits: Sequence[ObservedWait], counts: Mapping[str, int], struck: Sequence[InjectedFault]
 ) -> Bystanders:
-    attacks = [one for one in struck if one.fault.kind is Kind.HOSTILE]
-    faults = [one for one in struck if one.fault.kind is not Kind.HOSTILE]
+    attacks = [one for one in struck if one.fault.kind is FaultKind.HOSTILE]
+    faults = [one for one in struck if one.fault.kind is not FaultKind.HOSTILE]
     counted = [one for one in waits if not any(_overlap(one, fault) for fault in faults)]
     quiet = [one for one in counted if not any(_overlap(one, attack) for attack in attacks)]
     return Bystanders(
@@ -72,7 +72,9 @@ def bystanders(
     )
 
 
-def _by_attack(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[WorstWaits]:
+def _by_attack(
+    waits: Sequence[ObservedWait], attacks: Sequence[InjectedFault]
+) -> Iterator[WorstWaits]:
     for name in sorted({one.attack for one in attacks}):
         matching = [one for one in attacks if one.attack == name]
         during = [wait for wait in waits if any(_overlap(wait, one) for one in matching)]
@@ -89,7 +91,7 @@ def _by_attack(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[W
         )
 
 
-def _missed(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[str]:
+def _missed(waits: Sequence[ObservedWait], attacks: Sequence[InjectedFault]) -> Iterator[str]:
     """Yield each wait above its limit, and failures by reason."""
     failures: Counter[str] = Counter()
     for wait in waits:
@@ -105,11 +107,11 @@ def _missed(waits: Sequence[Waited], attacks: Sequence[Struck]) -> Iterator[str]
         yield f"failed {count} times: {failure}"
 
 
-def _overlap(wait: Waited, struck: Struck) -> bool:
+def _overlap(wait: ObservedWait, struck: InjectedFault) -> bool:
     return wait.began_s <= struck.healed_s + AFTERMATH_S and struck.at_s <= wait.ended_s
 
 
-def _worst(waits: Sequence[Waited], kind: Wait) -> float:
+def _worst(waits: Sequence[ObservedWait], kind: Wait) -> float:
     return max((one.ended_s - one.began_s for one in waits if one.kind == kind.value), default=0.0)
 
 

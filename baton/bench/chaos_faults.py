@@ -10,7 +10,7 @@ from enum import Enum
 from engine.errors import InvalidConfig
 
 
-class Kind(Enum):
+class FaultKind(Enum):
     KILL = "kill"  # SIGKILL, then restart on the same address
     STOP = "stop"  # SIGSTOP, then SIGCONT after a while
     FREEZE = "freeze"  # the same, longer than all keepalive timeouts
@@ -35,31 +35,33 @@ class Phase(Enum):
     DECODING = "decoding"
 
 
-class Role(Enum):
+class TargetRole(Enum):
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-ROLES_HIT_BY = {
-    Kind.KILL: (Role.ROUTER, Role.PREFILL, Role.DECODE),
-    Kind.STOP: (Role.ROUTER, Role.PREFILL, Role.DECODE),
-    Kind.FREEZE: (Role.DECODE,),
-    Kind.SLOW: (Role.ROUTER, Role.PREFILL, Role.DECODE),
-    Kind.CUT: (Role.PREFILL,),
-    Kind.HUSH: (Role.PREFILL,),
-    Kind.CROWD: (Role.ROUTER,),
-    Kind.DROP: (Role.PREFILL, Role.DECODE),
-    Kind.LATE: (Role.PREFILL, Role.DECODE),
-    Kind.DOUBLE: (Role.PREFILL, Role.DECODE),
-    Kind.SWAP: (Role.PREFILL, Role.DECODE),
-    Kind.CORRUPT: (Role.PREFILL,),
-    Kind.JUMP: (Role.ROUTER, Role.PREFILL, Role.DECODE),
-    Kind.HOSTILE: (Role.ROUTER,),
+ROLES_BY_FAULT_KIND = {
+    FaultKind.KILL: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.STOP: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.FREEZE: (TargetRole.DECODE,),
+    FaultKind.SLOW: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.CUT: (TargetRole.PREFILL,),
+    FaultKind.HUSH: (TargetRole.PREFILL,),
+    FaultKind.CROWD: (TargetRole.ROUTER,),
+    FaultKind.DROP: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.LATE: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.DOUBLE: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.SWAP: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.CORRUPT: (TargetRole.PREFILL,),
+    FaultKind.JUMP: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.HOSTILE: (TargetRole.ROUTER,),
 }
 # Faults of the KV transfer.
-OF_WIRES = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP, Kind.CORRUPT})
-CLIENT_FAULTS = frozenset({Kind.CROWD, Kind.HOSTILE})
+TRANSFER_FAULTS = frozenset(
+    {FaultKind.DROP, FaultKind.LATE, FaultKind.DOUBLE, FaultKind.SWAP, FaultKind.CORRUPT}
+)
+CLIENT_FAULTS = frozenset({FaultKind.CROWD, FaultKind.HOSTILE})
 MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
 
 
@@ -67,14 +69,14 @@ MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
 class Fault:
     number: int
     at_s: float  # earliest time since the start; strikes when a request reaches `phase`
-    kind: Kind
-    role: Role
+    kind: FaultKind
+    role: TargetRole
     place: int  # index within the role
     phase: Phase
     lasts_s: float  # duration, for kinds that need one
 
     def __str__(self) -> str:
-        who = f"{self.role.value}-{self.place}" if self.role is not Role.ROUTER else "router"
+        who = f"{self.role.value}-{self.place}" if self.role is not TargetRole.ROUTER else "router"
         return self.kind.value if self.kind in CLIENT_FAULTS else f"{self.kind.value} {who}"
 
 
@@ -83,8 +85,8 @@ class Script:
     seed: int = 0
     duration_s: float = 60.0
     every_s: float = 5.0  # on average
-    kinds: tuple[Kind, ...] = tuple(Kind)
-    roles: tuple[Role, ...] = tuple(Role)
+    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+    roles: tuple[TargetRole, ...] = tuple(TargetRole)
 
     def __post_init__(self) -> None:
         for name in ("duration_s", "every_s"):
@@ -94,18 +96,18 @@ class Script:
             raise InvalidConfig("none of these fault kinds applies to these roles")
 
     @property
-    def choices(self) -> Sequence[tuple[Kind, Role]]:
+    def choices(self) -> Sequence[tuple[FaultKind, TargetRole]]:
         return [(kind, role) for kind in self.kinds for role in self._roles_of(kind)]
 
-    def _roles_of(self, kind: Kind) -> Sequence[Role]:
-        return [role for role in ROLES_HIT_BY[kind] if role in self.roles]
+    def _roles_of(self, kind: FaultKind) -> Sequence[TargetRole]:
+        return [role for role in ROLES_BY_FAULT_KIND[kind] if role in self.roles]
 
 
-def faults(script: Script, num_by_role: Mapping[Role, int]) -> list[Fault]:
+def faults(script: Script, num_by_role: Mapping[TargetRole, int]) -> list[Fault]:
     """Return the faults of a script, deterministically: each kind and role in random order."""
     draw = random.Random(script.seed)
     drawn: list[Fault] = []
-    bag: list[tuple[Kind, Role]] = []
+    bag: list[tuple[FaultKind, TargetRole]] = []
     at_s = 0.0
     while (at_s := at_s + draw.uniform(0.5, 1.5) * script.every_s) < script.duration_s:
         if not bag:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from baton.bench.bystander import Waited
+from baton.bench.bystander import ObservedWait
 from baton.bench.hostile_bodies import Attack, attacks
 from baton.bench.hostile_client import AttackTarget
 
@@ -24,7 +24,7 @@ ANSWER_PATIENCE_S = 60.0
 END_PATIENCE_S = 5.0
 
 
-class Hostility:
+class HostileProcesses:
     """Runs both processes within `async with`; one attack at a time."""
 
     def __init__(
@@ -35,10 +35,10 @@ class Hostility:
         self._num_attacks = 0
         self._seed = seed
         self._watching: asyncio.Task[None] | None = None
-        self.waits: list[Waited] = []
+        self.waits: list[ObservedWait] = []
         self.counts: dict[str, int] = {}  # of waits, including short ones
 
-    async def __aenter__(self) -> Hostility:
+    async def __aenter__(self) -> HostileProcesses:
         parent = ("--parent-pid", str(os.getpid()))
         self._client = await _start("baton.bench.hostile_client", *parent)
         addresses = ("--router", self._target.grpc, "--http", self._target.http)
@@ -86,7 +86,7 @@ class Hostility:
             if "counts" in report:
                 self.counts = report["counts"]
             else:
-                self.waits.append(Waited(**report))
+                self.waits.append(ObservedWait(**report))
 
 
 async def _start(module: str, *arguments: str) -> Process:

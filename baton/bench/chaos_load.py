@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.bench.chaos_asks import Known, difference_of, with_salt
+from baton.bench.chaos_asks import KnownAnswer, difference_of, with_salt
 from baton.bench.chaos_faults import Phase
 from baton.client import Answer, AsyncClient, BatonError, Generation
 
@@ -25,7 +25,7 @@ PAUSE_AFTER_REFUSAL_S = 0.2
 FIRST_DECODED = 2  # tokens after which the decode node is generating
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     RIGHT = "right"
     WRONG = "wrong"
     HUNG = "hung"
@@ -36,7 +36,7 @@ class Outcome(Enum):
 
 
 @dataclass(slots=True)
-class Told:
+class AnswerOutcome:
     """One request as seen by its client. Times are monotonic."""
 
     tag: int
@@ -45,7 +45,7 @@ class Told:
     patience_s: float = PATIENCE_S
     ended_s: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)
-    outcome: Outcome = Outcome.RIGHT
+    outcome: RequestOutcome = RequestOutcome.RIGHT
     reason: str = ""
     attempts: int = 1
     is_local: bool = False  # its decode node computed the prompt
@@ -56,17 +56,17 @@ class Told:
         return self.patience_s < PATIENCE_S
 
 
-class Load:
+class ChaosLoad:
     """Closed-loop clients: each sends its next request when the last one has ended."""
 
-    def __init__(self, client: AsyncClient, known: Sequence[Known], seed: int) -> None:
+    def __init__(self, client: AsyncClient, known: Sequence[KnownAnswer], seed: int) -> None:
         self._client = client
         self._known = known
         self._draw = random.Random(seed)
         self._numbers = 0
         self._changed = asyncio.Event()
         self._last_reached: Phase | None = None
-        self.told: list[Told] = []
+        self.told: list[AnswerOutcome] = []
         self.num_under_way = 0
 
     async def run(self, num_clients: int, stop: asyncio.Event) -> None:
@@ -75,7 +75,7 @@ class Load:
         async def send_requests() -> None:
             while not stop.is_set():
                 record = await self._send()
-                if record.outcome in (Outcome.REFUSED, Outcome.BROKEN):
+                if record.outcome in (RequestOutcome.REFUSED, RequestOutcome.BROKEN):
                     await asyncio.sleep(PAUSE_AFTER_REFUSAL_S)
 
         async with asyncio.TaskGroup() as group:
@@ -98,20 +98,20 @@ class Load:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _send(self) -> Told:
+    async def _send(self) -> AnswerOutcome:
         one = self._draw.choice(self._known)
         self._numbers += 1
         shares = self._draw.random() < SHARING_SHARE
         salt = "" if shares else str(self._numbers)
         cancels = self._draw.random() < CANCEL_SHARE
         cancel_after_s = self._draw.random() * MAX_CANCEL_AFTER_S if cancels else None
-        record = Told(one.ask.tag, one.ask.kind, time.monotonic(), self._patience_s())
+        record = AnswerOutcome(one.ask.tag, one.ask.kind, time.monotonic(), self._patience_s())
         self.num_under_way += 1
         try:
             async with asyncio.timeout(cancel_after_s):
                 await self._receive(one, with_salt(one.ask, salt), record)
         except TimeoutError:
-            _judge(record, Outcome.CANCELLED)
+            _judge(record, RequestOutcome.CANCELLED)
         finally:
             self.num_under_way -= 1
         record.ended_s = time.monotonic()
@@ -123,7 +123,9 @@ class Load:
             return PATIENCE_S
         return self._draw.uniform(MIN_DEADLINE_S, MAX_DEADLINE_S)
 
-    async def _receive(self, one: Known, generation: Generation, record: Told) -> None:
+    async def _receive(
+        self, one: KnownAnswer, generation: Generation, record: AnswerOutcome
+    ) -> None:
         answer = Answer()
         self._note(Phase.ASKED)
         stream = self._client.stream(one.ask.prompt, generation, timeout_s=record.patience_s)
@@ -131,7 +133,11 @@ class Load:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.first_index != len(answer.token_ids):
-                        _judge(record, Outcome.WRONG, f"token {chunk.first_index} is out of order")
+                        _judge(
+                            record,
+                            RequestOutcome.WRONG,
+                            f"token {chunk.first_index} is out of order",
+                        )
                         return
                     answer.take(chunk)
                     self._note_tokens(answer, record)
@@ -140,7 +146,7 @@ class Load:
         else:
             self._judge_answer(one, answer, record)
 
-    def _note_tokens(self, answer: Answer, record: Told) -> None:
+    def _note_tokens(self, answer: Answer, record: AnswerOutcome) -> None:
         if not answer.token_ids:
             return
         if not record.arrivals_s:
@@ -149,23 +155,27 @@ class Load:
             self._note(Phase.DECODING)
         record.arrivals_s.append(time.monotonic())
 
-    def _judge_answer(self, one: Known, answer: Answer, record: Told) -> None:
+    def _judge_answer(self, one: KnownAnswer, answer: Answer, record: AnswerOutcome) -> None:
         difference = difference_of(one, answer)
         if difference is not None:
-            _judge(record, Outcome.WRONG, difference)
+            _judge(record, RequestOutcome.WRONG, difference)
         if answer.finish is not None:
             record.attempts = answer.finish.served.attempts
             record.is_local = not answer.finish.served.is_prefill_remote
 
-    def _judge_error(self, record: Told, error: BatonError) -> None:
+    def _judge_error(self, record: AnswerOutcome, error: BatonError) -> None:
         reason = error.reason or error.code.name
         if reason == "DEADLINE_EXCEEDED" and record.has_short_deadline:
-            _judge(record, Outcome.LATE)
+            _judge(record, RequestOutcome.LATE)
         elif reason == "DEADLINE_EXCEEDED":
-            _judge(record, Outcome.HUNG, f"no end within {record.patience_s:.0f} s")
+            _judge(record, RequestOutcome.HUNG, f"no end within {record.patience_s:.0f} s")
         else:
-            _judge(record, Outcome.BROKEN if record.arrivals_s else Outcome.REFUSED, reason)
+            _judge(
+                record,
+                RequestOutcome.BROKEN if record.arrivals_s else RequestOutcome.REFUSED,
+                reason,
+            )
 
 
-def _judge(record: Told, outcome: Outcome, reason: str = "") -> None:
+def _judge(record: AnswerOutcome, outcome: RequestOutcome, reason: str = "") -> None:
     record.outcome, record.reason = outcome, reason

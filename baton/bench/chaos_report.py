@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from baton.bench.chaos_bystander import Bystanders, ProcessMemory, Struck
-from baton.bench.chaos_faults import Fault, Kind, Role
+from baton.bench.chaos_bystander import Bystanders, InjectedFault, ProcessMemory
+from baton.bench.chaos_faults import Fault, FaultKind, TargetRole
 from baton.bench.chaos_leaks import Scrape
-from baton.bench.chaos_load import Outcome, Told
-from rpc.channel import LONGEST_RECONNECT_S
+from baton.bench.chaos_load import AnswerOutcome, RequestOutcome
+from rpc.channel import MAX_RECONNECT_S
 from telemetry import names
 from telemetry.metrics import names as counted
 
@@ -76,8 +76,8 @@ class Report:
 
 
 def report(
-    records: Sequence[Told],
-    struck: Sequence[Struck],
+    records: Sequence[AnswerOutcome],
+    struck: Sequence[InjectedFault],
     attempts: Attempts,
     *,
     elapsed_s: float,
@@ -89,11 +89,13 @@ def report(
     by_outcome = Counter(one.outcome for one in records)
     lost = [one for one in records if _is_lost(one, struck)]
     overdue = [one for one in records if _is_overdue(one)]
-    failed = (one for one in records if one.outcome in (Outcome.REFUSED, Outcome.BROKEN))
+    failed = (
+        one for one in records if one.outcome in (RequestOutcome.REFUSED, RequestOutcome.BROKEN)
+    )
     counts = {
         "requests": len(records),
         "hurried": sum(one.has_short_deadline for one in records),
-        **{outcome.value: by_outcome[outcome] for outcome in Outcome},
+        **{outcome.value: by_outcome[outcome] for outcome in RequestOutcome},
         "retried": attempts.total(names.RETRY),
         "migrated": attempts.total(names.MIGRATE),
         "local": sum(one.is_local for one in records),
@@ -111,8 +113,8 @@ def report(
         recoveries=list(_recoveries(records, struck)),
         reasons=dict(Counter(f"{one.outcome.value}: {one.reason}" for one in failed)),
         num_by_fault=dict(Counter(_kind(one.fault) for one in struck)),
-        wrong=[_line(one, struck) for one in records if one.outcome is Outcome.WRONG],
-        hung=[_line(one, struck) for one in records if one.outcome is Outcome.HUNG],
+        wrong=[_line(one, struck) for one in records if one.outcome is RequestOutcome.WRONG],
+        hung=[_line(one, struck) for one in records if one.outcome is RequestOutcome.HUNG],
         lost=[_line(one, struck) for one in lost],
         overdue=[_line(one, struck) for one in overdue],
         leaks=leaks,
@@ -122,27 +124,30 @@ def report(
     )
 
 
-def _is_lost(record: Told, struck: Sequence[Struck]) -> bool:
+def _is_lost(record: AnswerOutcome, struck: Sequence[InjectedFault]) -> bool:
     """Return whether a request failed without a killed router or a fair refusal."""
     fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if record.has_short_deadline else ())
-    if record.outcome not in (Outcome.REFUSED, Outcome.BROKEN) or record.reason in fair:
+    if (
+        record.outcome not in (RequestOutcome.REFUSED, RequestOutcome.BROKEN)
+        or record.reason in fair
+    ):
         return False
     return not any(
-        record.began_s <= one.healed_s + LONGEST_RECONNECT_S and one.at_s <= record.ended_s
+        record.began_s <= one.healed_s + MAX_RECONNECT_S and one.at_s <= record.ended_s
         for one in struck
         if _is_router_gone(one)
     )
 
 
-def _is_overdue(record: Told) -> bool:
+def _is_overdue(record: AnswerOutcome) -> bool:
     return record.ended_s - record.began_s > record.patience_s + OVERDUE_S
 
 
-def _is_router_gone(struck: Struck) -> bool:
-    return struck.fault.kind is Kind.KILL and struck.fault.role is Role.ROUTER
+def _is_router_gone(struck: InjectedFault) -> bool:
+    return struck.fault.kind is FaultKind.KILL and struck.fault.role is TargetRole.ROUTER
 
 
-def _overlap(record: Told, struck: Struck) -> bool:
+def _overlap(record: AnswerOutcome, struck: InjectedFault) -> bool:
     return record.began_s <= struck.healed_s and struck.at_s <= record.ended_s
 
 
@@ -150,7 +155,7 @@ def _kind(fault: Fault) -> str:
     return f"{fault.kind.value} {fault.role.value}"
 
 
-def _line(record: Told, struck: Sequence[Struck]) -> str:
+def _line(record: AnswerOutcome, struck: Sequence[InjectedFault]) -> str:
     faults = ", ".join(
         f"{one.fault.kind.value} {one.victim} from {one.at_s - record.began_s:.1f} "
         f"to {one.healed_s - record.began_s:.1f} s"
@@ -164,12 +169,14 @@ def _line(record: Told, struck: Sequence[Struck]) -> str:
     return f"{what}: {record.reason}; faults: {faults or 'none'}"
 
 
-def _recoveries(records: Sequence[Told], struck: Sequence[Struck]) -> Iterator[Recovery]:
-    for role in (Role.PREFILL, Role.DECODE):
+def _recoveries(
+    records: Sequence[AnswerOutcome], struck: Sequence[InjectedFault]
+) -> Iterator[Recovery]:
+    for role in (TargetRole.PREFILL, TargetRole.DECODE):
         waits_s = [
             next_s - one.at_s
             for one in struck
-            if one.fault.kind is Kind.KILL and one.fault.role is role
+            if one.fault.kind is FaultKind.KILL and one.fault.role is role
             for next_s in _next_tokens(records, one)
         ]
         if waits_s:
@@ -185,7 +192,7 @@ def _recoveries(records: Sequence[Told], struck: Sequence[Struck]) -> Iterator[R
         yield _recovery("router restart to first token", waits_s)
 
 
-def _next_tokens(records: Sequence[Told], struck: Struck) -> Iterator[float]:
+def _next_tokens(records: Sequence[AnswerOutcome], struck: InjectedFault) -> Iterator[float]:
     """Yield the waits of running streams that were retried or computed locally."""
     for one in records:
         is_touched = one.attempts > 1 or one.is_local
@@ -194,7 +201,9 @@ def _next_tokens(records: Sequence[Told], struck: Struck) -> Iterator[float]:
             yield from later[:1]
 
 
-def _first_tokens(records: Sequence[Told], struck: Struck, end_s: float) -> Iterator[float]:
+def _first_tokens(
+    records: Sequence[AnswerOutcome], struck: InjectedFault, end_s: float
+) -> Iterator[float]:
     """Yield the wait for the first token after a router restart, if there was one."""
     arrivals_s = (
         one.arrivals_s[0] for one in records if one.arrivals_s and one.arrivals_s[0] < end_s

@@ -16,8 +16,8 @@ from types import TracebackType
 
 from baton.bench.chaos_bystander import Rss
 from baton.bench.chaos_clock import Clocks, build
-from baton.bench.chaos_door import Door
-from baton.bench.chaos_faults import Role
+from baton.bench.chaos_door import NodeGate
+from baton.bench.chaos_faults import TargetRole
 from baton.bench.chaos_leaks import Footprint, Scrape, footprint, scrape
 from baton.bench.chaos_wire import FaultSwitch
 from baton.bench.hostile_client import AttackTarget
@@ -32,7 +32,7 @@ NODE_MODULE = "baton.cli.chaos_node"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ChaosClusterConfig:
     """Settings of the cluster."""
 
     model: str
@@ -47,17 +47,21 @@ class Setting:
     has_http: bool = False  # serve the OpenAI API, too
 
     @property
-    def num_by_role(self) -> dict[Role, int]:
-        return {Role.ROUTER: 1, Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode}
+    def num_by_role(self) -> dict[TargetRole, int]:
+        return {
+            TargetRole.ROUTER: 1,
+            TargetRole.PREFILL: self.num_prefill,
+            TargetRole.DECODE: self.num_decode,
+        }
 
 
-class Stage:
+class ChaosCluster:
     """Runs the cluster within `async with`. Blocking steps run on threads."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ChaosClusterConfig) -> None:
         self._setting = setting
         self._loop = asyncio.get_running_loop()
-        self._door_by_name: dict[str, Door] = {}
+        self._door_by_name: dict[str, NodeGate] = {}
         self._metrics_by_pid: dict[int, str] = {}
         self._killed_pids: set[int] = set()
         self._lifetime = AsyncExitStack()
@@ -66,7 +70,7 @@ class Stage:
         self._cluster = LocalCluster(self._options())
         self.baseline: dict[str, Footprint] = {}  # by name
 
-    async def __aenter__(self) -> Stage:
+    async def __aenter__(self) -> ChaosCluster:
         await asyncio.to_thread(self._cluster.__enter__)
         return self
 
@@ -76,7 +80,10 @@ class Stage:
         Call it when every pair has handed something over, since data paths open at the first
         write.
         """
-        for role, peers in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        for role, peers in (
+            (TargetRole.PREFILL, TargetRole.DECODE),
+            (TargetRole.DECODE, TargetRole.PREFILL),
+        ):
             for place in range(self.num_by_role[role]):
                 await self._until_linked(self.child(role, place), self.num_by_role[peers])
         self.baseline = {child.name: self.footprint(child) for child in self.children}
@@ -104,7 +111,7 @@ class Stage:
         return self._cluster.address
 
     @property
-    def num_by_role(self) -> dict[Role, int]:
+    def num_by_role(self) -> dict[TargetRole, int]:
         return self._setting.num_by_role
 
     @property
@@ -115,16 +122,16 @@ class Stage:
     def children(self) -> list[Child]:
         return self._cluster.children
 
-    def child(self, role: Role, place: int) -> Child:
+    def child(self, role: TargetRole, place: int) -> Child:
         match role:
-            case Role.ROUTER:
+            case TargetRole.ROUTER:
                 return self._cluster.router
-            case Role.PREFILL:
+            case TargetRole.PREFILL:
                 return self._cluster.prefills[place]
-            case Role.DECODE:
+            case TargetRole.DECODE:
                 return self._cluster.decodes[place]
 
-    def door(self, child: Child) -> Door:
+    def door(self, child: Child) -> NodeGate:
         return self._door_by_name[child.name]
 
     def weather(self, child: Child) -> FaultSwitch:
@@ -193,7 +200,7 @@ class Stage:
             node_arguments=(*times, *ANY_PORT, *UNTRACED, *setting.node_arguments),
             router_arguments=(*ANY_PORT, *UNTRACED, *http, *setting.router_arguments),
             on_line=self._take_line,
-            found_at=self._found_at,
+            router_target_of=self._found_at,
         )
 
     def _take_line(self, child: Child, line: str) -> None:
@@ -206,15 +213,15 @@ class Stage:
 
     def _found_at(self, child: Child) -> str:
         """Return the address to publish: for prefill nodes that of their proxy, which persists."""
-        if not child.name.startswith(Role.PREFILL.value):
+        if not child.name.startswith(TargetRole.PREFILL.value):
             return child.address
         door = self._door_by_name.get(child.name)
         if door is None:
-            door = self._door_by_name[child.name] = Door(child.address)
+            door = self._door_by_name[child.name] = NodeGate(child.address)
             asyncio.run_coroutine_threadsafe(self._open(door), self._loop).result()
         return door.address
 
-    async def _open(self, door: Door) -> None:
+    async def _open(self, door: NodeGate) -> None:
         await door.open()
         self._lifetime.push_async_callback(door.close)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baton.bench.chaos_faults import Kind
+from baton.bench.chaos_faults import FaultKind
 from kv_transfer.link import Link, LinkId
 from kv_transfer.protocol.messages import LinkMessage, Region
 from kv_transfer.transports.base import Arrived, Channel, ChannelEvent, Transport, Write
@@ -23,8 +23,8 @@ from kv_transfer.types import BlockId
 # Share of messages that DROP and SWAP hit.
 SHARE = 0.5
 LATE_S = 0.3
-ON_LINKS = frozenset({Kind.DROP, Kind.LATE, Kind.DOUBLE, Kind.SWAP})
-WHOLLY = frozenset({Kind.LATE, Kind.DOUBLE})
+ON_LINKS = frozenset({FaultKind.DROP, FaultKind.LATE, FaultKind.DOUBLE, FaultKind.SWAP})
+WHOLLY = frozenset({FaultKind.LATE, FaultKind.DOUBLE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class FaultSwitch:
     def _hits(self) -> Path:
         return self.path.with_suffix(".hits")
 
-    def now(self) -> Kind | None:
+    def now(self) -> FaultKind | None:
         with suppress(OSError, ValueError):
-            return Kind(self.path.read_text(encoding="utf-8"))
+            return FaultKind(self.path.read_text(encoding="utf-8"))
         return None
 
-    def turn(self, kind: Kind) -> None:
+    def turn(self, kind: FaultKind) -> None:
         new = self.path.with_suffix(".new")
         new.write_text(kind.value, encoding="utf-8")
         new.replace(self.path)
@@ -81,13 +81,13 @@ class FaultyLink:
         is_hit = self._draw.random() < SHARE
         if kind in ON_LINKS and (is_hit or kind in WHOLLY):
             self._fault_switch.hit()
-        if kind is Kind.LATE or (kind is Kind.SWAP and is_hit):
+        if kind is FaultKind.LATE or (kind is FaultKind.SWAP and is_hit):
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, LATE_S, self._inner.send, link_id, message
             )
-        elif not (kind is Kind.DROP and is_hit):
+        elif not (kind is FaultKind.DROP and is_hit):
             self._inner.send(link_id, message)
-            if kind is Kind.DOUBLE:
+            if kind is FaultKind.DOUBLE:
                 self._inner.send(link_id, message)
 
 
@@ -143,7 +143,7 @@ class FaultyChannel:
         self._inner.cancel(ticket)
 
     def post(self, write: Write) -> None:
-        if self._fault_switch.now() is Kind.CORRUPT:
+        if self._fault_switch.now() is FaultKind.CORRUPT:
             # The digest is of the right blocks; the data is that of other blocks.
             others = tuple(BlockId((one + 1) % self._num_blocks) for one in write.sources)
             write = replace(write, sources=others)
@@ -168,14 +168,14 @@ class FaultyChannel:
     def _deliver(self, event: Arrived, now: float) -> Sequence[ChannelEvent]:
         is_hit = self._draw.random() < SHARE
         match self._fault_switch.now():
-            case Kind.DROP if is_hit:
+            case FaultKind.DROP if is_hit:
                 return []
-            case Kind.DOUBLE:
+            case FaultKind.DOUBLE:
                 return [event, event]
-            case Kind.LATE:
+            case FaultKind.LATE:
                 self._late.append((now + LATE_S, event))
                 return []
-            case Kind.SWAP if is_hit:
+            case FaultKind.SWAP if is_hit:
                 self._late.append((now + LATE_S, event))
                 return []
         return [event]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.bench.interference import Figures, Row
+from baton.bench.interference import FigureRow, Figures
 from baton.bench.interference_plot import draw_gaps
 from baton.bench.peer import Comparison
 from baton.bench.plotting import drawn
@@ -45,19 +45,21 @@ def read_peer(path: Path) -> PeerFile:
         raise InvalidConfig(f"{path} was not written by `baton bench peer --json`") from error
 
 
-def read_interference(path: Path) -> list[Row]:
+def read_interference(path: Path) -> list[FigureRow]:
     """Read a file. Raises InvalidConfig."""
     values = _read_json(path)
     try:
-        return [Row(**{**one, "figures": Figures(**one["figures"])}) for one in values["engines"]]
+        return [
+            FigureRow(**{**one, "figures": Figures(**one["figures"])}) for one in values["engines"]
+        ]
     except (KeyError, TypeError) as error:
         message = f"{path} was not written by `baton bench interference --json`"
         raise InvalidConfig(message) from error
 
 
-def once_each(rows: Sequence[Row]) -> list[Row]:
+def first_row_per_engine(rows: Sequence[FigureRow]) -> list[FigureRow]:
     """Return the first row of each engine."""
-    by_engine: dict[str, Row] = {}
+    by_engine: dict[str, FigureRow] = {}
     for row in rows:
         by_engine.setdefault(row.engine, row)
     return list(by_engine.values())
@@ -70,7 +72,7 @@ def _read_json(path: Path) -> Any:
         raise InvalidConfig(f"{path} cannot be read: {error}") from error
 
 
-def draw(peers: Sequence[PeerFile], rows: Sequence[Row], path: Path) -> None:
+def draw(peers: Sequence[PeerFile], rows: Sequence[FigureRow], path: Path) -> None:
     """Draw decode on the left of each row, prefill on the right. Raises InvalidConfig."""
     counts = [len(sizes_of(peer.compared, phase)) for peer in peers for phase in SIZES]
     room = max([MIN_SIZES, *counts])

@@ -21,8 +21,8 @@ from baton.bench.limits import Work, batch_of, prompt_of, work_of
 from baton.bench.step_cost import Spent, StepCost, StepMeter, step_cost
 from engine.core import EngineCore
 from engine.factory import EngineOptions, build_engine
-from engine.request import RequestId, RequestSpec
-from engine.runner.kernels.build import KernelsMissing
+from engine.request import EngineRequest, RequestId
+from engine.runner.kernels.build import KernelsUnavailable
 from engine.runner.kernels.limits import LimitMeter
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
@@ -125,7 +125,7 @@ def longest(bench: EngineBench) -> int:
 def _limit_meter() -> LimitMeter | None:
     try:
         return LimitMeter(torch.get_num_threads())
-    except KernelsMissing:
+    except KernelsUnavailable:
         return None
 
 
@@ -223,7 +223,7 @@ class _Meter:
         prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(prompt_len))
         name = RequestId(f"{self._random.getrandbits(64):x}")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self._engine.scheduler.add(RequestSpec(name, prompt, sampling, seed=0))
+        self._engine.scheduler.add(EngineRequest(name, prompt, sampling, seed=0))
 
 
 def _run_dry(engine: EngineCore) -> None:

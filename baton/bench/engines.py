@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from baton.bench.peer_settings import clean_environment, python_of, vllm_settings
 from baton.bench.processes import others
-from baton.bench.streams import Door, EngineFailed
+from baton.bench.streams import CompletionsApi, EngineFailed
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.units import GIB
 from engine.errors import InvalidConfig
@@ -44,30 +44,30 @@ def halves() -> tuple[Sequence[int], Sequence[int]]:
 
 
 @contextmanager
-def baton_apart(model: str) -> Iterator[Door]:
+def baton_disaggregated(model: str) -> Iterator[CompletionsApi]:
     """Start a prefill node on one half of the cores, a decode node on the other."""
     prefill, decode = halves()
     options = replace(
         _options(model), prefill_arguments=_own(prefill), decode_arguments=_own(decode)
     )
     with LocalCluster(options) as cluster:
-        yield Door(f"http://{cluster.router.http_address}")
+        yield CompletionsApi(f"http://{cluster.router.http_address}")
 
 
 @contextmanager
 def baton_colocated(
     model: str, cpus: Sequence[int] | None = None, step_ms: int | None = None
-) -> Iterator[Door]:
+) -> Iterator[CompletionsApi]:
     """Start one node that prefills and decodes, on `cpus` or on all cores."""
     own = _own(cpus or [*halves()[0], *halves()[1]])
     pace = () if step_ms is None else ("--target-step-ms", str(step_ms))
     options = replace(_options(model), num_prefill=0, decode_arguments=(*own, *pace))
     with LocalCluster(options) as cluster:
-        yield Door(f"http://{cluster.router.http_address}")
+        yield CompletionsApi(f"http://{cluster.router.http_address}")
 
 
 @contextmanager
-def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Door]:
+def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[CompletionsApi]:
     """Start one server on all cores. `chunk`: token budget of a step; None: vLLM's default."""
     more = () if chunk is None else ("--max-num-batched-tokens", str(chunk))
     cpus = [*halves()[0], *halves()[1]]
@@ -79,7 +79,7 @@ def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Door]:
 
 
 @contextmanager
-def vllm_apart(model: str, venv: Path, *, is_patched: bool) -> Iterator[Door]:
+def vllm_apart(model: str, venv: Path, *, is_patched: bool) -> Iterator[CompletionsApi]:
     """Start a prefill and a decode server, each on half of the cores, with KV over NIXL."""
     patches = {"PYTHONPATH": str(PATCHES)} if is_patched else {}
     with ExitStack() as stack:
@@ -151,7 +151,7 @@ class _Server:
     process: subprocess.Popen[str]
     log: Path
 
-    def door(self) -> Door:
+    def door(self) -> CompletionsApi:
         """Wait until it serves. Raises EngineFailed."""
         until_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < until_s and self.process.poll() is None:
@@ -160,7 +160,7 @@ class _Server:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply,
             ):
                 if reply.status == 200:
-                    return Door(self.url, groups=(self.process.pid,))
+                    return CompletionsApi(self.url, groups=(self.process.pid,))
             time.sleep(LOOK_EVERY_S)
         lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
         raise EngineFailed("\n".join(["vLLM did not start; the end of its log:", *lines]))

@@ -15,9 +15,15 @@ from itertools import pairwise, product
 from pathlib import Path
 
 from baton.bench.serve_figures import quantile
-from baton.bench.serve_load import Lengths, Load, PlannedRequest, plan, warm_up
+from baton.bench.serve_load import Lengths, PlannedRequest, ServeLoad, plan, warm_up
 from baton.bench.staying import Start
-from baton.bench.streams import VOCAB_SIZE, Door, EngineFailed, Streamed, detached_threads
+from baton.bench.streams import (
+    VOCAB_SIZE,
+    CompletionsApi,
+    EngineFailed,
+    StreamedCompletion,
+    detached_threads,
+)
 from engine.errors import InvalidConfig
 
 MEAN, P99 = "mean", "p99"
@@ -48,8 +54,8 @@ class Sweep:
         if self.itl not in (MEAN, P99):
             raise InvalidConfig(f"itl is {self.itl!r}; it must be {MEAN} or {P99}")
 
-    def load(self, rate: float) -> Load:
-        return Load(
+    def load(self, rate: float) -> ServeLoad:
+        return ServeLoad(
             rate=rate,
             duration_s=self.seconds,
             prompt=Lengths("", (self.prompt_tokens,)),
@@ -60,7 +66,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AnswerLatencies:
     """One answer as seen by its client. The first token counts from the planned send time."""
 
     first_token_s: float
@@ -77,7 +83,7 @@ class RateRun:
 
     engine: str
     rate: float
-    answers: Sequence[Seen]
+    answers: Sequence[AnswerLatencies]
     errors: Sequence[str]  # of failed requests
 
     def kept(self, first_token_s: float, itl_ms: float, kind: str) -> float:
@@ -119,13 +125,13 @@ def run(what: Sweep, engines: Mapping[str, Start], on_run: Callable[[RateRun], N
                     break  # higher rates would miss the limits, too
 
 
-def _swept(what: Sweep, name: str, door: Door) -> Iterator[RateRun]:
+def _swept(what: Sweep, name: str, door: CompletionsApi) -> Iterator[RateRun]:
     model = door.model().name
     for request in warm_up(what.load(what.rates[0]), VOCAB_SIZE):
         door.stream(model, _ids(request), request.max_tokens)
     for rate in sorted(what.rates):
         outcomes = _sent(door, model, plan(what.load(rate), VOCAB_SIZE))
-        answers = [one for one in outcomes if isinstance(one, Seen)]
+        answers = [one for one in outcomes if isinstance(one, AnswerLatencies)]
         errors = [one for one in outcomes if isinstance(one, str)]
         if not answers:
             raise EngineFailed(f"{name} answered no request: {errors[0]}")
@@ -137,11 +143,13 @@ def _is_overloaded(what: Sweep, one: RateRun) -> bool:
     return one.kept(*limits, what.itl) < what.share
 
 
-def _sent(door: Door, model: str, requests: Sequence[PlannedRequest]) -> list[Seen | str]:
+def _sent(
+    door: CompletionsApi, model: str, requests: Sequence[PlannedRequest]
+) -> list[AnswerLatencies | str]:
     """Send the requests open-loop at their times."""
     began_s = time.monotonic()
     with detached_threads(len(requests)) as threads:
-        sent: list[Future[Seen | str]] = []
+        sent: list[Future[AnswerLatencies | str]] = []
         for request in requests:
             due_s = began_s + request.at_s
             time.sleep(max(0.0, due_s - time.monotonic()))
@@ -149,7 +157,9 @@ def _sent(door: Door, model: str, requests: Sequence[PlannedRequest]) -> list[Se
         return [one.result() for one in sent]
 
 
-def _send(door: Door, model: str, request: PlannedRequest, due_s: float) -> Seen | str:
+def _send(
+    door: CompletionsApi, model: str, request: PlannedRequest, due_s: float
+) -> AnswerLatencies | str:
     """Return the latencies of a request, or its error."""
     try:
         return seen(door.stream(model, _ids(request), request.max_tokens), due_s)
@@ -161,12 +171,12 @@ def _ids(request: PlannedRequest) -> Sequence[int]:
     return [int(token_id) for token_id in request.prompt]
 
 
-def seen(streamed: Streamed, due_s: float) -> Seen:
+def seen(streamed: StreamedCompletion, due_s: float) -> AnswerLatencies:
     """Return the latencies. Gaps are between messages; their mean is per token."""
     times_s = [at_s for at_s, _ in streamed.arrivals]
     gaps_ms = [(later_s - earlier_s) * 1e3 for earlier_s, later_s in pairwise(times_s)]
     num_later = streamed.num_tokens - streamed.arrivals[0][1]
-    return Seen(
+    return AnswerLatencies(
         first_token_s=times_s[0] - due_s,
         itl_mean_ms=sum(gaps_ms) / num_later if num_later else 0.0,
         itl_p99_ms=quantile(gaps_ms, 0.99) if gaps_ms else 0.0,
@@ -194,7 +204,7 @@ def read_sweep(path: Path) -> SweepResult:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         runs = [
-            RateRun(**{**one, "answers": [Seen(**answer) for answer in one["answers"]]})
+            RateRun(**{**one, "answers": [AnswerLatencies(**answer) for answer in one["answers"]]})
             for one in values["runs"]
         ]
         return SweepResult(Sweep(**values["what"]), runs, values.get("is_whole", True))

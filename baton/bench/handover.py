@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, random_prompt
+from baton.bench.streams import CompletionsApi, EngineFailed, ServedModel, random_prompt
 from engine.errors import InvalidConfig
 
 ANSWER_TOKENS = 4
@@ -39,7 +39,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TimedPair:
     """The same prompt on both setups."""
 
     together: Times
@@ -59,7 +59,9 @@ class Added:
     most_share: float
 
 
-def run(what: Handover, together: Start, apart: Start, on_pair: Callable[[Pair], None]) -> None:
+def run(
+    what: Handover, together: Start, apart: Start, on_pair: Callable[[TimedPair], None]
+) -> None:
     """Run both setups and call `on_pair` with each pair. Raises EngineFailed."""
     draw = random.Random(what.seed)
     with together() as one_node, apart() as two_nodes:
@@ -71,14 +73,16 @@ def run(what: Handover, together: Start, apart: Start, on_pair: Callable[[Pair],
             on_pair(_pair(doors, prompt, is_reversed=number % 2 == 1))
 
 
-def _pair(doors: Sequence[tuple[Door, Model]], prompt: Sequence[int], *, is_reversed: bool) -> Pair:
+def _pair(
+    doors: Sequence[tuple[CompletionsApi, ServedModel]], prompt: Sequence[int], *, is_reversed: bool
+) -> TimedPair:
     """Measure a prompt on both setups, the second one first if `is_reversed`."""
     order = doors[::-1] if is_reversed else doors
     times = [_timed(door, model, prompt) for door, model in order]
-    return Pair(*(times[::-1] if is_reversed else times))
+    return TimedPair(*(times[::-1] if is_reversed else times))
 
 
-def _timed(door: Door, model: Model, prompt: Sequence[int]) -> Times:
+def _timed(door: CompletionsApi, model: ServedModel, prompt: Sequence[int]) -> Times:
     streamed = door.stream(model.name, prompt, ANSWER_TOKENS)
     if len(streamed.arrivals) < 2:
         raise EngineFailed(f"{door.url} sent its whole answer at once")
@@ -86,7 +90,7 @@ def _timed(door: Door, model: Model, prompt: Sequence[int]) -> Times:
     return Times((first_s - streamed.sent_s) * 1e3, (second_s - first_s) * 1e3)
 
 
-def added(pairs: Sequence[Pair]) -> list[Added]:
+def added(pairs: Sequence[TimedPair]) -> list[Added]:
     """Return the added time to the first token, from first to second, and to the second."""
     return [
         _added("first token", pairs, lambda times: times.first_token_ms),
@@ -95,7 +99,7 @@ def added(pairs: Sequence[Pair]) -> list[Added]:
     ]
 
 
-def _added(name: str, pairs: Sequence[Pair], of: Callable[[Times], float]) -> Added:
+def _added(name: str, pairs: Sequence[TimedPair], of: Callable[[Times], float]) -> Added:
     both = [(of(pair.together), of(pair.apart)) for pair in pairs]
     shares = [apart_ms / together_ms - 1 for together_ms, apart_ms in both]
     return Added(

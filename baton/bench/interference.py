@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, Streamed, detached_threads, random_prompt
+from baton.bench.streams import (
+    CompletionsApi,
+    EngineFailed,
+    ServedModel,
+    StreamedCompletion,
+    detached_threads,
+    random_prompt,
+)
 from engine.errors import InvalidConfig
 
 ANSWER_TOKENS = 8  # of the arriving prompts
@@ -57,7 +64,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FigureRow:
     """Medians over the rounds. A ratio is this engine over the first one, by round."""
 
     engine: str
@@ -84,9 +91,9 @@ def run(what: Interference, engines: Mapping[str, Start], on_turn: Callable[[Tur
                 on_turn(Turn(name, number, measured(what, door)))
 
 
-def measured(what: Interference, door: Door) -> Figures:
+def measured(what: Interference, door: CompletionsApi) -> Figures:
     """Put load on an engine and return its figures. Raises EngineFailed."""
-    load = _Load(what, door)
+    load = _InterferenceLoad(what, door)
     load.warm_up()
     with load.steady():
         began_s = time.monotonic()
@@ -96,11 +103,11 @@ def measured(what: Interference, door: Door) -> Figures:
 
 
 @dataclass(slots=True)
-class _Load:
+class _InterferenceLoad:
     what: Interference
-    door: Door
-    model: Model = field(init=False)
-    streams: list[Streamed] = field(default_factory=list)
+    door: CompletionsApi
+    model: ServedModel = field(init=False)
+    streams: list[StreamedCompletion] = field(default_factory=list)
     draw: random.Random = field(init=False)
     is_over: threading.Event = field(default_factory=threading.Event)
     warm: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -152,12 +159,12 @@ class _Load:
         finally:
             self.warm.release()  # do not wait for a failed stream
 
-    def arrivals(self, began_s: float) -> list[Streamed]:
+    def arrivals(self, began_s: float) -> list[StreamedCompletion]:
         """Send the prompts open-loop at their times."""
         what, name = self.what, self.model.name
         drawn = [random_prompt(self.draw, what.prompt_tokens) for _ in range(what.num_prompts)]
         with detached_threads(what.num_prompts) as threads:
-            sent: list[Future[Streamed]] = []
+            sent: list[Future[StreamedCompletion]] = []
             for number, prompt in enumerate(drawn):
                 time.sleep(max(0.0, began_s + number * what.every_s - time.monotonic()))
                 sent.append(threads.submit(self.door.stream, name, prompt, ANSWER_TOKENS))
@@ -165,7 +172,10 @@ class _Load:
 
 
 def figures(
-    streams: Sequence[Streamed], prompts: Sequence[Streamed], began_s: float, ended_s: float
+    streams: Sequence[StreamedCompletion],
+    prompts: Sequence[StreamedCompletion],
+    began_s: float,
+    ended_s: float,
 ) -> Figures:
     """Return the figures of the tokens between the two times."""
     between = [
@@ -195,7 +205,7 @@ def num_whole_rounds(turns: Sequence[Turn]) -> int:
     return min(Counter(turn.engine for turn in turns).values(), default=0)
 
 
-def rows_of(turns: Sequence[Turn]) -> list[Row]:
+def rows_of(turns: Sequence[Turn]) -> list[FigureRow]:
     """Return the rows of the complete rounds, with ratios to the first engine."""
     num_rounds = num_whole_rounds(turns)
     found: dict[str, list[Figures]] = {}
@@ -206,7 +216,7 @@ def rows_of(turns: Sequence[Turn]) -> list[Row]:
     return [_row(name, figures, first) for name, figures in found.items()]
 
 
-def _row(name: str, found: Sequence[Figures], first: Sequence[Figures]) -> Row:
+def _row(name: str, found: Sequence[Figures], first: Sequence[Figures]) -> FigureRow:
     def ratio(of: Callable[[Figures], float]) -> float:
         return statistics.median(of(one) / of(own) for one, own in zip(found, first, strict=True))
 
@@ -214,7 +224,7 @@ def _row(name: str, found: Sequence[Figures], first: Sequence[Figures]) -> Row:
         figure: statistics.median(getattr(one, figure) for one in found)
         for figure in Figures.__dataclass_fields__
     }
-    return Row(
+    return FigureRow(
         engine=name,
         figures=Figures(**medians),
         itl_p50_ratio=ratio(lambda one: one.itl_p50_ms),

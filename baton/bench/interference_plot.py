@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.bench.interference import Interference, Row
+from baton.bench.interference import FigureRow, Interference
 from baton.bench.plotting import picture
 
 OWN, OTHER = "tab:blue", "tab:grey"
@@ -15,14 +15,14 @@ MILLIS = 1e3
 TICKS = (20, 50, 100, 200, 500, 1000, 2000)
 
 
-def draw(what: Interference, rows: Sequence[Row], path: Path) -> None:
+def draw(what: Interference, rows: Sequence[FigureRow], path: Path) -> None:
     """Draw the token gaps, and next to them the times to first token."""
     with picture(path, 10, 1.2 + 0.42 * len(rows), columns=2) as [[gaps, first]]:
         draw_gaps(gaps, rows)
         _draw_first_tokens(first, what, rows)
 
 
-def draw_gaps(axes: Any, rows: Sequence[Row]) -> None:
+def draw_gaps(axes: Any, rows: Sequence[FigureRow]) -> None:
     """Draw a bar from the median to the 99th percentile of the gaps for each engine."""
     places = range(len(rows))
     for place, row in enumerate(rows):
@@ -40,7 +40,7 @@ def draw_gaps(axes: Any, rows: Sequence[Row]) -> None:
     axes.minorticks_off()
 
 
-def _draw_first_tokens(axes: Any, what: Interference, rows: Sequence[Row]) -> None:
+def _draw_first_tokens(axes: Any, what: Interference, rows: Sequence[FigureRow]) -> None:
     for place, row in enumerate(rows):
         first_ms = row.figures.first_token_p50_s * MILLIS
         axes.barh(place, first_ms, color=_colour(row), height=0.45)
@@ -64,5 +64,5 @@ def _annotate(axes: Any, at_ms: float, place: int, offset: int) -> None:
     )
 
 
-def _colour(row: Row) -> str:
+def _colour(row: FigureRow) -> str:
     return OWN if row.engine.startswith("baton") else OTHER

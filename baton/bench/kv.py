@@ -68,7 +68,7 @@ def run(bench: KvBench, on_figure: OnFigure) -> tuple[list[KvFigure], list[TailF
 
 
 @contextmanager
-def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterator[_Pair]:
+def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterator[_BenchPair]:
     cpus = sorted(os.sched_getaffinity(0))
     each = [(cpus[0],), (cpus[1],)] if len(cpus) > 1 else [(), ()]
     ends = []
@@ -84,8 +84,8 @@ def _pair(bench: KvBench, transport: str, tls: str, block_bytes: int) -> Iterato
                 cpus=its_cpus,
                 whole_bytes=tuple(bench.handoff_bytes),
             )
-            ends.append(_End(plan))
-        yield _Pair(bench, f"{transport} {tls or 'shared memory'}", block_bytes, *ends)
+            ends.append(_EndProcess(plan))
+        yield _BenchPair(bench, f"{transport} {tls or 'shared memory'}", block_bytes, *ends)
     finally:
         for end in ends:
             end.close()
@@ -105,7 +105,7 @@ class RawTimes:
     noticed_s: float  # until D has the notification
 
 
-class _End:
+class _EndProcess:
     """Handle of the parent process on one side."""
 
     def __init__(self, plan: EndPlan) -> None:
@@ -141,10 +141,12 @@ class _End:
             self._process.join()
 
 
-class _Pair:
+class _BenchPair:
     """Decode side and prefill side, and the measurements between them."""
 
-    def __init__(self, bench: KvBench, path: str, block_bytes: int, d: _End, p: _End) -> None:
+    def __init__(
+        self, bench: KvBench, path: str, block_bytes: int, d: _EndProcess, p: _EndProcess
+    ) -> None:
         self.path = path
         self._bench = bench
         self._block_bytes = block_bytes

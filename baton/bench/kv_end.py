@@ -30,7 +30,7 @@ from engine.runner.huge_pages import huge_page_memory
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.pairs import Identity
 from kv_transfer.protocol.messages import Fingerprint, Region
-from kv_transfer.records import Role, TransferRecord
+from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.transports.base import Arrived, Channel, Transport, Write, WriteFailed, Written
 from kv_transfer.transports.nixl import NixlConfig, NixlTransport
 from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
@@ -110,7 +110,7 @@ async def _serve(connection: Connection, plan: EndPlan) -> None:
             verify: await stack.enter_async_context(_station(plan, memory.region, verify, mail))
             for verify in (False, True)
         }
-        end = _End(plan, memory, raw_by_bytes, stations, connection, mail)
+        end = _KvEnd(plan, memory, raw_by_bytes, stations, connection, mail)
         threading.Thread(target=end.listen, daemon=True).start()
         await asyncio.to_thread(end.run)
         for station in stations.values():
@@ -176,7 +176,7 @@ class _Memory:
             self._bytes[start : start + layer_bytes] = value
 
 
-class _End:
+class _KvEnd:
     """Command loop of the process. Everything but `listen` runs on the engine thread."""
 
     def __init__(
@@ -335,6 +335,6 @@ class _End:
 
 
 def _times_of(record: TransferRecord) -> HandOffTimes:
-    if record.role is Role.RECEIVED:
+    if record.role is TransferRole.RECEIVED:
         return HandOffTimes(record.began_s, record.ended_s or math.nan)
     return HandOffTimes(record.first_post_s or math.nan, record.last_written_s or math.nan)

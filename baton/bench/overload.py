@@ -38,7 +38,7 @@ class OverloadBench:
 
 
 @dataclass(slots=True)
-class Asked:
+class OverloadRequest:
     """One request as seen by its client. Times are monotonic."""
 
     priority: int
@@ -93,11 +93,11 @@ class Overloaded:
 
 
 @dataclass(slots=True)
-class _Load:
+class _OverloadLoad:
     client: AsyncClient
     what: OverloadBench
     vocab_size: int
-    requests: list[Asked] = field(default_factory=list)
+    requests: list[OverloadRequest] = field(default_factory=list)
     draw: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class _Load:
         generation = Generation(sampling, priority=priority)
         plain = range(FIRST_PLAIN_TOKEN, self.vocab_size)
         prompt = tuple(self.draw.choices(plain, k=what.prompt_tokens))
-        request = Asked(priority, time.monotonic())
+        request = OverloadRequest(priority, time.monotonic())
         self.requests.append(request)
         try:
             stream = self.client.stream(prompt, generation, timeout_s=timeout_s)
@@ -151,10 +151,10 @@ async def _run(what: OverloadBench) -> Overloaded:
     try:
         async with AsyncClient(cluster.address, retries=Retries(max_attempts=1)) as client:
             vocab_size = (await client.model()).vocab_size
-            await _peak(_Load(client, what, vocab_size), what.seconds / 4)  # warm-up
+            await _peak(_OverloadLoad(client, what, vocab_size), what.seconds / 4)  # warm-up
             async with _cores_used(cluster, what.seconds) as at_peak:
-                peak_per_s = await _peak(_Load(client, what, vocab_size), what.seconds)
-            load = _Load(client, what, vocab_size)
+                peak_per_s = await _peak(_OverloadLoad(client, what, vocab_size), what.seconds)
+            load = _OverloadLoad(client, what, vocab_size)
             async with _cores_used(cluster, what.seconds) as beyond:
                 began_s = await _beyond(load, what.factor * peak_per_s)
             found = overloaded(load.requests, began_s, what.seconds, peak_per_s)
@@ -185,7 +185,7 @@ async def _cores_used(cluster: LocalCluster, seconds: float) -> AsyncIterator[di
         watching.cancel()
 
 
-async def _peak(load: _Load, seconds: float) -> float:
+async def _peak(load: _OverloadLoad, seconds: float) -> float:
     """Return the requests per second that the closed-loop clients get served."""
     began_s = time.monotonic()
 
@@ -199,7 +199,7 @@ async def _peak(load: _Load, seconds: float) -> float:
     return _served_per_s(load.requests, began_s, seconds)
 
 
-async def _beyond(load: _Load, per_s: float) -> float:
+async def _beyond(load: _OverloadLoad, per_s: float) -> float:
     """Send requests open-loop at a rate; return the time of the first."""
     what, began_s = load.what, time.monotonic()
     due_s = began_s
@@ -212,7 +212,7 @@ async def _beyond(load: _Load, per_s: float) -> float:
     return began_s
 
 
-def _served_per_s(requests: Sequence[Asked], began_s: float, seconds: float) -> float:
+def _served_per_s(requests: Sequence[OverloadRequest], began_s: float, seconds: float) -> float:
     """Return the rate over the last three quarters, which exclude the ramp-up."""
     first_s, last_s = began_s + seconds / 4, began_s + seconds
     served = [one for one in requests if not one.reason and first_s <= one.ended_s < last_s]
@@ -220,7 +220,7 @@ def _served_per_s(requests: Sequence[Asked], began_s: float, seconds: float) -> 
 
 
 def overloaded(
-    requests: Sequence[Asked], began_s: float, seconds: float, peak_per_s: float
+    requests: Sequence[OverloadRequest], began_s: float, seconds: float, peak_per_s: float
 ) -> Overloaded:
     return Overloaded(
         peak_per_s=peak_per_s,
@@ -231,7 +231,7 @@ def overloaded(
     )
 
 
-def _kinds(requests: Sequence[Asked]) -> Iterator[PriorityOutcome]:
+def _kinds(requests: Sequence[OverloadRequest]) -> Iterator[PriorityOutcome]:
     for priority, name in ((URGENT, "urgent"), (ORDINARY, "ordinary")):
         matching = [one for one in requests if one.priority == priority]
         first_ms = [

@@ -50,7 +50,7 @@ class Comparison:
     best_ratio: float
 
 
-class Meter(Protocol):
+class PeerMeter(Protocol):
     def prefill(self, prompt_len: int) -> float: ...
 
     def decode(self, batch_size: int) -> float: ...
@@ -117,7 +117,7 @@ def _supports(name: str, phase: str, size: int) -> bool:
 
 
 def _compared(
-    phase: str, size: int, num_runs: int, own: Meter, peers: dict[str, Meter]
+    phase: str, size: int, num_runs: int, own: PeerMeter, peers: dict[str, PeerMeter]
 ) -> Iterator[Comparison]:
     """Measure Baton and the peers one right after the other in each round."""
     meters = {"baton": own, **peers}
@@ -141,7 +141,7 @@ def _compared(
         )
 
 
-def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, Meter]]:
+def _peers(bench: PeerBench, stack: ExitStack) -> Iterator[tuple[str, PeerMeter]]:
     cpus = _cpus(bench.engine.num_threads)
     settings = {
         "model": bench.engine.model,

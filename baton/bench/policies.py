@@ -24,7 +24,7 @@ from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import Incarnation, NodeId
 from router.routing.assignment import Assignment
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Ask, Policy, Routing, choose
+from router.routing.policy import Routing, RoutingPolicy, RoutingRequest, choose
 from rpc.cached_prefixes import PrefixChanges
 from rpc.node_info import NodeCard, NodeLoad, NodeRole
 
@@ -66,7 +66,7 @@ class PolicyFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SimRequest:
     at_s: float
     token_ids: tuple[int, ...]
 
@@ -111,7 +111,7 @@ class SimNode:
 class SimVisit:
     """One request on its two nodes."""
 
-    request: Request
+    request: SimRequest
     names: Sequence[BlockHash]
     assignment: Assignment
     prefill: SimNode
@@ -122,13 +122,13 @@ class SimVisit:
 def run(what: PolicyBench, on_done: Callable[[PolicyFigures], None]) -> list[PolicyFigures]:
     requests = make_requests(what)
     figures = []
-    for policy in Policy:
+    for policy in RoutingPolicy:
         figures.append(Simulation(what, policy).run(requests))
         on_done(figures[-1])
     return figures
 
 
-def make_requests(what: PolicyBench) -> list[Request]:
+def make_requests(what: PolicyBench) -> list[SimRequest]:
     """Return requests of sessions whose prompts grow by turns and share system prompts."""
     draw = random.Random(what.seed)
     systems = [_tokens(draw, what.system_tokens) for _ in range(what.num_system_prompts)]
@@ -139,7 +139,7 @@ def make_requests(what: PolicyBench) -> list[Request]:
     per_s = what.load * (what.num_nodes // 2) * what.prefill_tokens_per_s / mean_tokens
     # Start before time 0, so that sessions of every age exist at the start.
     now, end_s = -what.max_turns * what.mean_pause_s, what.num_requests / per_s
-    requests: list[Request] = []
+    requests: list[SimRequest] = []
     while now < end_s:
         now += draw.expovariate(per_s / mean_turns)
         [system] = draw.choices(systems, weights)
@@ -150,11 +150,11 @@ def make_requests(what: PolicyBench) -> list[Request]:
 
 def _session(
     what: PolicyBench, draw: random.Random, at_s: float, history: tuple[int, ...]
-) -> list[Request]:
+) -> list[SimRequest]:
     turns = []
     for _ in range(draw.randint(1, what.max_turns)):
         history += _tokens(draw, what.turn_tokens)
-        turns.append(Request(at_s, history))
+        turns.append(SimRequest(at_s, history))
         at_s += what.least_pause_s
         at_s += draw.expovariate(1 / (what.mean_pause_s - what.least_pause_s))
     return turns
@@ -165,7 +165,7 @@ def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
 
 
 class Simulation:
-    def __init__(self, what: PolicyBench, policy: Policy) -> None:
+    def __init__(self, what: PolicyBench, policy: RoutingPolicy) -> None:
         self._what = what
         self._routing = Routing(policy, seed=what.seed)
         self._table = NodeTable()
@@ -182,7 +182,7 @@ class Simulation:
             for number in range(count):
                 self._join(role, f"{role.value}-{number:04}")
 
-    def run(self, requests: Sequence[Request]) -> PolicyFigures:
+    def run(self, requests: Sequence[SimRequest]) -> PolicyFigures:
         first_counted = len(requests) // 3
         for number, request in enumerate(requests):
             self._run_events(request.at_s)
@@ -202,8 +202,8 @@ class Simulation:
             busiest_prefill=max(node.num_tokens for node in prefills) / all_tokens,
         )
 
-    def _serve(self, number: int, request: Request, *, is_counted: bool) -> None:
-        route = choose(self._table, self._routing, Ask(request.token_ids, number))
+    def _serve(self, number: int, request: SimRequest, *, is_counted: bool) -> None:
+        route = choose(self._table, self._routing, RoutingRequest(request.token_ids, number))
         if route.prefill is None:
             raise RuntimeError("every simulated pair fits")
         names = _names(self._naming, request.token_ids[:-1])
@@ -236,7 +236,7 @@ class Simulation:
 
     def _computed(self, visit: SimVisit) -> None:
         visit.prefill.num_requests -= 1
-        visit.assignment.prompt_done()
+        visit.assignment.note_prompt_done()
         for node in (visit.prefill, visit.decode):
             self._report(node, node.store(visit.names))
         visit.prefill.waiting.popleft()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from baton.cluster import ClusterFailed
-from baton.interrupts import ends_wait
+from baton.interrupts import defer_signals
 from rpc.server import parse_announcement
 
 CPUCLOCK_SCHED = 2
@@ -81,7 +81,7 @@ def others(
     Signals are deferred during the start: an exception then would leave the process running.
     """
     with ExitStack() as ends:
-        with ends_wait():
+        with defer_signals():
             process = subprocess.Popen(
                 command,
                 stdin=stdin,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from time import thread_time
 
 from engine.plan import Plan, RunResult, StepResult
-from engine.request import RequestId, RequestSpec
+from engine.request import EngineRequest, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -92,7 +92,7 @@ def _fill(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Schedul
     for number in range(num_running + num_waiting):
         # Prompts of different lengths, so that blocks do not all fill up in the same step.
         prompt = (number + 1, *range(1, num_prompt_tokens - number % BLOCK_SIZE))
-        scheduler.add(RequestSpec(RequestId(f"request-{number}"), prompt, sampling, seed=0))
+        scheduler.add(EngineRequest(RequestId(f"request-{number}"), prompt, sampling, seed=0))
     for _ in range(NUM_WARM_UP_STEPS):
         plan = scheduler.schedule(0.0)
         scheduler.update(plan, _answer(plan))

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from baton.bench.serve_client import Run, Sample, send
+from baton.bench.serve_client import LoadRun, Sample, send
 from baton.bench.serve_figures import ServeFigures, Slo, summarise
-from baton.bench.serve_load import Load, PlannedRequest, PromptLine, plan, warm_up
+from baton.bench.serve_load import PlannedRequest, PromptLine, ServeLoad, plan, warm_up
 from baton.client import AsyncClient
 from baton.cluster import ClusterOptions, LocalCluster
 
@@ -22,7 +22,7 @@ Connect = Callable[[str], AsyncClient]
 class ServeBench:
     """Settings of the benchmark."""
 
-    load: Load
+    load: ServeLoad
     rates: Sequence[float] = ()  # one run for each; else the load's own rate
     slo: Slo = Slo()
     concurrency: int | None = None
@@ -31,18 +31,18 @@ class ServeBench:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """One run with its requests and figures."""
 
     name: str  # of the cluster
     rate: float
     requests: Sequence[PlannedRequest]
-    run: Run
+    run: LoadRun
     figures: ServeFigures
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ServeProgress:
     """State of the run for a progress bar."""
 
     name: str
@@ -52,12 +52,12 @@ class Progress:
     sample: Sample | None
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[ServeProgress], None]
 
 
 def bench_router(
     what: ServeBench, address: str, connect: Connect, on_progress: OnProgress
-) -> list[Measured]:
+) -> list[MeasuredRun]:
     """Measure a running router. Return the completed runs, and the one that Ctrl-C interrupted."""
     return asyncio.run(_measure(what, {"router": address}, connect, on_progress))
 
@@ -67,7 +67,7 @@ def bench_clusters(
     options: dict[str, ClusterOptions],
     connect: Connect,
     on_progress: OnProgress,
-) -> list[Measured]:
+) -> list[MeasuredRun]:
     """Start the clusters and send each the same requests; the order alternates by round."""
     with ExitStack() as lifetime:
         addresses = {
@@ -78,8 +78,8 @@ def bench_clusters(
 
 async def _measure(
     what: ServeBench, addresses: dict[str, str], connect: Connect, on_progress: OnProgress
-) -> list[Measured]:
-    measured: list[Measured] = []
+) -> list[MeasuredRun]:
+    measured: list[MeasuredRun] = []
     async with AsyncExitStack() as lifetime, _interrupt() as stop:
         clients = {
             name: await lifetime.enter_async_context(connect(address))
@@ -103,12 +103,12 @@ async def _measure(
                 on_sample=progress.add,
             )
             figures = summarise(run, what.slo)
-            measured.append(Measured(name, rate, requests, run, figures))
+            measured.append(MeasuredRun(name, rate, requests, run, figures))
     return measured
 
 
 def _true_rate(
-    load: Load, lines: Sequence[PromptLine], requests: Sequence[PlannedRequest]
+    load: ServeLoad, lines: Sequence[PromptLine], requests: Sequence[PlannedRequest]
 ) -> float:
     """Return the actual rate: lines of a file may have send times of their own."""
     if all(line.at_s is None for line in lines) or not requests[-1].at_s:
@@ -116,7 +116,7 @@ def _true_rate(
     return round(len(requests) / requests[-1].at_s, 2)
 
 
-def _runs(what: ServeBench, names: Sequence[str]) -> list[tuple[str, Load]]:
+def _runs(what: ServeBench, names: Sequence[str]) -> list[tuple[str, ServeLoad]]:
     """Return the runs by cluster. Seeds differ between rounds, so that no prefix cache hits."""
     runs = []
     for number in range(what.num_rounds):
@@ -137,11 +137,13 @@ class _ProgressReporter:
     num_ended: int = 0
 
     def __post_init__(self) -> None:
-        self.on_progress(Progress(self.name, self.rate, 0, self.num_planned, None))
+        self.on_progress(ServeProgress(self.name, self.rate, 0, self.num_planned, None))
 
     def add(self, sample: Sample) -> None:
         self.num_ended += 1
-        self.on_progress(Progress(self.name, self.rate, self.num_ended, self.num_planned, sample))
+        self.on_progress(
+            ServeProgress(self.name, self.rate, self.num_ended, self.num_planned, sample)
+        )
 
 
 @asynccontextmanager
@@ -181,7 +183,7 @@ RATIOS = (
 )
 
 
-def compare(measured: Sequence[Measured], first: str, second: str) -> list[Ratio]:
+def compare(measured: Sequence[MeasuredRun], first: str, second: str) -> list[Ratio]:
     """Return the ratios over the rounds that both clusters completed."""
     whole = [one for one in measured if not one.figures.is_cut_short]
     pairs = list(

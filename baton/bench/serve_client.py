@@ -35,7 +35,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """One plan, sent once."""
 
     samples: list[Sample] = field(default_factory=list)  # completed requests
@@ -56,9 +56,9 @@ async def send(
     concurrency: int | None = None,
     stop: asyncio.Event | None = None,
     on_sample: OnSample = lambda _: None,
-) -> Run:
+) -> LoadRun:
     """Send the requests. Those unfinished when `stop` is set are not part of the run."""
-    run = Run(num_planned=len(requests))
+    run = LoadRun(num_planned=len(requests))
     sender = _Sender(client, asyncio.Semaphore(concurrency or max(1, len(requests))))
     cpu_before_s = time.process_time()
     async with _lag_noted(run.lags_s):
@@ -86,7 +86,7 @@ class _Sender:
         return time.perf_counter() - self._began_s
 
     async def send_all(
-        self, requests: Sequence[PlannedRequest], run: Run, on_sample: OnSample
+        self, requests: Sequence[PlannedRequest], run: LoadRun, on_sample: OnSample
     ) -> None:
         async def one(request: PlannedRequest) -> None:
             async with self._free:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from baton.bench.serve_client import Run, Sample
+from baton.bench.serve_client import LoadRun, Sample
 from engine.errors import InvalidConfig
 
 SLO_UNITS = {"ms": 1e-3, "s": 1.0}
@@ -97,7 +97,7 @@ class ServeFigures:
     is_cut_short: bool
 
 
-def summarise(run: Run, slo: Slo = Slo()) -> ServeFigures:
+def summarise(run: LoadRun, slo: Slo = Slo()) -> ServeFigures:
     answered = [one for one in run.samples if one.error is None and one.finish is not None]
     finishes = [one.finish for one in answered if one.finish is not None]
     span_s = max((one.ended_s for one in run.samples), default=0.0) or 1.0

@@ -72,7 +72,7 @@ class Arrivals(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServeLoad:
     """Load of a serving benchmark."""
 
     rate: float = 2.0  # requests per second
@@ -117,7 +117,9 @@ class PlannedRequest:
     seed: int
 
 
-def plan(load: Load, vocab_size: int, lines: Sequence[PromptLine] = ()) -> list[PlannedRequest]:
+def plan(
+    load: ServeLoad, vocab_size: int, lines: Sequence[PromptLine] = ()
+) -> list[PlannedRequest]:
     """Return the requests of a load, deterministically. Lines of a file replace drawn prompts."""
     draw = random.Random(load.seed)
     prefixes = [
@@ -148,7 +150,7 @@ def _from_line(drawn: PlannedRequest, lines: Sequence[PromptLine]) -> PlannedReq
     )
 
 
-def warm_up(load: Load, vocab_size: int) -> list[PlannedRequest]:
+def warm_up(load: ServeLoad, vocab_size: int) -> list[PlannedRequest]:
     """Return warm-up requests like those of the plan, with other prompts to avoid cache hits."""
     if not load.num_warm_up:
         return []
@@ -156,7 +158,7 @@ def warm_up(load: Load, vocab_size: int) -> list[PlannedRequest]:
     return plan(replace(few, prefix_tokens=0), vocab_size)
 
 
-def _times(load: Load, draw: random.Random) -> Iterator[float]:
+def _times(load: ServeLoad, draw: random.Random) -> Iterator[float]:
     now = 0.0
     for number in itertools.count():
         yield now

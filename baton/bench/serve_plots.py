@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.plotting import picture
-from baton.bench.serve import Measured
+from baton.bench.serve import MeasuredRun
 from baton.bench.serve_client import Sample
 from baton.bench.serve_figures import gaps_of, ttft_of
 
@@ -18,7 +18,7 @@ LONG = 4
 MILLIS = 1e3
 
 
-def draw(measured: Sequence[Measured], folder: Path) -> list[Path]:
+def draw(measured: Sequence[MeasuredRun], folder: Path) -> list[Path]:
     """Draw all plots for which the runs have data, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     answered = [one for one in measured if any(sample.arrivals for sample in one.run.samples)]
@@ -33,7 +33,7 @@ def draw(measured: Sequence[Measured], folder: Path) -> list[Path]:
     return paths
 
 
-def _latency(measured: Sequence[Measured], path: Path) -> None:
+def _latency(measured: Sequence[MeasuredRun], path: Path) -> None:
     """Plot the latency distributions, pooling the rounds of a cluster at one rate."""
     with picture(path, 11, 4.2, columns=2) as [[first, gaps]]:
         for colour, (label, samples) in zip(_colours(measured), _by_label(measured), strict=False):
@@ -55,7 +55,7 @@ def _latency(measured: Sequence[Measured], path: Path) -> None:
         gaps.legend(frameon=False, loc="lower left")
 
 
-def _usual_gap(one: Measured) -> float:
+def _usual_gap(one: MeasuredRun) -> float:
     """Return the median gap; much shorter ones show message reading, not token generation."""
     return (one.figures.itl_ms.p50 if one.figures.itl_ms else 0.0) or 1.0
 
@@ -78,7 +78,7 @@ def _step(
     axes.step(ordered, shares, where="post", label=label, color=colour, linewidth=1.5)
 
 
-def _timeline(measured: Sequence[Measured], path: Path) -> None:
+def _timeline(measured: Sequence[MeasuredRun], path: Path) -> None:
     """Plot the last round of each cluster at its highest rate, stacked, on one scale."""
     last = {one.name: one for one in sorted(measured, key=lambda one: one.rate)}
     with picture(path, 11, 1.0 + 2.7 * len(last), rows=len(last)) as rows:
@@ -110,7 +110,7 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _mark_long_prompts(axes: Any, measured: Measured) -> None:
+def _mark_long_prompts(axes: Any, measured: MeasuredRun) -> None:
     """Shade the time from the planned send of each long prompt to its first token."""
     lengths = sorted(_prompt_tokens(one) for one in measured.run.samples)
     limit = LONG * lengths[len(lengths) // 2]
@@ -126,7 +126,7 @@ def _prompt_tokens(sample: Sample) -> int:
     return sample.finish.num_prompt_tokens if sample.finish is not None else 0
 
 
-def _goodput(measured: Sequence[Measured], path: Path) -> None:
+def _goodput(measured: Sequence[MeasuredRun], path: Path) -> None:
     with picture(path, 6.5, 4.2) as [[axes]]:
         ordered = sorted(measured, key=_name)
         for colour, (name, runs) in zip(COLOURS, groupby(ordered, key=_name), strict=False):
@@ -139,11 +139,11 @@ def _goodput(measured: Sequence[Measured], path: Path) -> None:
         axes.legend(frameon=False)
 
 
-def _name(one: Measured) -> str:
+def _name(one: MeasuredRun) -> str:
     return one.name
 
 
-def _by_label(measured: Sequence[Measured]) -> list[tuple[str, list[Sample]]]:
+def _by_label(measured: Sequence[MeasuredRun]) -> list[tuple[str, list[Sample]]]:
     groups: dict[str, list[Sample]] = {}
     for one in measured:
         samples = groups.setdefault(f"{one.name}, {one.rate:g}/s", [])
@@ -151,5 +151,5 @@ def _by_label(measured: Sequence[Measured]) -> list[tuple[str, list[Sample]]]:
     return list(groups.items())
 
 
-def _colours(measured: Sequence[Measured]) -> Sequence[str]:
+def _colours(measured: Sequence[MeasuredRun]) -> Sequence[str]:
     return COLOURS * (1 + len(measured) // len(COLOURS))

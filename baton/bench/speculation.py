@@ -16,7 +16,7 @@ from time import perf_counter, process_time
 import engine
 from engine.core import EngineCore
 from engine.factory import EngineOptions, build_engine
-from engine.request import Output, RequestId, RequestSpec
+from engine.request import EngineRequest, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
@@ -153,7 +153,7 @@ def _answer(
         for place in range(first, min(first + batch, len(prompts))):
             name = RequestId(str(place))
             answers[name] = []
-            engine_core.scheduler.add(RequestSpec(name, prompts[place], sampling, seed=place))
+            engine_core.scheduler.add(EngineRequest(name, prompts[place], sampling, seed=place))
         while engine_core.scheduler.has_work:
             for output in _step(engine_core):
                 answers[output.request_id] += output.token_ids

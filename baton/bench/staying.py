@@ -10,18 +10,18 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from baton.bench.streams import Door, EngineFailed
+from baton.bench.streams import CompletionsApi, EngineFailed
 
 # Starts an engine and stops it at the end of the block.
-Start = Callable[[], AbstractContextManager[Door]]
+Start = Callable[[], AbstractContextManager[CompletionsApi]]
 
 
 def staying(start: Start, lifetime: ExitStack) -> Start:
     """Wrap `start`: the engine starts at its first turn and runs until `lifetime` ends."""
-    doors: list[Door] = []
+    doors: list[CompletionsApi] = []
 
     @contextmanager
-    def turn() -> Iterator[Door]:
+    def turn() -> Iterator[CompletionsApi]:
         if not doors:
             doors.append(lifetime.enter_context(start()))
         door = doors[0]
@@ -34,7 +34,7 @@ def staying(start: Start, lifetime: ExitStack) -> Start:
     return turn
 
 
-def _signal(door: Door, number: signal.Signals) -> None:
+def _signal(door: CompletionsApi, number: signal.Signals) -> None:
     for group in door.groups:
         try:
             os.killpg(group, number)

@@ -1,4 +1,4 @@
-"""Streamed completions from any engine with an OpenAI-compatible HTTP API.
+"""StreamedCompletion completions from any engine with an OpenAI-compatible HTTP API.
 
 All engines are measured with this one plain client.
 """
@@ -30,7 +30,7 @@ class EngineFailed(EngineError):
 
 
 @dataclass(slots=True)
-class Streamed:
+class StreamedCompletion:
     """One answer as seen by its client. Times are monotonic."""
 
     sent_s: float
@@ -46,13 +46,13 @@ class Streamed:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     name: str
     max_len: int
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class CompletionsApi:
     """HTTP endpoint of an engine, with its prefill endpoint if it has a separate one."""
 
     url: str
@@ -60,16 +60,16 @@ class Door:
     groups: tuple[int, ...] = ()  # process groups that are frozen between turns
     timeout_s: float = 600.0
 
-    def model(self) -> Model:
+    def model(self) -> ServedModel:
         with _request(self.url, "GET", "/v1/models", None, self.timeout_s) as answer:
             values = json.load(answer)["data"][0]
-        return Model(values["id"], values["max_model_len"])
+        return ServedModel(values["id"], values["max_model_len"])
 
     def stream(
         self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop = lambda: False
-    ) -> Streamed:
+    ) -> StreamedCompletion:
         """Stream an answer until its end or until `stop` returns True. Raises EngineFailed."""
-        streamed = Streamed(time.monotonic())
+        streamed = StreamedCompletion(time.monotonic())
         body = {
             "model": model,
             "prompt": list(prompt),

@@ -37,7 +37,7 @@ class TraceBench:
 
 
 @dataclass(slots=True)
-class Load:
+class TraceLoad:
     """Results of one trace ratio by round."""
 
     tokens_per_s: list[float] = field(default_factory=list)
@@ -58,14 +58,14 @@ OnRound = Callable[[str, float], None]
 
 
 def run(what: TraceBench, on_round: OnRound) -> list[TraceFigure]:
-    loads = {name: Load() for name in RATIOS}
+    loads = {name: TraceLoad() for name in RATIOS}
     with ExitStack() as lifetime:
         folder = lifetime.enter_context(TemporaryDirectory(prefix="baton-bench-"))
         off = lifetime.enter_context(LocalCluster(_options(what, "off")))
         on = lifetime.enter_context(LocalCluster(_options(what, folder)))
         addresses = {name: (off if ratio is None else on).address for name, ratio in RATIOS.items()}
         for address in (off.address, on.address):
-            asyncio.run(_round(what, address, None, Load(), seed=0))  # warms up
+            asyncio.run(_round(what, address, None, TraceLoad(), seed=0))  # warms up
         for number in range(what.num_rounds):
             # Rotate the order, so that drift of the machine affects all ratios alike.
             first = number % len(RATIOS)
@@ -87,7 +87,7 @@ def _options(what: TraceBench, trace_dir: str) -> ClusterOptions:
 
 
 async def _round(
-    what: TraceBench, address: str, ratio: float | None, load: Load, *, seed: int
+    what: TraceBench, address: str, ratio: float | None, load: TraceLoad, *, seed: int
 ) -> None:
     """Send one round with new prompts of equal length, so that no prefix cache hits."""
     draw = random.Random(seed)
@@ -109,7 +109,7 @@ async def _round(
 
 
 async def _stream(
-    client: AsyncClient, what: TraceBench, prompt: list[int], is_traced: bool, load: Load
+    client: AsyncClient, what: TraceBench, prompt: list[int], is_traced: bool, load: TraceLoad
 ) -> int:
     sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
     context = TraceContext(new_trace_id(), new_span_id(), is_traced)
@@ -125,7 +125,7 @@ async def _stream(
     return num_tokens
 
 
-def figure(name: str, load: Load, off: Load) -> TraceFigure:
+def figure(name: str, load: TraceLoad, off: TraceLoad) -> TraceFigure:
     pairs = zip(load.tokens_per_s, off.tokens_per_s, strict=True)
     ratios = [traced / untraced for traced, untraced in pairs]
     at_least, at_most = median_bounds(ratios)

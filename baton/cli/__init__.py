@@ -29,7 +29,7 @@ from baton.cli.reset_prefix_cache import reset_prefix_cache
 from baton.cli.run import run
 from baton.cli.serve import serve
 from baton.cli.trace import trace
-from baton.encoding import read_anything
+from baton.encoding import defer_stdin_errors
 
 app = typer.Typer(
     name="baton",
@@ -88,7 +88,7 @@ def prepare() -> None:
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
     # gRPC writes each failed handshake to standard error; Baton logs them itself.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    read_anything()
+    defer_stdin_errors()
 
 
 def _run() -> int:

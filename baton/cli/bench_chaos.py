@@ -81,18 +81,18 @@ def chaos(
     """
     from baton.bench.chaos import ChaosBench
     from baton.bench.chaos_clock import can_jump
-    from baton.bench.chaos_faults import Kind, Role, Script
-    from baton.bench.chaos_stage import Setting
+    from baton.bench.chaos_faults import FaultKind, Script, TargetRole
+    from baton.bench.chaos_stage import ChaosClusterConfig
     from baton.bench.hostile_bodies import Attack
 
-    chosen = _named(Kind, kinds, "--kinds")
+    chosen = _named(FaultKind, kinds, "--kinds")
     if kinds == EVERYTHING and not can_jump():
         console(stderr=True).print("no C compiler found: this run has no jump faults (clock jumps)")
-        chosen = tuple(kind for kind in chosen if kind is not Kind.JUMP)
+        chosen = tuple(kind for kind in chosen if kind is not FaultKind.JUMP)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     what = ChaosBench(
-        setting=Setting(
+        setting=ChaosClusterConfig(
             model,
             prefill,
             decode,
@@ -101,15 +101,15 @@ def chaos(
                 *("--kv-transport", transport, f"--kv-tls={kv_tls}"),
             ),
             log_dir=logs,
-            clocks_jump=Kind.JUMP in chosen,
-            has_http=Kind.HOSTILE in chosen,
+            clocks_jump=FaultKind.JUMP in chosen,
+            has_http=FaultKind.HOSTILE in chosen,
         ),
         script=Script(
             seed=seed,
             duration_s=minutes * 60,
             every_s=every,
             kinds=chosen,
-            roles=_named(Role, roles, "--roles"),
+            roles=_named(TargetRole, roles, "--roles"),
         ),
         num_clients=clients,
         attacks=_named(Attack, attacks, "--attacks"),

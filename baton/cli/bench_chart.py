@@ -28,11 +28,11 @@ def chart(
     ] = None,
 ) -> None:
     """Draw results of the peer and interference benchmarks as bars, gaps on a log axis."""
-    from baton.bench.chart import draw, once_each, read_interference, read_peer
+    from baton.bench.chart import draw, first_row_per_engine, read_interference, read_peer
 
     if not peer and not interference:
         raise InvalidConfig("nothing to draw: pass --peer, --interference or both")
     peers = [read_peer(path) for path in peer or ()]
     rows = [row for path in interference or () for row in read_interference(path)]
-    draw(peers, once_each(rows), picture)
+    draw(peers, first_row_per_engine(rows), picture)
     print(picture)

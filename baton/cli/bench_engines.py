@@ -14,7 +14,7 @@ from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from baton.bench.staying import Start
-    from baton.bench.streams import Door
+    from baton.bench.streams import CompletionsApi
 
 OWN = "default"
 SHIPPED, PATCHED = "shipped", "patched"
@@ -51,7 +51,9 @@ def chosen_engines(
     from baton.bench.peer_settings import python_of
 
     engines.halves()
-    starts: dict[str, Start] = {"baton, prefill and decode": partial(engines.baton_apart, model)}
+    starts: dict[str, Start] = {
+        "baton, prefill and decode": partial(engines.baton_disaggregated, model)
+    }
     starts |= _baton_colocated(model, steps)
     if venv is None and apart:
         raise InvalidConfig("--vllm-apart needs --vllm-venv")
@@ -92,7 +94,9 @@ def _parts(written: str) -> list[str]:
     return [part.strip() for part in written.split(",") if part.strip()]
 
 
-def that_stay(engines: dict[str, Start], model: str, lifetime: ExitStack) -> dict[str, Start]:
+def keep_engines_warm(
+    engines: dict[str, Start], model: str, lifetime: ExitStack
+) -> dict[str, Start]:
     """Start vLLM's servers once and freeze them between turns.
 
     Baton's start fast, and freezing would expire their leases. Raises InvalidConfig if the servers
@@ -127,7 +131,7 @@ def announced(engines: dict[str, Start], report: Callable[[str], None]) -> dict[
 
     def announcing(name: str, start: Start) -> Start:
         @contextmanager
-        def turn() -> Iterator[Door]:
+        def turn() -> Iterator[CompletionsApi]:
             report(f"{name}: starting")
             try:
                 with start() as door:

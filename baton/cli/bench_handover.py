@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from baton.bench.handover import Handover, Pair
+    from baton.bench.handover import Handover, TimedPair
     from baton.bench.staying import Start
 
 
@@ -35,12 +35,12 @@ def handover(
     Prompts are sent one at a time. The single node has the same cores as the prefill node: half of
     those of this process. Shares are disaggregated over single node minus one, per pair.
     """
-    from baton.bench.engines import baton_apart, baton_colocated, halves
+    from baton.bench.engines import baton_colocated, baton_disaggregated, halves
     from baton.bench.handover import Handover
 
     cpus, _ = halves()
     one_node = partial(baton_colocated, model, cpus)
-    two_nodes = partial(baton_apart, model)
+    two_nodes = partial(baton_disaggregated, model)
     measure(Handover(prompt, pairs, seed), one_node, two_nodes, len(cpus), json_file)
 
 
@@ -50,7 +50,7 @@ def measure(
     """Run the pairs and report the results, also partial ones after an interruption."""
     from baton.bench.handover import run
 
-    pairs: list[Pair] = []
+    pairs: list[TimedPair] = []
 
     def report(is_whole: bool) -> None:
         _report(what, pairs, is_whole, num_cpus, json_file)
@@ -60,7 +60,7 @@ def measure(
         console(stderr=True).status("starting") as status,
     ):
 
-        def on_pair(pair: Pair) -> None:
+        def on_pair(pair: TimedPair) -> None:
             pairs.append(pair)
             one, two = pair.together.first_token_ms, pair.apart.first_token_ms
             status.update(f"pair {len(pairs)}: {one:.0f} ms together, {two:.0f} ms apart")
@@ -69,7 +69,11 @@ def measure(
 
 
 def _report(
-    what: Handover, pairs: Sequence[Pair], is_whole: bool, num_cpus: int, json_file: Path | None
+    what: Handover,
+    pairs: Sequence[TimedPair],
+    is_whole: bool,
+    num_cpus: int,
+    json_file: Path | None,
 ) -> None:
     from baton.bench.handover import added
 

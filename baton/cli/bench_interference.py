@@ -19,7 +19,7 @@ from baton.cli.bench_engines import (
     VllmVenv,
     announced,
     chosen_engines,
-    that_stay,
+    keep_engines_warm,
 )
 from baton.cli.broken_off import report_on_exit
 from baton.cli.options import JsonFile, check_writable_file
@@ -28,7 +28,7 @@ from baton.cli.show import console, show_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.bench.interference import Interference, Row, Turn
+    from baton.bench.interference import FigureRow, Interference, Turn
     from baton.bench.staying import Start
 
 
@@ -76,7 +76,9 @@ def interference(
     if plot is not None:
         need_matplotlib()
     with ExitStack() as lifetime:
-        measure(what, that_stay(engines, model, lifetime) if keep else engines, plot, json_file)
+        measure(
+            what, keep_engines_warm(engines, model, lifetime) if keep else engines, plot, json_file
+        )
 
 
 def measure(
@@ -126,7 +128,7 @@ def _report(
         draw(what, rows, plot)
 
 
-def _flat(row: Row) -> dict[str, object]:
+def _flat(row: FigureRow) -> dict[str, object]:
     values: dict[str, object] = asdict(row)
     figures = values.pop("figures")
     return {"engine": values.pop("engine"), **figures, **values}  # type: ignore[dict-item]

@@ -17,16 +17,16 @@ from baton.cli.options import OUTPUT_PANEL, JsonFile, check_creatable_folder
 from baton.cli.security import ClientTokenFile, client_tls
 from baton.cli.serve import node_options, router_options
 from baton.cli.show import console, show_table
-from baton.cli.signatures import options_of, passed_on, split, takes_options_of
+from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of, split
 from baton.units import format_bytes
 from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from baton.bench.serve import Connect, Measured, OnProgress, Progress, ServeBench
+    from baton.bench.serve import Connect, MeasuredRun, OnProgress, ServeBench, ServeProgress
     from baton.bench.serve_figures import ServeFigures
     from baton.cluster import ClusterOptions
 
-LOAD_PANEL = "Load"
+LOAD_PANEL = "ServeLoad"
 TARGET_PANEL = "Target"
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 LENGTHS = "128, uniform:64:256, lognormal:128:0.5 or mix:64x9,2048x1"
@@ -59,14 +59,14 @@ def load_options(
     seed: Annotated[int, _load("Seed of the requests and their arrival times.")] = 0,
 ) -> Any:
     """Return the Load that these options describe."""
-    from baton.bench.serve_load import Arrivals, Load, parse_lengths
+    from baton.bench.serve_load import Arrivals, ServeLoad, parse_lengths
 
     try:
         kind = Arrivals(arrivals)
     except ValueError:
         known = ", ".join(one.value for one in Arrivals)
         raise InvalidConfig(f"--arrivals {arrivals}: choose one of {known}") from None
-    return Load(
+    return ServeLoad(
         rate=rate,
         num_requests=requests,
         duration_s=duration,
@@ -81,7 +81,7 @@ def load_options(
     )
 
 
-@takes_options_of(
+@inherit_options(
     load_options,
     client_tls,
     node_options,
@@ -185,8 +185,8 @@ def _clusters(
     """Return both kinds of cluster, with equal numbers of processes and threads."""
     from baton.cluster import ClusterOptions
 
-    without = {*GIVEN, *(one.name for one in options_of(client_tls))}
-    chosen = passed_on(context, node_options, without=without)
+    without = {*GIVEN, *(one.name for one in parameters_of(client_tls))}
+    chosen = forwarded_arguments(context, node_options, without=without)
     threads = max(1, len(os.sched_getaffinity(0)) // (prefill + decode))
     has_threads = any(one.startswith("--threads") for one in chosen)
     return {
@@ -200,7 +200,7 @@ def _clusters(
                 *shared_memory(context, prefill + decode),
                 *chosen,
             ),
-            router_arguments=passed_on(context, router_options, without=without),
+            router_arguments=forwarded_arguments(context, router_options, without=without),
         )
         for name, is_both in ((DISAGGREGATED, False), (COLOCATED, True))
     }
@@ -220,7 +220,7 @@ def _connect(for_tls: dict[str, Any], token_file: Path | None) -> Connect:
 
 def _run(
     what: ServeBench, address: str, clusters: dict[str, ClusterOptions], connect: Connect
-) -> list[Measured]:
+) -> list[MeasuredRun]:
     from baton.bench.serve import bench_clusters, bench_router
 
     with _progress() as on_progress:
@@ -242,7 +242,7 @@ def _progress() -> Iterator[OnProgress]:
     with Bar(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
-        def on_progress(now: Progress) -> None:
+        def on_progress(now: ServeProgress) -> None:
             label = f"{now.name}, {now.rate:g}/s"
             bar.update(task, description=label, completed=now.num_ended, total=now.num_planned)
 
@@ -250,7 +250,7 @@ def _progress() -> Iterator[OnProgress]:
 
 
 def _report(
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredRun],
     what: ServeBench,
     *,
     is_comparison: bool,
@@ -287,7 +287,7 @@ def _report(
         print(path)
 
 
-def _show_one(one: Measured) -> None:
+def _show_one(one: MeasuredRun) -> None:
     """Show one run in tables narrow enough for any terminal."""
     figures = _rates_of(one.figures) | _service(one.figures)
     rows = [{"what": name, "figure": cell} for name, cell in figures.items()]
@@ -295,7 +295,7 @@ def _show_one(one: Measured) -> None:
     show_table("latencies, ms", list(_latencies(one.figures)))
 
 
-def _head(one: Measured) -> dict[str, object]:
+def _head(one: MeasuredRun) -> dict[str, object]:
     return {"cluster": one.name, "rate": one.rate}
 
 
@@ -335,7 +335,7 @@ def _service(figures: ServeFigures) -> dict[str, object]:
     }
 
 
-def _show_errors(measured: Sequence[Measured]) -> None:
+def _show_errors(measured: Sequence[MeasuredRun]) -> None:
     rows = [
         _head(one) | {"reason": reason, "requests": count}
         for one in measured

@@ -15,7 +15,7 @@ from baton.cli.errors import print_error
 from baton.cli.generate import timing_line
 from baton.cli.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.show import for_terminal
-from baton.cli.signatures import split, takes_options_of
+from baton.cli.signatures import inherit_options, split
 from baton.conversation import PLAIN_STOP, Conversation
 from rpc.errors import ServiceError
 
@@ -34,7 +34,7 @@ HELP = """\
 Ctrl-C stops an answer; its text so far stays in the conversation."""
 
 
-@takes_options_of(sampling, connect)
+@inherit_options(sampling, connect)
 def chat(
     system: Annotated[
         str, typer.Option(help="The system message.", rich_help_panel=CHAT_PANEL)
@@ -165,7 +165,7 @@ class ChatSession:
         try:
             answer = self._stream()
         except BatonError as error:
-            self.conversation.take_back()
+            self.conversation.remove_question()
             raise TurnFailed(f"{error}{self._hint(error)}") from error
         self.conversation.answer(answer)
 

@@ -11,14 +11,14 @@ from baton.cli.command import FILE, SETTINGS
 from baton.cli.options import Host, ModelOrDemo, Port
 from baton.cli.security import tls_config
 from baton.cli.serve import node_options, router_options
-from baton.cli.signatures import is_set, options_of, passed_on, split, takes_options_of
+from baton.cli.signatures import forwarded_arguments, inherit_options, is_set, parameters_of, split
 from baton.cli.telemetry import TraceDir, trace_folder
 from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
 from rpc.listening import check_port
 from telemetry.options import default_trace_dir
 
-FOR_TLS = tuple(one.name for one in options_of(tls_config))
+FOR_TLS = tuple(one.name for one in parameters_of(tls_config))
 # Options that `baton up` sets itself for each process.
 GIVEN = (
     *("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes", "parent_pid"),
@@ -28,7 +28,7 @@ GIVEN = (
 CLUSTER_PANEL = "Cluster"
 
 
-@takes_options_of(node_options, router_options, tls_config, without=set(GIVEN) - set(FOR_TLS))
+@inherit_options(node_options, router_options, tls_config, without=set(GIVEN) - set(FOR_TLS))
 def up(
     context: typer.Context,
     model: ModelOrDemo = "",
@@ -96,9 +96,9 @@ def up(
         node_arguments=(
             *_shared_cores(context, num_nodes),
             *shared_memory(context, num_nodes),
-            *passed_on(context, node_options, without=GIVEN),
+            *forwarded_arguments(context, node_options, without=GIVEN),
         ),
-        router_arguments=passed_on(context, router_options, without=GIVEN),
+        router_arguments=forwarded_arguments(context, router_options, without=GIVEN),
         tls=tls_config(**for_tls),
         start_timeout_s=start_timeout_s,
         drain_timeout_s=drain_timeout_s,

@@ -8,7 +8,7 @@ import typer
 
 from baton.cli.options import NETWORK_PANEL
 from baton.cli.security import ClientTokenFile, client_tls
-from baton.cli.signatures import takes_options_of
+from baton.cli.signatures import inherit_options
 
 if TYPE_CHECKING:
     from baton.client import AsyncClient
@@ -31,7 +31,7 @@ Timeout = Annotated[
 ]
 
 
-@takes_options_of(client_tls)
+@inherit_options(client_tls)
 def connect(
     address: Address = "127.0.0.1:50051",
     timeout_s: Timeout = None,

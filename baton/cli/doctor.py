@@ -102,20 +102,20 @@ def _checks(
     ports: list[int],
     trace_dir: Path | None,
 ) -> Iterator[Finding]:
-    from baton.doctor.folders import look_at_folders
-    from baton.doctor.machine import look_at_machine
-    from baton.doctor.software import look_at_software, port_findings
-    from baton.doctor.wire import look_at_wire
+    from baton.doctor.folders import check_folders
+    from baton.doctor.machine import check_machine
+    from baton.doctor.software import check_software, port_findings
+    from baton.doctor.wire import check_transfer_rate
 
-    yield from look_at_machine()
-    yield from look_at_software()
-    yield from look_at_folders(trace_dir)
+    yield from check_machine()
+    yield from check_software()
+    yield from check_folders(trace_dir)
     yield from port_findings(host, ports)
-    yield from look_at_wire(transports, patience_s)
+    yield from check_transfer_rate(transports, patience_s)
     if model:
-        from baton.doctor.model import look_at_model
+        from baton.doctor.model import check_model_folder
 
-        yield from look_at_model(model, kv_bytes)
+        yield from check_model_folder(model, kv_bytes)
 
 
 def _table(findings: list[Finding]) -> Table:

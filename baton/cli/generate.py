@@ -15,7 +15,7 @@ from baton.cli.connection import connect
 from baton.cli.options import MODEL_PANEL, OUTPUT_PANEL
 from baton.cli.sampling import BadWords, IncludeStop, StopStrings, sampling
 from baton.cli.show import console, for_terminal, table_of
-from baton.cli.signatures import split, takes_options_of
+from baton.cli.signatures import inherit_options, split
 from baton.units import format_bytes
 from engine.errors import InvalidRequest
 
@@ -32,7 +32,7 @@ Logprobs = Annotated[
 ]
 
 
-@takes_options_of(sampling, connect)
+@inherit_options(sampling, connect)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Prompt to continue. Default or -: standard input.")

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.security import client_tls
-from baton.cli.signatures import takes_options_of
+from baton.cli.signatures import inherit_options
 
 
-@takes_options_of(client_tls)
+@inherit_options(client_tls)
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a router or a node.")],
     timeout: Annotated[float, typer.Option(min=0, help="Timeout in seconds.")] = 3.0,

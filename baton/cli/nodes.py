@@ -17,7 +17,7 @@ from rich.text import Text
 from baton.cli.connection import connect
 from baton.cli.options import OUTPUT_PANEL
 from baton.cli.show import console
-from baton.cli.signatures import takes_options_of
+from baton.cli.signatures import inherit_options
 
 if TYPE_CHECKING:
     from baton.node_status import NodeRates, NodeStatus, Snapshot
@@ -31,7 +31,7 @@ TO_THE_RIGHT = {
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 
 
-@takes_options_of(connect)
+@inherit_options(connect)
 def nodes(
     interval: Annotated[
         float,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.writable import file_trouble, folder_trouble
+from baton.writable import file_error, folder_error
 
 MODEL_PANEL = "Model"
 KV_PANEL = "KV cache"
@@ -378,7 +378,7 @@ LogLevel = Annotated[
 
 def check_writable_file(path: Path | None) -> Path | None:
     """Reject a file that cannot be written, before the work whose result goes there."""
-    trouble = None if path is None else file_trouble(path)
+    trouble = None if path is None else file_error(path)
     if trouble is not None:
         raise typer.BadParameter(trouble)
     return path
@@ -386,7 +386,7 @@ def check_writable_file(path: Path | None) -> Path | None:
 
 def check_creatable_folder(folder: Path | None) -> Path | None:
     """Reject a folder that cannot be created, with its parents, when it is first written to."""
-    trouble = None if folder is None else folder_trouble(folder)
+    trouble = None if folder is None else folder_error(folder)
     if trouble is not None:
         raise typer.BadParameter(trouble)
     return folder

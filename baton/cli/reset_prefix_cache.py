@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from baton.cli.connection import connect
-from baton.cli.signatures import takes_options_of
+from baton.cli.signatures import inherit_options
 
 
-@takes_options_of(connect)
+@inherit_options(connect)
 def reset_prefix_cache(**given: Any) -> None:
     """Clear the prefix cache of every node; running requests are not affected."""
     import asyncio

@@ -10,13 +10,13 @@ import typer
 from baton.cli.errors import FAILED, print_error
 from baton.cli.options import KV_PANEL, Device, Dtype, ModelOrDemo, Speculative, Threads
 from baton.cli.sampling import IncludeStop, StopStrings, sampling
-from baton.cli.signatures import takes_options_of
+from baton.cli.signatures import inherit_options
 from baton.demo_model import demo_model
-from baton.encoding import valid_text
+from baton.encoding import reject_invalid_text
 from baton.units import format_bytes
 
 
-@takes_options_of(sampling)
+@inherit_options(sampling)
 def run(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Prompts to continue. Default: standard input.")
@@ -42,7 +42,7 @@ def run(
 
     chosen = sampling(**given)
     texts = prompts or [sys.stdin.read()]
-    with valid_text():
+    with reject_invalid_text():
         "".join(texts).encode()
     with LLM(
         model or demo_model(),

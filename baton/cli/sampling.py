@@ -10,7 +10,7 @@ import typer
 from baton.cli.options import FORM_PANEL, SAMPLING_PANEL
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
-from engine.structured_output.params import structured_outputs_of
+from engine.structured_output.params import parse_structured_outputs
 
 if TYPE_CHECKING:
     from baton.generation import Sampling
@@ -114,7 +114,7 @@ def sampling(
         "grammar": _read(given.pop("grammar")),
     }
     if any(value not in (None, False, ()) for value in form.values()):
-        given["structured_outputs"] = structured_outputs_of(form)
+        given["structured_outputs"] = parse_structured_outputs(form)
     chosen = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**chosen)  # validates the values
     return chosen  # type: ignore[return-value]  # the options have its keys

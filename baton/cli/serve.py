@@ -62,14 +62,14 @@ from baton.cli.options import (
     Transport,
 )
 from baton.cli.security import RouterTokenFile, tls_config
-from baton.cli.signatures import split, takes_options_of
+from baton.cli.signatures import inherit_options, split
 from baton.cli.telemetry import TraceStepRatio, telemetry_options
 from baton.units import AUTO, parse_kv_memory
 from engine.errors import InvalidConfig
 from rpc.descriptors import raise_descriptor_limit
 from rpc.grace_period import DRAIN_TIMEOUT_S
-from rpc.parent_process import end_when_told, end_with_parent
-from telemetry.logs import start_logging
+from rpc.parent_process import end_with_parent, exit_on_sigterm
+from telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from node.options import NodeOptions
@@ -81,7 +81,7 @@ CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
 
 
-@takes_options_of(tls_config, telemetry_options)
+@inherit_options(tls_config, telemetry_options)
 def node_options(
     model: Model,
     served_model_name: ModelName = "",
@@ -127,8 +127,8 @@ def node_options(
     from engine.runner.config import RunnerConfig
     from engine.scheduler.config import (
         SchedulerConfig,
-        load_failure_policy_named,
-        scheduling_policy_named,
+        parse_load_failure_policy,
+        parse_scheduling_policy,
     )
     from engine.spec_decode.config import parse_speculation
     from kv_transfer.config import KvWorkerConfig, ReceiverConfig
@@ -160,13 +160,13 @@ def node_options(
         scheduling=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            policy=scheduling_policy_named(scheduling_policy),
+            policy=parse_scheduling_policy(scheduling_policy),
             enable_chunked_prefill=chunked_prefill,
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=max_num_partial_prefills or None,
             target_step_s=target_step_ms / 1e3 if target_step_ms else None,
             max_long_partial_prefills=max_long_partial_prefills or None,
-            kv_load_failure_policy=load_failure_policy_named(kv_load_failure_policy),
+            kv_load_failure_policy=parse_load_failure_policy(kv_load_failure_policy),
             remote_headroom_blocks=remote_headroom_blocks,
         ),
         host=host,
@@ -190,7 +190,7 @@ def node_options(
 
 
 def node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[..., None]:
-    @takes_options_of(node_options)
+    @inherit_options(node_options)
     def command(
         parent_pid: ParentPid = 0,
         log_format: LogFormat = "auto",
@@ -226,7 +226,7 @@ serve.command(
 )(node_command("decode", _run_decode))
 
 
-@takes_options_of(tls_config, telemetry_options)
+@inherit_options(tls_config, telemetry_options)
 def router_options(
     decode_nodes: Nodes,
     prefill_nodes: Nodes = "",
@@ -248,10 +248,10 @@ def router_options(
     **given: Any,
 ) -> RouterOptions:
     from router.__main__ import RouterOptions
-    from router.admission.admission_queue import LineConfig
+    from router.admission.admission_queue import AdmissionQueueConfig
     from router.discovery.sources import parse_sources
     from router.openai.response.output_parsers import Parsing
-    from router.routing.policy import Routing, policy_named
+    from router.routing.policy import Routing, parse_policy
     from rpc.security.token import AcceptedTokens, read_tokens
 
     for_tls, for_telemetry = split(given, tls_config, telemetry_options)
@@ -267,8 +267,8 @@ def router_options(
         http_host=http_host,
         parsing=Parsing(tool_parser, reasoning_parser),
         model=model,
-        routing=Routing(policy_named(policy), local_prefill_below),
-        line=LineConfig(max_in_flight, max_queue),
+        routing=Routing(parse_policy(policy), local_prefill_below),
+        line=AdmissionQueueConfig(max_in_flight, max_queue),
         tls=tls_config(**for_tls),
         tokens=None if token_file is None else AcceptedTokens(read_tokens(token_file)),
         telemetry=telemetry_options(**for_telemetry),
@@ -276,7 +276,7 @@ def router_options(
 
 
 @serve.command()
-@takes_options_of(router_options)
+@inherit_options(router_options)
 def router(
     parent_pid: ParentPid = 0,
     log_format: LogFormat = "auto",
@@ -292,10 +292,10 @@ def router(
 
 
 def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
-    end_when_told()
+    exit_on_sigterm()
     if parent_pid:
         end_with_parent(parent_pid)
-    start_logging(role, log_format, log_level)
+    configure_logging(role, log_format, log_level)
     raise_descriptor_limit()
 
 

@@ -47,18 +47,18 @@ def read_settings(path: Path, commands: Node) -> DefaultMap:
         raise InvalidConfig(f"{path} cannot be read: {reason}") from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidConfig(f"{path} is not TOML: {error}") from error
-    return _settings(parsed, commands, {}, _Place(path))
+    return _settings(parsed, commands, {}, _SettingPlace(path))
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _SettingPlace:
     """Position in the file, for error messages."""
 
     path: Path
     tables: tuple[str, ...] = ()
 
-    def below(self, name: str) -> _Place:
-        return _Place(self.path, (*self.tables, name))
+    def below(self, name: str) -> _SettingPlace:
+        return _SettingPlace(self.path, (*self.tables, name))
 
     def wrong(self, message: str) -> InvalidConfig:
         table = f" [{'.'.join(self.tables)}]" if self.tables else ""
@@ -71,7 +71,7 @@ class _Place:
 
 
 def _settings(
-    table: Mapping[str, object], node: Node, above: Mapping[str, object], place: _Place
+    table: Mapping[str, object], node: Node, above: Mapping[str, object], place: _SettingPlace
 ) -> DefaultMap:
     """Apply each key to every command below its table that has such an option."""
     values = {_name(key): value for key, value in table.items() if not isinstance(value, dict)}
@@ -100,7 +100,7 @@ def _options_below(node: Node) -> set[str]:
     return {name for below in node.commands.values() for name in _options_below(below)}
 
 
-def _checked(option: Option, value: object, place: _Place) -> object:
+def _checked(option: Option, value: object, place: _SettingPlace) -> object:
     """Accept lists for repeatable options and for options with comma-separated text."""
     if isinstance(value, list):
         if not (option.takes_several or option.kind is str):
@@ -111,7 +111,7 @@ def _checked(option: Option, value: object, place: _Place) -> object:
     return [single] if option.takes_several else single
 
 
-def _single(option: Option, value: object, place: _Place) -> object:
+def _single(option: Option, value: object, place: _SettingPlace) -> object:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = {
         bool: isinstance(value, bool),

@@ -11,7 +11,7 @@ import typer
 Command = Callable[..., Any]
 
 
-def options_of(function: Command) -> list[inspect.Parameter]:
+def parameters_of(function: Command) -> list[inspect.Parameter]:
     """Return the function's parameters with resolved annotations, for use in another signature.
 
     The return annotation is not resolved: it may be a name imported only for type checking.
@@ -25,15 +25,15 @@ def options_of(function: Command) -> list[inspect.Parameter]:
     ]
 
 
-def takes_options_of(
+def inherit_options(
     *others: Command, without: Collection[str] = ()
 ) -> Callable[[Command], Command]:
     """Add the parameters of `others` to the function's signature; it gets them by `**name`."""
 
     def decorate(function: Command) -> Command:
-        own = [one for one in options_of(function) if one.kind is not one.VAR_KEYWORD]
+        own = [one for one in parameters_of(function) if one.kind is not one.VAR_KEYWORD]
         taken = {one.name: one for one in own}
-        for one in (one for other in others for one in options_of(other)):
+        for one in (one for other in others for one in parameters_of(other)):
             if one.name not in without:
                 taken.setdefault(one.name, one)
         ordered = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in taken.values()]
@@ -44,11 +44,11 @@ def takes_options_of(
     return decorate
 
 
-def passed_on(
+def forwarded_arguments(
     context: typer.Context, taker: Command, *, without: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Return the explicitly set options that `taker` also has, as command-line arguments."""
-    names = {one.name for one in options_of(taker)} - set(without)
+    names = {one.name for one in parameters_of(taker)} - set(without)
     return tuple(
         argument
         for option in context.command.params
@@ -73,5 +73,5 @@ def _arguments(option: Any, value: object) -> Iterator[str]:
 
 def split(given: dict[str, Any], *takers: Command) -> list[dict[str, Any]]:
     """Return for each taker the values of its parameters."""
-    wanted = [{one.name for one in options_of(taker)} for taker in takers]
+    wanted = [{one.name for one in parameters_of(taker)} for taker in takers]
     return [{name: value for name, value in given.items() if name in names} for names in wanted]

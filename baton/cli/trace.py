@@ -58,14 +58,14 @@ def list_traces(
     trace_dir: Folder = "",
 ) -> None:
     """List stored traces."""
-    from baton.traces.lists import table_of_requests, table_of_steps
+    from baton.traces.lists import request_table, step_table
 
     kept = [one for one in _kept(trace_dir) if one.is_step is steps]
     found = [one for one in kept if not failed or one.outcome != "ok"][-limit:]
     if not found:
         print(f"no matching trace in {_folder(trace_dir)}", file=sys.stderr)
         return
-    table_of = table_of_steps if steps else table_of_requests
+    table_of = step_table if steps else request_table
     console = _console()
     console.print(table_of(found, console.width))
 
@@ -87,7 +87,7 @@ def show(
     trace_dir: Folder = "",
 ) -> None:
     """Draw a trace as a waterfall."""
-    from baton.traces.page import page_of
+    from baton.traces.page import render_page
     from baton.traces.terminal import show_related, show_waterfall
 
     kept = _kept(trace_dir)
@@ -97,7 +97,7 @@ def show(
         show_waterfall(console, found)
         show_related(console, found, kept)
         return
-    html.write_text(page_of(found, kept), encoding="utf-8")
+    html.write_text(render_page(found, kept), encoding="utf-8")
     print(f"wrote {html}")
 
 

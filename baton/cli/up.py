@@ -154,9 +154,9 @@ def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, obje
 
 
 def _longest(card: NodeCard) -> str:
-    if card.longest_sequence >= card.max_model_len:
+    if card.max_sequence_length >= card.max_model_len:
         return f"{card.max_model_len} tokens"
-    return f"{card.longest_sequence} of {card.max_model_len} tokens"
+    return f"{card.max_sequence_length} of {card.max_model_len} tokens"
 
 
 def _card_at(address: str, tls: TlsConfig) -> NodeCard:

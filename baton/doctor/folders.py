@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.doctor.findings import Finding, ok, warn
-from baton.writable import folder_trouble
+from baton.writable import folder_error
 
 
-def look_at_folders(trace_dir: Path | None) -> Iterator[Finding]:
+def check_folders(trace_dir: Path | None) -> Iterator[Finding]:
     if trace_dir is None:
         yield ok("traces", "not kept (--trace-dir none)")
     else:
@@ -20,7 +20,7 @@ def look_at_folders(trace_dir: Path | None) -> Iterator[Finding]:
 
 
 def folder_finding(check: str, folder: Path, advice: str) -> Finding:
-    trouble = folder_trouble(folder)
+    trouble = folder_error(folder)
     return ok(check, str(folder)) if trouble is None else warn(check, trouble, advice)
 
 

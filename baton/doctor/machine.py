@@ -26,7 +26,7 @@ class Limits:
     memory_bytes: int | None
 
 
-def look_at_machine(root: Path = Path("/")) -> Iterator[Finding]:
+def check_machine(root: Path = Path("/")) -> Iterator[Finding]:
     """Check the machine. `root` contains proc and sys."""
     limits = read_limits(root)
     cores = os.sched_getaffinity(0)

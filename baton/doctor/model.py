@@ -15,7 +15,7 @@ BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
 
 
-def look_at_model(model: str, kv_bytes: int | None) -> Iterator[Finding]:
+def check_model_folder(model: str, kv_bytes: int | None) -> Iterator[Finding]:
     """Check a model folder without downloading or reading weights.
 
     Without `kv_bytes`, the KV cache has the size that `baton up` gives each of two nodes.
@@ -65,7 +65,7 @@ def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
     yield ok("weights", f"{config.architecture}, {num_parameters:,} parameters in {config.dtype}")
     block_bytes = KvShape.of(config, BLOCK_SIZE, dtype).block_bytes
     weight_bytes = num_parameters * dtype.itemsize
-    free, max_model_len = free_bytes(torch.device("cpu")), config.longest_context()
+    free, max_model_len = free_bytes(torch.device("cpu")), config.max_context_len()
     if kv_bytes is None:
         node = RunnerConfig(str(folder), kv_cache_share=None, max_num_seqs=MAX_NUM_SEQS)
         kv_bytes = auto_kv_bytes(node, max(free - weight_bytes, 0), block_bytes, max_model_len)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.doctor.findings import Finding, fail, ok, warn
-from baton.writable import folder_trouble
+from baton.writable import folder_error
 from engine.runner.kernels.build import (
     best_variant,
     build_folder,
@@ -23,7 +23,7 @@ from engine.runner.kernels.build import (
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 
-def look_at_software() -> Iterator[Finding]:
+def check_software() -> Iterator[Finding]:
     yield ok("Baton", f"{_version('baton')}, Python {platform.python_version()}, {sys.platform}")
     yield from _torch()
     variant = best_variant(cpu_features())
@@ -37,7 +37,7 @@ def kernels_finding(
     """Check the native kernels. `cache` is the folder they are built in."""
     if library is not None:
         return ok("kernels", f"{variant}, in {library.parent}")
-    trouble = None if cache is None else folder_trouble(cache)
+    trouble = None if cache is None else folder_error(cache)
     if compiler is not None and trouble is not None:
         advice = (
             "set XDG_CACHE_HOME, or set BATON_KERNELS to built libraries; until then, torch is used"

@@ -25,7 +25,7 @@ class MeasurementFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class MeasuredPath:
     transport: str
     tls: str  # UCX_TLS; empty for UCX's choice
 
@@ -34,10 +34,10 @@ class Way:
         return f"{self.transport} over {self.tls or 'what UCX chooses'}"
 
 
-def look_at_wire(transports: list[str], patience_s: float) -> Iterator[Finding]:
+def check_transfer_rate(transports: list[str], patience_s: float) -> Iterator[Finding]:
     """Measure each transport with UCX's choice and over TCP, within `patience_s` per transport."""
     for transport in transports:
-        ways = [Way(transport, tls) for tls in TLS]
+        ways = [MeasuredPath(transport, tls) for tls in TLS]
         deadline_s = time.monotonic() + patience_s
         try:
             with _pair(deadline_s) as pair:
@@ -46,17 +46,17 @@ def look_at_wire(transports: list[str], patience_s: float) -> Iterator[Finding]:
                 if pair.names:
                     yield ok("UCX has", ", ".join(pair.names))
         except MeasurementFailed as failure:
-            yield broken_finding(transport, str(failure))
+            yield failure_finding(transport, str(failure))
 
 
-def speed_finding(way: Way, gb_per_s: float) -> Finding:
+def speed_finding(way: MeasuredPath, gb_per_s: float) -> Finding:
     found = f"{gb_per_s:.2f} GB/s between two processes"
     if gb_per_s < SLOW_GB_PER_S:
         return warn(way.name, found, "hand-offs will be slow; baton bench kv measures more")
     return ok(way.name, found)
 
 
-def broken_finding(transport: str, reason: str) -> Finding:
+def failure_finding(transport: str, reason: str) -> Finding:
     if transport == "nixl":
         advice = "nodes cannot transfer KV over it: check UCX_* in the environment, or use ucxx"
         return fail("nixl", reason, advice)
@@ -69,7 +69,7 @@ class _EndPair:
         self._num_tickets = 0
         self.names: list[str] = []  # transports that UCX has here; empty until an end reported them
 
-    def measure(self, way: Way) -> float:
+    def measure(self, way: MeasuredPath) -> float:
         """Return the median rate in GB/s. An unmeasured first run connects and maps pages."""
         decode_end = self._decode.call("open", way.transport, way.tls)
         prefill_end = self._prefill.call("open", way.transport, way.tls)

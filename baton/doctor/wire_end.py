@@ -16,7 +16,7 @@ from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import (
     Arrived,
     Channel,
-    Severed,
+    ChannelBroken,
     Transport,
     Write,
     WriteFailed,
@@ -124,7 +124,7 @@ class _TransferEnd:
 
 
 def _raise_on_failure(event: object) -> None:
-    if isinstance(event, WriteFailed | Severed):
+    if isinstance(event, WriteFailed | ChannelBroken):
         raise TransferFailed(event.reason)
 
 

@@ -23,11 +23,11 @@ class Column:
     is_for_wide: bool = False
 
 
-def table_of_requests(traces: Sequence[Trace], width: int) -> Table:
+def request_table(traces: Sequence[Trace], width: int) -> Table:
     return _table(REQUEST_COLUMNS, traces, width)
 
 
-def table_of_steps(traces: Sequence[Trace], width: int) -> Table:
+def step_table(traces: Sequence[Trace], width: int) -> Table:
     return _table(STEP_COLUMNS, traces, width)
 
 

@@ -12,7 +12,7 @@ from telemetry import names
 from telemetry.tracing.related import related_to
 from telemetry.tracing.spans import AttributeValue, SpanEvent, SpanStatus
 from telemetry.tracing.steps import PART_NAMES
-from telemetry.tracing.traces import Row, Trace, failed_node_of, failures_of, note_of
+from telemetry.tracing.traces import Trace, TraceRow, failed_node_of, failures_of, note_of
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 TICKS = 5
@@ -37,11 +37,11 @@ class Window:
         share = (at_ns - self.began_ns) / max(1, self.ended_ns - self.began_ns)
         return min(100.0, max(0.0, 100 * share))
 
-    def overlaps(self, row: Row) -> bool:
+    def overlaps(self, row: TraceRow) -> bool:
         return row.span.began_ns < self.ended_ns and row.span.ended_ns >= self.began_ns
 
 
-def page_of(trace: Trace, kept: Sequence[Trace] = ()) -> str:
+def render_page(trace: Trace, kept: Sequence[Trace] = ()) -> str:
     """Render the page. `kept` are all stored traces, searched for related ones."""
     title = f"trace {trace.trace_id:032x}"
     whole = Window(trace.began_ns, trace.ended_ns)
@@ -81,7 +81,7 @@ def _lanes(trace: Trace, window: Window) -> str:
 
     A node that failed has exported no spans: its lane shows the router's call instead.
     """
-    lanes: dict[tuple[str, str], list[Row]] = {}
+    lanes: dict[tuple[str, str], list[TraceRow]] = {}
     for row in trace.rows:
         failed_node = failed_node_of(row)
         if failed_node is not None and window.overlaps(row):
@@ -92,7 +92,7 @@ def _lanes(trace: Trace, window: Window) -> str:
     return f"<div class=lanes>{_axis(window)}{drawn}{_first_token(trace, window)}</div>"
 
 
-def _lane(role: str, node: str, rows: list[Row], window: Window) -> str:
+def _lane(role: str, node: str, rows: list[TraceRow], window: Window) -> str:
     levels = _levels(rows)
     num_levels = max(levels) + 1
     bars = "".join(_box(row, window, level) for row, level in zip(rows, levels, strict=True))
@@ -103,7 +103,7 @@ def _lane(role: str, node: str, rows: list[Row], window: Window) -> str:
     )
 
 
-def _levels(rows: list[Row]) -> list[int]:
+def _levels(rows: list[TraceRow]) -> list[int]:
     """Return a level for each span, such that overlapping spans have different levels."""
     free_at_ns: list[int] = []
     levels = []
@@ -115,7 +115,7 @@ def _levels(rows: list[Row]) -> list[int]:
     return levels
 
 
-def _box(row: Row, window: Window, level: int) -> str:
+def _box(row: TraceRow, window: Window, level: int) -> str:
     left, right = window.percent(row.span.began_ns), window.percent(row.span.ended_ns)
     label = f"{row.span.name} {_ms(row.span.duration_s)}"
     tip = f"{label} · {note_of(row.span)}" if note_of(row.span) else label
@@ -149,7 +149,7 @@ def _waterfall(trace: Trace, window: Window) -> str:
     return "<div class=fall>" + "".join(_fall_row(row, window) for row in trace.rows) + "</div>"
 
 
-def _fall_row(row: Row, window: Window) -> str:
+def _fall_row(row: TraceRow, window: Window) -> str:
     left, right = window.percent(row.span.began_ns), window.percent(row.span.ended_ns)
     bar = f"left:{left:.3f}%;width:{right - left:.3f}%"
     indent = f"padding-left:{row.depth * 1.1:.1f}em"
@@ -173,7 +173,7 @@ def _related(trace: Trace, kept: Sequence[Trace]) -> Iterator[str]:
         yield f"<h2>{heading.capitalize()}</h2><table class=related>{rows}</table>"
 
 
-def _details(row: Row) -> str:
+def _details(row: TraceRow) -> str:
     span = row.span
     lines = [(name, _value(value)) for name, value in sorted(span.attributes.items())]
     lines += [
@@ -193,7 +193,7 @@ def _event_attributes(event: SpanEvent) -> str:
     return ", ".join(f"{name}={_value(value)}" for name, value in event.attributes.items())
 
 
-def _kind(row: Row) -> str:
+def _kind(row: TraceRow) -> str:
     return f"{escape(row.role)} {'error' if row.span.status is SpanStatus.ERROR else ''}"
 
 

@@ -12,7 +12,7 @@ from baton.units import format_bytes
 from telemetry import names
 from telemetry.tracing.related import related_to
 from telemetry.tracing.spans import SpanStatus
-from telemetry.tracing.traces import Row, Trace, failures_of, note_of
+from telemetry.tracing.traces import Trace, TraceRow, failures_of, note_of
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 WIDE = 120  # minimum width for notes
@@ -101,7 +101,7 @@ def _free_width(width: int, trace: Trace) -> int:
     return width - name - node - 14
 
 
-def _name(row: Row) -> Text:
+def _name(row: TraceRow) -> Text:
     """Return the span's name behind its tree lines."""
     ancestors = ["   " if is_last else "│  " for is_last in row.branches[:-1]]
     own = ["└─ " if is_last else "├─ " for is_last in row.branches[-1:]]
@@ -109,7 +109,7 @@ def _name(row: Row) -> Text:
     return Text.assemble(("".join(ancestors + own), "dim"), (row.span.name, style))
 
 
-def _ms(row: Row) -> Text:
+def _ms(row: TraceRow) -> Text:
     return Text(f"{row.span.duration_s * 1000:.1f}")
 
 
@@ -118,7 +118,7 @@ def _axis(trace: Trace, width: int) -> Text:
     return Text("0" + end.rjust(width - 1))
 
 
-def _bar(row: Row, trace: Trace, width: int) -> Text:
+def _bar(row: TraceRow, trace: Trace, width: int) -> Text:
     span, total_ns = row.span, max(1, trace.ended_ns - trace.began_ns)
     began = min(width - 1, (span.began_ns - trace.began_ns) * width // total_ns)
     ended = min(width, -(-(span.ended_ns - trace.began_ns) * width // total_ns))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engine.runner.kernels.build import VARIANTS, KernelsMissing, library
+from engine.runner.kernels.build import VARIANTS, KernelsUnavailable, library
 
 
 def main() -> None:
     for variant in VARIANTS:
         try:
             print("built", library(variant))
-        except KernelsMissing as error:
+        except KernelsUnavailable as error:
             print("left out", variant.name, error)
 
 

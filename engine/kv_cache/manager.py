@@ -100,7 +100,7 @@ class KvCache:
         request.num_computed_tokens = 0
         request.num_registered_blocks = 0
 
-    def distrust(self, request: Request) -> None:
+    def uncache_blocks(self, request: Request) -> None:
         """Remove a request's blocks, including its prefix hits, from the prefix cache.
 
         Called when the KV of the request may be wrong.

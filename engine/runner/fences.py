@@ -56,5 +56,5 @@ class CudaFences:
         torch.cuda.current_stream(self._device).synchronize()
 
 
-def fences_of(device: torch.device) -> Fences:
+def make_fences(device: torch.device) -> Fences:
     return CudaFences(device) if device.type == "cuda" else SynchronousFences()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import InvalidConfig, RowOverflow
-from engine.plan import Plan, Row
+from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.layout import Ints, PassLayout
 from engine.sampling import SamplingParams
@@ -21,7 +21,7 @@ from kv_transfer.types import BlockId
 
 
 @dataclass(frozen=True, slots=True)
-class RowFacts:
+class BatchRow:
     """Constant properties of a request while it is in the batch."""
 
     request_id: RequestId
@@ -36,7 +36,7 @@ class RowFacts:
 class TokenRun(NamedTuple):
     """Consecutive tokens of one row in the flat batch."""
 
-    row: RowFacts
+    row: BatchRow
     num_tokens: int
     end: int  # sequence length up to and including the last of them
 
@@ -83,7 +83,7 @@ class PersistentBatch:
         self._num_computed = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
         self._free_slots = list(reversed(range(max_num_seqs)))
-        self._rows: dict[RequestId, RowFacts] = {}
+        self._rows: dict[RequestId, BatchRow] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -128,11 +128,11 @@ class PersistentBatch:
         self._num_tokens[slot] = first + count
         self._num_computed[slot] = first + count - 1  # rejected drafts do not count
 
-    def known_tokens(self, row: RowFacts, num_tokens: int | None = None) -> Ints:
+    def known_tokens(self, row: BatchRow, num_tokens: int | None = None) -> Ints:
         """Return a view of prompt and outputs, or of the first `num_tokens` with drafted ones."""
         return self._tokens[row.slot, : num_tokens or self._num_tokens[row.slot]]
 
-    def decoding(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[RowFacts]:
+    def decoding(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[BatchRow]:
         """Yield the rows that decode: only their newest token, an output, is scheduled."""
         for request_id, num_tokens in num_scheduled_tokens.items():
             if num_tokens != 1:
@@ -142,7 +142,7 @@ class PersistentBatch:
             if known > row.num_prompt_tokens and self._num_computed[row.slot] + 1 == known:
                 yield row
 
-    def max_draft_len(self, row: RowFacts) -> int:
+    def max_draft_len(self, row: BatchRow) -> int:
         """Return the number of draft tokens that fit after the newest token."""
         known = self._num_tokens[row.slot]
         max_len = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
@@ -156,7 +156,7 @@ class PersistentBatch:
             if row is not None:
                 self._free_slots.append(row.slot)
 
-    def _start(self, row: Row) -> None:
+    def _start(self, row: PlanRow) -> None:
         num_tokens, room = len(row.token_ids), self._tokens.shape[1]
         if num_tokens >= room or not self._free_slots:
             raise InvalidConfig(
@@ -166,7 +166,7 @@ class PersistentBatch:
         slot = self._free_slots.pop()
         has_outputs = num_tokens > row.num_prompt_tokens
         wants_logprobs = row.sampling.prompt_logprobs is not None and not has_outputs
-        self._rows[row.request_id] = RowFacts(
+        self._rows[row.request_id] = BatchRow(
             row.request_id, slot, row.sampling, row.seed, row.num_prompt_tokens, wants_logprobs
         )
         self._tokens[slot, :num_tokens] = row.token_ids
@@ -200,7 +200,7 @@ class PersistentBatch:
             for ahead in range(1 + len(drafts.get(request_id, ()))):
                 yield TokenRun(row, num_tokens, end + ahead)
 
-    def _append_blocks(self, row: RowFacts, block_ids: tuple[BlockId, ...]) -> None:
+    def _append_blocks(self, row: BatchRow, block_ids: tuple[BlockId, ...]) -> None:
         slot = row.slot
         first, end = self._num_blocks[slot], self._num_blocks[slot] + len(block_ids)
         # numpy clips a slice at the end of the row, and would drop a single block silently.

@@ -36,16 +36,16 @@ class PassLayout:
         ends: Ints = self.num_queries.cumsum()
         return ends - self.num_queries
 
-    def last_tokens(self, sequences: Ints) -> Ints:
+    def last_token_indices(self, sequences: Ints) -> Ints:
         """Return the flat indices of the last tokens of these sequences."""
         return self.query_starts[sequences] + self.num_queries[sequences] - 1
 
-    def of_last_tokens(self, sequences: Ints) -> PassLayout:
+    def restrict_to_last_tokens(self, sequences: Ints) -> PassLayout:
         """Return the layout of a pass over only the last tokens of these sequences.
 
         It runs after the KV of all other tokens was written.
         """
-        last = self.last_tokens(sequences)
+        last = self.last_token_indices(sequences)
         return PassLayout(
             num_queries=np.ones_like(sequences),
             context_lens=self.context_lens[sequences],

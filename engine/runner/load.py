@@ -16,16 +16,18 @@ from engine.runner.input_batch import PersistentBatch
 from engine.runner.kernels.choose import choose_parts
 from engine.runner.model.config import ModelConfig, read_model_config
 from engine.runner.model.rope import Rope
-from engine.runner.model_info import ModelInfo, OnLoad
+from engine.runner.model_info import LoadProgressCallback, ModelInfo
 from engine.runner.model_runner import TorchRunner
-from engine.runner.sampling.logits_processors import Model, load_processors, versions
-from engine.runner.weights.decoder_loading import Target, load_decoder
+from engine.runner.sampling.logits_processors import ModelView, load_processors, versions
+from engine.runner.weights.decoder_loading import LoadTarget, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> TorchRunner:
+def load_runner(
+    config: RunnerConfig, on_progress: LoadProgressCallback | None = None
+) -> TorchRunner:
     """Find, check and load the model, and allocate the KV cache.
 
     Raises ModelError for errors in the model folder and InvalidConfig for errors in the settings.
@@ -38,7 +40,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
     device, dtype = _device(config.device), DTYPES[_dtype_name(config, model)]
     parts = choose_parts(config.kernels, dtype, device)
     with WeightFiles(folder) as files:
-        target = Target(dtype, device, parts, config.quantize)
+        target = LoadTarget(dtype, device, parts, config.quantize)
         decoder = load_decoder(model, files, target, on_progress)
         fingerprint = _fingerprint(model, config, files)
     info = _describe(config, model, folder, fingerprint)
@@ -52,7 +54,7 @@ def load_runner(config: RunnerConfig, on_progress: OnLoad | None = None) -> Torc
         PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
         parts.make_attention(kv, model.sliding_windows),
         config.speculation,
-        load_processors(config.logits_processors, Model(str(folder), info.vocab_size)),
+        load_processors(config.logits_processors, ModelView(str(folder), info.vocab_size)),
     )
 
 
@@ -83,7 +85,7 @@ def _describe(
 
 
 def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
-    longest = model.longest_context()
+    longest = model.max_context_len()
     requested = config.max_model_len or longest
     _check(requested <= longest, f"max_model_len {requested}: at most {longest} with this model")
     return requested

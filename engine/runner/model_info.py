@@ -60,7 +60,7 @@ class LoadProgress:
     total_bytes: int
 
 
-OnLoad = Callable[[LoadProgress], None]
+LoadProgressCallback = Callable[[LoadProgress], None]
 
 
 NO_LAYER = -1

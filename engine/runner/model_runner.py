@@ -21,8 +21,8 @@ from engine.errors import PassHookFailed
 from engine.plan import Plan, RunResult
 from engine.runner.attention.kv_tensor import describe
 from engine.runner.attention.paged_attention import PagedAttention
-from engine.runner.fences import Fences, fences_of
-from engine.runner.input_batch import NO_DRAFTS, PersistentBatch, RowFacts, Step
+from engine.runner.fences import Fences, make_fences
+from engine.runner.input_batch import NO_DRAFTS, BatchRow, PersistentBatch, Step
 from engine.runner.model.decoder import Decoder, Ends
 from engine.runner.model.rope import Rope
 from engine.runner.model_info import NO_LAYER, KvMemory, ModelInfo, PassHook
@@ -30,8 +30,8 @@ from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.prompt_logprobs import PromptLogprobs
-from engine.runner.sampling.sampler import Choice, Sampler, SampleRow
-from engine.runner.sampling.spec_decode import DraftedRows, Drafts, accepted_indices
+from engine.runner.sampling.sampler import Sampler, SampleRow, SamplingResult
+from engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
 from engine.spec_decode.config import Speculation
 from kv_transfer.types import BlockId
 
@@ -57,7 +57,7 @@ class TorchRunner:
         self.speculation = speculation
         self.processors = processors
         self.hook: PassHook | None = None
-        self.fences = fences_of(kv.device)
+        self.fences = make_fences(kv.device)
         self.decoder = decoder
         self._rope = rope
         self._kv = kv
@@ -66,7 +66,7 @@ class TorchRunner:
         self.sampler = Sampler(info.eos_token_ids, processors, decoder.peaks)
         self._prompt_logprobs = PromptLogprobs(decoder)
         self._grammar_masks = GrammarMasks(info.vocab_size)
-        self._drafted_rows = None if speculation is None else DraftedRows(batch, speculation)
+        self._drafted_rows = None if speculation is None else SpecDecoder(batch, speculation)
 
     def __enter__(self) -> TorchRunner:
         return self
@@ -141,13 +141,13 @@ class TorchRunner:
         if len(step.sampled) == len(step.token_ids) or self._prompt_logprobs.is_needed(step):
             return None
         sampled = np.array(step.sampled, dtype=np.int64)
-        attention = self._attention.begin(step.layout.of_last_tokens(sampled))
+        attention = self._attention.begin(step.layout.restrict_to_last_tokens(sampled))
         return Ends(self._sampled_indices(step), attention)
 
     def _sampled_indices(self, step: Step) -> Tensor:
         """Return the flat indices of the tokens whose logits are sampled."""
         sampled = np.array(step.sampled, dtype=np.int64)
-        return torch.from_numpy(step.layout.last_tokens(sampled)).to(self._kv.device)
+        return torch.from_numpy(step.layout.last_token_indices(sampled)).to(self._kv.device)
 
     def _make_result(self, step: Step, hidden_states: Tensor, drafts: Drafts) -> RunResult:
         result = RunResult()
@@ -180,7 +180,7 @@ class TorchRunner:
         for request_id, token_ids in result.token_ids.items():
             self._batch.append(request_id, token_ids)
 
-    def _sample_row(self, row: RowFacts, num_known: int) -> SampleRow:
+    def _sample_row(self, row: BatchRow, num_known: int) -> SampleRow:
         known = self._batch.known_tokens(row, num_known)
         return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
 
@@ -214,8 +214,8 @@ class _FencedHook:
 
 def _add_logprobs(
     logits: Tensor,
-    rows: list[RowFacts],
-    choices: list[Choice],
+    rows: list[BatchRow],
+    choices: list[SamplingResult],
     accepted: Sequence[int],
     result: RunResult,
 ) -> None:

@@ -7,13 +7,13 @@ from enum import Enum
 from typing import TypeVar
 
 from engine.errors import InvalidConfig
-from engine.extra_args import Check, refuse_any
+from engine.extra_args import Check, reject_extra_args
 from engine.kv_cache.block_hashes import PrefixNaming
 
 Choice = TypeVar("Choice", bound=Enum)
 
 
-class Policy(Enum):
+class SchedulingPolicy(Enum):
     """Scheduling order of waiting requests, and reverse order of preemption."""
 
     FCFS = "fcfs"  # arrival
@@ -27,12 +27,12 @@ class LoadFailurePolicy(Enum):
     FAIL = "fail"  # end the request here; the router can retry it on another node
 
 
-def scheduling_policy_named(name: str) -> Policy:
+def parse_scheduling_policy(name: str) -> SchedulingPolicy:
     """Parse a value of --scheduling-policy. Raises InvalidConfig."""
-    return _named(Policy, name, "--scheduling-policy")
+    return _named(SchedulingPolicy, name, "--scheduling-policy")
 
 
-def load_failure_policy_named(name: str) -> LoadFailurePolicy:
+def parse_load_failure_policy(name: str) -> LoadFailurePolicy:
     """Parse a value of --kv-load-failure-policy. Raises InvalidConfig."""
     return _named(LoadFailurePolicy, name, "--kv-load-failure-policy")
 
@@ -72,7 +72,7 @@ class SchedulerConfig:
     max_model_len: int = 8192
     vocab_size: int | None = None  # None: token ids are not checked
     eos_token_ids: frozenset[int] = frozenset()
-    policy: Policy = Policy.FCFS
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_chunked_prefill: bool = True
     # Prompts with more tokens are long. Chunks are limited to this size while short prompts
     # arrive. 0: off.
@@ -91,7 +91,7 @@ class SchedulerConfig:
     # Send each layer of a chunk to the peer when it is computed, instead of whole chunks.
     push_layers: bool = False
     # Raises InvalidRequest for arguments that no logits processor accepts.
-    check_extra_args: Check = refuse_any
+    check_extra_args: Check = reject_extra_args
     collect_events: bool = False  # if set, `take_events` must be called regularly
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class _PendingSend:
     is_withdrawn: bool = False
 
 
-class HandOffs:
+class HandoffManager:
     """Implements KvScheduling: block references of hand-offs, and the orders of the next step."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -121,7 +121,7 @@ class HandOffs:
         order = Receive(handoff_id, receive.source, num_hits, block_ids, request.num_tokens)
         self._receives.append(order)
 
-    def give_up_receiving(self, request: Request) -> None:
+    def cancel_receive(self, request: Request) -> None:
         """Cancel the hand-off of a request that ends. Revokes a grant that the peer has."""
         if request.receive is None:
             return
@@ -199,7 +199,7 @@ class HandOffs:
         if handoff_id is not None and self._end_send(handoff_id):
             self._withdraw(handoff_id, reason)
 
-    def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
+    def withdraw_completed(self, handoff_id: HandoffId, reason: str) -> None:
         """Withdraw a complete hand-off that is not needed, even if its KV is not all sent."""
         sending = self._sending.get(handoff_id)
         if sending is not None and sending.is_ended and not sending.is_withdrawn:

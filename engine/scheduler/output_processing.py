@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from engine.errors import OutOfTurn
+from engine.errors import OutOfOrder
 from engine.events import RequestEventKind
 from engine.plan import RunResult
 from engine.request import ClientId, FinishReason, Output
 from engine.scheduler.config import LoadFailurePolicy
 from engine.scheduler.request import Request, RequestStatus
-from engine.scheduler.state import RequestBook
+from engine.scheduler.state import SchedulerState
 from kv_transfer.types import FirstToken, KvReports, Landed, Lost, TokenLogprobs
 
 
-class Settler:
+class OutputProcessor:
     """Applies the results of a step to the requests and collects their outputs."""
 
-    def __init__(self, state: RequestBook) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def settle_run(self, run: RunResult) -> None:
         batch = self._state.batch
         num_failed = len(run.errors) + len(run.refusals) + len(run.crashes)
         if len(run.token_ids) + num_failed < batch.num_decoding:
-            raise OutOfTurn(f"{batch.num_decoding} requests decode; the run has fewer results")
+            raise OutOfOrder(f"{batch.num_decoding} requests decode; the run has fewer results")
         completed_prefills = [
             request
             for request, num_tokens in batch.chunks
@@ -92,7 +92,7 @@ class Settler:
                 prompt_logprobs=fresh,
                 first_prompt_index=request.num_prompt_logprobs,
             )
-            self._state.put_out(request.client_id, output)
+            self._state.add_output(request.client_id, output)
         request.num_prompt_logprobs += len(fresh)
 
     def _count_draft_tokens(self, run: RunResult) -> None:
@@ -163,12 +163,12 @@ class Settler:
         if request.status is not RequestStatus.RUNNING:
             return
         if request.num_computed_tokens == request.num_tokens:
-            raise OutOfTurn(f"the prefill of {request.request_id} is complete; it got no token")
+            raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
         request.is_long = False
         self._state.batch.turn_to_decode(request, self._state.cache.capacity(request))
 
     def _fail(self, request: Request, error: str, *, has_crashed: bool = False) -> None:
-        self._state.cache.distrust(request)
+        self._state.cache.uncache_blocks(request)
         self._end_with_error(request, error, has_crashed=has_crashed)
 
     def _end_with_error(
@@ -190,7 +190,7 @@ class Settler:
             is_kv_lost=is_kv_lost,
             served=request.served(),
         )
-        self._state.put_out(request.client_id, output)
+        self._state.add_output(request.client_id, output)
         self._state.finish(request, FinishReason.ERROR, error=error)
 
     # --- KV reports ---------------------------------------------------------------
@@ -267,7 +267,7 @@ class Settler:
             stop_token_id=stop_token_id,
             served=None if reason is None else request.served(),
         )
-        self._state.put_out(request.client_id, output)
+        self._state.add_output(request.client_id, output)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """Return the reason for which the request ends with this newest token, or None."""

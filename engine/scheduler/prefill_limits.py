@@ -31,7 +31,7 @@ class PrefillLimits:
     def is_long(self, num_missing: int) -> bool:
         return 0 < self._config.long_prefill_token_threshold < num_missing
 
-    def num_tokens_that_make_short(self, num_tokens: int) -> int:
+    def min_cached_to_be_short(self, num_tokens: int) -> int:
         """Return the number of tokens that must be cached for a prompt to count as short."""
         return num_tokens - self._config.long_prefill_token_threshold
 
@@ -53,11 +53,11 @@ class PrefillLimits:
         is_full = limit is not None and self._num_partial >= limit
         return 0 if is_full and chunk < num_missing else chunk
 
-    def took_short(self) -> None:
+    def record_short(self) -> None:
         """Record that a short prompt was scheduled."""
         self._num_steps_kept_small = 0
 
-    def allow_rest(self) -> bool:
+    def allows_leftover(self) -> bool:
         """Return whether prefills limited by the threshold can use this step's leftover budget.
 
         Must be called at most once per step, after the waiting requests were scheduled.
@@ -75,7 +75,7 @@ class PrefillLimits:
             self._num_partial += 1
             self._num_long += request.is_long
 
-    def uncount(self, request: Request) -> None:
+    def undo_count(self, request: Request) -> None:
         """Undo the count of a prefill that this step completes after all."""
         self._num_partial -= 1
         self._num_long -= request.is_long

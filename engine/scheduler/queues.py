@@ -53,7 +53,7 @@ class RankedQueue:
         return self._serial_by_id.get(entry[2].request_id) == entry[1]
 
 
-class WaitingLine:
+class WaitingQueue:
     """Waiting queue: requests that hold no blocks, resumed ones first within a priority.
 
     Long prompts that must wait for other long ones are set aside, so that finding the next
@@ -96,10 +96,10 @@ class WaitingLine:
             first = long
         return None if first is None else first[1]
 
-    def step_aside(self, request: Request, until: BlockHash | None = None) -> None:
+    def set_aside(self, request: Request, until: BlockHash | None = None) -> None:
         """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off.
 
-        It returns to the queue when the block `until` is cached: see `bring_back`.
+        It returns to the queue when the block `until` is cached: see `requeue_cached`.
         """
         first = self._queue.peek()
         if first is None or first[1] is not request:
@@ -110,7 +110,7 @@ class WaitingLine:
             self._aside_by_hash.setdefault(until, {})[request.request_id] = first[0], request
             self._awaited_by_id[request.request_id] = until
 
-    def bring_back(self, block_hashes: Iterable[BlockHash]) -> None:
+    def requeue_cached(self, block_hashes: Iterable[BlockHash]) -> None:
         """Queue the prompts again that were set aside until one of these blocks is cached."""
         if not self._aside_by_hash:
             return

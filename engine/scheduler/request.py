@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from engine.errors import OutOfTurn
+from engine.errors import OutOfOrder
 from engine.kv_cache.block_hashes import BlockHash
-from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec, Served
+from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId, RequestStats
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
 from kv_transfer.types import BlockId
@@ -52,7 +52,6 @@ class Request:
         "client_id",
         "due_step",
         "follows_until_s",
-        "gave_way",
         "grammar",
         "is_long",
         "is_plain",
@@ -78,11 +77,12 @@ class Request:
         "status",
         "stop_token_ids",
         "token_ids",
+        "was_preempted_for_priority",
     )
 
     def __init__(
         self,
-        spec: RequestSpec,
+        spec: EngineRequest,
         rank: Rank,
         root_hash: BlockHash,
         stop_token_ids: frozenset[int],
@@ -115,7 +115,9 @@ class Request:
         self.block_hashes: list[BlockHash] = []  # of its leading full blocks
         self.num_registered_blocks = 0  # leading blocks that are in the prefix cache
         self.is_registering = True  # False: its KV predates a reset of the prefix cache
-        self.gave_way = False  # preempted for a higher priority, which happens at most once
+        self.was_preempted_for_priority = (
+            False  # preempted for a higher priority, which happens at most once
+        )
         self.is_long = False  # a long prompt whose prefill is not complete
         self.due_step = NOT_DUE  # the step in which it needs its next block, see Batch
 
@@ -133,8 +135,8 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def served(self) -> Served:
-        return Served(
+    def served(self) -> RequestStats:
+        return RequestStats(
             num_cached_tokens=self.num_cached_tokens,
             num_received_tokens=self.num_received_tokens,
             num_prefilled_tokens=self.num_prefilled_tokens,
@@ -144,9 +146,9 @@ class Request:
         )
 
     def move(self, status: RequestStatus) -> None:
-        """Change the status. Raises OutOfTurn for a transition that is not allowed."""
+        """Change the status. Raises OutOfOrder for a transition that is not allowed."""
         if status not in _TRANSITIONS[self.status]:
-            raise OutOfTurn(f"{self.request_id} cannot go from {self.status} to {status}")
+            raise OutOfOrder(f"{self.request_id} cannot go from {self.status} to {status}")
         self.status = status
 
 

@@ -6,7 +6,7 @@ calendar lists the step in which each needs its next block.
 
 from __future__ import annotations
 
-from engine.plan import Plan, Row
+from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.scheduler.request import NOT_DUE, Request
 from kv_transfer.types import BlockId, KvOrders
@@ -22,7 +22,7 @@ class Batch:
         self._due: dict[int, list[Request]] = {}
         self._step = 0
         self._dropped: list[RequestId] = []
-        self._started: list[Row] = []
+        self._started: list[PlanRow] = []
         self._new_block_ids: dict[RequestId, tuple[BlockId, ...]] = {}
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class Batch:
 
     def _start(self, request: Request) -> None:
         self.running[request.request_id] = request
-        self._started.append(row_of(request))
+        self._started.append(make_row(request))
 
     def _set_due(self, request: Request, capacity: int, step: int) -> None:
         """Record the first step from `step` on in which the request's tokens might not fit.
@@ -122,9 +122,9 @@ class Batch:
         self._due.setdefault(due_step, []).append(request)
 
 
-def row_of(request: Request) -> Row:
+def make_row(request: Request) -> PlanRow:
     """Return the full state of a request for the runner, as of before the pass."""
-    return Row(
+    return PlanRow(
         request_id=request.request_id,
         token_ids=tuple(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,

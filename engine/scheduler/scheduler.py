@@ -6,17 +6,17 @@ thread. Each plan must be updated with its result before the next one is made.
 
 from __future__ import annotations
 
-from engine.errors import OutOfTurn
+from engine.errors import OutOfOrder
 from engine.events import KvEvent, RequestEvent, SchedulerStats
-from engine.plan import Plan, Row, StepResult
-from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec, StepOutputs
+from engine.plan import Plan, PlanRow, StepResult
+from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId, StepOutputs
 from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.output_processing import Settler
+from engine.scheduler.output_processing import OutputProcessor
 from engine.scheduler.request import Request
-from engine.scheduler.running_batch import row_of
-from engine.scheduler.scheduling import Planner
-from engine.scheduler.state import RequestBook
-from engine.scheduler.validation import check_request
+from engine.scheduler.running_batch import make_row
+from engine.scheduler.scheduling import StepPlanner
+from engine.scheduler.state import SchedulerState
+from engine.scheduler.validation import validate_request
 from engine.structured_output.grammar import Grammar
 from kv_transfer.types import HandoffId
 
@@ -25,29 +25,29 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.cache_config = cache_config
-        self._state = RequestBook(config, cache_config)
-        self._planner = Planner(self._state)
-        self._settler = Settler(self._state)
+        self._state = SchedulerState(config, cache_config)
+        self._planner = StepPlanner(self._state)
+        self._settler = OutputProcessor(self._state)
         self._plan: Plan | None = None  # the plan that awaits its result
 
     # --- requests -----------------------------------------------------------------
 
-    def validate(self, spec: RequestSpec) -> None:
+    def validate(self, spec: EngineRequest) -> None:
         """Raise InvalidRequest if it can never be served. Reads only settings: thread-safe."""
-        check_request(spec, self.config, self.cache_config)
+        validate_request(spec, self.config, self.cache_config)
 
-    def add(self, spec: RequestSpec) -> None:
+    def add(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""
         self.validate(spec)
         self._state.add(spec)
 
-    def grammar_came(self, spec: RequestSpec, grammar: Grammar) -> None:
+    def add_grammar(self, spec: EngineRequest, grammar: Grammar) -> None:
         """Queue the request, whose grammar is compiled. Does nothing if the request has ended."""
         request = self._find_alive(spec)
         if request is not None:
-            self._state.stand_in_line(request, grammar)
+            self._state.enqueue_compiled(request, grammar)
 
-    def grammar_refused(self, spec: RequestSpec, reason: str) -> None:
+    def reject_grammar(self, spec: EngineRequest, reason: str) -> None:
         """End the request, whose grammar was rejected. Does nothing if it has already ended."""
         request = self._find_alive(spec)
         if request is not None:
@@ -68,16 +68,16 @@ class Scheduler:
             finish_reason=FinishReason.ABORT,
             served=request.served(),
         )
-        self._state.put_out(request.client_id, ended)
+        self._state.add_output(request.client_id, ended)
         self._state.finish(request, FinishReason.ABORT)
 
-    def give_up_sending(self, handoff_id: HandoffId, reason: str) -> None:
+    def withdraw_completed(self, handoff_id: HandoffId, reason: str) -> None:
         """Withdraw a hand-off whose request has ended with its first token.
 
         Its blocks are released when the KV worker reports that it no longer uses them. Does
         nothing if the hand-off is over or its request is alive (abort that one instead).
         """
-        self._state.handoffs.give_up_sending(handoff_id, reason)
+        self._state.handoffs.withdraw_completed(handoff_id, reason)
 
     def abort_client(self, client_id: ClientId) -> None:
         """End all requests of a client that has disconnected."""
@@ -90,7 +90,7 @@ class Scheduler:
             by_client.setdefault(request.client_id, []).append(request.request_id)
         return by_client
 
-    def _find_alive(self, spec: RequestSpec) -> Request | None:
+    def _find_alive(self, spec: EngineRequest) -> Request | None:
         """Return the request of `spec`, or None if it has ended, even if its id is in use again."""
         request = self._state.requests.get(spec.request_id)
         return request if request is not None and request.spec is spec else None
@@ -100,7 +100,7 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Plan the next step. The plan is empty if all requests wait for KV or for blocks."""
         if self._plan is not None:
-            raise OutOfTurn("the last plan was not updated with its result")
+            raise OutOfOrder("the last plan was not updated with its result")
         self._state.now_s = now
         self._plan = self._planner.plan()
         return self._plan
@@ -108,7 +108,7 @@ class Scheduler:
     def update(self, plan: Plan, result: StepResult, now: float | None = None) -> StepOutputs:
         """Apply the result of a plan. Without `now`, events get the time of the plan."""
         if plan is not self._plan:
-            raise OutOfTurn("this plan is not the one that awaits its result")
+            raise OutOfOrder("this plan is not the one that awaits its result")
         self._plan = None
         if now is not None:
             self._planner.record_step(now - self._state.now_s)
@@ -118,10 +118,10 @@ class Scheduler:
         self._settler.settle_run(result.run)
         return StepOutputs(self._state.take_outputs())
 
-    def running_rows(self) -> dict[RequestId, Row]:
+    def running_rows(self) -> dict[RequestId, PlanRow]:
         """Return the running requests as rows, in the state before the pending plan is run."""
         running = self._state.batch.running
-        return {request_id: row_of(request) for request_id, request in running.items()}
+        return {request_id: make_row(request) for request_id, request in running.items()}
 
     # --- queries ------------------------------------------------------------------
 

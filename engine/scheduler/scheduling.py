@@ -17,9 +17,9 @@ from engine.plan import Plan
 from engine.request import ReceiveKv
 from engine.scheduler.prefill_limits import PrefillLimits
 from engine.scheduler.request import Request, RequestStatus
-from engine.scheduler.state import RequestBook
+from engine.scheduler.state import SchedulerState
 from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
-from engine.scheduler.urgency import give_way
+from engine.scheduler.urgency import preempt_for
 from kv_transfer.types import BlockId
 
 
@@ -44,10 +44,10 @@ class _AllocationFailure(NamedTuple):
     missing_hash: BlockHash | None  # once it is cached, fewer blocks are needed
 
 
-class Planner:
+class StepPlanner:
     """Plans steps: changes the scheduler's state and returns a Plan for the runner."""
 
-    def __init__(self, state: RequestBook) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._config = state.config
         self._num_slots_per_decode = state.config.num_slots_per_decode
@@ -73,7 +73,7 @@ class Planner:
         self._budget = self._pace.prompt_tokens(batch.num_decoding, self._budget)
         self._paced_budget = self._pace.paced_tokens(batch.num_decoding, self._budget)
         self._schedule_prefills()
-        self._state.waiting.bring_back(self._state.cache.pool.take_registered())
+        self._state.waiting.requeue_cached(self._state.cache.pool.take_registered())
         # Blocks of a preempted request are for the running ones. A new request would take them
         # and be preempted next.
         can_admit = is_ready_served and self._state.total_preemptions == preemptions_before
@@ -101,7 +101,7 @@ class Planner:
         """Preempt running requests for a more urgent head that the last step left waiting."""
         head, self._blocked_head = self._blocked_head, None
         if head is not None and head is self._state.waiting.head():
-            give_way(self._state, head, _max_num_hit_tokens(head))
+            preempt_for(self._state, head, _max_num_hit_tokens(head))
 
     # --- running ------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Planner:
 
         If that completes one of them, the next long prompt can be scheduled.
         """
-        if not self._budget or not self._limits.allow_rest():
+        if not self._budget or not self._limits.allows_leftover():
             return
         while self._budget and self._extend_chunks():
             if can_admit:
@@ -215,7 +215,7 @@ class Planner:
             chunks[index] = (request, chunk + more)
             self._budget -= more
             if more == left:
-                self._limits.uncount(request)
+                self._limits.undo_count(request)
         return is_any_extended
 
     def _send_layers(self) -> None:
@@ -240,7 +240,7 @@ class Planner:
                 self._blocked_head = head
                 return
             if verdict is _Verdict.SET_ASIDE:
-                waiting.step_aside(head, until=self._hash_for_short(head))
+                waiting.set_aside(head, until=self._hash_for_short(head))
 
     def _try_schedule(self, request: Request) -> _Verdict:
         if self._would_fail_again(request):
@@ -274,7 +274,7 @@ class Planner:
         self._spend(request, chunk)
         self._limits.count(request, missing - chunk)
         if not request.is_long:
-            self._limits.took_short()
+            self._limits.record_short()
         return _Verdict.SCHEDULED
 
     def _grant_to_peer(self, request: Request, receive: ReceiveKv) -> _Verdict:
@@ -342,9 +342,7 @@ class Planner:
         If that block is cached but an earlier one is missing, the missing one is returned.
         """
         cache, max_num_tokens = self._state.cache, _max_num_hit_tokens(request)
-        num_blocks = cache.num_blocks_for(
-            self._limits.num_tokens_that_make_short(request.num_tokens)
-        )
+        num_blocks = cache.num_blocks_for(self._limits.min_cached_to_be_short(request.num_tokens))
         if num_blocks * cache.block_size > max_num_tokens:
             return None
         last = cache.missing_hash(request, num_blocks - 1, max_num_tokens)

@@ -8,11 +8,11 @@ from engine.errors import BlocksUnaccounted, InvalidRequest
 from engine.events import RequestEvent, RequestEventKind, SchedulerStats
 from engine.kv_cache.manager import KvCache
 from engine.kv_connector import KvScheduling
-from engine.request import ClientId, FinishReason, Output, RequestId, RequestSpec
-from engine.scheduler.config import CacheConfig, Policy, SchedulerConfig
-from engine.scheduler.kv_handoffs import HandOffs
+from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
+from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from engine.scheduler.kv_handoffs import HandoffManager
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
-from engine.scheduler.queues import RankedQueue, WaitingLine
+from engine.scheduler.queues import RankedQueue, WaitingQueue
 from engine.scheduler.request import Rank, Request, RequestStatus
 from engine.scheduler.running_batch import Batch
 from engine.scheduler.validation import max_num_tokens
@@ -20,15 +20,15 @@ from engine.structured_output.grammar import Grammar
 from kv_transfer.types import BlockId
 
 
-class RequestBook:
+class SchedulerState:
     """The scheduler's state, with the state transitions that touch several of its parts."""
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.cache = KvCache(cache_config)
-        self.handoffs: KvScheduling = HandOffs(self.cache.pool)
+        self.handoffs: KvScheduling = HandoffManager(self.cache.pool)
         self.requests: dict[RequestId, Request] = {}
-        self.waiting = WaitingLine()
+        self.waiting = WaitingQueue()
         self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
@@ -46,7 +46,7 @@ class RequestBook:
 
     # --- state transitions of a request -------------------------------------------
 
-    def add(self, spec: RequestSpec) -> None:
+    def add(self, spec: EngineRequest) -> None:
         self._check_ids(spec)
         sampling = spec.sampling
         eos_token_ids = frozenset() if sampling.ignore_eos else self.config.eos_token_ids
@@ -70,7 +70,7 @@ class RequestBook:
         else:
             self.waiting.push(request)
 
-    def stand_in_line(self, request: Request, grammar: Grammar) -> None:
+    def enqueue_compiled(self, request: Request, grammar: Grammar) -> None:
         """Queue a request whose grammar is compiled. It keeps its place by arrival."""
         self._dequeue(request)
         request.grammar = grammar
@@ -108,7 +108,7 @@ class RequestBook:
         error: str | None = None,
     ) -> None:
         """End a request and release its blocks. Blocks that a hand-off references stay held."""
-        self.handoffs.give_up_receiving(request)
+        self.handoffs.cancel_receive(request)
         self.handoffs.withdraw(request, error or reason.value)
         self._dequeue(request)
         self.cache.release(request)
@@ -132,7 +132,7 @@ class RequestBook:
 
     # --- outputs, events and statistics -------------------------------------------
 
-    def put_out(self, client_id: ClientId, output: Output) -> None:
+    def add_output(self, client_id: ClientId, output: Output) -> None:
         self.outputs_for(client_id).append(output)
 
     def outputs_for(self, client_id: ClientId) -> list[Output]:
@@ -205,7 +205,7 @@ class RequestBook:
 
     # --- helpers ------------------------------------------------------------------
 
-    def _check_ids(self, spec: RequestSpec) -> None:
+    def _check_ids(self, spec: EngineRequest) -> None:
         if spec.request_id in self.requests:
             raise InvalidRequest(f"request id {spec.request_id} is in use")
         receive, send_to = spec.receive_from, spec.send_to
@@ -214,9 +214,9 @@ class RequestBook:
         if send_to is not None and self.handoffs.is_known_send(send_to):
             raise InvalidRequest(f"hand-off {send_to} is in use: raise the attempt")
 
-    def _rank(self, spec: RequestSpec) -> Rank:
+    def _rank(self, spec: EngineRequest) -> Rank:
         self._num_added += 1
-        priority = spec.priority if self.config.policy is Policy.PRIORITY else 0
+        priority = spec.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
         return (priority, spec.arrival_s - spec.age_s, self._num_added)
 
     def _dequeue(self, request: Request) -> None:

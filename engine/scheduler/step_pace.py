@@ -6,7 +6,7 @@ from __future__ import annotations
 LEAST_TOKENS = 16
 FIRST_TOKENS = 64  # until the cost of a token is known
 FIRST_PACED_TOKENS = 32
-WEIGHT_OF_NEWS = 0.25
+SMOOTHING = 0.25
 
 
 class StepPace:
@@ -46,4 +46,4 @@ class StepPace:
 
 
 def _moving_average(before: float | None, now: float) -> float:
-    return now if before is None else before + WEIGHT_OF_NEWS * (now - before)
+    return now if before is None else before + SMOOTHING * (now - before)

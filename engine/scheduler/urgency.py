@@ -8,12 +8,12 @@ the prefix cache until evicted.
 
 from __future__ import annotations
 
-from engine.scheduler.config import Policy
+from engine.scheduler.config import SchedulingPolicy
 from engine.scheduler.request import Request
-from engine.scheduler.state import RequestBook
+from engine.scheduler.state import SchedulerState
 
 
-def give_way(state: RequestBook, head: Request, max_hit_tokens: int) -> None:
+def preempt_for(state: SchedulerState, head: Request, max_hit_tokens: int) -> None:
     """Preempt running requests so that `head` gets a place in the batch and its blocks.
 
     `head` is the head of the waiting queue. Must be called before a step is planned, since
@@ -31,27 +31,27 @@ def give_way(state: RequestBook, head: Request, max_hit_tokens: int) -> None:
     for victim, num_blocks in zip(victims, num_freed, strict=True):
         if shortage <= 0 and num_missing_places <= 0:
             return
-        victim.gave_way = True
+        victim.was_preempted_for_priority = True
         state.preempt(victim)
         shortage -= num_blocks
         num_missing_places -= 1
 
 
-def _victims(state: RequestBook, head: Request) -> list[Request]:
+def _victims(state: SchedulerState, head: Request) -> list[Request]:
     """Return the running requests that can be preempted for `head`, the lowest-ranked first."""
-    if state.config.policy is not Policy.PRIORITY:
+    if state.config.policy is not SchedulingPolicy.PRIORITY:
         return []
     found = [
         request
         for request in state.batch.running.values()
         if request.spec.priority > head.spec.priority
-        and not request.gave_way
+        and not request.was_preempted_for_priority
         and not state.handoffs.has_sent(request)
     ]
     return sorted(found, key=lambda request: request.rank, reverse=True)
 
 
-def _shortage(state: RequestBook, head: Request, max_hit_tokens: int) -> int:
+def _shortage(state: SchedulerState, head: Request, max_hit_tokens: int) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
     hits = state.cache.find_prefix(head, max_hit_tokens)
     num_missing = state.cache.num_blocks_for(head.num_tokens) - len(hits)

@@ -7,12 +7,12 @@ from itertools import chain
 
 from engine.errors import InvalidRequest
 from engine.kv_cache.block_hashes import MAX_TOKEN_ID
-from engine.request import RequestSpec
+from engine.request import EngineRequest
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.structured_output.params import FIELD
 
 
-def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
+def validate_request(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
     """Raise InvalidRequest if the request can never complete on this engine."""
     _check_tokens(spec, config)
     _check_lengths(spec, config)
@@ -27,19 +27,19 @@ def check_request(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
 
 
-def max_num_tokens(spec: RequestSpec, config: SchedulerConfig) -> int:
+def max_num_tokens(spec: EngineRequest, config: SchedulerConfig) -> int:
     """Return the number of tokens, prompt included, at which a limit ends the request."""
     return min(len(spec.prompt_token_ids) + spec.sampling.max_tokens, config.max_model_len)
 
 
-def longest_sequence(config: SchedulerConfig, cache: CacheConfig) -> int:
+def max_sequence_length(config: SchedulerConfig, cache: CacheConfig) -> int:
     """Return the maximum of prompt and output tokens together for this model and KV cache."""
     num_slots = cache.num_blocks * cache.block_size
     # The last token is never an input, so its KV is never written.
     return min(config.max_model_len, num_slots + 1)
 
 
-def _check_tokens(spec: RequestSpec, config: SchedulerConfig) -> None:
+def _check_tokens(spec: EngineRequest, config: SchedulerConfig) -> None:
     if not spec.prompt_token_ids:
         raise InvalidRequest("the prompt is empty: it must have at least one token")
     highest = MAX_TOKEN_ID if config.vocab_size is None else config.vocab_size - 1
@@ -52,7 +52,7 @@ def _check_tokens(spec: RequestSpec, config: SchedulerConfig) -> None:
                 )
 
 
-def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _named_token_ids(spec: EngineRequest) -> Iterator[tuple[str, tuple[int, ...]]]:
     sampling = spec.sampling
     yield "the prompt", spec.prompt_token_ids
     yield "the answer so far", spec.prior_output_token_ids
@@ -63,7 +63,7 @@ def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     yield "logit_bias", tuple(sampling.logit_bias)
 
 
-def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:
+def _check_lengths(spec: EngineRequest, config: SchedulerConfig) -> None:
     num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
     if num_context >= config.max_model_len:
         raise InvalidRequest(
@@ -85,7 +85,7 @@ def _check_lengths(spec: RequestSpec, config: SchedulerConfig) -> None:
         )
 
 
-def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> None:
+def _check_fits_cache(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
     num_context = len(spec.prompt_token_ids) + len(spec.prior_output_token_ids)
     # The last token is never an input, so its KV is never written. A sender ends with its first
     # token. Draft tokens never exceed these slots.
@@ -102,11 +102,11 @@ def _check_fits_cache(spec: RequestSpec, config: SchedulerConfig, cache: CacheCo
         )
 
 
-def _advice(spec: RequestSpec, config: SchedulerConfig, cache: CacheConfig) -> str:
+def _advice(spec: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> str:
     num_prompt_tokens = len(spec.prompt_token_ids)
     if spec.send_to is not None:
         return f"Send a prompt of at most {cache.num_blocks * cache.block_size} tokens"
-    longest = longest_sequence(config, cache)
+    longest = max_sequence_length(config, cache)
     num_left = longest - num_prompt_tokens
     if num_left < 1:
         return f"Prompt and answer may have at most {longest} tokens together: shorten the prompt"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.errors import InvalidConfig
 
-MOST_PROPOSED = 32
+MAX_PROPOSED_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,10 @@ class Speculation:
     max_rows: int = 16
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_tokens <= MOST_PROPOSED:
+        if not 1 <= self.num_tokens <= MAX_PROPOSED_TOKENS:
             raise InvalidConfig(
-                f"{self.num_tokens} tokens to propose at once; it must be from 1 to {MOST_PROPOSED}"
+                f"{self.num_tokens} tokens to propose at once; "
+                f"it must be from 1 to {MAX_PROPOSED_TOKENS}"
             )
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise InvalidConfig(f"n-grams of {self.min_ngram} to {self.max_ngram} tokens")

@@ -13,8 +13,8 @@ from engine.spec_decode.config import Speculation
 from engine.spec_decode.ngram_index import NgramIndex
 
 # A long prompt is indexed over several steps, since indexing it at once would delay all rows.
-MOST_READ_AT_ONCE = 4096
-LONGEST_PAUSE = 64  # steps
+MAX_TOKENS_INDEXED_PER_STEP = 4096
+MAX_PAUSE_STEPS = 64  # steps
 
 # Returns the tokens of a sequence from an index on, up to a limit.
 TokensFrom = Callable[[int, int], Sequence[int]]
@@ -53,12 +53,12 @@ class _SequenceDrafter:
         self._pause = 0  # steps left without drafts
 
     def draft(self, tokens_from: TokensFrom, max_tokens: int) -> list[int]:
-        new_tokens = tokens_from(self._index.num_tokens, MOST_READ_AT_ONCE)
+        new_tokens = tokens_from(self._index.num_tokens, MAX_TOKENS_INDEXED_PER_STEP)
         self._index.extend(new_tokens)
         if self._pause:
             self._pause -= 1
             return []
-        if len(new_tokens) == MOST_READ_AT_ONCE:
+        if len(new_tokens) == MAX_TOKENS_INDEXED_PER_STEP:
             return []
         return self._index.proposal(min(max_tokens, self._length))
 
@@ -73,4 +73,4 @@ class _SequenceDrafter:
             return
         self._num_failures += 1
         self._length = 1 if self._num_failures > 1 else max(1, self._longest // 2)
-        self._pause = min(LONGEST_PAUSE, 2 ** (self._num_failures - 1) - 1)
+        self._pause = min(MAX_PAUSE_STEPS, 2 ** (self._num_failures - 1) - 1)

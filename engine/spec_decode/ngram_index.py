@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # Candidates compared for the longest match, newest first.
-MOST_LOOKED_AT = 8
+MAX_CANDIDATES = 8
 
 
 class NgramIndex:
@@ -65,7 +65,7 @@ class NgramIndex:
             return 0
         end = self._last_end.get(hash(tuple(tokens[-size:])), 0)
         best, best_length = 0, size - 1
-        for _ in range(MOST_LOOKED_AT):
+        for _ in range(MAX_CANDIDATES):
             if not end or best_length == self._max:
                 break
             length = self._length_of_match(end)

@@ -15,7 +15,7 @@ from engine.structured_output.params import FIELD, StructuredOutputs
 
 NUM_THREADS = 2
 MOST_REMEMBERED = 64
-MOST_REMEMBERED_CHARACTERS = 1 << 22  # memory of compiled grammars grows with their texts
+MAX_CACHED_CHARACTERS = 1 << 22  # memory of compiled grammars grows with their texts
 LARGE_CHARACTERS = 1 << 16  # longer texts, which take seconds, have a separate thread
 STACK_BYTES = 128 << 20  # of address space: only touched pages take memory
 
@@ -42,12 +42,12 @@ class GrammarCompiler(Generic[Compiled]):
         library: Library[Compiled],
         *,
         num_threads: int = NUM_THREADS,
-        most_remembered: int = MOST_REMEMBERED,
-        most_remembered_characters: int = MOST_REMEMBERED_CHARACTERS,
+        max_cached_grammars: int = MOST_REMEMBERED,
+        max_cached_characters: int = MAX_CACHED_CHARACTERS,
     ) -> None:
         self._library = library
-        self._most_remembered = most_remembered
-        self._most_remembered_characters = most_remembered_characters
+        self._most_remembered = max_cached_grammars
+        self._most_remembered_characters = max_cached_characters
         self._num_cached_characters = 0
         self._cache: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._callbacks: dict[

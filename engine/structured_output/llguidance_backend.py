@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from engine.errors import InvalidRequest
 from engine.structured_output.grammar import Bits
 from engine.structured_output.params import FIELD, StructuredOutputs
-from engine.structured_output.schema_cost import schemas_in, why_costly
+from engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from engine.structured_output.schema_rewrite import prepared
 
@@ -30,7 +30,7 @@ ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
 # weak model generates nothing but whitespace until max_tokens.
 WHITESPACE = r"( |\n[ \t]{0,64})?"
-MOST_REASON_CHARACTERS = 400
+MAX_REASON_CHARACTERS = 400
 TOO_DEEP = "it is nested too deeply"
 PANIC = "panic:"  # prefix of llguidance's errors for panics that it caught
 BITS_PER_WORD = 32
@@ -39,8 +39,8 @@ BITS_PER_WORD = 32
 HEADER = '%llguidance {"no_forcing": true}'
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # In CPU time of the thread. No realistic grammar comes near these limits.
-MOST_TO_COMPILE_S = 3.0
-MOST_TO_LOOK_S = 0.5
+MAX_COMPILE_S = 3.0
+MAX_MASK_S = 0.5
 # Limits of work and memory per grammar, see docs/adr/0025.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
@@ -53,7 +53,7 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 
-class GrammarChecks:
+class GrammarValidator:
     """Validates grammars without a tokenizer, such as on a router."""
 
     def compile(self, wanted: StructuredOutputs) -> Checked:
@@ -95,7 +95,7 @@ class GrammarLibrary:
         grammar = CompiledGrammar(wanted, matcher)
         # The first mask is often the most expensive, and shows whether any output fits.
         grammar.matcher().fill(np.zeros(num_words(self._vocab_size), dtype=np.int32))
-        _check_cost(wanted, began_s, MOST_TO_COMPILE_S)
+        _check_cost(wanted, began_s, MAX_COMPILE_S)
         return grammar
 
     def _read_tokenizer(self) -> llguidance.LLTokenizer:
@@ -148,7 +148,7 @@ class GrammarMatcher:
             raise self._matcher_error()
         if not allowed.any():
             raise _error(self._wanted, "no token can come next")
-        _check_cost(self._wanted, began_s, MOST_TO_LOOK_S)
+        _check_cost(self._wanted, began_s, MAX_MASK_S)
 
     def _matcher_error(self) -> InvalidRequest:
         return _error(self._wanted, self._matcher.get_error())
@@ -199,7 +199,7 @@ def _lark_of_grammar(wanted: StructuredOutputs, text: str) -> str:
         raise _error(wanted, "%llguidance is not allowed: leave it out")
     check_grammar_ends(text)
     try:
-        for schema in schemas_in(text):
+        for schema in embedded_schemas(text):
             _check_schema_cost(wanted, schema)
     except RecursionError:
         raise _error(wanted, TOO_DEEP) from None
@@ -246,7 +246,7 @@ def _parsed(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
 
 
 def _check_schema_cost(wanted: StructuredOutputs, schema: Any) -> None:
-    reason = why_costly(schema)
+    reason = expense_reason(schema)
     if reason is not None:
         raise _error(wanted, reason)
 
@@ -267,6 +267,6 @@ def _error(wanted: StructuredOutputs, reason: str) -> InvalidRequest:
         message = "no answer can fit it"
     if message.startswith(PANIC):  # followed by a backtrace
         message = "llguidance failed on it"
-    if len(message) > MOST_REASON_CHARACTERS:
-        message = f"{message[:MOST_REASON_CHARACTERS]}…"
+    if len(message) > MAX_REASON_CHARACTERS:
+        message = f"{message[:MAX_REASON_CHARACTERS]}…"
     return InvalidRequest(f"{FIELD}.{wanted.form} cannot be enforced: {message}", FIELD)

@@ -11,8 +11,8 @@ from engine.errors import InvalidRequest
 
 FIELD = "structured_outputs"
 # Limits on schemas, expressions and grammars, which come from untrusted clients.
-MOST_CHARACTERS = {"json": 1 << 18, "regex": 1 << 12, "choice": 1 << 16, "grammar": 1 << 14}
-MOST_CHOICES = 1024
+MAX_CHARACTERS = {"json": 1 << 18, "regex": 1 << 12, "choice": 1 << 16, "grammar": 1 << 14}
+MAX_CHOICES = 1024
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -59,7 +59,7 @@ class StructuredOutputs:
             raise InvalidRequest(
                 f"{FIELD}.{self.form} contains half a surrogate pair: it is not valid text", FIELD
             ) from None
-        num_characters, limit = len(self.text), MOST_CHARACTERS.get(self.form, 0)
+        num_characters, limit = len(self.text), MAX_CHARACTERS.get(self.form, 0)
         if num_characters > limit:
             raise InvalidRequest(
                 f"{FIELD}.{self.form} has {num_characters} characters; at most {limit} are allowed",
@@ -67,16 +67,16 @@ class StructuredOutputs:
             )
 
     def _check_choices(self) -> None:
-        if len(self.choice) > MOST_CHOICES:
+        if len(self.choice) > MAX_CHOICES:
             raise InvalidRequest(
-                f"{FIELD}.choice has {len(self.choice)} texts; at most {MOST_CHOICES} are allowed",
+                f"{FIELD}.choice has {len(self.choice)} texts; at most {MAX_CHOICES} are allowed",
                 FIELD,
             )
         if not all(self.choice):
             raise InvalidRequest(f"{FIELD}.choice has an empty text", FIELD)
 
 
-def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
+def parse_structured_outputs(given: Mapping[str, Any]) -> StructuredOutputs:
     """Parse a client's fields, where schemas can be objects. Raises InvalidRequest."""
     read: dict[str, Any] = {}
     for name, value in given.items():

@@ -8,16 +8,16 @@ from decimal import Decimal
 from math import lcm
 from typing import Any
 
-from engine.structured_output.params import MOST_CHARACTERS
+from engine.structured_output.params import MAX_CHARACTERS
 
-MOST_PATTERN_CHARACTERS = MOST_CHARACTERS["regex"]
-MOST_REMAINDERS = 10_000
+MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
+MAX_REMAINDERS = 10_000
 # Each optional property can be followed by each later one of its object.
-MOST_OPTIONAL_PAIRS = 8_000_000
+MAX_OPTIONAL_PAIRS = 8_000_000
 JSON_IN_LARK = "%json"
 
 
-def why_costly(schema: Any) -> str | None:
+def expense_reason(schema: Any) -> str | None:
     """Return why a schema is too expensive to compile, or None.
 
     Every object is checked, including constants, since references can point anywhere.
@@ -25,25 +25,25 @@ def why_costly(schema: Any) -> str | None:
     steps, num_pairs = 1, 0
     for part in _objects(schema):
         for pattern in _patterns(part):
-            if len(pattern) > MOST_PATTERN_CHARACTERS:
+            if len(pattern) > MAX_PATTERN_CHARACTERS:
                 return (
                     f"it has a pattern of {len(pattern)} characters; at most "
-                    f"{MOST_PATTERN_CHARACTERS} are allowed"
+                    f"{MAX_PATTERN_CHARACTERS} are allowed"
                 )
         # If subschemas are combined, a number must be a multiple of all their multipleOf.
         steps = lcm(steps, _remainders(part.get("multipleOf")))
-        if steps > MOST_REMAINDERS:
+        if steps > MAX_REMAINDERS:
             return (
-                f"its multipleOf values together have more than {MOST_REMAINDERS} remainders; "
+                f"its multipleOf values together have more than {MAX_REMAINDERS} remainders; "
                 "make the numbers rounder"
             )
         num_pairs += _num_optional(part) ** 2
-        if num_pairs > MOST_OPTIONAL_PAIRS:
+        if num_pairs > MAX_OPTIONAL_PAIRS:
             return "it has objects with thousands of optional properties; require some, or split it"
     return None
 
 
-def schemas_in(grammar: str) -> Iterator[Any]:
+def embedded_schemas(grammar: str) -> Iterator[Any]:
     """Yield the JSON schemas embedded in a Lark grammar."""
     for after in grammar.split(JSON_IN_LARK)[1:]:
         try:

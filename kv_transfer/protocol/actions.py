@@ -14,7 +14,7 @@ from kv_transfer.types import BlockId, Complete, HandoffId
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendMessage:
     """Send a control message over the link."""
 
     link_id: LinkId
@@ -22,7 +22,7 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
+class BreakLink:
     """Abandon the pair: destroy the local end of the data path and close the link."""
 
     link_id: LinkId
@@ -30,7 +30,7 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class ExpectWrites:
     """D: register the blocks of a grant with the channel."""
 
     link_id: LinkId
@@ -39,7 +39,7 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelExpected:
+class CancelWrites:
     """D: cancel the receives of a ticket in the channel."""
 
     link_id: LinkId
@@ -47,10 +47,10 @@ class CancelExpected:
 
 
 @dataclass(frozen=True, slots=True)
-class DigestEarly:
+class DigestLanded:
     """D: add blocks that have landed to the digest while other blocks are still in flight.
 
-    They follow the blocks of all earlier DigestEarly actions of the hand-off.
+    They follow the blocks of all earlier DigestLanded actions of the hand-off.
     """
 
     handoff_id: HandoffId
@@ -61,7 +61,7 @@ class DigestEarly:
 class CheckDigest:
     """D: compare the digest of the landed bytes with P's. The result goes to `checked`.
 
-    `block_ids` holds only the blocks not yet covered by a DigestEarly.
+    `block_ids` holds only the blocks not yet covered by a DigestLanded.
     """
 
     handoff_id: HandoffId
@@ -70,7 +70,7 @@ class CheckDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class PostWrite:
     """P: post a write to the channel."""
 
     link_id: LinkId
@@ -79,7 +79,7 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True)
-class AddToDigest:
+class DigestSent:
     """P: add blocks to the digest. They are computed, and all their bytes are posted."""
 
     link_id: LinkId
@@ -88,7 +88,7 @@ class AddToDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class SendDone:
     """P: all writes have completed. Send Done with the digest, behind the data if one-sided."""
 
     link_id: LinkId
@@ -96,6 +96,6 @@ class Announce:
     complete: Complete
 
 
-ReceiverAction = Say | Break | Expect | CancelExpected | DigestEarly | CheckDigest
-SenderAction = Say | Break | Post | AddToDigest | Announce
-PairAction = Say | Expect | CancelExpected | Post | AddToDigest | Announce
+ReceiverAction = SendMessage | BreakLink | ExpectWrites | CancelWrites | DigestLanded | CheckDigest
+SenderAction = SendMessage | BreakLink | PostWrite | DigestSent | SendDone
+PairAction = SendMessage | ExpectWrites | CancelWrites | PostWrite | DigestSent | SendDone

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
-from kv_transfer.protocol.memory_runs import Span, spans
+from kv_transfer.protocol.memory_runs import BlockRun, spans
 from kv_transfer.protocol.messages import Region
 from kv_transfer.types import BlockId, HandoffId
 
@@ -39,7 +39,7 @@ class BlockDigest:
         return self._state.intdigest()
 
 
-def _view(span: Span) -> memoryview:
+def _view(span: BlockRun) -> memoryview:
     return memoryview((ctypes.c_char * span.num_bytes).from_address(span.address))
 
 

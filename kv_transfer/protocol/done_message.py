@@ -29,7 +29,7 @@ def note_of(done: Done) -> bytes:
     ).encode()
 
 
-def done_of(note: bytes) -> Done:
+def decode_done(note: bytes) -> Done:
     """Decode a notification. Raise PeerUnreachable if it is invalid, so that the pair is cut."""
     try:
         request_id, attempt, num_tokens, digest, token_id, logprobs = json.loads(note)

@@ -14,7 +14,7 @@ from kv_transfer.types import BlockId
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BlockRun:
     """Contiguous run of bytes."""
 
     address: int
@@ -22,7 +22,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class SpanPair:
+class BlockRunPair:
     """Source and target of a contiguous copy."""
 
     source: int
@@ -30,42 +30,42 @@ class SpanPair:
     num_bytes: int
 
 
-def spans(region: Region, block_ids: Sequence[BlockId]) -> list[Span]:
+def spans(region: Region, block_ids: Sequence[BlockId]) -> list[BlockRun]:
     """Return the runs of these blocks, in order, adjacent blocks merged.
 
     Raise ValueError for an id outside the region.
     """
-    merged: list[Span] = []
+    merged: list[BlockRun] = []
     for block_id in block_ids:
         address = _address(region, block_id)
         if merged and merged[-1].address + merged[-1].num_bytes == address:
-            merged[-1] = Span(merged[-1].address, merged[-1].num_bytes + region.block_bytes)
+            merged[-1] = BlockRun(merged[-1].address, merged[-1].num_bytes + region.block_bytes)
         else:
-            merged.append(Span(address, region.block_bytes))
+            merged.append(BlockRun(address, region.block_bytes))
     return merged
 
 
 def pair_spans(
     source: Region, source_ids: Sequence[BlockId], target: Region, target_ids: Sequence[BlockId]
-) -> list[SpanPair]:
+) -> list[BlockRunPair]:
     """Return the copies to make, merging blocks that are adjacent on both sides."""
     if source.block_bytes != target.block_bytes:
         raise ValueError(
             f"sizes differ: blocks of {source.block_bytes} and {target.block_bytes} bytes"
         )
-    merged: list[SpanPair] = []
+    merged: list[BlockRunPair] = []
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
         here, there = _address(source, source_id), _address(target, target_id)
         last = merged[-1] if merged else None
         if last and (last.source + last.num_bytes, last.target + last.num_bytes) == (here, there):
             num_bytes = last.num_bytes + source.block_bytes
-            merged[-1] = SpanPair(last.source, last.target, num_bytes)
+            merged[-1] = BlockRunPair(last.source, last.target, num_bytes)
         else:
-            merged.append(SpanPair(here, there, source.block_bytes))
+            merged.append(BlockRunPair(here, there, source.block_bytes))
     return merged
 
 
-def part_of(block_bytes: int, layers: LayerRange | None) -> range:
+def layer_bytes_range(block_bytes: int, layers: LayerRange | None) -> range:
     """Return the byte range of these layers inside a block."""
     if layers is None:
         return range(block_bytes)

@@ -15,9 +15,9 @@ from kv_transfer.types import BlockId, FirstToken, HandoffId, Incarnation, NodeI
 
 WIRE_VERSION = 2
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
-MOST_BLOCKS = 1 << 24
-END_OF_MEMORY = 1 << 64
-LONGEST_LEASE_S = 3600.0
+MAX_REGION_BLOCKS = 1 << 24
+MAX_ADDRESS = 1 << 64
+MAX_LEASE_S = 3600.0
 DEVICE = re.compile(r"[a-z]+(?::\d{1,3})?")
 
 
@@ -46,9 +46,11 @@ class Region:
 
     def __post_init__(self) -> None:
         """Raise InvalidMessage if a value is out of range: regions also come from peers."""
-        _check(0 < self.num_blocks <= MOST_BLOCKS, f"invalid number of blocks: {self.num_blocks}")
+        _check(
+            0 < self.num_blocks <= MAX_REGION_BLOCKS, f"invalid number of blocks: {self.num_blocks}"
+        )
         _check(self.block_bytes > 0, f"invalid block size: {self.block_bytes} bytes")
-        _check(self.base + self.num_bytes <= END_OF_MEMORY, "the region exceeds 64-bit addresses")
+        _check(self.base + self.num_bytes <= MAX_ADDRESS, "the region exceeds 64-bit addresses")
         _check(DEVICE.fullmatch(self.device) is not None, f"invalid device: {self.device[:40]!r}")
 
     @property
@@ -163,8 +165,8 @@ def _check(is_valid: bool, error: str) -> None:
 
 def _check_lease(lease_s: float) -> None:
     # False for NaN too, which fails every comparison.
-    is_valid = 0 < lease_s <= LONGEST_LEASE_S
-    _check(is_valid, f"a lease of {lease_s} s; it must be above 0 and at most {LONGEST_LEASE_S:g}")
+    is_valid = 0 < lease_s <= MAX_LEASE_S
+    _check(is_valid, f"a lease of {lease_s} s; it must be above 0 and at most {MAX_LEASE_S:g}")
 
 
 _ONE_VERSION = "run one version of baton on all nodes"
@@ -181,7 +183,7 @@ _ADVICE = {
 }
 
 
-def why_refused(ours: Hello, theirs: Hello) -> str | None:
+def find_mismatch(ours: Hello, theirs: Hello) -> str | None:
     """Return the reason why two sides are incompatible, with advice; None if they fit."""
     nodes = f"on {ours.node_id} and {theirs.node_id}"
     for name, advice in _ADVICE.items():

@@ -34,7 +34,7 @@ class OutgoingHandoff:
     first_block: int = 0  # index of blocks[0] in the sequence's block table
     blocks: list[BlockId] = field(default_factory=list)
     is_ordered: bool = False  # the scheduler has ordered it and expects finished_sending
-    has_last_word: bool = False  # the scheduler has ordered Complete or Withdraw
+    has_final_order: bool = False  # the scheduler has ordered Complete or Withdraw
     complete: Complete | None = None
     held_until_s: float | None = None
     link_id: LinkId | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.protocol.memory_runs import part_of
+from kv_transfer.protocol.memory_runs import layer_bytes_range
 from kv_transfer.protocol.messages import Grant
 from kv_transfer.protocol.outgoing import OutgoingHandoff, Sliced
 from kv_transfer.transports.base import LayerRange
@@ -53,7 +53,7 @@ class WriteSplitter:
         if sliced is not None:
             end = min(end, sliced.end)
             layers = LayerRange(sliced.num_layers, self._num_layers, self._num_layers)
-        part_bytes = len(part_of(self._block_bytes, layers))
+        part_bytes = len(layer_bytes_range(self._block_bytes, layers))
         if part_bytes:
             end = min(end, first + room_bytes // part_bytes)
         if first >= end:

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from kv_transfer.config import ReceiverConfig
 from kv_transfer.link import LinkId
 from kv_transfer.protocol.actions import (
-    Break,
-    CancelExpected,
+    BreakLink,
+    CancelWrites,
     CheckDigest,
-    DigestEarly,
-    Expect,
+    DigestLanded,
+    ExpectWrites,
     ReceiverAction,
-    Say,
+    SendMessage,
 )
 from kv_transfer.protocol.incoming import IncomingHandoff, IncomingState
 from kv_transfer.protocol.messages import (
@@ -159,9 +159,11 @@ class Receiver:
         landed = incoming.order.block_ids[incoming.num_written : num_written]
         if landed and incoming.state is IncomingState.GRANTED:
             incoming.num_written += len(landed)
-            self._actions.append(DigestEarly(incoming.order.handoff_id, landed))
+            self._actions.append(DigestLanded(incoming.order.handoff_id, landed))
 
-    def link_cut(self, link_id: LinkId, reason: str, now: float, *, writes_stopped: bool) -> None:
+    def handle_link_cut(
+        self, link_id: LinkId, reason: str, now: float, *, writes_stopped: bool
+    ) -> None:
         """Fail the receives of a link whose local end of the data path is destroyed.
 
         Their blocks are released if that stops all writes (`writes_stopped`), else fenced.
@@ -183,8 +185,8 @@ class Receiver:
                 self._release(incoming)
         self._forget_if_unused(link_id)
 
-    def peer_cut(self, link_id: LinkId) -> None:
-        """Release fenced blocks: P's end is destroyed too, or P is dead. Requires `link_cut`."""
+    def handle_peer_cut(self, link_id: LinkId) -> None:
+        """Release fenced blocks: P's end is destroyed, or P is dead. Requires `handle_link_cut`."""
         link = self._links.get(link_id)
         if link is not None and link.is_cut:
             for incoming in self._incoming_on(link):
@@ -211,7 +213,7 @@ class Receiver:
         if incoming is not None:
             self._digest_early(incoming, num_blocks)
 
-    def quieted(self, link_id: LinkId, ticket: int) -> None:
+    def handle_cancel_completed(self, link_id: LinkId, ticket: int) -> None:
         incoming = self._find_by_ticket(link_id, ticket)
         if incoming is None or incoming.state is not IncomingState.FENCED:
             self.num_dropped += 1
@@ -244,7 +246,7 @@ class Receiver:
             self._renew_if_due(link_id, link, now)
             reason = self._break_reason(link, now)
             if reason is not None:
-                self._actions.append(Break(link_id, reason))
+                self._actions.append(BreakLink(link_id, reason))
 
     def next_tick_s(self) -> float | None:
         """Return the time at which `tick` is due next, unless another event comes first."""
@@ -313,7 +315,7 @@ class Receiver:
             if link.handoff_ids and not link.is_cut
         )
 
-    def has_fenced(self, link_id: LinkId) -> bool:
+    def has_fenced_blocks(self, link_id: LinkId) -> bool:
         """Return whether blocks of a cut link are fenced until the peer's end is destroyed."""
         return link_id in self._links
 
@@ -325,7 +327,7 @@ class Receiver:
         incoming.move(IncomingState.GRANTED)
         order = incoming.order
         self._handoff_by_ticket[incoming.ticket] = order.handoff_id
-        self._actions.append(Expect(incoming.link_id, incoming.ticket, order.block_ids))
+        self._actions.append(ExpectWrites(incoming.link_id, incoming.ticket, order.block_ids))
         self._send_message(
             incoming.link_id,
             Grant(
@@ -361,7 +363,7 @@ class Receiver:
     def _fence(self, incoming: IncomingHandoff, now: float) -> None:
         incoming.move(IncomingState.FENCED)
         incoming.fenced_s = now
-        self._actions.append(CancelExpected(incoming.link_id, incoming.ticket))
+        self._actions.append(CancelWrites(incoming.link_id, incoming.ticket))
         self._send_message(
             incoming.link_id, RevokeGrant(incoming.order.handoff_id, incoming.ticket)
         )
@@ -399,4 +401,4 @@ class Receiver:
         return incoming if incoming is not None and incoming.link_id == link_id else None
 
     def _send_message(self, link_id: LinkId, message: LinkMessage) -> None:
-        self._actions.append(Say(link_id, message))
+        self._actions.append(SendMessage(link_id, message))

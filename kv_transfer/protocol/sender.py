@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 from kv_transfer.config import SenderConfig
 from kv_transfer.link import LinkId
-from kv_transfer.protocol.actions import AddToDigest, Announce, Break, Post, Say, SenderAction
+from kv_transfer.protocol.actions import (
+    BreakLink,
+    DigestSent,
+    PostWrite,
+    SendDone,
+    SenderAction,
+    SendMessage,
+)
 from kv_transfer.protocol.messages import (
     Failed,
     Grant,
@@ -89,7 +96,7 @@ class Sender:
     def complete(self, order: Complete, now: float) -> None:
         outgoing = self._get_or_create(order.handoff_id)
         outgoing.complete = order
-        outgoing.has_last_word = True
+        outgoing.has_final_order = True
         if outgoing.state is OutgoingState.HELD:
             outgoing.held_until_s = now + self._config.hold_s
         self._push(outgoing, now)
@@ -97,7 +104,7 @@ class Sender:
 
     def withdraw(self, order: Withdraw, now: float) -> None:
         outgoing = self._get_or_create(order.handoff_id)
-        outgoing.has_last_word = True
+        outgoing.has_final_order = True
         self._fail(outgoing, order.reason)
         self._end_if_over(outgoing)
 
@@ -120,7 +127,7 @@ class Sender:
         else:
             self.num_dropped += 1
 
-    def link_cut(self, link_id: LinkId, reason: str) -> None:
+    def handle_link_cut(self, link_id: LinkId, reason: str) -> None:
         """End the sends of a link whose local end of the data path is destroyed.
 
         No write of that link reads local memory any more.
@@ -154,9 +161,9 @@ class Sender:
             return
         self._links[link_id].is_broken = True
         self._fail(outgoing, reason)
-        self._actions.append(Break(link_id, f"a write failed: {reason}"))
+        self._actions.append(BreakLink(link_id, f"a write failed: {reason}"))
 
-    def tell_of_flights(self) -> None:
+    def report_progress(self) -> None:
         """Send Writing for each send whose progress has changed.
 
         D must poll for writes in flight to complete, and can digest the blocks that have landed.
@@ -178,7 +185,7 @@ class Sender:
         for outgoing in list(self._outgoing.values()):
             if self._is_stuck(outgoing, now) and outgoing.link_id is not None:
                 reason = f"a write did not end in {self._config.write_timeout_s:g} s"
-                self._actions.append(Break(outgoing.link_id, reason))
+                self._actions.append(BreakLink(outgoing.link_id, reason))
             elif now >= self._deadline_s(outgoing):
                 is_held = outgoing.state is OutgoingState.HELD
                 self._fail(outgoing, "never granted in time" if is_held else "the lease ended")
@@ -293,13 +300,13 @@ class Sender:
             flight = WriteInFlight(now, part.num_bytes, part.places.start)
             write_id = self._flights.begin(outgoing, link_id, flight)
             write = _make_write(write_id, outgoing, grant, part)
-            self._actions.append(Post(link_id, outgoing.handoff_id, write))
+            self._actions.append(PostWrite(link_id, outgoing.handoff_id, write))
         if part.completed:
-            add = AddToDigest(link_id, outgoing.handoff_id, part.completed)
+            add = DigestSent(link_id, outgoing.handoff_id, part.completed)
             self._actions.append(add)
 
     def _end_flight(self, link_id: LinkId, write_id: int) -> OutgoingHandoff | None:
-        handoff_id = self._flights.handoff_of(write_id)
+        handoff_id = self._flights.get_handoff(write_id)
         if handoff_id is None:
             return None
         outgoing = self._outgoing[handoff_id]
@@ -325,7 +332,7 @@ class Sender:
                 outgoing.must_answer_revoke = False
                 self._send_to_peer(outgoing, Revoked(outgoing.handoff_id))
                 outgoing.link_id = None
-            if outgoing.has_last_word or not outgoing.is_ordered:
+            if outgoing.has_final_order or not outgoing.is_ordered:
                 self._end(outgoing)
 
     def _announce_if_complete(self, outgoing: OutgoingHandoff) -> None:
@@ -337,7 +344,7 @@ class Sender:
                 self._fail(outgoing, "fewer blocks were computed than granted")
                 self._end_if_over(outgoing)
             return
-        self._actions.append(Announce(link_id, grant.ticket, complete))
+        self._actions.append(SendDone(link_id, grant.ticket, complete))
         outgoing.why_ended = "announced"
         self._end(outgoing)
 
@@ -384,7 +391,7 @@ class Sender:
             self._send_message(outgoing.link_id, message)
 
     def _send_message(self, link_id: LinkId, message: LinkMessage) -> None:
-        self._actions.append(Say(link_id, message))
+        self._actions.append(SendMessage(link_id, message))
 
 
 def _make_write(write_id: int, outgoing: OutgoingHandoff, grant: Grant, part: WritePart) -> Write:

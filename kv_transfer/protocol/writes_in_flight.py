@@ -31,7 +31,7 @@ class Flights:
         self._bytes_by_link[link_id] = num_bytes
         return self._num_begun
 
-    def handoff_of(self, write_id: int) -> HandoffId | None:
+    def get_handoff(self, write_id: int) -> HandoffId | None:
         """Return the hand-off of a write; None if it is unknown or has ended."""
         return self._handoff_by_write.get(write_id)
 

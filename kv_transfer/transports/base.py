@@ -58,7 +58,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class BlocksLanded:
     """On D, two-sided only: the first `num_blocks` blocks of this ticket are complete."""
 
     ticket: int
@@ -66,20 +66,20 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class Quieted:
+class CancelCompleted:
     """On D, two-sided only: the ticket is cancelled, and no posted receive of it can write."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
-class Severed:
+class ChannelBroken:
     """The data path is broken. Writes in flight can still land."""
 
     reason: str
 
 
-ChannelEvent = Written | WriteFailed | Arrived | Landing | Quieted | Severed
+ChannelEvent = Written | WriteFailed | Arrived | BlocksLanded | CancelCompleted | ChannelBroken
 
 
 class Channel(Protocol):
@@ -112,7 +112,7 @@ class Channel(Protocol):
         ...
 
     def cancel(self, ticket: int) -> None:
-        """On D: cancel a ticket. A two-sided transport reports Quieted once; one-sided: no-op."""
+        """On D: cancel a ticket. Two-sided: reports CancelCompleted once. One-sided: no-op."""
         ...
 
     def post(self, write: Write) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.errors import InvalidKvSetting, PeerUnreachable, TransportMissing
-from kv_transfer.process_identity import ProcessMark, own_mark
+from kv_transfer.process_identity import ProcessIdentity, current_process_mark
 from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import (
     Arrived,
+    ChannelBroken,
     ChannelEvent,
     LayerRange,
-    Severed,
     Write,
     WriteFailed,
     Written,
@@ -82,13 +82,13 @@ class NixlChannel:
         self._nixl = nixl
         self._errors = _errors(nixl)
         self._region = region
-        self._mark = own_mark()
+        self._mark = current_process_mark()
         self._agent: Any = nixl.nixlAgent(os.urandom(12).hex(), _agent_config(nixl))
         self._agent.createBackend("UCX", _backend_parameters(config))
         self._registered = _registration(nixl, region)
         self._agent.registerMem(self._registered, [])
         self._metadata: bytes = self._mark.to_bytes() + _SEPARATOR + self._agent.getLocalMD()
-        self._peer_mark: ProcessMark | None = None
+        self._peer_mark: ProcessIdentity | None = None
         self._peer_region: Region | None = None
         self._peer_metadata = b""
         tls = os.environ.get("UCX_TLS", config.tls)
@@ -107,7 +107,7 @@ class NixlChannel:
         if not separator:
             raise PeerUnreachable("the peer sent no connection data")
         try:
-            self._peer_mark = ProcessMark.from_bytes(mark)
+            self._peer_mark = ProcessIdentity.from_bytes(mark)
         except ValueError as error:
             raise PeerUnreachable("the peer's connection data lack its process identity") from error
         self._peer_metadata, self._peer_region = agent_metadata, region
@@ -184,7 +184,7 @@ class NixlChannel:
             payload = ticket.to_bytes(_TICKET_BYTES, "big") + note
             self._agent.genNotif(self._ensure_connected().peer, payload)
         except self._errors as error:
-            self._failures.append(Severed(f"notify: {error!r}"))
+            self._failures.append(ChannelBroken(f"notify: {error!r}"))
 
     def poll(self) -> list[ChannelEvent]:
         events: list[ChannelEvent] = []

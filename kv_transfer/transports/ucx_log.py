@@ -18,7 +18,7 @@ RANGE = re.compile(r"(?P<first>\d+[KMG]?)(?:\.\.(?P<last>\d+[KMG]?|inf))?")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WRITE = "remote memory write by ucp_put*"
 
-IN_WORDS = {
+TRANSPORT_DESCRIPTIONS = {
     "cma": "the kernel copies directly between the memory of the two processes",
     "xpmem": "one process writes into mapped memory of the other",
     "sysv": "shared memory",
@@ -42,17 +42,19 @@ class SelectedTransport:
     transport: str  # such as cma/memory or tcp/eth0
 
     @property
-    def in_words(self) -> str:
+    def transport_description(self) -> str:
         names = {part.partition("/")[0].split()[-1] for part in self.transport.split(" and ")}
-        known = [IN_WORDS[name] for name in sorted(names) if name in IN_WORDS]
+        known = [
+            TRANSPORT_DESCRIPTIONS[name] for name in sorted(names) if name in TRANSPORT_DESCRIPTIONS
+        ]
         return "; ".join(known)
 
 
-def environment_for(folder: str) -> dict[str, str]:
+def ucx_log_environment(folder: str) -> dict[str, str]:
     return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/{LOG_NAME.format(pid='%p')}"}
 
 
-def chosen_for_writes(log: str, num_bytes: int) -> SelectedTransport | None:
+def find_write_transport(log: str, num_bytes: int) -> SelectedTransport | None:
     """Return UCX's last choice for writes of this size to another process; None if not logged."""
     choices = _parse_choices(log)
     matching = [

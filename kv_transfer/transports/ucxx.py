@@ -17,8 +17,8 @@ from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import ChannelEvent, Write
 from kv_transfer.transports.staging import BlockRows, Staging
 from kv_transfer.transports.ucxx_library import Ucxx
-from kv_transfer.transports.ucxx_receives import Receives
-from kv_transfer.transports.ucxx_sends import Sends
+from kv_transfer.transports.ucxx_receives import UcxxReceives
+from kv_transfer.transports.ucxx_sends import UcxxSends
 from kv_transfer.types import BlockId
 
 _RESOURCE = re.compile(r"resource\s+\d+\s*:.*--\s*(\S+)")
@@ -39,7 +39,7 @@ class UcxxConfig:
     # Minimum message size for rendezvous. Messages larger than a packet always use rendezvous.
     rendezvous_threshold_bytes: int = 8192
 
-    def for_ucx(self) -> dict[str, str]:
+    def to_ucx_settings(self) -> dict[str, str]:
         wanted = {
             "TLS": self.tls,
             "NET_DEVICES": self.net_devices,
@@ -73,7 +73,9 @@ class UcxxTransport:
         self._region = region
         self._staging = Staging()
         try:
-            self._context = ucxx.module.UCXContext(config.for_ucx(), (ucxx.module.Feature.TAG,))
+            self._context = ucxx.module.UCXContext(
+                config.to_ucx_settings(), (ucxx.module.Feature.TAG,)
+            )
         except ucxx.error as error:
             raise PeerUnreachable(f"UCX cannot start: {error!r}") from error
 
@@ -102,8 +104,8 @@ class UcxxChannel:
         self._metadata: bytes = worker.address.tobytes()
         self._endpoint: Any = None
         rows = BlockRows(region)
-        self._receives = Receives(ucxx, worker, region, rows, staging)
-        self._sends = Sends(ucxx, region, rows, staging)
+        self._receives = UcxxReceives(ucxx, worker, region, rows, staging)
+        self._sends = UcxxSends(ucxx, region, rows, staging)
 
     @property
     def metadata(self) -> bytes:
@@ -147,7 +149,7 @@ class UcxxChannel:
             self._worker.progress()
             is_moving = self._receives.look() + self._receives.take_messages() > 0
             num_idle = 0 if is_moving else num_idle + 1
-            if not self._receives.is_filling or num_idle == _MAX_IDLE_ROUNDS:
+            if not self._receives.is_receiving or num_idle == _MAX_IDLE_ROUNDS:
                 break
         return [*self._receives.take_events(), *self._sends.look()]
 

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from kv_transfer.errors import TransportMissing
-from kv_transfer.protocol.memory_runs import Span
+from kv_transfer.protocol.memory_runs import BlockRun
 from kv_transfer.transports.staging import Slot
 
 
@@ -18,7 +18,7 @@ class Ucxx:
         self.error: type[Exception] = self.module.UCXError
         self._any = self.module.UCXXTag(0), self.module.UCXXTagMask(0)
 
-    def send(self, endpoint: Any, what: Span | Slot, tag: int) -> Any:
+    def send(self, endpoint: Any, what: BlockRun | Slot, tag: int) -> Any:
         """Start a send and return its request. The buffer must not change until it completes."""
         return endpoint.tag_send(self._array(what), self.module.UCXXTag(tag))
 
@@ -27,7 +27,7 @@ class Ucxx:
         message = worker.tag_probe(*self._any, True)
         return message if message.matched else None
 
-    def receive(self, worker: Any, message: Any, into: Span | Slot) -> Any:
+    def receive(self, worker: Any, message: Any, into: BlockRun | Slot) -> Any:
         return worker.tag_recv_with_handle(self._array(into), message)
 
     def failure_of(self, request: Any) -> str | None:
@@ -38,8 +38,8 @@ class Ucxx:
             return repr(error)
         return None
 
-    def _array(self, memory: Span | Slot) -> Any:
-        if isinstance(memory, Span):
+    def _array(self, memory: BlockRun | Slot) -> Any:
+        if isinstance(memory, BlockRun):
             buffer = (ctypes.c_char * memory.num_bytes).from_address(memory.address)
             return self._array_type(memoryview(buffer))
         return self._array_type(memory.data)

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kv_transfer.protocol.memory_runs import Span, pair_spans, part_of, spans
+from kv_transfer.protocol.memory_runs import BlockRun, layer_bytes_range, pair_spans, spans
 from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import LayerRange, Write
 from kv_transfer.transports.staging import SLOT_BYTES
 from kv_transfer.types import BlockId
 
-PARCELS_BELOW_BYTES = 256 << 10  # average run size below which runs are packed into parcels
+MAX_PARCEL_RUN_BYTES = 256 << 10  # average run size below which runs are packed into parcels
 MAX_RUN_BYTES = 1 << 20  # per message, unless a block is larger
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<5Q")
@@ -27,14 +27,14 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _PARCEL_BIT = 1 << 63
 
 
-class NotAParcel(ValueError):
+class InvalidParcel(ValueError):
     """The header of a parcel does not match its message."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageRun:
     offset: int  # bytes from the start of the grant
-    span: Span  # source memory on P
+    span: BlockRun  # source memory on P
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ def split_write(
     write: Write, region: Region, peer_region: Region
 ) -> list[MessageRun] | list[Parcel]:
     runs = list(_runs(write, region, peer_region))
-    num_bytes = len(write.sources) * len(part_of(region.block_bytes, write.layers))
-    if len(runs) > 1 and num_bytes < len(runs) * PARCELS_BELOW_BYTES:
+    num_bytes = len(write.sources) * len(layer_bytes_range(region.block_bytes, write.layers))
+    if len(runs) > 1 and num_bytes < len(runs) * MAX_PARCEL_RUN_BYTES:
         return list(_parcels(write, region))
     max_bytes = max(1, MAX_RUN_BYTES // region.block_bytes) * region.block_bytes
     return [piece for run in runs for piece in _split(run, max_bytes)]
 
 
-def header_of(parcel: Parcel) -> bytes:
+def encode_header(parcel: Parcel) -> bytes:
     layers = parcel.layers
     fields = (parcel.first, len(parcel.sources), layers.first, layers.end, layers.of)
     return _HEADER.pack(*fields).ljust(HEADER_BYTES)
@@ -88,22 +88,22 @@ def parse_parcel_header(
 ) -> tuple[range, LayerRange]:
     """Decode the header of a parcel of `num_bytes` bytes.
 
-    Return the indices of its blocks in the grant, and its layers. Raise NotAParcel if invalid.
+    Return the indices of its blocks in the grant, and its layers. Raise InvalidParcel if invalid.
     """
     first, num_blocks, first_layer, end_layer, of = _HEADER.unpack_from(header)
     if not (0 <= first_layer < end_layer <= of <= block_bytes) or block_bytes % of:
-        raise NotAParcel(f"invalid layers: {first_layer} to {end_layer} of {of}")
+        raise InvalidParcel(f"invalid layers: {first_layer} to {end_layer} of {of}")
     layers = LayerRange(first_layer, end_layer, of)
-    part = part_of(block_bytes, layers)
+    part = layer_bytes_range(block_bytes, layers)
     is_granted = 0 < num_blocks <= num_granted - first
     if not is_granted or num_blocks * len(part) != num_bytes:
-        raise NotAParcel(f"invalid size: {num_bytes} bytes for {num_blocks} blocks from {first}")
+        raise InvalidParcel(f"invalid size: {num_bytes} bytes for {num_blocks} blocks from {first}")
     return range(first, first + num_blocks), layers
 
 
 def find_target(
     label: Label, num_bytes: int, block_ids: Sequence[BlockId], region: Region
-) -> Span | None:
+) -> BlockRun | None:
     """Return the target memory of a run; None if it is not inside contiguous granted blocks."""
     block_bytes = region.block_bytes
     first, within = divmod(label.offset, block_bytes)
@@ -112,7 +112,7 @@ def find_target(
     runs = spans(region, block_ids[first : first + num_blocks])
     if not fits or len(runs) != 1 or runs[0].num_bytes != num_blocks * block_bytes:
         return None
-    return Span(runs[0].address + within, num_bytes)
+    return BlockRun(runs[0].address + within, num_bytes)
 
 
 def _runs(write: Write, region: Region, peer_region: Region) -> Iterator[MessageRun]:
@@ -120,26 +120,26 @@ def _runs(write: Write, region: Region, peer_region: Region) -> Iterator[Message
     offset = write.first * block_bytes
     if write.layers is None:
         for run in pair_spans(region, write.sources, peer_region, write.targets):
-            yield MessageRun(offset, Span(run.source, run.num_bytes))
+            yield MessageRun(offset, BlockRun(run.source, run.num_bytes))
             offset += run.num_bytes
         return
-    part = part_of(block_bytes, write.layers)
+    part = layer_bytes_range(block_bytes, write.layers)
     for source in write.sources:
         (block,) = spans(region, (source,))
-        yield MessageRun(offset + part.start, Span(block.address + part.start, len(part)))
+        yield MessageRun(offset + part.start, BlockRun(block.address + part.start, len(part)))
         offset += block_bytes
 
 
 def _split(run: MessageRun, max_bytes: int) -> Iterator[MessageRun]:
     for start in range(0, run.span.num_bytes, max_bytes):
         num_bytes = min(max_bytes, run.span.num_bytes - start)
-        yield MessageRun(run.offset + start, Span(run.span.address + start, num_bytes))
+        yield MessageRun(run.offset + start, BlockRun(run.span.address + start, num_bytes))
 
 
 def _parcels(write: Write, region: Region) -> Iterator[Parcel]:
     """Split a write evenly into parcels that each fit into a slot."""
     layers = write.layers or LayerRange(0, 1, 1)
-    part_bytes = len(part_of(region.block_bytes, layers))
+    part_bytes = len(layer_bytes_range(region.block_bytes, layers))
     max_blocks = max(1, (SLOT_BYTES - HEADER_BYTES) // part_bytes)
     num_blocks = len(write.sources)
     num_parcels = -(-num_blocks // max_blocks)

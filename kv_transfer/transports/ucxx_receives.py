@@ -16,13 +16,19 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.protocol.messages import Region
-from kv_transfer.transports.base import Arrived, ChannelEvent, Landing, Quieted, Severed
+from kv_transfer.transports.base import (
+    Arrived,
+    BlocksLanded,
+    CancelCompleted,
+    ChannelBroken,
+    ChannelEvent,
+)
 from kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Slot, Staging
 from kv_transfer.transports.ucxx_library import Ucxx
 from kv_transfer.transports.ucxx_messages import (
     HEADER_BYTES,
+    InvalidParcel,
     Label,
-    NotAParcel,
     find_target,
     parse_parcel_header,
 )
@@ -62,7 +68,7 @@ class _Expected:
             self.num_whole += 1
 
 
-class Receives:
+class UcxxReceives:
     def __init__(
         self, ucxx: Ucxx, worker: Any, region: Region, rows: BlockRows, staging: Staging
     ) -> None:
@@ -83,7 +89,7 @@ class Receives:
     def cancel(self, ticket: int) -> None:
         expected = self._expected.get(ticket)
         if expected is None:
-            self._events.append(Quieted(ticket))  # everything had been received
+            self._events.append(CancelCompleted(ticket))  # everything had been received
             return
         expected.is_cancelled = True
         # Parcels stay in their slots: they are not copied into the blocks.
@@ -92,7 +98,7 @@ class Receives:
         self._end_if_over(ticket)
 
     @property
-    def is_filling(self) -> bool:
+    def is_receiving(self) -> bool:
         return any(True for _ in self._all_receives())
 
     def take_messages(self) -> int:
@@ -119,7 +125,7 @@ class Receives:
                 expected.filling.remove(receive)
                 self._end(receive, expected)
             if expected.num_whole > num_whole:
-                self._events.append(Landing(ticket, expected.num_whole))
+                self._events.append(BlocksLanded(ticket, expected.num_whole))
             self._end_if_over(ticket)
         return num_ended
 
@@ -171,7 +177,9 @@ class Receives:
 
     def _refuse(self, message: Any) -> None:
         self._discard(message)
-        self._events.append(Severed(f"a message of {message.length} bytes does not fit its grant"))
+        self._events.append(
+            ChannelBroken(f"a message of {message.length} bytes does not fit its grant")
+        )
 
     def _discard(self, message: Any) -> None:
         buffer = np.empty(max(1, message.length), dtype=np.uint8)
@@ -187,7 +195,7 @@ class Receives:
             expected.count(receive.first, num_blocks, receive.num_bytes // num_blocks)
         self._give_back(receive)
         if failure is not None and not expected.is_cancelled:
-            self._events.append(Severed(f"receive: {failure}"))
+            self._events.append(ChannelBroken(f"receive: {failure}"))
 
     def _unpack(self, slot: Slot, num_bytes: int, expected: _Expected) -> str | None:
         """Copy a parcel into the blocks of its ticket. Return the error if it is malformed."""
@@ -196,7 +204,7 @@ class Receives:
             places, layers = parse_parcel_header(
                 header, num_bytes, len(expected.block_ids), self._region.block_bytes
             )
-        except NotAParcel as error:
+        except InvalidParcel as error:
             return str(error)
         block_ids = expected.block_ids[places.start : places.stop]
         self._rows.scatter(block_ids, layers, slot[HEADER_BYTES : HEADER_BYTES + num_bytes])
@@ -214,7 +222,7 @@ class Receives:
             return
         if expected.is_cancelled:
             del self._expected[ticket]
-            self._events.append(Quieted(ticket))
+            self._events.append(CancelCompleted(ticket))
         elif expected.num_whole == len(expected.block_ids):
             del self._expected[ticket]
             self._events.append(Arrived(ticket))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.protocol.memory_runs import part_of
+from kv_transfer.protocol.memory_runs import layer_bytes_range
 from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import ChannelEvent, Write, WriteFailed, Written
 from kv_transfer.transports.staging import BlockRows, Slot, Staging
@@ -19,7 +19,7 @@ from kv_transfer.transports.ucxx_messages import (
     Label,
     MessageRun,
     Parcel,
-    header_of,
+    encode_header,
     split_write,
 )
 
@@ -42,7 +42,7 @@ class _Write:
     failure: str | None = None
 
 
-class Sends:
+class UcxxSends:
     def __init__(self, ucxx: Ucxx, region: Region, rows: BlockRows, staging: Staging) -> None:
         self._ucxx = ucxx
         self._region = region
@@ -103,11 +103,11 @@ class Sends:
         if isinstance(message, MessageRun):
             tag = Label(ticket, message.offset).to_tag(peer_region)
             return _Send(self._ucxx.send(self._endpoint, message.span, tag), None)
-        part = part_of(self._region.block_bytes, message.layers)
+        part = layer_bytes_range(self._region.block_bytes, message.layers)
         num_bytes = HEADER_BYTES + len(message.sources) * len(part)
         slot = self._staging.lend()
         self._num_slots += 1
-        slot[:HEADER_BYTES] = np.frombuffer(header_of(message), dtype=np.uint8)
+        slot[:HEADER_BYTES] = np.frombuffer(encode_header(message), dtype=np.uint8)
         self._rows.gather(message.sources, message.layers, slot[HEADER_BYTES:num_bytes])
         tag = Label(ticket, is_parcel=True).to_tag(peer_region)
         return _Send(self._ucxx.send(self._endpoint, slot[:num_bytes], tag), slot)

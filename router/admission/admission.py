@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from router.admission.admission_queue import Line, LineConfig
+from router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
 
 
-class Admission:
-    def __init__(self, config: LineConfig, clock: Callable[[], float]) -> None:
-        self._line: Line[asyncio.Event] = Line(config)
+class AdmissionGate:
+    def __init__(self, config: AdmissionQueueConfig, clock: Callable[[], float]) -> None:
+        self._line: AdmissionQueue[asyncio.Event] = AdmissionQueue(config)
         self._clock = clock
 
     @property

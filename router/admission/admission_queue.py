@@ -14,14 +14,14 @@ from rpc.errors import QueueFull
 # Weight of the newest interval between two ends in the moving average.
 NEWEST_WEIGHT = 0.1
 INITIAL_INTERVAL_S = 1.0
-MIN_RETRY_AFTER_S, LONGEST_RETRY_S = 0.1, 60.0
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.1, 60.0
 INITIAL_CAPACITY = 1024  # until a decode node has reported how many it runs
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class LineConfig:
+class AdmissionQueueConfig:
     # Requests in flight on the nodes; None: as many as the decode nodes run at once. More would
     # queue on the nodes, which do not order them by priority or reject any.
     max_in_flight: int | None = None
@@ -34,10 +34,10 @@ class LineConfig:
             raise InvalidConfig(f"max_queue is {self.max_queue}; it must be at least 0")
 
 
-class Line(Generic[K]):
+class AdmissionQueue(Generic[K]):
     """Queue of keys. Each key joins once and leaves once, whether it waits or is in flight."""
 
-    def __init__(self, config: LineConfig) -> None:
+    def __init__(self, config: AdmissionQueueConfig) -> None:
         self._config = config
         self._in_flight: set[K] = set()
         self._place_by_waiting: dict[K, tuple[int, int]] = {}
@@ -89,7 +89,7 @@ class Line(Generic[K]):
     def retry_after_s(self) -> float:
         """Estimate when the queue will have room: it moves up by one at every end."""
         wait_s = self._interval_s * (self.num_waiting + 1)
-        return min(max(wait_s, MIN_RETRY_AFTER_S), LONGEST_RETRY_S)
+        return min(max(wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
     def _admit_next(self) -> K | None:
         while self._heap and self.num_in_flight < self._capacity:

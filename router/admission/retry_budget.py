@@ -19,7 +19,7 @@ class RetryBudget:
         self._share = share
         self._saved = self._most
 
-    def request_came(self) -> None:
+    def note_request(self) -> None:
         self._saved = min(self._most, self._saved + self._share)
 
     def spend(self) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter, deque
 WINDOW_SIZE = 64
 
 
-class Forecast:
+class FirstTokenForecast:
     """Counts the requests without a first token, and the rate at which first tokens arrive."""
 
     def __init__(self) -> None:

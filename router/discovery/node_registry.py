@@ -10,7 +10,7 @@ from router.routing.node_table import Node, NodeTable
 from rpc.node_info import NodeCard, NodeLoad, NodeRole
 
 
-class NodeState(Enum):
+class NodeAvailability(Enum):
     READY = "ready"
     DRAINING = "draining"
     NOT_READY = "not ready"
@@ -25,7 +25,7 @@ class NodeReport:
 
     role: NodeRole
     address: str
-    state: NodeState
+    state: NodeAvailability
     card: NodeCard | None = None
     load: NodeLoad = NodeLoad()
     num_sent: int = 0
@@ -40,23 +40,23 @@ def roster(table: NodeTable) -> tuple[NodeReport, ...]:
 
 def _report(table: NodeTable, member: Member, node: Node | None) -> NodeReport:
     if node is None:
-        return NodeReport(member.role, member.address, NodeState.UNREACHABLE)
-    burden = table.burden(node)
+        return NodeReport(member.role, member.address, NodeAvailability.UNREACHABLE)
+    node_load = table.node_load(node)
     state = _state(table, node)
     return NodeReport(
-        member.role, member.address, state, node.card, burden.reported, burden.num_sent
+        member.role, member.address, state, node.card, node_load.reported, node_load.num_sent
     )
 
 
-def _state(table: NodeTable, node: Node) -> NodeState:
+def _state(table: NodeTable, node: Node) -> NodeAvailability:
     """Return the first state that applies."""
     reasons = {
-        NodeState.DRAINING: table.burden(node).reported.is_draining,
-        NodeState.NOT_READY: not table.is_ready(node),
-        NodeState.REPLACED: not table.is_latest_of_name(node),
-        NodeState.UNLISTED: not table.is_listed(node),
+        NodeAvailability.DRAINING: table.node_load(node).reported.is_draining,
+        NodeAvailability.NOT_READY: not table.is_ready(node),
+        NodeAvailability.REPLACED: not table.is_latest_of_name(node),
+        NodeAvailability.UNLISTED: not table.is_listed(node),
     }
-    return next((state for state, applies in reasons.items() if applies), NodeState.READY)
+    return next((state for state, applies in reasons.items() if applies), NodeAvailability.READY)
 
 
 def _sort_key(member: Member) -> tuple[bool, str]:

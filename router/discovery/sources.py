@@ -12,7 +12,7 @@ from rpc.node_info import NodeRole
 DNS, FILE = "dns:", "file:"
 MAX_PORT = 65535
 HOST = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:,]+")
-WRITE_IT = "write host:port, dns:///name:port or file:///path"
+ADDRESS_ADVICE = "write host:port, dns:///name:port or file:///path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def parse_list(text: str) -> frozenset[str]:
     return frozenset(_checked(line) for line in lines if line)
 
 
-def refuse_two_roles(prefills: Iterable[NodeSource], decodes: Iterable[NodeSource]) -> None:
+def check_single_role(prefills: Iterable[NodeSource], decodes: Iterable[NodeSource]) -> None:
     """Raises InvalidConfig if a source is listed for both roles."""
     both = sorted(map(str, set(prefills) & set(decodes)))
     if both:
@@ -105,7 +105,7 @@ def _checked(address: str, written: str = "") -> str:
     """Return a host:port address unchanged. Raises InvalidConfig if it is malformed."""
     host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):
-        raise InvalidConfig(f"node address {written or address!r}: {WRITE_IT}")
+        raise InvalidConfig(f"node address {written or address!r}: {ADDRESS_ADVICE}")
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise InvalidConfig(
             f"node address {written or address!r}: its port must be from 1 to {MAX_PORT}"

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Discovery:
+class NodeDiscovery:
     """Sources of nodes, and how often to resolve them."""
 
     role_by_source: Mapping[NodeSource, NodeRole]
@@ -42,7 +42,7 @@ class Discovery:
 
 @asynccontextmanager
 async def watching(
-    discovery: Discovery, table: NodeTable, node_calls: GrpcNodeCalls, on_change: OnChange
+    discovery: NodeDiscovery, table: NodeTable, node_calls: GrpcNodeCalls, on_change: OnChange
 ) -> AsyncIterator[None]:
     """Find and watch nodes until the end of the block."""
     watcher = NodeWatcher(discovery, table, node_calls, on_change)
@@ -66,7 +66,7 @@ class NodeWatcher:
 
     def __init__(
         self,
-        discovery: Discovery,
+        discovery: NodeDiscovery,
         table: NodeTable,
         node_calls: GrpcNodeCalls,
         on_change: OnChange,

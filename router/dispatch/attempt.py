@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kv_transfer.types import HandoffId
-from router.answer import Answer
+from router.answer import AnswerAssembler
 from router.context import RequestContext
 from router.dispatch.node_rpcs import (
     Deliver,
@@ -24,14 +24,14 @@ from router.dispatch.node_rpcs import (
 )
 from router.routing.policy import Route
 from router.values import (
+    CompletionSummary,
     DecodeSummary,
-    Ending,
-    Finish,
-    Piece,
+    FinishStatus,
     PrefillPlace,
     PrefillSummary,
-    Served,
+    ServedBy,
     Timings,
+    TokenChunk,
 )
 from rpc.errors import NodeFailed
 from rpc.messages.sequences import Sequence
@@ -48,7 +48,7 @@ class Attempt:
         route: Route,
         handoff_id: HandoffId,
         sequence: Sequence,
-        answer: Answer,
+        answer: AnswerAssembler,
         context: RequestContext,
         clock: Callable[[], float],
         on_prefilled: Callable[[], None] = _ignore,
@@ -70,8 +70,10 @@ class Attempt:
         self._first_decoded_token_s: float | None = None
         self.failed_addresses: frozenset[str] = frozenset()
 
-    async def run(self, node_calls: NodeCalls) -> AsyncGenerator[Piece | Ending, None]:
-        """Run both legs and yield the pieces of the answer, then its `Ending`.
+    async def run(
+        self, node_calls: NodeCalls
+    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+        """Run both legs and yield the pieces of the answer, then its `GenerationEnd`.
 
         Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
         """
@@ -101,7 +103,7 @@ class Attempt:
         prefill = partial(node_calls.prefill, peer, handoff_id, sequence, deliver, **options)
         return {Leg.PREFILL: prefill, Leg.DECODE: decode}
 
-    def _handle(self, event: LegEvent) -> Piece | None:
+    def _handle(self, event: LegEvent) -> TokenChunk | None:
         if isinstance(event, LegOutput):
             return self._take_output(event)
         match event:
@@ -135,7 +137,7 @@ class Attempt:
             address = self._route.decode.address
             raise NodeFailed(f"decode node {address} ended without finishing the answer")
 
-    def _take_output(self, event: LegOutput) -> Piece | None:
+    def _take_output(self, event: LegOutput) -> TokenChunk | None:
         if event.leg is Leg.PREFILL or self._route.prefill is None:
             self._on_prefilled()  # a token means that the prompt is computed
         piece = self._answer.take(*event.outputs)
@@ -156,8 +158,8 @@ class Attempt:
         if node is not None:
             self.failed_addresses = frozenset({node.address})
 
-    def _build_ending(self, finish: Finish) -> Ending:
-        return Ending(
+    def _build_ending(self, finish: FinishStatus) -> CompletionSummary:
+        return CompletionSummary(
             finish=finish,
             num_prompt_tokens=len(self._sequence.prompt_token_ids),
             num_completion_tokens=len(self._answer.token_ids),
@@ -170,14 +172,14 @@ class Attempt:
             served=self._build_served(),
         )
 
-    def _build_served(self) -> Served:
+    def _build_served(self) -> ServedBy:
         route, summary = self._route, self._summary or DecodeSummary()
         place, reason = PrefillPlace.REMOTE, ""
         if route.prefill is None:
             place, reason = PrefillPlace.LOCAL, route.local_reason
         elif summary.prompt_tokens_computed > 0 and not summary.kv_blocks:
             place, reason = PrefillPlace.LOCAL, "the KV did not arrive; decode computed the prompt"
-        return Served(
+        return ServedBy(
             prefill_node="" if route.prefill is None else route.prefill.card.node_id,
             decode_node="" if self._summary is None else route.decode.card.node_id,
             prefill=place,

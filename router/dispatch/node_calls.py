@@ -17,7 +17,7 @@ from kv_transfer.types import HandoffId, Peer
 from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
 from router.dispatch.node_stream import NodeStream
 from router.routing.node_table import Node
-from router.tracing import UNTRACED, Trace
+from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary, PrefillSummary
 from rpc.channel import open_channel
 from rpc.errors import (
@@ -30,13 +30,13 @@ from rpc.errors import (
     NodeFailed,
 )
 from rpc.messages.conversion import output_from
-from rpc.messages.sequences import Sequence, decode_order, engine_id, prefill_order
+from rpc.messages.sequences import Sequence, decode_order, node_request_id, prefill_order
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.tls_diagnosis import tls_trouble
 from rpc.status import RemoteError, RemoteFailure, reason_of, remote_error
 from telemetry.names import DECODE, PREFILL
 
-# Grace period for calls to an address that is no longer used.
+# ShutdownDeadline period for calls to an address that is no longer used.
 CLOSE_GRACE_S = 3600.0
 CONNECT_TIMEOUT_S = 5.0
 CLIENT_ERROR_CODES = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
@@ -124,9 +124,9 @@ class GrpcNodeCalls:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
-        order, request_id = prefill_order(handoff_id, sequence), engine_id(handoff_id)
+        order, request_id = prefill_order(handoff_id, sequence), node_request_id(handoff_id)
         with _translating_errors(node), trace.leg(PREFILL, node) as leg:
             order.context.metadata.update(leg.metadata)
 
@@ -147,10 +147,10 @@ class GrpcNodeCalls:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
         peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
-        order, request_id = decode_order(handoff_id, sequence, peer), engine_id(handoff_id)
+        order, request_id = decode_order(handoff_id, sequence, peer), node_request_id(handoff_id)
         with _translating_errors(node), trace.leg(DECODE, node) as leg:
             order.context.metadata.update(leg.metadata)
 

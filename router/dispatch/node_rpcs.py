@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from engine.request import Output
 from kv_transfer.types import HandoffId
 from router.routing.node_table import Node
-from router.tracing import UNTRACED, Trace
+from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary, PrefillSummary
 from rpc.errors import ClientTooSlow
 from rpc.messages.sequences import Sequence as TokenSequence
@@ -73,7 +73,7 @@ class NodeCalls(Protocol):
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None: ...
 
     async def decode(
@@ -85,7 +85,7 @@ class NodeCalls(Protocol):
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None: ...
 
 

@@ -17,13 +17,13 @@ MAX_SAMPLING_SIZE = 1 << 18
 MAX_LOGPROBS_PER_POSITION = 1 << 11  # of all answers together, that one step can return
 
 
-def is_name(value: str) -> bool:
+def is_valid_name(value: str) -> bool:
     return 0 < len(value) <= MAX_NAME_CHARACTERS and value.isprintable()
 
 
 def check_name(field: str, value: str) -> None:
     """Raises InvalidRequest for a name that is too long or not printable, which breaks logs."""
-    if value and is_name(value):
+    if value and is_valid_name(value):
         return
     if len(value) > MAX_NAME_CHARACTERS:
         raise InvalidRequest(
@@ -50,7 +50,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int | None) -> None:
         )
 
 
-def check_copies_fit(sampling: SamplingParams, bad_words: Sequence[str], num_answers: int) -> None:
+def check_total_size(sampling: SamplingParams, bad_words: Sequence[str], num_answers: int) -> None:
     """Raises InvalidRequest if the parameters or logprobs of all answers are too large."""
     # A word has two spellings, each with at most one token per character.
     size = sampling.size + 2 * sum(8 + len(word) for word in bad_words)

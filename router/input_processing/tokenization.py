@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from engine.errors import InvalidRequest
-from router.answer import NoDetokenizer, Speller
+from router.answer import IncrementalDetokenizer, NoDetokenizer
 from router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from rpc.errors import UnsupportedInput
 from text.token_text import TokenText
@@ -28,7 +28,7 @@ class TextBoundary(Protocol):
     def text(self, token_ids: tuple[int, ...]) -> str: ...
 
     @property
-    def shows_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """True if the chat template reads `tools`."""
         ...
 
@@ -36,7 +36,7 @@ class TextBoundary(Protocol):
         """Return the text of a single token, or the name of a special token."""
         ...
 
-    def speller(self, shown: Collection[str] = ()) -> Speller:
+    def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         """Return a new detokenizer for one answer. It includes the special tokens in `shown`."""
         ...
 
@@ -69,7 +69,7 @@ class ModelText:
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None:
             return
-        max_characters = max_tokens * self._tokenizer.longest_token
+        max_characters = max_tokens * self._tokenizer.max_token_chars
         if len(text) > max_characters:
             raise InvalidRequest(
                 f"the prompt has {len(text)} characters: the model takes {max_tokens} tokens, "
@@ -85,17 +85,17 @@ class ModelText:
         return self._tokenizer.decode(token_ids)
 
     @property
-    def shows_tools(self) -> bool:
-        return self._tokenizer.shows_tools
+    def supports_tools(self) -> bool:
+        return self._tokenizer.supports_tools
 
     def token(self, token_id: int) -> TokenText:
         return self._tokenizer.token(token_id)
 
-    def speller(self, shown: Collection[str] = ()) -> Speller:
+    def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         return self._tokenizer.detokenizer(shown=shown)
 
 
-class TokenIdsOnly:
+class NoTokenizer:
     """Text boundary of a router without a tokenizer: accepts token ids only."""
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
@@ -110,13 +110,13 @@ class TokenIdsOnly:
         raise _no_tokenizer_error()
 
     @property
-    def shows_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         return False
 
     def token(self, token_id: int) -> TokenText:
         return by_id(token_id)
 
-    def speller(self, shown: Collection[str] = ()) -> Speller:
+    def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         return NoDetokenizer()
 
 

@@ -11,51 +11,51 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.openai.body_parsing import Bodies
-from router.openai.endpoints import PrefixCaches, Probes, Scrape, Tokens, models_of
-from router.openai.errors import error_response, tell_bug, tell_named
-from router.openai.generation import Generation, Kitchen
+from router.openai.endpoints import PrefixCacheEndpoint, ProbeEndpoints, Scrape, Tokens, models_of
+from router.openai.errors import error_response, handle_bug, tell_named
+from router.openai.generation import GenerationDependencies, GenerationEndpoint
 from router.openai.request.parsed_request import chat_completion_from, completion_from
-from router.openai.response.output_parsers import ALL_IS_CONTENT, Parsing
-from router.openai.unserved import answer_unserved
+from router.openai.response.output_parsers import NO_PARSING, Parsing
+from router.openai.unserved import handle_http_exception
 from router.pipeline import Pipeline
 from router.prefix_resets import PrefixResets
-from router.request_scope import Visits
+from router.request_scope import RequestScopes
 from router.routing.node_table import NodeTable
 from rpc.errors import Unauthenticated
 from rpc.health import Health
 from rpc.security.token import HEADER, AcceptedTokens
-from rpc.security.token_gate import nobody_counts
+from rpc.security.token_gate import ignore_refusal
 from rpc.status import NAMED, reason_of
 
 # Paths without authentication: probes send no tokens.
-OPEN_TO_ALL = frozenset({"/health", "/ready"})
+PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
 
 
 def http_app(
     *,
     pipeline: Pipeline,
     table: NodeTable,
-    visits: Visits,
+    visits: RequestScopes,
     health: Health,
     resets: PrefixResets,
     scrape: Scrape,
-    parsing: Parsing = ALL_IS_CONTENT,
+    parsing: Parsing = NO_PARSING,
     tokens: AcceptedTokens | None = None,
-    on_refusal: Callable[[str], None] = nobody_counts,
+    on_refusal: Callable[[str], None] = ignore_refusal,
 ) -> ASGIApp:
     bodies = Bodies(table)
-    kitchen = Kitchen(pipeline, table, visits, parsing, bodies)
+    kitchen = GenerationDependencies(pipeline, table, visits, parsing, bodies)
     models, texts = models_of(table), Tokens(pipeline, table, bodies)
-    probes = Probes(health, pipeline, scrape)
+    probes = ProbeEndpoints(health, pipeline, scrape)
     app = Starlette(
         routes=[
-            _post("/v1/completions", Generation(kitchen, completion_from)),
-            _post("/v1/chat/completions", Generation(kitchen, chat_completion_from)),
+            _post("/v1/completions", GenerationEndpoint(kitchen, completion_from)),
+            _post("/v1/chat/completions", GenerationEndpoint(kitchen, chat_completion_from)),
             Route("/v1/models", models.all),
             Route("/v1/models/{model:path}", models.one),
             _post("/tokenize", texts.of_text),
             _post("/detokenize", texts.to_text),
-            _post("/reset_prefix_cache", PrefixCaches(resets).reset),
+            _post("/reset_prefix_cache", PrefixCacheEndpoint(resets).reset),
             Route("/health", probes.is_alive),
             Route("/ready", probes.is_ready),
             Route("/metrics", probes.metrics),
@@ -63,8 +63,8 @@ def http_app(
         ],
         exception_handlers={
             **dict.fromkeys(NAMED, tell_named),
-            HTTPException: answer_unserved,
-            Exception: tell_bug,
+            HTTPException: handle_http_exception,
+            Exception: handle_bug,
         },
     )
     return app if tokens is None else Gate(app, tokens, on_refusal)
@@ -85,7 +85,7 @@ class Gate:
         self._on_refusal = on_refusal  # called with the reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_TO_ALL:
+        if scope["type"] == "http" and scope["path"] not in PATHS_WITHOUT_TOKEN:
             try:
                 self._accepted.check(Request(scope).headers.get(HEADER))
             except Unauthenticated as refusal:

@@ -42,8 +42,8 @@ class Bodies:
 
     async def fields(self, body: bytes) -> dict[str, Any]:
         """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""
-        return await self.work_on(body, partial(json_object, body))
+        return await self.run_for_body(body, partial(json_object, body))
 
-    async def work_on(self, body: bytes, work: Callable[[], Result]) -> Result:
+    async def run_for_body(self, body: bytes, work: Callable[[], Result]) -> Result:
         """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
         return await self._thread.read(len(body), work)

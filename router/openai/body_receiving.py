@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from router.translate import MOST_ANSWERS
+from router.translate import MAX_ANSWERS
 from rpc.errors import BodyTimeout, ClientGone, MessageTooLarge, QueueFull
 
-MOST_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 16 << 20
 # A body up to this size is not counted in the budget: the number of connections bounds it.
 SMALL_BODY_BYTES = 1 << 16
 # JSON values per body, for all fields other than prompts, and in total.
@@ -97,7 +97,7 @@ def max_values(max_model_len: int | None) -> int:
     """Return the limit of JSON values: prompts of token ids, and all other fields."""
     if max_model_len is None:
         return MAX_VALUES
-    return min(MAX_VALUES, MAX_OTHER_VALUES + MOST_ANSWERS * max_model_len)
+    return min(MAX_VALUES, MAX_OTHER_VALUES + MAX_ANSWERS * max_model_len)
 
 
 async def read_body(
@@ -109,9 +109,9 @@ async def read_body(
         async with asyncio.timeout(timeout_s):
             async for piece in request.stream():
                 body += piece
-                if len(body) > MOST_BODY_BYTES:
+                if len(body) > MAX_BODY_BYTES:
                     raise MessageTooLarge(
-                        f"the body has more than {MOST_BODY_BYTES >> 20} MiB; send a shorter prompt"
+                        f"the body has more than {MAX_BODY_BYTES >> 20} MiB; send a shorter prompt"
                     )
                 gauge.feed(piece)
                 if len(body) > SMALL_BODY_BYTES:
@@ -126,7 +126,7 @@ async def read_body(
     return bytes(body)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`, and cancel it when the client disconnects, so that the nodes stop, too."""
     working = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))

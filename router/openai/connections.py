@@ -20,11 +20,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from engine.errors import InvalidConfig
-from router.openai.errors import shaped
+from router.openai.errors import error_body
 
 ACCEPT_RETRY_S = 0.05
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-NO_PLACE = "all connections are in use; try again in a second"
+ALL_CONNECTIONS_IN_USE = "all connections are in use; try again in a second"
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class Acceptor:
 
 
 def _refusal() -> bytes:
-    body = json.dumps(shaped(NO_PLACE, 503, "TOO_MANY_CONNECTIONS")).encode()
+    body = json.dumps(error_body(ALL_CONNECTIONS_IN_USE, 503, "TOO_MANY_CONNECTIONS")).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"

@@ -84,8 +84,8 @@ class Tokens:
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
-            body = await self.bodies.work_on(raw, partial(body_from, fields, TokenizeChatBody))
-            prompt = await self.bodies.work_on(raw, partial(chat_from, body, body.tools))
+            body = await self.bodies.run_for_body(raw, partial(body_from, fields, TokenizeChatBody))
+            prompt = await self.bodies.run_for_body(raw, partial(chat_from, body, body.tools))
         else:
             body = body_from(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
@@ -104,26 +104,26 @@ class Tokens:
             return [self.pipeline.token(token_id).text for token_id in token_ids]
 
         return await self._response(
-            raw, {**response, "token_strs": await self.bodies.work_on(raw, spelled)}
+            raw, {**response, "token_strs": await self.bodies.run_for_body(raw, spelled)}
         )
 
     async def to_text(self, request: Request) -> Response:
         with self.bodies.lease() as lease:
             raw = await self.bodies.read(request, lease)
             fields = await self.bodies.fields(raw)
-            body = await self.bodies.work_on(raw, partial(body_from, fields, DetokenizeBody))
+            body = await self.bodies.run_for_body(raw, partial(body_from, fields, DetokenizeBody))
             self.pipeline.check_model(body.model)
             text = await self.pipeline.spelled(tuple(body.tokens))
             return await self._response(raw, {"prompt": text})
 
     async def _response(self, raw: bytes, response: Json) -> Response:
         """Encode a response whose size is proportional to the request's."""
-        content = await self.bodies.work_on(raw, partial(as_json, response))
+        content = await self.bodies.run_for_body(raw, partial(as_json, response))
         return Response(content, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixCaches:
+class PrefixCacheEndpoint:
     resets: PrefixResets
 
     async def reset(self, _request: Request) -> Response:
@@ -133,7 +133,7 @@ class PrefixCaches:
 
 
 @dataclass(frozen=True, slots=True)
-class Probes:
+class ProbeEndpoints:
     health: Health
     pipeline: Pipeline
     scrape: Scrape

@@ -21,7 +21,7 @@ from rpc.errors import (
     UnknownModel,
     UnsupportedInput,
 )
-from rpc.status import MOST_FIELD_CHARACTERS, code_and_reason, message_of
+from rpc.status import MAX_ERROR_FIELD_CHARACTERS, code_and_reason, message_of
 
 # HTTP statuses of the gRPC codes in `rpc/status.py`.
 HTTP_STATUS = {
@@ -52,15 +52,15 @@ def status_of(error: Exception) -> int:
 
 def body_of(error: Exception) -> Json:
     _, reason = code_and_reason(error)
-    return shaped(
+    return error_body(
         message_of(error),
         status_of(error),
         reason,
-        (_field(error) or "")[:MOST_FIELD_CHARACTERS] or None,
+        (_field(error) or "")[:MAX_ERROR_FIELD_CHARACTERS] or None,
     )
 
 
-def shaped(message: str, status: int, code: str, param: str | None = None) -> Json:
+def error_body(message: str, status: int, code: str, param: str | None = None) -> Json:
     kind = "rate_limit_error" if status == HTTP_STATUS[StatusCode.RESOURCE_EXHAUSTED] else None
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -74,9 +74,9 @@ async def tell_named(_request: Request, error: Exception) -> JSONResponse:
     return error_response(error)
 
 
-async def tell_bug(_request: Request, _error: Exception) -> JSONResponse:
+async def handle_bug(_request: Request, _error: Exception) -> JSONResponse:
     """Report an internal error. The log has its traceback."""
-    return JSONResponse(shaped("internal error; see the server's log", 500, "INTERNAL"), 500)
+    return JSONResponse(error_body("internal error; see the server's log", 500, "INTERNAL"), 500)
 
 
 def _field(error: Exception) -> str | None:

@@ -13,21 +13,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from router.input_processing.limits import check_name, is_name
+from router.input_processing.limits import check_name, is_valid_name
 from router.input_processing.tokenization import by_id
 from router.merging import IndexedParts, merged
 from router.openai.body_parsing import Bodies
-from router.openai.body_receiving import while_connected
+from router.openai.body_receiving import run_while_connected
 from router.openai.replies import Reply
-from router.openai.request.parsed_request import Advice, Asked
-from router.openai.request.tool_choice import refusals_naming_tools
-from router.openai.response.answers import StreamedAnswer, WholeAnswer, choices_of, heading_of
-from router.openai.response.choices import ToldPrompt
+from router.openai.request.parsed_request import ModelContext, ParsedRequest
+from router.openai.request.tool_choice import tool_schema_errors
+from router.openai.response.answers import StreamedAnswer, WholeAnswer, make_choices, make_heading
+from router.openai.response.choices import EchoedPrompt
 from router.openai.response.encoding import encoded
 from router.openai.response.output_parsers import Parsing
 from router.openai.response.request_warnings import Warnings
 from router.pipeline import Pipeline
-from router.request_scope import Visit, Visits, received_now
+from router.request_scope import RequestScope, RequestScopes, new_request_context
 from router.routing.node_table import NodeTable
 from router.values import TextPrompt
 from rpc.status import NAMED
@@ -35,24 +35,24 @@ from rpc.status import NAMED
 ID_BYTES = 12
 REQUEST_ID, TRACE_ID = "x-request-id", "x-trace-id"
 
-Read = Callable[[Mapping[str, Any], str, Advice], Asked]
+Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 
 
 @dataclass(frozen=True, slots=True)
-class Kitchen:
+class GenerationDependencies:
     """Dependencies of the generation endpoints."""
 
     pipeline: Pipeline
     table: NodeTable
-    visits: Visits
+    visits: RequestScopes
     parsing: Parsing
     bodies: Bodies
 
 
-class Generation:
+class GenerationEndpoint:
     """ASGI app of one path. A request is one task, cancelled when its client disconnects."""
 
-    def __init__(self, kitchen: Kitchen, read: Read) -> None:
+    def __init__(self, kitchen: GenerationDependencies, read: Read) -> None:
         self._pipeline = kitchen.pipeline
         self._table = kitchen.table
         self._visits = kitchen.visits
@@ -64,67 +64,71 @@ class Generation:
         request = Request(scope, receive)
         client_request_id = request.headers.get(REQUEST_ID, "")
         request_id = (
-            client_request_id if is_name(client_request_id) else secrets.token_hex(ID_BYTES)
+            client_request_id if is_valid_name(client_request_id) else secrets.token_hex(ID_BYTES)
         )
-        visit = self._visits.begin(request_id, request.headers.items(), received_now())
+        visit = self._visits.begin(request_id, request.headers.items(), new_request_context())
         reply = Reply(scope, receive, send)
         reply.headers[REQUEST_ID] = request_id
         if visit.trace_id:
             reply.headers[TRACE_ID] = visit.trace_id
         with self._bodies.lease() as lease:
             try:
-                with visit.before_the_call():
+                with visit.ending_on_error():
                     check_name(REQUEST_ID, client_request_id)
                     body = await self._bodies.read(request, lease)
             except NAMED as error:
                 await reply.send_error(error)
                 return
-            await while_connected(receive, self._serve(visit, request_id, body, reply))
+            await run_while_connected(receive, self._serve(visit, request_id, body, reply))
 
-    async def _serve(self, visit: Visit, request_id: str, body: bytes, reply: Reply) -> None:
+    async def _serve(self, visit: RequestScope, request_id: str, body: bytes, reply: Reply) -> None:
         try:
-            with visit.before_the_call():
+            with visit.ending_on_error():
                 parsed = await self._parse(body, request_id)
                 prompts = await self._repeated_prompts(parsed)
-            with refusals_naming_tools(parsed.telling.calling):
+            with tool_schema_errors(parsed.telling.calling):
                 await self._answer(parsed, prompts, visit, request_id, reply)
         except NAMED as error:
             await reply.send_error(error)
 
-    async def _parse(self, body: bytes, request_id: str) -> Asked:
+    async def _parse(self, body: bytes, request_id: str) -> ParsedRequest:
         fields = await self._bodies.fields(body)
         model = fields.get("model")
         model = model if isinstance(model, str) else ""
         defaults = self._table.sampling_defaults(model)
-        advice = Advice(defaults, self._table.max_model_len(model), self._parsing)
-        return await self._bodies.work_on(body, partial(self._read, fields, request_id, advice))
+        advice = ModelContext(defaults, self._table.max_model_len(model), self._parsing)
+        return await self._bodies.run_for_body(
+            body, partial(self._read, fields, request_id, advice)
+        )
 
-    async def _repeated_prompts(self, parsed: Asked) -> list[ToldPrompt]:
+    async def _repeated_prompts(self, parsed: ParsedRequest) -> list[EchoedPrompt]:
         """Return the prompt of each call; empty unless the answer repeats it."""
         if not parsed.telling.needs_prompt_ids:
-            return [ToldPrompt()] * len(parsed.calls)
-        prompts: list[ToldPrompt] = []
+            return [EchoedPrompt()] * len(parsed.calls)
+        prompts: list[EchoedPrompt] = []
         for call in parsed.calls[:: parsed.num_each]:
             token_ids = await self._pipeline.token_ids(call.prompt, call.model)
             if isinstance(call.prompt, TextPrompt):
                 text = call.prompt.text
             else:
                 text = await self._pipeline.spelled(token_ids) if parsed.telling.echoes else ""
-            prompts += [ToldPrompt(token_ids, text)] * parsed.num_each
+            prompts += [EchoedPrompt(token_ids, text)] * parsed.num_each
         return prompts
 
     async def _answer(
         self,
-        parsed: Asked,
-        prompts: Sequence[ToldPrompt],
-        visit: Visit,
+        parsed: ParsedRequest,
+        prompts: Sequence[EchoedPrompt],
+        visit: RequestScope,
         request_id: str,
         reply: Reply,
     ) -> None:
-        heading = heading_of(parsed, request_id, int(time.time()), self._model(parsed))
+        heading = make_heading(parsed, request_id, int(time.time()), self._model(parsed))
         spell = by_id if parsed.telling.tokens_by_id else self._pipeline.token
-        choices = choices_of(parsed, prompts, spell, self._parsing)
-        warnings = Warnings(parsed.telling, self._parsing, shows_tools=self._pipeline.shows_tools)
+        choices = make_choices(parsed, prompts, spell, self._parsing)
+        warnings = Warnings(
+            parsed.telling, self._parsing, supports_tools=self._pipeline.supports_tools
+        )
         async with aclosing(self._parts(parsed, visit)) as parts:
             if not parsed.telling.is_streamed:
                 whole = WholeAnswer(parsed, heading, choices, spell, warnings)
@@ -137,8 +141,8 @@ class Generation:
                 await reply.send_events(await streamed.events(index, part))
             await reply.send_events(streamed.end(), is_last=True)
 
-    def _parts(self, parsed: Asked, visit: Visit) -> IndexedParts:
+    def _parts(self, parsed: ParsedRequest, visit: RequestScope) -> IndexedParts:
         return merged(self._visits.answering(visit, parsed.calls, parsed.num_each))
 
-    def _model(self, parsed: Asked) -> str:
+    def _model(self, parsed: ParsedRequest) -> str:
         return parsed.calls[0].model or next(iter(sorted(self._table.models)), "")

@@ -26,7 +26,7 @@ BACKLOG = 1024
 log = logging.getLogger(__name__)
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn server without signal handlers: the router handles signals and drains."""
 
     @contextmanager
@@ -59,7 +59,7 @@ async def http_serving(
         ssl_context_factory=(lambda *_: server_context(tls)) if tls.listens else None,
     )
     config.load()
-    server = Server(config)
+    server = HttpServer(config)
     serving = asyncio.ensure_future(server.serve(sockets=[]))  # connections come from the Acceptor
     acceptor = Acceptor(listening, config, server.server_state, limits)
     accepting = asyncio.ensure_future(acceptor.run())

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from router.openai.errors import shaped
+from router.openai.errors import error_body
 
 MAX_SHOWN_PATH_CHARACTERS = 200
 USE_CHAT = "use /v1/chat/completions"
@@ -40,7 +40,7 @@ REASONS = {
 }
 
 
-async def answer_unserved(request: Request, error: Exception) -> Response:
+async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Handle Starlette's errors 404 and 405."""
     if not isinstance(error, HTTPException):
         raise error
@@ -48,7 +48,9 @@ async def answer_unserved(request: Request, error: Exception) -> Response:
         return _wrong_method(request, error)
     message = _not_found(request) if error.status_code == 404 else error.detail
     code = error.detail.upper().replace(" ", "_")
-    return JSONResponse(shaped(message, error.status_code, code), error.status_code, error.headers)
+    return JSONResponse(
+        error_body(message, error.status_code, code), error.status_code, error.headers
+    )
 
 
 def _wrong_method(request: Request, error: HTTPException) -> Response:
@@ -59,7 +61,9 @@ def _wrong_method(request: Request, error: HTTPException) -> Response:
         return JSONResponse(body, headers={"allow": f"{allowed}, OPTIONS"})
     message = f"{path} takes {allowed}, not {_shown(request.method)}"
     return JSONResponse(
-        shaped(message, error.status_code, "METHOD_NOT_ALLOWED"), error.status_code, error.headers
+        error_body(message, error.status_code, "METHOD_NOT_ALLOWED"),
+        error.status_code,
+        error.headers,
     )
 
 

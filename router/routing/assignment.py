@@ -12,8 +12,8 @@ class Assignment:
     def __init__(self, table: NodeTable, route: Route) -> None:
         self._table = table
         self._route = route
-        self._decode = table.burden(route.decode)
-        self._prompt = self._decode if route.prefill is None else table.burden(route.prefill)
+        self._decode = table.node_load(route.decode)
+        self._prompt = self._decode if route.prefill is None else table.node_load(route.prefill)
         self._is_prompt_done = False
         self._decode.num_sent += 1
         self._prompt.num_sent_tokens += route.num_missing_tokens
@@ -23,7 +23,7 @@ class Assignment:
         for address in self._addresses:
             table.prefixes.expect(address, route.block_names)
 
-    def prompt_done(self) -> None:
+    def note_prompt_done(self) -> None:
         """Remove the prompt from the load once its KV is computed."""
         if self._is_prompt_done:
             return
@@ -40,7 +40,7 @@ class Assignment:
         if not self._is_prompt_done:
             for address in self._addresses:
                 self._table.prefixes.cancel_expected(address, self._route.block_names)
-        self.prompt_done()
+        self.note_prompt_done()
         self._decode.note_request_ended()
 
     @property

@@ -12,15 +12,15 @@ from engine.errors import InvalidConfig
 class BreakerConfig:
     num_failures: int = 3  # consecutive failures after which a node is avoided
     first_pause_s: float = 0.5  # doubled with each further failure
-    longest_pause_s: float = 10.0
+    max_pause_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.num_failures < 1:
             raise InvalidConfig(f"num_failures is {self.num_failures}; it must be at least 1")
-        if not 0 < self.first_pause_s <= self.longest_pause_s:
+        if not 0 < self.first_pause_s <= self.max_pause_s:
             raise InvalidConfig(
                 f"first_pause_s is {self.first_pause_s}; it must be above 0 and at most "
-                f"longest_pause_s ({self.longest_pause_s})"
+                f"max_pause_s ({self.max_pause_s})"
             )
 
 
@@ -30,7 +30,7 @@ class _Record:
     avoided_until_s: float = float("-inf")
 
 
-class Breakers:
+class CircuitBreakers:
     """Circuit breakers by address. An avoided node gets one probe request after each pause."""
 
     def __init__(self, config: BreakerConfig = BreakerConfig()) -> None:
@@ -63,4 +63,4 @@ class Breakers:
         beyond = record.num_failures - self._config.num_failures
         if beyond >= 0:
             doubled_s = self._config.first_pause_s * 2.0 ** min(beyond, 30)
-            record.avoided_until_s = now + min(doubled_s, self._config.longest_pause_s)
+            record.avoided_until_s = now + min(doubled_s, self._config.max_pause_s)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from engine.kv_cache.block_hashes import PrefixNaming
-from engine.sampling import NO_ADVICE, SamplingDefaults
+from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import NodeId
 from router.discovery.sources import Member
@@ -45,7 +45,7 @@ class Node:
     def revision(self) -> Revision:
         return Revision(self.card.fingerprint.model, self.card.fingerprint.dtype)
 
-    def may_share_kv_with(self, other: Node) -> bool:
+    def is_kv_compatible_with(self, other: Node) -> bool:
         return self.kv_kind == other.kv_kind
 
 
@@ -112,12 +112,12 @@ class NodeTable:
         self._rebuild()
 
     def note_load(self, address: str, load: NodeLoad) -> None:
-        burden = self._loads.get(address)
-        if burden is None:
+        node_load = self._loads.get(address)
+        if node_load is None:
             return
-        if load.is_draining != burden.reported.is_draining:
+        if load.is_draining != node_load.reported.is_draining:
             self._groups = None
-        burden.note_report(load)
+        node_load.note_report(load)
 
     def note_ready(self, address: str, *, is_ready: bool) -> None:
         """Record the health that the node reports."""
@@ -146,9 +146,9 @@ class NodeTable:
         """Record that a request is sent to these nodes."""
         self._num_uses += 1
         for node in nodes:
-            self.burden(node).last_use = self._num_uses
+            self.node_load(node).last_use = self._num_uses
 
-    def burden(self, node: Node) -> LoadEstimate:
+    def node_load(self, node: Node) -> LoadEstimate:
         """Return the load of a node; an empty one if the node was lost."""
         return self._loads.get(node.address) or LoadEstimate()
 
@@ -172,7 +172,7 @@ class NodeTable:
     def max_sequence_len(self, model: str) -> int | None:
         """Return the sequence length that fits on every decode node; None without any."""
         found = [
-            node.card.longest_sequence
+            node.card.max_sequence_length
             for node in self._nodes.values()
             if node.card.role is NodeRole.DECODE and model in ("", node.card.model)
         ]
@@ -182,11 +182,11 @@ class NodeTable:
         """Return the defaults of `model`, or of any model if the name is empty."""
         found = (node.card for node in self._nodes.values() if model in ("", node.card.model))
         card = next(found, None)
-        return NO_ADVICE if card is None else card.sampling_defaults
+        return NO_SAMPLING_DEFAULTS if card is None else card.sampling_defaults
 
     def is_open(self, node: Node) -> bool:
         """Return whether the node accepts new requests. Of equal names, the last to join does."""
-        is_draining = self.burden(node).reported.is_draining
+        is_draining = self.node_load(node).reported.is_draining
         is_current = self.is_listed(node) and self.is_latest_of_name(node)
         return self.is_ready(node) and is_current and not is_draining
 
@@ -216,7 +216,7 @@ class NodeTable:
         return [
             other
             for other in self._all_open()
-            if other.card.role is not node.card.role and other.may_share_kv_with(node)
+            if other.card.role is not node.card.role and other.is_kv_compatible_with(node)
         ]
 
     def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:

@@ -24,7 +24,7 @@ MIN_SAVING = 2
 UINT64 = 2**64 - 1
 
 
-class Policy(Enum):
+class RoutingPolicy(Enum):
     """Policy that chooses one of several suitable nodes."""
 
     ROUND_ROBIN = "round_robin"
@@ -35,7 +35,7 @@ class Policy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    policy: Policy = Policy.PREFIX_AWARE
+    policy: RoutingPolicy = RoutingPolicy.PREFIX_AWARE
     # Decode computes a prompt itself if it misses fewer tokens than this, including those of other
     # such prompts under way there, and prefill misses many more. 0 turns this off.
     local_prefill_below: int = 0
@@ -46,16 +46,16 @@ class Routing:
             raise InvalidConfig("local_prefill_below is below 0; 0 is off")
 
 
-def policy_named(name: str) -> Policy:
+def parse_policy(name: str) -> RoutingPolicy:
     try:
-        return Policy(name)
+        return RoutingPolicy(name)
     except ValueError:
-        known = ", ".join(policy.value for policy in Policy)
+        known = ", ".join(policy.value for policy in RoutingPolicy)
         raise InvalidConfig(f"unknown policy {name!r}; choose one of: {known}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutingRequest:
     """Inputs of a routing decision apart from the nodes."""
 
     prompt_token_ids: tuple[int, ...]
@@ -88,7 +88,7 @@ class Route:
 
 
 def choose(
-    table: NodeTable, routing: Routing, ask: Ask, without: frozenset[str] = frozenset()
+    table: NodeTable, routing: Routing, ask: RoutingRequest, without: frozenset[str] = frozenset()
 ) -> Route:
     """Choose the nodes of a request, excluding the addresses in `without`.
 
@@ -122,7 +122,7 @@ def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: No
     It applies to the next turn of a conversation: only the decode node has the answer's KV.
     """
     on_decode, on_prefill = view.missing_from_reported(decode), view.missing(prefill)
-    num_in_flight = view.table.burden(decode).num_sent_tokens
+    num_in_flight = view.table.node_load(decode).num_sent_tokens
     limit = routing.local_prefill_below
     if on_decode + num_in_flight >= limit or on_prefill < MIN_SAVING * on_decode:
         return ""
@@ -137,14 +137,14 @@ class RoutingView:
     """Node table with the prefix hits of one request."""
 
     table: NodeTable
-    ask: Ask
+    ask: RoutingRequest
     names: tuple[BlockHash, ...] = ()
     # Cached tokens by address: reported ones, and those together with expected ones. None: unused.
     reported: Mapping[str, int] | None = None
     expected: Mapping[str, int] | None = None
 
     def num_requests(self, node: Node) -> int:
-        return self.table.burden(node).num_requests
+        return self.table.node_load(node).num_requests
 
     def missing(self, node: Node) -> int:
         return self.ask.num_tokens - (self.expected or {}).get(node.address, 0)
@@ -172,16 +172,17 @@ class RoutingView:
 
     def _queued_costs(self, nodes: Sequence[Node]) -> list[int]:
         """Estimate the cost of the requests that each node already has."""
-        burdens = [self.table.burden(node) for node in nodes]
+        burdens = [self.table.node_load(node) for node in nodes]
         if nodes[0].card.role is NodeRole.DECODE:
             return [
-                burden.num_sent_tokens + DECODE_COST_TOKENS * burden.num_requests
-                for burden in burdens
+                node_load.num_sent_tokens + DECODE_COST_TOKENS * node_load.num_requests
+                for node_load in burdens
             ]
         num_tokens = self.ask.num_tokens  # assumed for each request of other routers
         return [
-            burden.num_sent_tokens + num_tokens * max(0, burden.num_reported - burden.num_sent)
-            for burden in burdens
+            node_load.num_sent_tokens
+            + num_tokens * max(0, node_load.num_reported - node_load.num_sent)
+            for node_load in burdens
         ]
 
 
@@ -189,13 +190,13 @@ def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
     """Choose one of `nodes`, which must not be empty and have one role."""
     number = view.ask.number
     match routing.policy:
-        case Policy.ROUND_ROBIN:
+        case RoutingPolicy.ROUND_ROBIN:
             return nodes[number % len(nodes)]
-        case Policy.LEAST_LOADED:
+        case RoutingPolicy.LEAST_LOADED:
             return _round_robin(_least(nodes, [view.num_requests(node) for node in nodes]), number)
-        case Policy.POWER_OF_TWO:
+        case RoutingPolicy.POWER_OF_TWO:
             return min(_draw_two(nodes, routing.seed, number), key=view.num_requests)
-        case Policy.PREFIX_AWARE:
+        case RoutingPolicy.PREFIX_AWARE:
             cheapest = _least(nodes, view.costs(nodes))
             return _round_robin(_least_recently_used(cheapest, view.table), number)
 
@@ -206,7 +207,7 @@ def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
 
 
 def _least_recently_used(nodes: Sequence[Node], table: NodeTable) -> Sequence[Node]:
-    return _least(nodes, [table.burden(node).last_use for node in nodes])
+    return _least(nodes, [table.node_load(node).last_use for node in nodes])
 
 
 def _round_robin(equal: Sequence[Node], number: int) -> Node:
@@ -230,8 +231,8 @@ def _splitmix64(number: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _build_view(table: NodeTable, routing: Routing, ask: Ask) -> RoutingView:
-    if routing.policy is not Policy.PREFIX_AWARE and not routing.local_prefill_below:
+def _build_view(table: NodeTable, routing: Routing, ask: RoutingRequest) -> RoutingView:
+    if routing.policy is not RoutingPolicy.PREFIX_AWARE and not routing.local_prefill_below:
         return RoutingView(table, ask)
     reported: dict[str, int] = {}
     expected: dict[str, int] = {}

@@ -9,9 +9,9 @@ from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
 from baton.v1 import node_pb2, sampling_pb2
-from engine.extra_args import argument_of
+from engine.extra_args import parse_argument
 from engine.request import FinishReason, Output, RequestId
-from engine.sampling import NO_ADVICE, Argument, SamplingDefaults, SamplingParams
+from engine.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import HandoffId, NodeId, Peer, TokenLogprobs
@@ -43,7 +43,7 @@ FINISH_FROM_MESSAGE = {number: reason for reason, number in FINISH_TO_MESSAGE.it
 
 
 def sampling_from(
-    message: sampling_pb2.SamplingParams, defaults: SamplingDefaults = NO_ADVICE
+    message: sampling_pb2.SamplingParams, defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS
 ) -> SamplingParams:
     """Raises InvalidRequest. Stop strings are not converted, since the engine has none."""
     present_fields = {descriptor.name: value for descriptor, value in message.ListFields()}
@@ -65,12 +65,12 @@ def sampling_from(
 def argument_from(value: struct_pb2.Value) -> Argument:
     """Raises InvalidRequest."""
     if value.WhichOneof("kind") == "list_value":
-        return argument_of([_scalar_from(item) for item in value.list_value.values])
-    return argument_of(_scalar_from(value))
+        return parse_argument([_scalar_from(item) for item in value.list_value.values])
+    return parse_argument(_scalar_from(value))
 
 
 def _scalar_from(value: struct_pb2.Value) -> object:
-    """Return the value that is set. `argument_of` rejects types that are not allowed."""
+    """Return the value that is set. `parse_argument` rejects types that are not allowed."""
     kind = value.WhichOneof("kind")
     return None if kind in (None, "null_value") else getattr(value, kind)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.v1 import node_pb2
 from engine.errors import InvalidRequest
-from engine.request import ClientId, ReceiveKv, RequestId, RequestSpec
+from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer
 from rpc.errors import UnsupportedInput
@@ -33,17 +33,17 @@ class Sequence:
     age_s: float = 0.0  # since the router received the request
 
 
-def engine_id(handoff_id: HandoffId) -> RequestId:
+def node_request_id(handoff_id: HandoffId) -> RequestId:
     """Return the request id inside a node. It is unique per attempt."""
     return RequestId(str(handoff_id))
 
 
-def prefill_spec(order: node_pb2.PrefillOrder, client_id: ClientId, now: float) -> RequestSpec:
+def prefill_spec(order: node_pb2.PrefillOrder, client_id: ClientId, now: float) -> EngineRequest:
     handoff_id = handoff_from(order.handoff_id)
     return _spec(order.sequence, handoff_id, client_id, now, send_to=handoff_id)
 
 
-def decode_spec(order: node_pb2.DecodeOrder, client_id: ClientId, now: float) -> RequestSpec:
+def decode_spec(order: node_pb2.DecodeOrder, client_id: ClientId, now: float) -> EngineRequest:
     handoff_id = handoff_from(order.handoff_id)
     receive = None
     if order.HasField("prefill"):
@@ -74,7 +74,7 @@ def _spec(
     *,
     receive_from: ReceiveKv | None = None,
     send_to: HandoffId | None = None,
-) -> RequestSpec:
+) -> EngineRequest:
     for name in (handoff_id.request_id, message.cache_salt):
         if len(name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(
@@ -83,8 +83,8 @@ def _spec(
             )
     if message.sampling.stop:
         raise UnsupportedInput("nodes have no tokenizer: the router must apply stop strings")
-    return RequestSpec(
-        request_id=engine_id(handoff_id),
+    return EngineRequest(
+        request_id=node_request_id(handoff_id),
         prompt_token_ids=tuple(message.prompt_token_ids),
         sampling=sampling_from(message.sampling),
         seed=message.seed,

@@ -27,7 +27,7 @@ class _Refused:
     refusal: ServiceError
 
 
-class NamesUnreadable(aio.ServerInterceptor):
+class InvalidMessageInterceptor(aio.ServerInterceptor):
     """Refuses invalid messages; with `is_gauged`, also those with too many fields."""
 
     def __init__(self, *, is_gauged: bool = False) -> None:

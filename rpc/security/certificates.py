@@ -20,7 +20,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 log = logging.getLogger(__name__)
 
 
-class Renewals:
+class CertificateReloader:
     """Detects changed certificate files, checked at each new connection. Thread-safe."""
 
     def __init__(self, tls: TlsConfig) -> None:
@@ -65,7 +65,7 @@ class ServerCertificates:
 
     def __init__(self, tls: TlsConfig) -> None:
         self._tls = tls
-        self._renewals = Renewals(tls)
+        self._renewals = CertificateReloader(tls)
 
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(

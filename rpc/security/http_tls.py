@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable
 
 from engine.errors import InvalidConfig
-from rpc.security.certificates import Renewals
+from rpc.security.certificates import CertificateReloader
 from rpc.security.tls import TlsConfig
 
 log = logging.getLogger(__name__)
@@ -20,12 +20,12 @@ def server_context(tls: TlsConfig) -> ssl.SSLContext:
     """
     context = _context(tls)
     # OpenSSL calls this before it picks a certificate, also when a client sends no server name.
-    context.sni_callback = _certificate_callback(context, Renewals(tls))
+    context.sni_callback = _certificate_callback(context, CertificateReloader(tls))
     return context
 
 
 def _certificate_callback(
-    first: ssl.SSLContext, renewals: Renewals
+    first: ssl.SSLContext, renewals: CertificateReloader
 ) -> Callable[[ssl.SSLObject, str | None, ssl.SSLContext], None]:
     current = first
 

@@ -18,7 +18,7 @@ from rpc.status import reason_of, status_of
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 # Keys: requests are a stream, responses are a stream.
-MAKE_HANDLER = {
+HANDLER_FACTORIES = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
@@ -26,15 +26,15 @@ MAKE_HANDLER = {
 }
 
 
-def nobody_counts(_reason: str) -> None:
+def ignore_refusal(_reason: str) -> None:
     """Ignore the refusal, for servers without metrics."""
 
 
-class TokenGate(aio.ServerInterceptor):
+class TokenInterceptor(aio.ServerInterceptor):
     """Requires a token for every service except health, whose probes send none."""
 
     def __init__(
-        self, accepted: AcceptedTokens, on_refusal: Callable[[str], None] = nobody_counts
+        self, accepted: AcceptedTokens, on_refusal: Callable[[str], None] = ignore_refusal
     ) -> None:
         self._accepted = accepted
         self._on_refusal = on_refusal  # called with the reason
@@ -69,4 +69,4 @@ def _refusing_handler(handler: Handler, refusal: Unauthenticated) -> Handler:
     async def refuse(_request: object, context: aio.ServicerContext[Any, Any]) -> None:
         await context.abort_with_status(status)
 
-    return MAKE_HANDLER[handler.request_streaming, handler.response_streaming](refuse)
+    return HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming](refuse)

@@ -13,13 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from kv_transfer.records import Role, TransferRecord
+from kv_transfer.records import TransferRecord, TransferRole
 from telemetry import names
 from telemetry.metrics import names as counted
-from telemetry.metrics.names import Kind, Metric
+from telemetry.metrics.names import Metric, MetricKind
 from telemetry.tracing.node_timeline import DONE, WITHDRAWN
 from telemetry.tracing.request_timeline import RequestTimeline
-from telemetry.tracing.spans import Outcome, TraceContext
+from telemetry.tracing.spans import SpanOutcome, TraceContext
 
 PROVIDER = "baton"
 VERDICTS = ("bystander", "suspect", "poison")
@@ -60,7 +60,7 @@ class RouterMetrics:
         self._requests.labels(end.outcome.name.lower(), usage.served if usage else "").inc()
         duration = self._duration.labels(*_call(timeline), end.error_type)
         duration.observe(end.at_s - timeline.received_s, exemplar)
-        if end.outcome is Outcome.REFUSED:
+        if end.outcome is SpanOutcome.REFUSED:
             self.refused(end.error_type)
         if timeline.admitted_s is not None and timeline.tokenized_s is not None:
             self._queue_wait.observe(timeline.admitted_s - timeline.tokenized_s, exemplar)
@@ -68,7 +68,7 @@ class RouterMetrics:
         for judgement in timeline.judgements:
             self._suspects.labels(judgement.verdict).inc()
         self._observe_times(timeline, end.at_s, exemplar)
-        if timeline.was_dispatched and end.outcome is not Outcome.REFUSED:
+        if timeline.was_dispatched and end.outcome is not SpanOutcome.REFUSED:
             outcome = end.outcome.name.lower()
             self._tokens.labels("input", outcome).inc(timeline.num_prompt_tokens or 0)
             self._tokens.labels("output", outcome).inc(timeline.num_output_tokens)
@@ -107,7 +107,7 @@ class NodeMetrics:
         self._rate = _histogram(registry, counted.RATE)
         self._overlap = _histogram(registry, counted.OVERLAP)
 
-    def step_ended(self, took_s: float, num_requests: int, num_prompt_tokens: int) -> None:
+    def observe_step(self, took_s: float, num_requests: int, num_prompt_tokens: int) -> None:
         self._step.observe(took_s)
         self._batch.observe(num_requests)
         if num_prompt_tokens:
@@ -124,7 +124,7 @@ class NodeMetrics:
         if record.ended_s is not None:
             took_s = record.ended_s - record.began_s
             self._transfer.labels(direction).observe(took_s, exemplar)
-        if record.role is Role.SENT:
+        if record.role is TransferRole.SENT:
             self._overlap.observe(record.overlap, exemplar)
             if record.gigabytes_per_s is not None:
                 self._rate.observe(record.gigabytes_per_s, exemplar)
@@ -138,7 +138,7 @@ class ScrapeCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         for metric, value in self.read().items():
-            is_total = metric.kind is Kind.COUNTER
+            is_total = metric.kind is MetricKind.COUNTER
             kind = CounterMetricFamily if is_total else GaugeMetricFamily
             family = kind(metric.prometheus, metric.help, labels=metric.labels)
             by_label = value if isinstance(value, Mapping) else {None: value}

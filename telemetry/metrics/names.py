@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -23,7 +23,7 @@ UNIT_NAMES = {"s": "seconds", "By": "bytes", "GBy/s": "gigabytes_per_second", "1
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     unit: str = ""  # UCUM; empty for plain counts
@@ -37,15 +37,15 @@ class Metric:
 
 
 def _counter(name: str, text: str, *labels: str, unit: str = "") -> Metric:
-    return Metric(name, Kind.COUNTER, text, labels, unit)
+    return Metric(name, MetricKind.COUNTER, text, labels, unit)
 
 
 def _gauge(name: str, text: str, *labels: str, unit: str = "") -> Metric:
-    return Metric(name, Kind.GAUGE, text, labels, unit)
+    return Metric(name, MetricKind.GAUGE, text, labels, unit)
 
 
 def _histogram(name: str, text: str, unit: str, buckets: tuple[float, ...], *labels: str) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, text, labels, unit, buckets)
+    return Metric(name, MetricKind.HISTOGRAM, text, labels, unit, buckets)
 
 
 # As advised by the conventions for gen_ai.server.*; the other buckets are Baton's.

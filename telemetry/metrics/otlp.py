@@ -31,7 +31,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.samples import Sample
 
 from telemetry import names
-from telemetry.metrics.names import BY_PROMETHEUS_NAME, Kind, Metric
+from telemetry.metrics.names import BY_PROMETHEUS_NAME, Metric, MetricKind
 from telemetry.tracing.outlet import ExportFailed
 from telemetry.tracing.spans import Attributes
 
@@ -76,9 +76,9 @@ class OtlpMetrics:
 
 def _metric(metric: Metric, family: Family, times: Times) -> OtlpMetric:
     data: Histogram | Gauge | Sum
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         data = Histogram(list(_histogram_points(metric, family, times)), CUMULATIVE)
-    elif metric.kind is Kind.GAUGE:
+    elif metric.kind is MetricKind.GAUGE:
         data = Gauge(list(_points(family, times)))
     else:
         data = Sum(list(_points(family, times)), CUMULATIVE, is_monotonic=True)

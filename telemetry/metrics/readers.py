@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def metrics_read(
+def export_metrics(
     options: TelemetryOptions, process: Process, registry: CollectorRegistry, read: Read
 ) -> Iterator[None]:
     """Serve and export metrics within the block. Raises InvalidConfig if binding fails."""

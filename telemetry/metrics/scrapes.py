@@ -17,23 +17,23 @@ Post = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownReading:
     """A reading with its time."""
 
     reading: Reading
     at_s: float
 
 
-class AskedOn:
+class OwnerThreadReader:
     """Reads on the owner's thread. If that thread is busy, returns the last reading."""
 
     def __init__(self, post: Post, read: Read, longest_wait_s: float = LONGEST_WAIT_S) -> None:
         self._post = post
         self._read = read
         self._longest_wait_s = longest_wait_s
-        self._pending: Future[Known] = Future()
-        self._pending.set_result(Known({}, 0.0))
-        self._known: Known | None = None
+        self._pending: Future[KnownReading] = Future()
+        self._pending.set_result(KnownReading({}, 0.0))
+        self._known: KnownReading | None = None
 
     def __call__(self) -> Reading:
         """Return a reading. Callable from any thread. Empty if there is no reading yet."""
@@ -49,6 +49,6 @@ class AskedOn:
             return {}
         return {**known.reading, counted.READINGS_AGE: time.monotonic() - known.at_s}
 
-    def _answer(self, pending: Future[Known]) -> None:
-        self._known = Known(self._read(), time.monotonic())
+    def _answer(self, pending: Future[KnownReading]) -> None:
+        self._known = KnownReading(self._read(), time.monotonic())
         pending.set_result(self._known)

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from engine.errors import EngineError
 from telemetry.tracing.otlp import OtlpExport, readable, resource_of
-from telemetry.tracing.otlp_json import ToldSpan
+from telemetry.tracing.otlp_json import ExportedSpan
 from telemetry.tracing.outlet import ExportFailed
 from telemetry.tracing.spans import AttributeValue
 
@@ -21,9 +21,9 @@ class CollectorUnreachable(EngineError):
     """The collector did not accept the spans."""
 
 
-def send_all(endpoint: str, spans: Sequence[ToldSpan]) -> int:
+def send_all(endpoint: str, spans: Sequence[ExportedSpan]) -> int:
     """Send all spans and return their number. Raises CollectorUnreachable."""
-    by_resource: dict[ResourceKey, list[ToldSpan]] = defaultdict(list)
+    by_resource: dict[ResourceKey, list[ExportedSpan]] = defaultdict(list)
     for span in spans:
         by_resource[tuple(sorted(span.resource.items()))].append(span)
     with closing(OtlpExport(endpoint)) as otlp:

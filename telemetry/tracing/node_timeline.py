@@ -10,17 +10,17 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kv_transfer.records import Role, TransferRecord
+from kv_transfer.records import TransferRecord, TransferRole
 from telemetry import names
 from telemetry.tracing.request_timeline import LEG_METHODS
 from telemetry.tracing.spans import (
     AttributeValue,
     End,
-    Outcome,
     Span,
     SpanEvent,
     SpanKind,
     SpanMaker,
+    SpanOutcome,
     ToUnixNs,
     TraceContext,
     child_id,
@@ -41,7 +41,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """Prefill chunk: one pass that computed tokens of the request's context."""
 
     began_s: float
@@ -68,7 +68,7 @@ class NodeTimeline:
     arrival_s: float
     # Written by the engine's thread.
     starts: list[Start] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
     dropped_s: list[float] = field(default_factory=list)  # departures from the batch
     num_missing_tokens: int = 0
     record: TransferRecord | None = None
@@ -92,7 +92,7 @@ class NodeTimeline:
         """Times at which the request left the batch and later returned."""
         return [at_s for at_s in self.dropped_s if at_s <= self.starts[-1].at_s]
 
-    def began_moving(self) -> None:
+    def begin_transfer(self) -> None:
         with self._lock:
             self._is_moving = self.record is None
 
@@ -109,7 +109,7 @@ class NodeTimeline:
             self.end = end
             return not self._is_moving
 
-    def note_chunk(self, chunk: Chunk) -> bool:
+    def note_chunk(self, chunk: PrefillChunk) -> bool:
         """Add a chunk. Return whether the context is now complete."""
         self.chunks.append(chunk)
         self.num_missing_tokens -= chunk.num_tokens
@@ -124,7 +124,7 @@ class _NodeSpans:
     def __init__(self, timeline: NodeTimeline, to_unix_ns: ToUnixNs) -> None:
         self._timeline = timeline
         self._make = SpanMaker(timeline.parent.trace_id, to_unix_ns)
-        self._end = timeline.end or End(timeline.arrival_s, Outcome.FAILED)
+        self._end = timeline.end or End(timeline.arrival_s, SpanOutcome.FAILED)
         self._server_id = timeline.context.span_id
 
     def spans(self) -> Iterator[Span]:
@@ -161,7 +161,7 @@ class _NodeSpans:
         yield self._wait(names.PREFILL_WAIT, timeline.arrival_s, "batch")
         if timeline.starts:
             yield self._compute()
-        if timeline.record is not None and timeline.record.role is Role.SENT:
+        if timeline.record is not None and timeline.record.role is TransferRole.SENT:
             yield self._kv(names.KV_PUSH, timeline.record, span_id=timeline.kv_push_span_id)
 
     def _compute(self) -> Span:
@@ -197,7 +197,7 @@ class _NodeSpans:
     def _decode(self) -> Iterator[Span]:
         timeline, record = self._timeline, self._timeline.record
         waits_from_s = timeline.arrival_s
-        if record is not None and record.role is Role.RECEIVED:
+        if record is not None and record.role is TransferRole.RECEIVED:
             granted = End(record.began_s)
             yield self._child(
                 names.DECODE_WAIT,
@@ -275,7 +275,7 @@ class _NodeSpans:
             names.KV_PEER: record.peer,
             names.KV_VERIFIED: self._timeline.facts.verifies_kv,
         }
-        if record.role is Role.SENT:
+        if record.role is TransferRole.SENT:
             attributes |= {
                 names.KV_DESCRIPTORS: record.num_descriptors,
                 names.KV_WRITES: record.num_writes,
@@ -323,5 +323,5 @@ def _end_of(record: TransferRecord, call_ended_s: float) -> End:
     if record.outcome in DONE:
         return End(ended_s)
     if record.outcome in WITHDRAWN:
-        return End(ended_s, Outcome.CANCELLED, message=record.outcome)
-    return End(ended_s, Outcome.FAILED, "KV_LOST", record.outcome)
+        return End(ended_s, SpanOutcome.CANCELLED, message=record.outcome)
+    return End(ended_s, SpanOutcome.FAILED, "KV_LOST", record.outcome)

@@ -21,12 +21,12 @@ from telemetry.tracing.spans import (
 _quoted = json.encoder.encode_basestring_ascii
 
 
-class NotSpans(ValueError):
+class MalformedSpans(ValueError):
     """The line is not OTLP/JSON of spans, for example because it is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
-class ToldSpan:
+class ExportedSpan:
     """Span and the resource attributes of the process that exported it."""
 
     span: Span
@@ -41,17 +41,17 @@ def line_of(spans: Sequence[Span], resource: Attributes) -> str:
     return f'{{"resourceSpans":[{{"resource":{process},"scopeSpans":[{scope}]}}]}}\n'
 
 
-def spans_of(line: str) -> list[ToldSpan]:
-    """Parse a line. Raises NotSpans."""
+def spans_of(line: str) -> list[ExportedSpan]:
+    """Parse a line. Raises MalformedSpans."""
     try:
         return [
-            ToldSpan(_span_from(span), _attributes_from(batch["resource"]["attributes"]))
+            ExportedSpan(_span_from(span), _attributes_from(batch["resource"]["attributes"]))
             for batch in json.loads(line)["resourceSpans"]
             for scope in batch["scopeSpans"]
             for span in scope["spans"]
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise NotSpans(f"not OTLP/JSON of spans: {error!r}") from error
+        raise MalformedSpans(f"not OTLP/JSON of spans: {error!r}") from error
 
 
 def _span_to(span: Span) -> str:
@@ -143,4 +143,4 @@ def _value_from(message: dict[str, Any]) -> AttributeValue:
             return str(value)
         case "arrayValue":
             return tuple(str(_value_from(item)) for item in value.get("values", ()))
-    raise NotSpans(f"unknown kind of attribute: {kind}")
+    raise MalformedSpans(f"unknown kind of attribute: {kind}")

@@ -31,7 +31,7 @@ class ExportFailed(Exception):
     """The batch was not delivered; the next one may be."""
 
 
-class Outlet:
+class BatchExporter:
     """Bounded queue to one exporter. At the end of the block, waiting timelines are exported."""
 
     def __init__(self, name: str, export: Export, to_unix_ns: ToUnixNs) -> None:
@@ -46,7 +46,7 @@ class Outlet:
         self.num_dropped = 0  # timelines dropped from a full queue
         self.num_failed = 0  # timelines whose export failed
 
-    def __enter__(self) -> Outlet:
+    def __enter__(self) -> BatchExporter:
         self._thread.start()
         return self
 

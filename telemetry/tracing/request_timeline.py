@@ -9,10 +9,10 @@ from telemetry import names
 from telemetry.tracing.spans import (
     AttributeValue,
     End,
-    Outcome,
     Span,
     SpanKind,
     SpanMaker,
+    SpanOutcome,
     SpanStatus,
     ToUnixNs,
     TraceContext,
@@ -27,7 +27,7 @@ LEG_METHODS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RouteChoice:
     """Nodes chosen for an attempt: from how many candidates, and why."""
 
     at_s: float
@@ -41,7 +41,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class LegTimeline:
+class NodeRpcTimeline:
     """One call to a node."""
 
     name: str  # prefill or decode
@@ -58,19 +58,19 @@ class LegTimeline:
 
 
 @dataclass(slots=True)
-class TryTimeline:
+class AttemptTimeline:
     """One attempt. It begins at admission, or with the failure of the previous attempt."""
 
     number: int
     num_prior_tokens: int
     span_id: int  # of its retry or migrate span; unused by the first attempt
     kv_push_span_id: int
-    choice: Choice | None = None
-    legs: list[LegTimeline] = field(default_factory=list)
+    choice: RouteChoice | None = None
+    legs: list[NodeRpcTimeline] = field(default_factory=list)
     end: End | None = None
 
     @property
-    def ended_by(self) -> list[LegTimeline]:
+    def ended_by(self) -> list[NodeRpcTimeline]:
         """Legs that ended the attempt: the failed ones, or all if none has failed."""
         return [leg for leg in self.legs if leg.has_failed] or self.legs
 
@@ -84,7 +84,7 @@ class TryTimeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Finish reason and resources of a complete answer."""
 
     finish_reason: str
@@ -115,11 +115,11 @@ class RequestTimeline:
     tokenized_s: float | None = None
     queue_position: int = 0
     admitted_s: float | None = None
-    tries: list[TryTimeline] = field(default_factory=list)
+    tries: list[AttemptTimeline] = field(default_factory=list)
     judgements: list[Judgement] = field(default_factory=list)
     num_output_tokens: int = 0  # sent to the client, each counted once
     first_token_s: float | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     end: End | None = None
 
     @property
@@ -137,12 +137,12 @@ class _RequestSpans:
         self._timeline = timeline
         self._root_id = timeline.context.span_id
         self._make = SpanMaker(timeline.context.trace_id, to_unix_ns)
-        self._end = timeline.end or End(timeline.received_s, Outcome.FAILED)
+        self._end = timeline.end or End(timeline.received_s, SpanOutcome.FAILED)
 
     def spans(self) -> Iterator[Span]:
         yield self._generate()
         yield self._admit()
-        previous: TryTimeline | None = None
+        previous: AttemptTimeline | None = None
         for attempt in self._timeline.tries:
             yield from self._attempt(attempt, previous)
             previous = attempt
@@ -193,7 +193,9 @@ class _RequestSpans:
             names.ADMIT, self._root_id, timeline.received_s, end, attributes, events=events
         )
 
-    def _attempt(self, attempt: TryTimeline, previous: TryTimeline | None) -> Iterator[Span]:
+    def _attempt(
+        self, attempt: AttemptTimeline, previous: AttemptTimeline | None
+    ) -> Iterator[Span]:
         """The parts of an attempt are contiguous: each instant belongs to one of them."""
         if previous is None:
             began_s, failed, parent_id = self._timeline.admitted_s, [], self._root_id
@@ -206,7 +208,9 @@ class _RequestSpans:
         for leg in attempt.legs:
             yield self._leg(attempt, leg, parent_id, [other.span_id for other in failed])
 
-    def _retry(self, attempt: TryTimeline, began_s: float, failed: list[LegTimeline]) -> Span:
+    def _retry(
+        self, attempt: AttemptTimeline, began_s: float, failed: list[NodeRpcTimeline]
+    ) -> Span:
         """The retry or migrate span, linked to the failed legs."""
         events = tuple(
             self._make.event(
@@ -237,7 +241,7 @@ class _RequestSpans:
             links=[leg.span_id for leg in failed],
         )
 
-    def _route(self, attempt: TryTimeline, began_s: float, parent_id: int) -> Span:
+    def _route(self, attempt: AttemptTimeline, began_s: float, parent_id: int) -> Span:
         """The route span, up to the first call of a node; its event is the time of the choice."""
         choice, end = attempt.choice, attempt.end or self._end
         if attempt.legs:
@@ -248,7 +252,7 @@ class _RequestSpans:
         return self._make.span(names.ROUTE, parent_id, began_s, end, attributes, events=events)
 
     def _leg(
-        self, attempt: TryTimeline, leg: LegTimeline, parent_id: int, links: list[int]
+        self, attempt: AttemptTimeline, leg: NodeRpcTimeline, parent_id: int, links: list[int]
     ) -> Span:
         end = leg.end or self._end
         attributes = {
@@ -279,7 +283,7 @@ def _rpc(method: str, end: End) -> dict[str, AttributeValue | None]:
     }
 
 
-def _choice_attributes(choice: Choice) -> dict[str, AttributeValue | None]:
+def _choice_attributes(choice: RouteChoice) -> dict[str, AttributeValue | None]:
     return {
         names.POLICY: choice.policy,
         names.CANDIDATES_PREFILL: choice.num_prefill_candidates,
@@ -291,7 +295,7 @@ def _choice_attributes(choice: Choice) -> dict[str, AttributeValue | None]:
     }
 
 
-def _usage_attributes(usage: Usage | None) -> dict[str, AttributeValue | None]:
+def _usage_attributes(usage: TokenUsage | None) -> dict[str, AttributeValue | None]:
     if usage is None:
         return {}
     return {

@@ -35,7 +35,7 @@ class TraceContext:
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
 
 
-def context_from(traceparent: str) -> TraceContext | None:
+def parse_traceparent(traceparent: str) -> TraceContext | None:
     """Parse a traceparent. Return None if it is malformed: it is then treated as absent."""
     match = VERSION_0.fullmatch(traceparent.strip())
     if match is None:
@@ -61,7 +61,7 @@ class SpanStatus(IntEnum):
     ERROR = 2
 
 
-class Outcome(IntEnum):
+class SpanOutcome(IntEnum):
     """Outcome of a call to the router or to a node."""
 
     OK = 0
@@ -72,9 +72,9 @@ class Outcome(IntEnum):
 
     @property
     def status(self) -> SpanStatus:
-        if self is Outcome.OK:
+        if self is SpanOutcome.OK:
             return SpanStatus.OK
-        return SpanStatus.UNSET if self is Outcome.CANCELLED else SpanStatus.ERROR
+        return SpanStatus.UNSET if self is SpanOutcome.CANCELLED else SpanStatus.ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class End:
     """End of a call, attempt or part: time, outcome and error."""
 
     at_s: float
-    outcome: Outcome = Outcome.OK
+    outcome: SpanOutcome = SpanOutcome.OK
     error_type: str = ""
     message: str = ""
     rpc_status: str = ""
@@ -153,7 +153,7 @@ class SpanMaker:
         links: Iterable[int] = (),
     ) -> Span:
         span_attributes = known(attributes)
-        if end.outcome is not Outcome.OK:
+        if end.outcome is not SpanOutcome.OK:
             span_attributes[OUTCOME] = end.outcome.name.lower()
         if end.error_type and end.outcome.status is SpanStatus.ERROR:
             span_attributes[ERROR_TYPE] = end.error_type

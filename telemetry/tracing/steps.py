@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from telemetry import names
-from telemetry.tracing.otlp_json import ToldSpan
+from telemetry.tracing.otlp_json import ExportedSpan
 from telemetry.tracing.spans import Span, child_id
 
 PART_NAMES = {part: part.removeprefix("baton.step.") for part in names.STEP_PARTS}
 
 
-def step_parts(step_span: ToldSpan) -> Iterator[ToldSpan]:
+def step_parts(step_span: ExportedSpan) -> Iterator[ExportedSpan]:
     """Yield the parts of a step as child spans, in order."""
     step, at_ns = step_span.span, step_span.span.began_ns
     for part, name in PART_NAMES.items():
@@ -22,5 +22,5 @@ def step_parts(step_span: ToldSpan) -> Iterator[ToldSpan]:
         own_id = child_id(step.span_id, name)
         role = {names.ROLE: step.attributes.get(names.ROLE, "")}
         span = Span(name, step.trace_id, own_id, step.span_id, at_ns, ended_ns, attributes=role)
-        yield ToldSpan(span, step_span.resource)
+        yield ExportedSpan(span, step_span.resource)
         at_ns = ended_ns

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from telemetry.tracing.otlp_json import NotSpans, ToldSpan, line_of, spans_of
+from telemetry.tracing.otlp_json import ExportedSpan, MalformedSpans, line_of, spans_of
 from telemetry.tracing.spans import Attributes, Span
 
 SUFFIX = ".otlp.jsonl"
@@ -53,13 +53,13 @@ def prune(folder: Path, limit_bytes: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_spans(folder: Path) -> Iterator[ToldSpan]:
+def read_spans(folder: Path) -> Iterator[ExportedSpan]:
     """Yield all stored spans, oldest file first. Truncated lines, as after a crash, are skipped."""
     for path, _ in sorted(_files(folder), key=lambda file: file[1].st_mtime_ns):
         yield from _spans_in(path)
 
 
-def _spans_in(path: Path) -> Iterator[ToldSpan]:
+def _spans_in(path: Path) -> Iterator[ExportedSpan]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, PermissionError):
@@ -67,7 +67,7 @@ def _spans_in(path: Path) -> Iterator[ToldSpan]:
     for line in lines:
         try:
             yield from spans_of(line)
-        except NotSpans:
+        except MalformedSpans:
             continue
 
 

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from telemetry import names
 from telemetry.options import TelemetryOptions
 from telemetry.resource import Process
-from telemetry.tracing.outlet import Export, Outlet, Timeline
-from telemetry.tracing.spans import TraceContext, context_from
+from telemetry.tracing.outlet import BatchExporter, Export, Timeline
+from telemetry.tracing.spans import TraceContext, parse_traceparent
 from telemetry.tracing.store import TraceWriter
 
 TRACE_BITS, SPAN_BITS = 128, 64
@@ -26,7 +26,7 @@ Received = Iterable[tuple[str, str | bytes]]
 class Tracer:
     """Sampler and exporter of timelines. Without an outlet, nothing is traced."""
 
-    def __init__(self, ratio: float = 0.0, outlets: tuple[Outlet, ...] = ()) -> None:
+    def __init__(self, ratio: float = 0.0, outlets: tuple[BatchExporter, ...] = ()) -> None:
         self._limit = round(ratio * 2**SPAN_BITS) if outlets else 0
         self._outlets = outlets
 
@@ -44,12 +44,12 @@ class Tracer:
         for outlet in self._outlets:
             outlet.take(timeline)
 
-    def parent_in(self, metadata: Received) -> TraceContext | None:
+    def extract_context(self, metadata: Received) -> TraceContext | None:
         """Return the trace context of an incoming call; None if it has none or tracing is off."""
         if not self.is_on:
             return None
         traceparent = dict(metadata).get(names.TRACEPARENT)
-        return context_from(traceparent) if isinstance(traceparent, str) else None
+        return parse_traceparent(traceparent) if isinstance(traceparent, str) else None
 
     def draws(self, trace_id: int) -> bool:
         """Return whether to sample a new trace. It depends only on the id, like other samplers."""
@@ -73,7 +73,7 @@ def tracing(options: TelemetryOptions, process: Process) -> Iterator[Tracer]:
     """Set up tracing for the block. At its end, all waiting timelines are exported."""
     with ExitStack() as lifetime:
         outlets = [
-            lifetime.enter_context(Outlet(name, export, _unix_ns_converter()))
+            lifetime.enter_context(BatchExporter(name, export, _unix_ns_converter()))
             for name, export in _exports(options, process, lifetime)
         ]
         yield Tracer(options.trace_ratio, tuple(outlets))

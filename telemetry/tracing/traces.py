@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from telemetry import names
-from telemetry.tracing.otlp_json import ToldSpan
+from telemetry.tracing.otlp_json import ExportedSpan
 from telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanStatus
 from telemetry.tracing.steps import step_parts
 
@@ -17,7 +17,7 @@ ROOTS = (names.GENERATE, names.ENGINE_STEP)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """Span of a trace and its position in the tree."""
 
     span: Span
@@ -35,7 +35,7 @@ class Trace:
     """Spans of one request, or of one step of an engine."""
 
     trace_id: int
-    told: tuple[ToldSpan, ...]
+    told: tuple[ExportedSpan, ...]
 
     @cached_property
     def root(self) -> Span | None:
@@ -48,13 +48,13 @@ class Trace:
         return self.root is not None and self.root.name == names.ENGINE_STEP
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TraceRow, ...]:
         """The spans in tree order, siblings by start; spans with an unknown parent come last."""
         spans = [*self.told]
         if self.is_step:
             spans += [part for step in self.told for part in step_parts(step)]
         ids = {exported.span.span_id for exported in spans}
-        children: dict[int | None, list[ToldSpan]] = defaultdict(list)
+        children: dict[int | None, list[ExportedSpan]] = defaultdict(list)
         for child in sorted(spans, key=lambda exported: _began(exported.span)):
             parent = child.span.parent_id
             children[parent if parent in ids else None].append(child)
@@ -90,9 +90,9 @@ class Trace:
         return None if self.root is None else self.root.attributes.get(name)
 
 
-def traces_of(spans: Iterable[ToldSpan]) -> list[Trace]:
+def traces_of(spans: Iterable[ExportedSpan]) -> list[Trace]:
     """Group spans by trace, oldest trace first."""
-    by_trace: dict[int, dict[int, ToldSpan]] = defaultdict(dict)
+    by_trace: dict[int, dict[int, ExportedSpan]] = defaultdict(dict)
     for exported in spans:
         by_trace[exported.span.trace_id][exported.span.span_id] = exported
     traces = [Trace(trace_id, tuple(by_id.values())) for trace_id, by_id in by_trace.items()]
@@ -111,7 +111,7 @@ def note_of(span: Span) -> str:
     return ", ".join(notes)
 
 
-def failed_node_of(row: Row) -> str | None:
+def failed_node_of(row: TraceRow) -> str | None:
     """Return the node of a failed call of the router. That node may have exported no spans."""
     is_call = row.role == "router" and row.span.name in (names.PREFILL, names.DECODE)
     if not is_call or row.span.status is not SpanStatus.ERROR:
@@ -137,11 +137,13 @@ def _failure(event: SpanEvent) -> str:
 
 
 def _below(
-    exported: ToldSpan, children: dict[int | None, list[ToldSpan]], branches: tuple[bool, ...]
-) -> Iterator[Row]:
+    exported: ExportedSpan,
+    children: dict[int | None, list[ExportedSpan]],
+    branches: tuple[bool, ...],
+) -> Iterator[TraceRow]:
     role = str(exported.span.attributes.get(names.ROLE) or exported.resource.get(names.ROLE, ""))
     node = str(exported.resource.get(names.NODE, role))
-    yield Row(exported.span, "router" if role == "router" else node, role, branches)
+    yield TraceRow(exported.span, "router" if role == "router" else node, role, branches)
     below = children.get(exported.span.span_id, [])
     for place, child in enumerate(below, start=1):
         yield from _below(child, children, (*branches, place == len(below)))

@@ -9,12 +9,19 @@ from dataclasses import dataclass
 import pytest
 
 from baton.bench.chaos import ONCE, Chaos
-from baton.bench.chaos_asks import Known, asks, known
+from baton.bench.chaos_asks import KnownAnswer, asks, known
 from baton.bench.chaos_clock import can_jump
-from baton.bench.chaos_faults import OF_WIRES, ROLES_HIT_BY, Fault, Kind, Phase, Role
-from baton.bench.chaos_hostile import Hostility
+from baton.bench.chaos_faults import (
+    ROLES_BY_FAULT_KIND,
+    TRANSFER_FAULTS,
+    Fault,
+    FaultKind,
+    Phase,
+    TargetRole,
+)
+from baton.bench.chaos_hostile import HostileProcesses
 from baton.bench.chaos_report import Report
-from baton.bench.chaos_stage import Setting, Stage
+from baton.bench.chaos_stage import ChaosCluster, ChaosClusterConfig
 from baton.bench.hostile_bodies import Attack
 from baton.client import AsyncClient
 from telemetry.metrics.names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
@@ -24,8 +31,13 @@ from tests.support.models import VARIANTS, make_model_folder
 NUM_ASKS = 15
 NUM_CLIENTS = 4
 LASTS_S = 1.0
-OWN_TESTS = {Kind.FREEZE, Kind.CORRUPT, Kind.CROWD, Kind.HOSTILE}
-FAULTS = [(kind, role) for kind in Kind if kind not in OWN_TESTS for role in ROLES_HIT_BY[kind]]
+OWN_TESTS = {FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.CROWD, FaultKind.HOSTILE}
+FAULTS = [
+    (kind, role)
+    for kind in FaultKind
+    if kind not in OWN_TESTS
+    for role in ROLES_BY_FAULT_KIND[kind]
+]
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +45,8 @@ pytestmark = pytest.mark.slow
 @dataclass(frozen=True, slots=True)
 class Running:
     runner: asyncio.Runner
-    stage: Stage
-    answers: Sequence[Known]
+    stage: ChaosCluster
+    answers: Sequence[KnownAnswer]
 
     def through(self, fault: Fault) -> Report:
         async def scene() -> Report:
@@ -52,15 +64,15 @@ class Running:
             assert target is not None
             async with (
                 AsyncClient(self.stage.address, retries=ONCE) as client,
-                Hostility(target, 0, (attack,)) as hostility,
+                HostileProcesses(target, 0, (attack,)) as hostility,
             ):
                 chaos = Chaos(self.stage, client, self.answers, NUM_CLIENTS, hostility=hostility)
-                fault = Fault(0, 0.3, Kind.HOSTILE, Role.ROUTER, 0, Phase.ASKED, LASTS_S)
+                fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.ASKED, LASTS_S)
                 return await chaos.run([fault], fault.at_s, asyncio.Event())
 
         return self.runner.run(scene())
 
-    def total(self, role: Role, metric: Metric, label: str = "") -> float:
+    def total(self, role: TargetRole, metric: Metric, label: str = "") -> float:
         """What all processes of a role have counted."""
 
         async def scene() -> float:
@@ -76,7 +88,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One cluster for all: each test leaves it well."""
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
     small = ("--kv-cache-memory", "256KiB", "--threads", "1")
-    setting = Setting(str(folder), node_arguments=small, clocks_jump=can_jump(), has_http=True)
+    setting = ChaosClusterConfig(
+        str(folder), node_arguments=small, clocks_jump=can_jump(), has_http=True
+    )
     with asyncio.Runner() as runner:
         stage = runner.run(entered(setting))
         try:
@@ -85,11 +99,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             runner.run(stage.__aexit__(None, None, None))
 
 
-async def entered(setting: Setting) -> Stage:
-    return await Stage(setting).__aenter__()
+async def entered(setting: ChaosClusterConfig) -> ChaosCluster:
+    return await ChaosCluster(setting).__aenter__()
 
 
-async def answers_of(stage: Stage) -> Sequence[Known]:
+async def answers_of(stage: ChaosCluster) -> Sequence[KnownAnswer]:
     async with AsyncClient(stage.address) as client:
         answers = await known(client, await asks(client, 0, NUM_ASKS))
     await stage.begin()
@@ -98,9 +112,9 @@ async def answers_of(stage: Stage) -> Sequence[Known]:
 
 @pytest.mark.parametrize(("kind", "role"), FAULTS, ids=lambda one: one.value)
 def test_no_answer_is_wrong_or_lost_and_nothing_is_left_behind(
-    running: Running, kind: Kind, role: Role
+    running: Running, kind: FaultKind, role: TargetRole
 ) -> None:
-    if kind is Kind.JUMP and not can_jump():
+    if kind is FaultKind.JUMP and not can_jump():
         pytest.skip("no C compiler builds a clock that jumps")
     phase = list(Phase)[FAULTS.index((kind, role)) % len(Phase)]
     fault = Fault(0, 0.3, kind, role, 0, phase, LASTS_S)
@@ -113,40 +127,46 @@ def test_no_answer_is_wrong_or_lost_and_nothing_is_left_behind(
     assert report.is_good, report
     assert report.num_faults == 1
     assert report.counts["right"] > 0
-    assert (weather.num_hits > num_hits) is (kind in OF_WIRES)
+    assert (weather.num_hits > num_hits) is (kind in TRANSFER_FAULTS)
 
 
 def test_other_bytes_than_were_sent_are_found_out_and_the_prompt_is_computed_on_decode(
     running: Running,
 ) -> None:
-    before = running.total(Role.DECODE, DIGEST_MISMATCHES)
+    before = running.total(TargetRole.DECODE, DIGEST_MISMATCHES)
 
-    report = running.through(Fault(0, 0.3, Kind.CORRUPT, Role.PREFILL, 0, Phase.ASKED, LASTS_S))
+    report = running.through(
+        Fault(0, 0.3, FaultKind.CORRUPT, TargetRole.PREFILL, 0, Phase.ASKED, LASTS_S)
+    )
 
     assert report.is_good, report
-    num_found = running.total(Role.DECODE, DIGEST_MISMATCHES) - before
+    num_found = running.total(TargetRole.DECODE, DIGEST_MISMATCHES) - before
     assert num_found > 0
     assert report.counts["local"] > 0
 
 
 def test_a_crowd_fills_the_caches(running: Running) -> None:
-    before = running.total(Role.DECODE, PREEMPTIONS)
+    before = running.total(TargetRole.DECODE, PREEMPTIONS)
 
-    report = running.through(Fault(0, 0.3, Kind.CROWD, Role.ROUTER, 0, Phase.ASKED, LASTS_S))
+    report = running.through(
+        Fault(0, 0.3, FaultKind.CROWD, TargetRole.ROUTER, 0, Phase.ASKED, LASTS_S)
+    )
 
     assert report.is_good, report
-    assert running.total(Role.DECODE, PREEMPTIONS) > before
+    assert running.total(TargetRole.DECODE, PREEMPTIONS) > before
 
 
 def test_the_streams_of_a_frozen_decode_node_go_on_elsewhere_and_it_is_taken_back(
     running: Running,
 ) -> None:
-    before = running.total(Role.ROUTER, ATTEMPTS, MIGRATE)
+    before = running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE)
 
-    report = running.through(Fault(0, 0.3, Kind.FREEZE, Role.DECODE, 0, Phase.DECODING, LASTS_S))
+    report = running.through(
+        Fault(0, 0.3, FaultKind.FREEZE, TargetRole.DECODE, 0, Phase.DECODING, LASTS_S)
+    )
 
     assert report.is_good, report
-    assert running.total(Role.ROUTER, ATTEMPTS, MIGRATE) > before
+    assert running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE) > before
 
 
 def test_a_hostile_client_spoils_no_answer_and_leaves_nothing_behind(running: Running) -> None:

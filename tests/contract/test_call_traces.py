@@ -18,14 +18,14 @@ import pytest
 from baton.client import AsyncClient, BatonError, Generation
 from engine.core import EngineCore
 from engine.plan import Plan, RunResult
-from engine.request import RequestSpec
+from engine.request import EngineRequest
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId
 from node.tracing import NodeTracing
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.dispatch.node_rpcs import LegEvent
 from router.routing.node_table import Node
-from router.tracing import LegTrace, Trace, Tracing
+from router.tracing import LegTrace, RequestTrace, Tracing
 from router.values import Prompt
 from rpc.messages.sequences import Sequence
 from rpc.node_info import NodeRole
@@ -125,7 +125,7 @@ def _broken(prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
 # --- A node's ends of a router's calls, which share a stream ------------------------------------
 
 
-class Led(Trace):
+class Led(RequestTrace):
     """Sends the context of a leg along."""
 
     @contextmanager
@@ -263,5 +263,5 @@ def test_a_bug_in_a_call_is_an_error_named_after_it() -> None:
     play(scene())
 
 
-def _buggy(spec: RequestSpec) -> None:
+def _buggy(spec: EngineRequest) -> None:
     raise ZeroDivisionError("a bug")

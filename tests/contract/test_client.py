@@ -25,7 +25,7 @@ from rpc.messages.wire_gauge import MAX_FIELDS
 from rpc.node_info import NodeRole
 from rpc.security.tls import PLAIN
 from rpc.security.token import AcceptedTokens
-from rpc.security.token_gate import TokenGate
+from rpc.security.token_gate import TokenInterceptor
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 from tests.support.routers import a_router
 
@@ -140,7 +140,7 @@ def test_an_answer_that_has_begun_is_never_asked_for_again(ask: Ask) -> None:
 
 @both_clients
 def test_a_pause_that_would_outlast_the_time_limit_is_not_begun(ask: Ask) -> None:
-    slow = Retries(first_pause_s=10 * PATIENCE_S, longest_pause_s=10 * PATIENCE_S)
+    slow = Retries(first_pause_s=10 * PATIENCE_S, max_pause_s=10 * PATIENCE_S)
 
     async def scene() -> None:
         async with a_router(GONE) as (router, address):
@@ -273,7 +273,7 @@ def test_a_request_id_that_would_spoil_a_log_is_refused(request_id: str) -> None
     run(scene())
 
 
-GATE = TokenGate(AcceptedTokens(("right", "also-right")))
+GATE = TokenInterceptor(AcceptedTokens(("right", "also-right")))
 
 
 @pytest.mark.parametrize("token", ["right", "also-right"])

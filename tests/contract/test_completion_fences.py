@@ -14,10 +14,10 @@ from typing import cast
 import pytest
 import torch
 
-from engine.plan import Plan, Row
+from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.config import RunnerConfig
-from engine.runner.fences import CudaFence, CudaFences, fences_of
+from engine.runner.fences import CudaFence, CudaFences, make_fences
 from engine.runner.load import load_runner
 from engine.runner.model_info import KvMemory
 from engine.runner.model_runner import TorchRunner
@@ -231,7 +231,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def a_plan(prompt: Sequence[int], block: int, num_tokens: int) -> Plan:
     name = RequestId("r")
-    started = Row(name, tuple(prompt), len(prompt), 0, (BlockId(block),), SamplingParams(), 0)
+    started = PlanRow(name, tuple(prompt), len(prompt), 0, (BlockId(block),), SamplingParams(), 0)
     return Plan(started=(started,), num_scheduled_tokens={name: num_tokens})
 
 
@@ -291,5 +291,5 @@ def test_a_fence_of_cuda_asks_and_awaits_its_event() -> None:
     fence.wait()
 
     assert (before, fence.is_passed) == (False, True)
-    assert fences_of(torch.device("cpu")).record() is PASSED
-    assert isinstance(fences_of(torch.device("cuda")), CudaFences)
+    assert make_fences(torch.device("cpu")).record() is PASSED
+    assert isinstance(make_fences(torch.device("cuda")), CudaFences)

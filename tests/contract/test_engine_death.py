@@ -14,11 +14,11 @@ from engine.plan import Plan, RunResult
 from engine.sampling import SamplingParams
 from router.context import RequestContext
 from router.dispatch.node_calls import GrpcNodeCalls
-from router.input_processing.tokenization import TokenIdsOnly
+from router.input_processing.tokenization import NoTokenizer
 from router.pipeline import Pipeline, PipelineConfig
 from router.routing.node_table import Node
-from router.routing.policy import Policy, Routing
-from router.values import Call, Ending, Piece, TokenPrompt
+from router.routing.policy import Routing, RoutingPolicy
+from router.values import CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
 from rpc.errors import GenerationFailed, PoisonedRequest
 from rpc.node_info import NodeRole
 from tests.support.engines import VOCAB_SIZE, an_engine
@@ -88,23 +88,23 @@ def engines(num_engines: int, fate: Fate) -> list[EngineCore]:
     ]
 
 
-async def ask(pipeline: Pipeline) -> tuple[list[int], Ending]:
+async def ask(pipeline: Pipeline) -> tuple[list[int], CompletionSummary]:
     token_ids: list[int] = []
     sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=SEED, ignore_eos=True)
-    call = Call("r", TokenPrompt(PROMPT), sampling)
+    call = GenerateCall("r", TokenPrompt(PROMPT), sampling)
     async for part in pipeline.generate(call, RequestContext(time.monotonic())):
-        if isinstance(part, Ending):
+        if isinstance(part, CompletionSummary):
             return token_ids, part
-        assert isinstance(part, Piece)
+        assert isinstance(part, TokenChunk)
         assert part.first_index == len(token_ids), "a token came twice, or was left out"
         token_ids += part.token_ids
     raise AssertionError("the answer had no end")
 
 
-def ask_nodes(*engines: EngineCore) -> tuple[list[int], Ending]:
+def ask_nodes(*engines: EngineCore) -> tuple[list[int], CompletionSummary]:
     """One request over a decode node for each engine."""
 
-    async def scene() -> tuple[list[int], Ending]:
+    async def scene() -> tuple[list[int], CompletionSummary]:
         async with AsyncExitStack() as running, asyncio.timeout(PATIENCE_S):
             nodes = []
             for number, core in enumerate(engines):
@@ -112,12 +112,12 @@ def ask_nodes(*engines: EngineCore) -> tuple[list[int], Ending]:
                 node = await running.enter_async_context(a_node_server(name=name, core=core))
                 nodes.append(Node(node.address, a_card(NodeRole.DECODE, name)))
             node_calls = await running.enter_async_context(GrpcNodeCalls())
-            routing = Routing(Policy.ROUND_ROBIN)
+            routing = Routing(RoutingPolicy.ROUND_ROBIN)
             config = PipelineConfig(retry_pause_s=0.0, routing=routing)
             pipeline = Pipeline(
                 table=a_table(*nodes),
                 node_calls=node_calls,
-                text=TokenIdsOnly(),
+                text=NoTokenizer(),
                 clock=time.monotonic,
                 config=config,
             )

@@ -15,7 +15,7 @@ from engine.runner.layout import Ints
 from engine.runner.sampling import logits_processors as processors
 from engine.runner.sampling.logits_processors import (
     NEVER,
-    Model,
+    ModelView,
     Processors,
     load_processors,
     versions,
@@ -23,7 +23,7 @@ from engine.runner.sampling.logits_processors import (
 from engine.runner.sampling.sampler import Sampler, SampleRow
 from engine.sampling import Argument, SamplingParams
 
-MODEL = Model("somewhere", 8)
+MODEL = ModelView("somewhere", 8)
 EOS = (7,)
 
 
@@ -32,7 +32,7 @@ class Favour:
 
     arguments = frozenset({"favour"})
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelView) -> None:
         self._vocab_size = model.vocab_size
 
     def check(self, given: Arguments) -> None:

@@ -19,16 +19,16 @@ from baton.client import AsyncClient, BatonError
 from baton.health import ask
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
-from router.admission.admission_queue import LineConfig
-from router.answer import Speller
+from router.admission.admission_queue import AdmissionQueueConfig
+from router.answer import IncrementalDetokenizer
 from router.dispatch.node_rpcs import Leg
-from router.input_processing.tokenization import ModelText, TextBoundary, TokenIdsOnly
-from router.openai.body_receiving import MOST_BODY_BYTES, max_values
+from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
+from router.openai.body_receiving import MAX_BODY_BYTES, max_values
 from router.openai.response.output_parsers import Parsing
-from router.request_scope import received_now
+from router.request_scope import new_request_context
 from router.routing.node_table import NodeTable
 from router.tracing import Tracing
-from router.values import Call, DecodeSummary, Prompt, TokenPrompt
+from router.values import DecodeSummary, GenerateCall, Prompt, TokenPrompt
 from rpc.errors import FailureKind, NodeFailed
 from rpc.node_info import NodeRole
 from rpc.security.tls import PLAIN, TlsConfig
@@ -286,7 +286,7 @@ def test_a_full_queue_tells_when_to_come_again() -> None:
         assert refusal.value.code == "QUEUE_FULL"
         assert int(refusal.value.response.headers["retry-after"]) >= 1
 
-    through_the_door(scene, nodes, line=LineConfig(max_in_flight=1, max_queue=0))
+    through_the_door(scene, nodes, line=AdmissionQueueConfig(max_in_flight=1, max_queue=0))
 
 
 def test_a_poisoned_request_fails_by_name_and_clients_are_told_not_to_send_it_again() -> None:
@@ -415,7 +415,7 @@ def test_a_trace_goes_on_through_the_door_and_its_id_comes_back() -> None:
 
 def test_a_body_beyond_the_limit_is_refused_as_such() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        too_much = b" " * (MOST_BODY_BYTES + 1)
+        too_much = b" " * (MAX_BODY_BYTES + 1)
         refusal = await client._client.post(f"{router.url}/v1/completions", content=too_much)
 
         assert refusal.status_code == 413
@@ -598,7 +598,7 @@ async def status_at(
         writing.close()
 
 
-class Scripted(TokenIdsOnly):
+class Scripted(NoTokenizer):
     """Every chat is the same prompt, and every answer the same text, three characters a token."""
 
     def __init__(self, script: str) -> None:
@@ -607,7 +607,7 @@ class Scripted(TokenIdsOnly):
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         return tuple(PROMPT)
 
-    def speller(self, shown: Collection[str] = ()) -> Speller:
+    def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         return ScriptedSpeller(self._script)
 
 
@@ -724,11 +724,11 @@ def test_both_doors_share_one_line() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
-        by_grpc = Call("other", TokenPrompt((3,)), SamplingParams(max_tokens=2))
-        parts = router.pipeline.generate(by_grpc, received_now())
+        by_grpc = GenerateCall("other", TokenPrompt((3,)), SamplingParams(max_tokens=2))
+        parts = router.pipeline.generate(by_grpc, new_request_context())
         await anext(parts)
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(model="tiny", prompt=PROMPT)
         await parts.aclose()
 
-    through_the_door(scene, nodes, line=LineConfig(max_in_flight=1, max_queue=0))
+    through_the_door(scene, nodes, line=AdmissionQueueConfig(max_in_flight=1, max_queue=0))

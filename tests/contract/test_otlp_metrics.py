@@ -17,11 +17,11 @@ from opentelemetry.proto.collector.metrics.v1 import (
 )
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
 
-from kv_transfer.records import Role, TransferRecord
+from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.types import HandoffId
 from telemetry.metrics import names as counted
 from telemetry.metrics.instruments import NodeMetrics, Reading
-from telemetry.metrics.readers import metrics_read
+from telemetry.metrics.readers import export_metrics
 from telemetry.options import TelemetryOptions
 from telemetry.resource import Process
 from telemetry.tracing.spans import TraceContext
@@ -30,7 +30,7 @@ PROCESS = Process("prefill", "p0", "1")
 TRACE = TraceContext(0xABC, 0xDEF)
 RECORD = TransferRecord(
     handoff_id=HandoffId("a", 1),
-    role=Role.SENT,
+    role=TransferRole.SENT,
     transport="nixl",
     began_s=1.0,
     outcome="announced",
@@ -73,7 +73,7 @@ def collector() -> Iterator[MetricsCollector]:
 
 def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> None:
     metrics = NodeMetrics("prefill")
-    metrics.step_ended(0.003, num_requests=2, num_prompt_tokens=17)
+    metrics.observe_step(0.003, num_requests=2, num_prompt_tokens=17)
     metrics.take(RECORD, TRACE)
     read: Reading = {
         counted.RUNNING: 3.0,
@@ -82,7 +82,7 @@ def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> 
     }
     options = TelemetryOptions(otlp_endpoint=collector.address, otlp_metrics_every_s=3600)
 
-    with metrics_read(options, PROCESS, metrics.registry, lambda: read):
+    with export_metrics(options, PROCESS, metrics.registry, lambda: read):
         pass  # all is sent at the end
 
     told = collector.last
@@ -110,7 +110,7 @@ def test_metrics_are_sent_while_the_process_runs(collector: MetricsCollector) ->
     metrics = NodeMetrics("decode")
     options = TelemetryOptions(otlp_endpoint=collector.address, otlp_metrics_every_s=0.01)
 
-    with metrics_read(options, PROCESS, metrics.registry, lambda: {counted.RUNNING: 1.0}):
+    with export_metrics(options, PROCESS, metrics.registry, lambda: {counted.RUNNING: 1.0}):
         assert collector.has_some.wait(60)
 
 
@@ -118,7 +118,7 @@ def test_a_collector_that_is_gone_holds_nobody_up(caplog: pytest.LogCaptureFixtu
     metrics = NodeMetrics("decode")
     options = TelemetryOptions(otlp_endpoint="http://127.0.0.1:1", otlp_metrics_every_s=3600)
 
-    with metrics_read(options, PROCESS, metrics.registry, dict):
+    with export_metrics(options, PROCESS, metrics.registry, dict):
         pass
 
     assert any("metrics could not be exported" in one.getMessage() for one in caplog.records)

@@ -13,7 +13,7 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.v1 import cluster_pb2_grpc
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from kv_transfer.types import NodeId
 from node.engine_calls import CLIENT_ID, EngineCalls
 from node.status_feed import prefix_cache_resetter
@@ -24,7 +24,7 @@ from rpc.channel import open_channel
 from rpc.errors import NodeFailed
 from rpc.node_info import NodeRole
 from rpc.security.token import AcceptedTokens
-from rpc.security.token_gate import TokenGate
+from rpc.security.token_gate import TokenInterceptor
 from rpc.server import Service, serving
 from tests.support.engines import a_spec, an_engine
 from tests.support.http_routers import an_http_router
@@ -120,7 +120,7 @@ def test_over_grpc_it_takes_a_token() -> None:
                     servicer, server
                 ),
             )
-            gates = [TokenGate(AcceptedTokens(("secret",)))]
+            gates = [TokenInterceptor(AcceptedTokens(("secret",)))]
             async with serving("127.0.0.1", 0, [service], interceptors=gates) as server:
                 async with AsyncClient(server.address) as stranger:
                     with pytest.raises(Exception, match="token"):
@@ -144,7 +144,7 @@ def test_an_engine_forgets_between_two_steps_and_computes_again() -> None:
         return served.num_cached_tokens
 
     async def scene() -> None:
-        with EngineLoop(core) as engine, EngineCalls(engine) as calls:
+        with EngineThread(core) as engine, EngineCalls(engine) as calls:
             reset = prefix_cache_resetter(engine, core.scheduler)
             assert [await num_cached(calls, name) for name in "ab"] == [0, 8]
             assert await reset() == 3  # two blocks of the prompt, and one of it and the answer

@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest
 from engine.request import RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
-from engine.runner.sampling.sampler import NO_TOKEN_FITS
+from engine.runner.sampling.sampler import GRAMMAR_TOKENS_FORBIDDEN
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Grammar, Matcher
 from engine.structured_output.llguidance_backend import GrammarLibrary
@@ -194,7 +194,7 @@ def test_a_form_that_the_other_settings_forbid_ends_with_their_names(
 
     driver(runner).run(asked)
 
-    assert asked.refusal == NO_TOKEN_FITS
+    assert asked.refusal == GRAMMAR_TOKENS_FORBIDDEN
 
 
 def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(

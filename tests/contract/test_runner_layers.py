@@ -17,9 +17,9 @@ from engine.runner.kernels.native_layers import NativeLayers, native_layers
 from engine.runner.layout import PassLayout
 from engine.runner.model.config import ModelConfig, read_model_config
 from engine.runner.model.decoder import Ends
-from engine.runner.model.layers import Layer, Layers, PlainLayers
+from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.rope import Rope
-from engine.runner.weights.decoder_loading import Target, load_decoder
+from engine.runner.weights.decoder_loading import LoadTarget, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
@@ -46,7 +46,7 @@ MODELS = (
 
 def part_by_part(parts: Parts) -> Parts:
     def layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-        return PlainLayers(config, parts.ops, layers)
+        return UnfusedLayers(config, parts.ops, layers)
 
     return replace(parts, make_layers=layers)
 
@@ -62,7 +62,7 @@ def passes_through(
     """The states behind each pass, of all tokens or of the last ones asked for; then the cache."""
     config = read_model_config(folder)
     with WeightFiles(folder) as files:
-        decoder = load_decoder(config, files, Target(dtype, CPU, parts, quantize))
+        decoder = load_decoder(config, files, LoadTarget(dtype, CPU, parts, quantize))
     shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     kv = torch.zeros(shape, dtype=dtype)
     attention = parts.make_attention(kv, config.sliding_windows)
@@ -76,8 +76,8 @@ def passes_through(
         ends = None
         if are_ends_alone:
             of_ends = np.array(asked, dtype=np.int64)
-            places = torch.from_numpy(layout.last_tokens(of_ends))
-            ends = Ends(places, attention.begin(layout.of_last_tokens(of_ends)))
+            places = torch.from_numpy(layout.last_token_indices(of_ends))
+            ends = Ends(places, attention.begin(layout.restrict_to_last_tokens(of_ends)))
         found.append(decoder.forward(token_ids, angles, attention.begin(layout), None, ends))
     return [*found, kv]
 
@@ -138,7 +138,7 @@ def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) 
 def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:
     """What is asked for, out of the states of all tokens."""
     *states, kv = passed
-    last = [layout_of(sequences).last_tokens(np.arange(2)) for sequences in PASSES]
+    last = [layout_of(sequences).last_token_indices(np.arange(2)) for sequences in PASSES]
     picked = [
         one[places[list(asked)]] for one, places, asked in zip(states, last, ASKED, strict=True)
     ]

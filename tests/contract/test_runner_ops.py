@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.errors import InvalidConfig
 from engine.runner.kernels.build import (
     VARIANTS,
-    KernelsMissing,
+    KernelsUnavailable,
     best_variant,
     cpu_features,
     library,
@@ -331,7 +331,7 @@ def test_a_library_that_was_built_elsewhere_is_taken(
     built = library(best_variant(cpu_features()))
     monkeypatch.setenv("BATON_KERNELS", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    with pytest.raises(KernelsMissing, match="cannot write the kernels"):
+    with pytest.raises(KernelsUnavailable, match="cannot write the kernels"):
         library(best_variant(cpu_features()))
 
     (tmp_path / built.name).write_bytes(built.read_bytes())

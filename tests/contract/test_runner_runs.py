@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.core import EngineCore, NoKvWorker
 from engine.errors import PassHookFailed
-from engine.plan import Plan, Row, RunResult
-from engine.request import Output, RequestId, RequestSpec
+from engine.plan import Plan, PlanRow, RunResult
+from engine.request import EngineRequest, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_info import NO_LAYER, KvMemory
 from engine.runner.model_runner import TorchRunner
@@ -81,9 +81,9 @@ def driver(runner: TorchRunner) -> Driver:
     return Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, chunk=20)
 
 
-def row(name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> Row:
+def row(name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> PlanRow:
     ids = tuple(BlockId(block) for block in blocks)
-    return Row(RequestId(name), tokens, len(tokens), 0, ids, GREEDY, 0)
+    return PlanRow(RequestId(name), tokens, len(tokens), 0, ids, GREEDY, 0)
 
 
 def layer_of(memory: KvMemory, block: int, layer: int) -> np.ndarray:
@@ -242,7 +242,7 @@ def engine_of(runner: TorchRunner) -> EngineCore:
     return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
 
 
-def answers(engine: EngineCore, specs: list[RequestSpec]) -> dict[str, list[Output]]:
+def answers(engine: EngineCore, specs: list[EngineRequest]) -> dict[str, list[Output]]:
     for spec in specs:
         engine.scheduler.add(spec)
     found: dict[str, list[Output]] = {}
@@ -265,10 +265,10 @@ def test_a_pass_that_one_request_breaks_is_run_again_without_it(
     """The others go on in the middle of their prompts, logprobs carried over between chunks."""
     sampling = replace(GREEDY, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
     good = [
-        RequestSpec(RequestId(str(n)), prompt_of(length), sampling, seed=n)
+        EngineRequest(RequestId(str(n)), prompt_of(length), sampling, seed=n)
         for n, length in enumerate((60, 7, 33))
     ]
-    bad = RequestSpec(RequestId("bad"), (5, NO_TOKEN, 9), GREEDY, seed=0)
+    bad = EngineRequest(RequestId("bad"), (5, NO_TOKEN, 9), GREEDY, seed=0)
     config = RunnerConfig(
         str(folder),
         block_size=BLOCK_SIZE,

@@ -18,8 +18,14 @@ from transformers.generation import logits_process as generation
 from engine.runner.sampling import sampler as sampler_module
 from engine.runner.sampling.constraints import constrain
 from engine.runner.sampling.logprobs import token_logprobs
-from engine.runner.sampling.randomness import waiting_times
-from engine.runner.sampling.sampler import NO_TOKEN_LEFT, NOT_FINITE, Choice, Sampler, SampleRow
+from engine.runner.sampling.randomness import exponential_numbers
+from engine.runner.sampling.sampler import (
+    ALL_TOKENS_FORBIDDEN,
+    NOT_FINITE,
+    Sampler,
+    SampleRow,
+    SamplingResult,
+)
 from engine.sampling import SamplingParams
 
 VOCAB_SIZE = 50
@@ -133,11 +139,11 @@ def test_draws_follow_what_transformers_warpers_leave(
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99])
 def test_top_p_of_a_flat_distribution_looks_at_the_whole_vocabulary(top_p: float) -> None:
-    vocab_size = 4 * sampler_module.FIRST_LOOK
+    vocab_size = 4 * sampler_module.TOP_P_CANDIDATES
     logits = random_logits(vocab_size, seed=5, spread=0.1)
     probabilities = warped(logits, generation.TopPLogitsWarper(top_p))
     further = probabilities.clone()
-    further[logits.topk(sampler_module.FIRST_LOOK).indices] = 0.0
+    further[logits.topk(sampler_module.TOP_P_CANDIDATES).indices] = 0.0
 
     drawn = draw_many(logits, 600, top_p=top_p)
 
@@ -166,16 +172,16 @@ def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
 
 
 def test_waiting_times_are_exponential() -> None:
-    times = waiting_times(range(50), [3] * 50, torch.arange(2_000).expand(50, -1)).double()
+    times = exponential_numbers(range(50), [3] * 50, torch.arange(2_000).expand(50, -1)).double()
 
     assert times.min() > 0
     assert float(times.mean()) == pytest.approx(1.0, abs=0.02)
     assert float(times.var()) == pytest.approx(1.0, abs=0.05)
     # Neighbours in each of the three keys know nothing of each other.
     for other in (
-        waiting_times(range(1, 51), [3] * 50, torch.arange(2_000).expand(50, -1)),
-        waiting_times(range(50), [4] * 50, torch.arange(2_000).expand(50, -1)),
-        waiting_times(range(50), [3] * 50, torch.arange(1, 2_001).expand(50, -1)),
+        exponential_numbers(range(1, 51), [3] * 50, torch.arange(2_000).expand(50, -1)),
+        exponential_numbers(range(50), [4] * 50, torch.arange(2_000).expand(50, -1)),
+        exponential_numbers(range(50), [3] * 50, torch.arange(1, 2_001).expand(50, -1)),
     ):
         together = torch.stack([times.flatten(), other.double().flatten()])
         assert abs(float(together.corrcoef()[0, 1])) < 0.02
@@ -183,7 +189,9 @@ def test_waiting_times_are_exponential() -> None:
 
 def test_waiting_times_are_these_for_ever() -> None:
     """Another node, another build: a request goes on with the tokens it would have had."""
-    times = waiting_times([0, 1, 2**63 - 1, -5], [0, 1, 10**6, 7], torch.arange(2).expand(4, -1))
+    times = exponential_numbers(
+        [0, 1, 2**63 - 1, -5], [0, 1, 10**6, 7], torch.arange(2).expand(4, -1)
+    )
 
     assert times.flatten().tolist() == pytest.approx(GOLDEN_TIMES, rel=1e-6)
 
@@ -257,8 +265,8 @@ def test_a_request_that_allows_nothing_is_an_error_of_its_own() -> None:
     choices = Sampler(EOS).choose(logits, [nothing, row(temperature=0.0)])
 
     assert choices == [
-        Choice(None, NO_TOKEN_LEFT, is_refused=True),
-        Choice(int(logits[1].argmax())),
+        SamplingResult(None, ALL_TOKENS_FORBIDDEN, is_refused=True),
+        SamplingResult(int(logits[1].argmax())),
     ]
 
 
@@ -348,7 +356,7 @@ def test_a_row_that_is_not_finite_is_an_error_and_its_mates_are_not(
 
     choices = Sampler(EOS).choose(logits, rows)
 
-    assert choices == [sound[0], Choice(None, NOT_FINITE), sound[2]]
+    assert choices == [sound[0], SamplingResult(None, NOT_FINITE), sound[2]]
 
 
 def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
@@ -356,7 +364,7 @@ def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
 
     choices = Sampler(EOS).choose(logits, [row(), row(temperature=0.0)])
 
-    assert choices == [Choice(None, NOT_FINITE)] * 2
+    assert choices == [SamplingResult(None, NOT_FINITE)] * 2
 
 
 # --- logprobs --------------------------------------------------------------------------------
@@ -430,7 +438,7 @@ def test_without_a_form_min_tokens_is_never_given_up() -> None:
     asked = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
 
     assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [asked]) == [
-        Choice(None, NO_TOKEN_LEFT, is_refused=True)
+        SamplingResult(None, ALL_TOKENS_FORBIDDEN, is_refused=True)
     ]
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from kv_transfer.transports.base import (
     Arrived,
+    BlocksLanded,
+    CancelCompleted,
+    ChannelBroken,
     ChannelEvent,
-    Landing,
     LayerRange,
-    Quieted,
-    Severed,
     Write,
     WriteFailed,
     Written,
@@ -110,7 +110,7 @@ def wait_for(end: End, *events: ChannelEvent) -> None:
 
 def ended(end: End) -> bool:
     """Whether a write or the data path has come to an end of whatever kind."""
-    return any(isinstance(one, Written | WriteFailed | Severed) for one in end.ask("seen"))
+    return any(isinstance(one, Written | WriteFailed | ChannelBroken) for one in end.ask("seen"))
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
@@ -184,7 +184,7 @@ def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndPool, kind
         for _ in range(20):
             pair.p.ask("seen"), pair.d.ask("seen")
         assert sorted(pair.p.ask("seen"), key=str) == [Written(0), Written(1)]
-        arrived = [event for event in pair.d.ask("seen") if not isinstance(event, Landing)]
+        arrived = [event for event in pair.d.ask("seen") if not isinstance(event, BlocksLanded)]
         assert [type(event) for event in arrived] == [Arrived]
         assert arrived[0].ticket == TICKET
 
@@ -196,7 +196,7 @@ def test_decode_is_told_of_whole_blocks_before_all_have_come(pool: EndPool, kind
         pair.d.ask("expect", TICKET, ids(5, 9, 4))
 
         pair.p.ask("post", Write(0, TICKET, 0, ids(0, 1), ids(5, 9)))
-        wait_for(pair.d, Landing(TICKET, 2))
+        wait_for(pair.d, BlocksLanded(TICKET, 2))
 
         assert pair.d.ask("read", BlockId(9)) == content(1, 4096)
         assert not arrivals(pair.d)
@@ -222,12 +222,12 @@ def test_a_cancelled_ticket_goes_quiet_once_and_what_comes_for_it_is_not_let_in(
         pair.d.ask("expect", TICKET, ids(7, 8))
 
         pair.d.ask("cancel", TICKET)
-        wait_for(pair.d, Quieted(TICKET))
+        wait_for(pair.d, CancelCompleted(TICKET))
         pair.p.ask("post", Write(0, TICKET, 0, ids(0, 1), ids(7, 8)))
         if kind != "memory two-sided":
             wait_for(pair.p, Written(0))
 
-        assert pair.d.ask("seen") == [Quieted(TICKET)]
+        assert pair.d.ask("seen") == [CancelCompleted(TICKET)]
         assert pair.d.ask("read", BlockId(7)) == bytes(4096)
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Generation
 from engine.sampling import SamplingParams
-from router.admission.admission_queue import LineConfig
+from router.admission.admission_queue import AdmissionQueueConfig
 from tests.support.node_calls import FakeNodeCalls
 from tests.support.routers import MoodyRouter, a_router
 
 PATIENCE_S = 30
-ONE_AT_A_TIME = LineConfig(max_in_flight=1, max_queue=1)
+ONE_AT_A_TIME = AdmissionQueueConfig(max_in_flight=1, max_queue=1)
 FIRST, LEAVER, NEXT, REFUSED = (1,), (2,), (3,), (4,)
 
 Leave = Callable[[MoodyRouter, str], Awaitable[None]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from router.discovery.resolver import SourceFailed
 from router.discovery.sources import DnsName, NodeSource
-from router.discovery.watcher import Discovery, watching
+from router.discovery.watcher import NodeDiscovery, watching
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.routing.node_table import NodeTable
 from rpc.node_info import NodeRole
@@ -59,7 +59,7 @@ async def a_view(tls: TlsConfig = PLAIN, **named: str) -> AsyncIterator[View]:
         if source.host in named:
             view.named[source] = frozenset({named[source.host]})
     roles: dict[NodeSource, NodeRole] = {PREFILLS: NodeRole.PREFILL, DECODES: NodeRole.DECODE}
-    discovery = Discovery(roles, 0.01, view.find)
+    discovery = NodeDiscovery(roles, 0.01, view.find)
     async with (
         view.node_calls,
         watching(discovery, view.table, view.node_calls, view.note_change),

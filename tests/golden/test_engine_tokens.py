@@ -9,7 +9,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.factory import EngineOptions, build_engine
-from engine.request import FinishReason, RequestId, RequestSpec
+from engine.request import EngineRequest, FinishReason, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
@@ -50,11 +50,11 @@ def engine_of(model_folder: FolderOf) -> Iterator[Callable[..., EngineCore]]:
 
 def spec(
     name: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, *, salt: str = ""
-) -> RequestSpec:
-    return RequestSpec(RequestId(name), tuple(prompt), sampling, seed=11, cache_salt=salt)
+) -> EngineRequest:
+    return EngineRequest(RequestId(name), tuple(prompt), sampling, seed=11, cache_salt=salt)
 
 
-def run(engine: EngineCore, *specs: RequestSpec) -> list[list[int]]:
+def run(engine: EngineCore, *specs: EngineRequest) -> list[list[int]]:
     for each in specs:
         engine.scheduler.add(each)
     tokens: dict[RequestId, list[int]] = {each.request_id: [] for each in specs}

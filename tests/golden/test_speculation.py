@@ -12,7 +12,7 @@ import pytest
 from baton.llm import LLM
 from engine.core import EngineCore
 from engine.factory import EngineOptions, build_engine
-from engine.request import FinishReason, Output, RequestId, RequestSpec
+from engine.request import EngineRequest, FinishReason, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
@@ -48,9 +48,9 @@ ASKED = {
 
 needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 # These cannot but repeat themselves; and these may, what the prompt has.
-LOOPING = RequestSpec(RequestId("loop"), prompt_of(9), replace(GREEDY, allowed_token_ids=(5,)), 0)
+LOOPING = EngineRequest(RequestId("loop"), prompt_of(9), replace(GREEDY, allowed_token_ids=(5,)), 0)
 EVEN = replace(SEEDED, temperature=50.0, allowed_token_ids=(5, 6))
-COPYING = RequestSpec(RequestId("copy"), (5, 6) * 16, EVEN, 0)
+COPYING = EngineRequest(RequestId("copy"), (5, 6) * 16, EVEN, 0)
 
 FolderOf = Callable[[str], Path]
 MakeEngine = Callable[..., EngineCore]
@@ -117,7 +117,7 @@ def engine_of(model_folder: FolderOf) -> Iterator[MakeEngine]:
             assert stats.num_free_blocks == stats.num_blocks
 
 
-def run(engine: EngineCore, *specs: RequestSpec) -> list[Got]:
+def run(engine: EngineCore, *specs: EngineRequest) -> list[Got]:
     for spec in specs:
         engine.scheduler.add(spec)
     got = {spec.request_id: Got() for spec in specs}
@@ -131,16 +131,16 @@ def run(engine: EngineCore, *specs: RequestSpec) -> list[Got]:
     return list(got.values())
 
 
-def num_prior(specs: Sequence[RequestSpec], output: Output) -> int:
+def num_prior(specs: Sequence[EngineRequest], output: Output) -> int:
     [spec] = [one for one in specs if one.request_id == output.request_id]
     return len(spec.prior_output_token_ids)
 
 
-def specs_of(sampling: SamplingParams) -> list[RequestSpec]:
+def specs_of(sampling: SamplingParams) -> list[EngineRequest]:
     """Some prompts repeat what is in them, some do not."""
     prompts = [prompt_of(9) * 3, prompt_of(40), prompt_of(5) * 7, prompt_of(1)]
     return [
-        RequestSpec(RequestId(f"r{i}"), prompt, sampling, seed=i)
+        EngineRequest(RequestId(f"r{i}"), prompt, sampling, seed=i)
         for i, prompt in enumerate(prompts)
     ]
 
@@ -228,7 +228,7 @@ def new_token_inside_a_run(got: Got) -> int | None:
 
 def test_preempted_and_crowded_requests_get_the_same(engine_of: MakeEngine) -> None:
     specs = [
-        RequestSpec(RequestId(f"r{i}"), prompt_of(3 + i) * 5, SEEDED, seed=i) for i in range(6)
+        EngineRequest(RequestId(f"r{i}"), prompt_of(3 + i) * 5, SEEDED, seed=i) for i in range(6)
     ]
     alone = [run(engine_of("llama", None), spec)[0] for spec in specs]
     crowded = engine_of("llama", SPECULATION, num_blocks=19)
@@ -297,7 +297,7 @@ def test_the_longest_sequence_is_filled_to_its_end(num_drafted: int, engine_of: 
     """With lookahead slots of less than a block, and of more than one."""
     name = "llama"  # 512 positions
     speculation = replace(SPECULATION, num_tokens=num_drafted)
-    spec = RequestSpec(
+    spec = EngineRequest(
         RequestId("long"), prompt_of(9) * 52, replace(GREEDY, max_tokens=400), seed=1
     )
 

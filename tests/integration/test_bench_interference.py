@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.engines import baton_apart, baton_colocated, vllm_colocated
+from baton.bench.engines import baton_colocated, baton_disaggregated, vllm_colocated
 from baton.bench.interference import Interference, Turn, rows_of, run
 from baton.bench.streams import EngineFailed
 from engine.errors import InvalidConfig
@@ -21,7 +21,10 @@ def test_both_ways_to_serve_are_measured_under_the_same_load() -> None:
 
     run(
         SMALL,
-        {"apart": partial(baton_apart, MODEL), "colocated": partial(baton_colocated, MODEL)},
+        {
+            "apart": partial(baton_disaggregated, MODEL),
+            "colocated": partial(baton_colocated, MODEL),
+        },
         heard.append,
     )
     rows = rows_of(heard)

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.serve import Progress, ServeBench, bench_clusters, bench_router
+from baton.bench.serve import ServeBench, ServeProgress, bench_clusters, bench_router
 from baton.bench.serve_client import Sample, send
 from baton.bench.serve_load import (
     Arrivals,
-    Load,
     PlannedRequest,
     PromptLine,
+    ServeLoad,
     parse_lengths,
 )
 from baton.bench.serve_plots import draw
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
 
-LOAD = Load(
+LOAD = ServeLoad(
     rate=50,
     num_requests=8,
     prompt=parse_lengths("mix:20x3,100x1"),
@@ -44,7 +44,7 @@ def requests_of(*prompt_lens: int) -> list[PlannedRequest]:
 
 
 def test_every_request_is_answered_and_told_how_it_was_served(cluster: LocalCluster) -> None:
-    told: list[Progress] = []
+    told: list[ServeProgress] = []
 
     [measured] = bench_router(ServeBench(LOAD), cluster.address, connect, told.append)
 
@@ -83,7 +83,7 @@ def test_what_waits_for_its_turn_waits_on_the_clock(cluster: LocalCluster) -> No
 def test_an_interrupt_tells_what_was_measured_so_far(cluster: LocalCluster) -> None:
     load = replace(LOAD, num_requests=100_000, arrivals=Arrivals.CONSTANT)
 
-    def interrupt(now: Progress) -> None:
+    def interrupt(now: ServeProgress) -> None:
         if now.num_ended == 3:
             os.kill(os.getpid(), signal.SIGINT)
 

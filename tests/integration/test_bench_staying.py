@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from baton.bench.staying import staying
-from baton.bench.streams import Door, EngineFailed
+from baton.bench.streams import CompletionsApi, EngineFailed
 
 
 class Waiting:
@@ -21,11 +21,11 @@ class Waiting:
         self.started: list[subprocess.Popen[bytes]] = []
 
     @contextmanager
-    def start(self) -> Iterator[Door]:
+    def start(self) -> Iterator[CompletionsApi]:
         with subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
             self.started.append(process)
             try:
-                yield Door("http://127.0.0.1:1", groups=(process.pid,))
+                yield CompletionsApi("http://127.0.0.1:1", groups=(process.pid,))
             finally:
                 process.kill()
 

@@ -51,7 +51,7 @@ def test_a_request_under_way_outlives_a_sigterm_to_every_process(
 
         await_load(cluster.decodes[0].address, is_busy)
         for child in cluster.children:
-            child.ask_to_stop()
+            child.request_stop()
 
         token_ids += [token_id for chunk in stream for token_id in chunk.token_ids]
     assert token_ids == reference_greedy(model_folder, prompt, 200)
@@ -202,7 +202,7 @@ def drain_router(cluster: LocalCluster) -> None:
     """Returns when it tells everybody that it is on its way out."""
     with health_of(cluster.address) as health:
         told = [next(health)]
-        cluster.router.ask_to_stop()
+        cluster.router.request_stop()
         told.append(next(health))
     assert told == ["SERVING", "NOT_SERVING"]
 

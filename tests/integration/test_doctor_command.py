@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from baton.doctor.findings import Status
-from baton.doctor.model import look_at_model
-from baton.doctor.wire import look_at_wire
+from baton.doctor.model import check_model_folder
+from baton.doctor.wire import check_transfer_rate
 from tests.support.models import VARIANTS, make_model_folder
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ def test_a_machine_that_runs_these_tests_has_nothing_that_fails(model_folder: Pa
 
 
 def test_ucxx_passes_bytes_and_tells_the_ways_that_ucx_has() -> None:
-    findings = {one.check: one for one in look_at_wire(["ucxx"], patience_s=60)}
+    findings = {one.check: one for one in check_transfer_rate(["ucxx"], patience_s=60)}
 
     assert {one.status for one in findings.values()} <= {Status.OK, Status.WARN}
     assert set(findings) == {"ucxx over what UCX chooses", "ucxx over tcp", "UCX has"}
@@ -65,7 +65,7 @@ def test_a_transport_that_cannot_work_is_a_failure_with_exit_code_1() -> None:
 
 
 def test_what_takes_longer_than_the_patience_is_ended_and_told_of() -> None:
-    [finding] = look_at_wire(["nixl"], patience_s=0.0)
+    [finding] = check_transfer_rate(["nixl"], patience_s=0.0)
 
     assert finding.status is Status.FAIL
     assert "took too long" in finding.found
@@ -82,7 +82,7 @@ def test_a_model_that_is_not_there_fails() -> None:
 def test_a_whole_model_folder_is_told_with_what_it_takes(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", VARIANTS["llama"])
 
-    findings = {one.check: one for one in look_at_model(str(folder), 4 * MIB)}
+    findings = {one.check: one for one in check_model_folder(str(folder), 4 * MIB)}
 
     assert {one.status for one in findings.values()} == {Status.OK}
     assert findings["weights"].found.startswith("LlamaForCausalLM, ")
@@ -110,7 +110,7 @@ def test_what_a_model_folder_lacks_fails_by_name(
     assert callable(spoil)
     spoil(folder)
 
-    failed = [one for one in look_at_model(str(folder), MIB) if one.status is Status.FAIL]
+    failed = [one for one in check_model_folder(str(folder), MIB) if one.status is Status.FAIL]
 
     assert check in {one.check for one in failed}
     assert any(found in one.found for one in failed)

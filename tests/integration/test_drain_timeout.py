@@ -74,7 +74,7 @@ def test_a_router_whose_requests_do_not_end_ends_by_itself(
         stream = client.stream(prompt_of(20), generation)
         next(stream)
         with standing_still(decode):
-            cluster.router.ask_to_stop()
+            cluster.router.request_stop()
             code = cluster.router.process.wait(WAIT_S)
         stream.close()
 

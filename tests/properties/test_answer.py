@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import FinishReason, Output, RequestId
-from router.answer import Answer
+from router.answer import AnswerAssembler
 from text.stop_strings import StopRule, StopWatcher
 
 TOKENS = tuple(range(100, 120))
@@ -36,7 +36,7 @@ def an_output(start: int, end: int) -> Output:
 def test_tokens_come_once_and_in_order_whoever_tells_them_first(
     outputs: list[Output], num_at_once: int
 ) -> None:
-    answer = Answer()
+    answer = AnswerAssembler()
     taken: list[int] = []
 
     for start in range(0, len(outputs), num_at_once):

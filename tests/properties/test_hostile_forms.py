@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
-from engine.structured_output.llguidance_backend import GrammarChecks, GrammarLibrary, num_words
-from engine.structured_output.params import StructuredOutputs, structured_outputs_of
+from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator, num_words
+from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
 KEYWORDS = [
@@ -105,13 +105,13 @@ def test_any_grammar(text: str, draw: int) -> None:
 )
 def test_any_fields(fields: dict[str, Any]) -> None:
     with suppress(InvalidRequest):
-        structured_outputs_of(fields)
+        parse_structured_outputs(fields)
 
 
 def _try(wanted: StructuredOutputs, draw: int) -> None:
     """Follow it for a while, whichever way leads on; nothing but InvalidRequest may be raised."""
     with suppress(InvalidRequest):
-        GrammarChecks().compile(wanted)
+        GrammarValidator().compile(wanted)
         matcher = library().compile(wanted).matcher()
         bits = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
         for step in range(12):

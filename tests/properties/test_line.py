@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.admission_queue import Line, LineConfig
+from router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfig
 from rpc.errors import QueueFull
 
 joins = st.tuples(st.just("join"), st.integers(-2, 2))
@@ -16,7 +16,7 @@ leaves = st.tuples(st.just("leave"), st.integers(0, 30))
 def test_limits_hold_and_the_most_urgent_first_comer_is_always_next(
     max_in_flight: int, max_queue: int, history: list[tuple[str, int]]
 ) -> None:
-    line: Line[int] = Line(LineConfig(max_in_flight, max_queue))
+    line: AdmissionQueue[int] = AdmissionQueue(AdmissionQueueConfig(max_in_flight, max_queue))
     in_flight: list[int] = []
     waiting: list[tuple[int, int]] = []  # priority, key; keys rise
 

@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling import NO_ADVICE
+from engine.sampling import NO_SAMPLING_DEFAULTS
 from kv_transfer.types import HandoffId
 from router.openai.errors import status_of
 from router.openai.request.bodies import ChatBody, CompletionBody, json_object
 from router.openai.request.parsed_request import (
-    Advice,
-    Asked,
+    ModelContext,
+    ParsedRequest,
     chat_completion_from,
     completion_from,
 )
@@ -23,7 +23,7 @@ from router.values import TokenPrompt
 from rpc.messages.sequences import Sequence, prefill_order
 from rpc.status import NAMED
 
-ADVICE = Advice(NO_ADVICE, 512)
+ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 numbers = st.integers() | st.sampled_from(
     [-1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400]
 )
@@ -78,7 +78,7 @@ tidy = st.fixed_dictionaries(
 )
 
 
-def check(asked: Asked) -> None:
+def check(asked: ParsedRequest) -> None:
     for call in asked.calls:
         prompt = call.prompt.token_ids if isinstance(call.prompt, TokenPrompt) else (1,)
         sampling, seed = call.sampling, call.sampling.seed or 0
@@ -86,7 +86,7 @@ def check(asked: Asked) -> None:
         prefill_order(HandoffId("id", 1), whole).SerializeToString()
 
 
-def refusal_of(read: Callable[[], Asked]) -> Exception | None:
+def refusal_of(read: Callable[[], ParsedRequest]) -> Exception | None:
     """None: it was taken, and fits. A bug passes through."""
     try:
         check(read())

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.response.forced_calls import RequiredCallsReader
+from router.openai.response.forced_calls import RequiredCallsParser
 from router.openai.response.output_parsers import (
     NOTHING,
     REASONING_BEGINS_INSIDE,
     TOOL_READERS,
     Delta,
+    OutputParser,
     Parsing,
-    Reader,
 )
 
 FRAGMENTS = (
@@ -30,7 +30,7 @@ parsings = st.builds(
 )
 
 
-def read(reader: Reader, pieces: Sequence[str], *, is_cut_off: bool = False) -> Delta:
+def read(reader: OutputParser, pieces: Sequence[str], *, is_cut_off: bool = False) -> Delta:
     told = NOTHING
     for piece in pieces:
         told += reader.push(piece)
@@ -88,7 +88,7 @@ def test_however_forced_calls_are_cut_all_of_them_are_read(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
-    told = [read(RequiredCallsReader(), cut) for cut in ([text], pieces, list(text))]
+    told = [read(RequiredCallsParser(), cut) for cut in ([text], pieces, list(text))]
 
     expected = [(name, value) for (name, _, _), value in zip(calls, written, strict=True)]
     for one in told:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sampling import SamplingParams
-from router.admission.admission_queue import LineConfig
+from router.admission.admission_queue import AdmissionQueueConfig
 from router.context import RequestContext
 from router.dispatch.node_rpcs import Leg
 from router.dispatch.quarantine import PROVEN_TOKENS
-from router.input_processing.tokenization import TokenIdsOnly
+from router.input_processing.tokenization import NoTokenizer
 from router.pipeline import Pipeline, PipelineConfig
-from router.routing.policy import Policy, Routing
-from router.values import Call, Piece, TokenPrompt
+from router.routing.policy import Routing, RoutingPolicy
+from router.values import GenerateCall, TokenChunk, TokenPrompt
 from rpc.errors import FailureKind, NodeFailed, PoisonedRequest
 from rpc.node_info import NodeRole
 from tests.support.mortal_nodes import MortalNodes, Poison
@@ -71,14 +71,14 @@ def serve(
     pipeline = nodes.pipeline = Pipeline(
         table=table,
         node_calls=nodes,
-        text=TokenIdsOnly(),
+        text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(
             node_patience_s=PATIENCE_S,
             quarantine_patience_s=PATIENCE_S,
             retry_pause_s=0.0,
-            routing=Routing(Policy.ROUND_ROBIN),
-            line=LineConfig(1024),
+            routing=Routing(RoutingPolicy.ROUND_ROBIN),
+            line=AdmissionQueueConfig(1024),
         ),
     )
     tokens: dict[int, list[int]] = {}
@@ -88,12 +88,12 @@ def serve(
         for _ in range(one.after_ticks):
             await asyncio.sleep(0)
         tokens[number] = []
-        call = Call(
+        call = GenerateCall(
             str(number), TokenPrompt((number, *PROMPT)), SamplingParams(max_tokens=one.num_tokens)
         )
         try:
             async for part in pipeline.generate(call, RequestContext(0.0)):
-                if isinstance(part, Piece):
+                if isinstance(part, TokenChunk):
                     assert part.first_index == len(tokens[number])
                     tokens[number] += part.token_ids
         except (PoisonedRequest, NodeFailed) as error:

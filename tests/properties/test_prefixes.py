@@ -9,7 +9,7 @@ from engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from engine.kv_cache.block_hashes import BlockHash
 from router.routing.prefix_index import NodePrefixes
 from rpc.cached_prefixes import CachedPrefixes, PrefixWatcher
-from rpc.node_info import NodeLoad, changes_from, news_to
+from rpc.node_info import NodeLoad, changes_from, update_to
 
 NAMES = [BlockHash(number.to_bytes(16, "little")) for number in range(12)]
 
@@ -55,7 +55,7 @@ def test_every_router_that_looks_knows_exactly_what_the_node_has(
         for number in looking:
             changes = watchers[number].next()
             if changes is not None:
-                told = changes_from(news_to(NodeLoad(), changes))
+                told = changes_from(update_to(NodeLoad(), changes))
                 assert told is not None
                 routers[number].take("node", told)
             known = {name for name in NAMES if routers[number].told([name])}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.routing.assignment import Assignment
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Ask, Policy, Routing, choose
+from router.routing.policy import Routing, RoutingPolicy, RoutingRequest, choose
 from rpc.cached_prefixes import PrefixChanges
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeLoad, NodeRole
@@ -37,7 +37,9 @@ knowns = st.builds(
     st.integers(0, 4),
     st.booleans(),
 )
-routings = st.builds(Routing, st.sampled_from(Policy), st.sampled_from([0, 20]), st.integers(0, 9))
+routings = st.builds(
+    Routing, st.sampled_from(RoutingPolicy), st.sampled_from([0, 20]), st.integers(0, 9)
+)
 
 
 def table_of(nodes: list[tuple[Node, Known]]) -> NodeTable:
@@ -66,12 +68,12 @@ def test_a_choice_is_open_and_fits_and_a_refusal_has_its_reason(
     all_prefills = [node for node, one in nodes if one.role is NodeRole.PREFILL]
 
     try:
-        route = choose(table, routing, Ask(PROMPT, number), without=failed)
+        route = choose(table, routing, RoutingRequest(PROMPT, number), without=failed)
     except NoNodes:
         assert not decodes
         return
     except IncompatibleNodes:
-        assert not any(p.may_share_kv_with(d) for p in all_prefills for d in decodes)
+        assert not any(p.is_kv_compatible_with(d) for p in all_prefills for d in decodes)
         assert all_prefills
         return
 
@@ -80,8 +82,8 @@ def test_a_choice_is_open_and_fits_and_a_refusal_has_its_reason(
         assert route.local_reason
     else:
         assert route.prefill in prefills
-        assert route.prefill.may_share_kv_with(route.decode)
-    assert choose(table, routing, Ask(PROMPT, number), without=failed) == route
+        assert route.prefill.is_kv_compatible_with(route.decode)
+    assert choose(table, routing, RoutingRequest(PROMPT, number), without=failed) == route
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30))
@@ -95,12 +97,12 @@ def test_when_every_request_has_ended_nothing_is_left_of_their_weight(
     assignments: list[Assignment] = []
 
     for number, (place, is_computed) in enumerate(ends):
-        route = choose(table, Routing(), Ask((number, *PROMPT), number))
+        route = choose(table, Routing(), RoutingRequest((number, *PROMPT), number))
         assignments.insert(place % (len(assignments) + 1), Assignment(table, route))
         if is_computed:
-            assignments[0].prompt_done()
+            assignments[0].note_prompt_done()
     for assignment in assignments:
         assignment.close()
 
-    burdens = [table.burden(node) for node in nodes]
+    burdens = [table.node_load(node) for node in nodes]
     assert [(one.num_sent, one.num_sent_tokens) for one in burdens] == [(0, 0), (0, 0)]

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
-from engine.scheduler.config import LoadFailurePolicy, Policy, SchedulerConfig
+from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.random_histories import run_history
 
@@ -38,7 +38,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_num_seqs=max_num_seqs,
         max_model_len=draw(st.sampled_from([7, 12, 16, 30])),
         eos_token_ids=frozenset(draw(st.sampled_from([(), (1,)]))),
-        policy=draw(st.sampled_from(Policy)),
+        policy=draw(st.sampled_from(SchedulingPolicy)),
         enable_chunked_prefill=bool(threshold) or draw(st.booleans()),
         long_prefill_token_threshold=threshold,
         max_num_partial_prefills=draw(st.sampled_from([None, 1, 2])),

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import Plan, Row, Runner, RunResult
+from engine.plan import Plan, PlanRow, Runner, RunResult
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
@@ -178,8 +178,8 @@ def _drive(index: int, prompt: Sequence[int], settings: Mapping[str, object]) ->
     return drive
 
 
-def _row(drive: Drive) -> Row:
-    return Row(
+def _row(drive: Drive) -> PlanRow:
+    return PlanRow(
         request_id=drive.request_id,
         token_ids=drive.tokens,
         num_prompt_tokens=len(drive.prompt),

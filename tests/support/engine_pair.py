@@ -19,7 +19,7 @@ from engine.scheduler.config import SchedulerConfig
 from kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from kv_transfer.types import HandoffId, NodeId, Peer
 from node.options import NodeOptions
-from prefill_node.servicer import HAS_FIRST_TOKEN
+from prefill_node.servicer import FINISHED_WITH_FIRST_TOKEN
 from rpc.channel import open_blocking_channel
 from rpc.messages.conversion import FINISH_FROM_MESSAGE
 from rpc.messages.sequences import Sequence as TokenSequence
@@ -103,7 +103,7 @@ class Call:
     @property
     def was_sent(self) -> bool:
         """Of a prefill: it ends well when every write has ended."""
-        return self.has_ended_well and self.reason in HAS_FIRST_TOKEN
+        return self.has_ended_well and self.reason in FINISHED_WITH_FIRST_TOKEN
 
     def until_tokens(self, count: int) -> Call:
         while len(self.token_ids) < count:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from engine.containment import Containment
 from engine.errors import PassHookFailed
 from engine.plan import Plan, RunResult, StepResult
-from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
+from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -31,7 +31,7 @@ OTHER_SOURCE = Peer(NodeId("prefill-1"), "127.0.0.1:2")
 class Receipt:
     """What one client saw of one request."""
 
-    spec: RequestSpec
+    spec: EngineRequest
     token_ids: list[int] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -116,7 +116,7 @@ class EngineWorld:
         """A prompt given as a number is that many tokens that start like all others."""
         name = RequestId(request_id or f"r{len(self.receipts)}")
         handoff_id = HandoffId(name, 1)
-        spec = RequestSpec(
+        spec = EngineRequest(
             request_id=name,
             prompt_token_ids=_prompt(prompt),
             sampling=sampling or SamplingParams(max_tokens=max_tokens),
@@ -140,9 +140,9 @@ class EngineWorld:
         self._is_at_rest = False
         self.scheduler.abort(request_id)
 
-    def give_up_sending(self, handoff_id: HandoffId) -> None:
+    def withdraw_completed(self, handoff_id: HandoffId) -> None:
         self._is_at_rest = False
-        self.scheduler.give_up_sending(handoff_id, "nobody wants it")
+        self.scheduler.withdraw_completed(handoff_id, "nobody wants it")
 
     def crash(self, request_id: RequestId, place: CrashPlace) -> None:
         """From now on every pass with this request fails."""
@@ -231,7 +231,7 @@ class EngineWorld:
         if receipt.spec.receive_from is None:
             assert num_told == wants_all * len(receipt.spec.prompt_token_ids)
 
-    def alone(self, spec: RequestSpec) -> tuple[list[int], FinishReason]:
+    def alone(self, spec: EngineRequest) -> tuple[list[int], FinishReason]:
         """The answer and the end of a request that shares nothing with anyone."""
         sampling, context = spec.sampling, context_of(spec)
         stops = set(sampling.stop_token_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.core import EngineCore, NoKvWorker
 from engine.kv_connector import KvWorker
 from engine.plan import Runner
-from engine.request import ClientId, RequestId, RequestSpec
+from engine.request import ClientId, EngineRequest, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -42,8 +42,8 @@ def a_spec(
     max_tokens: int = 4,
     client: str = "me",
     form: StructuredOutputs | None = None,
-) -> RequestSpec:
+) -> EngineRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=form is None, structured_outputs=form
     )
-    return RequestSpec(RequestId(name), prompt, sampling, seed=0, client_id=ClientId(client))
+    return EngineRequest(RequestId(name), prompt, sampling, seed=0, client_id=ClientId(client))

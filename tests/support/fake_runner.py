@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.plan import Plan, Row, RunResult
+from engine.plan import Plan, PlanRow, RunResult
 from engine.request import RequestId
 from kv_transfer.types import BlockId, TokenLogprobs
 
@@ -67,7 +67,7 @@ class KvTensor:
 
 @dataclass(slots=True)
 class _Row:
-    row: Row
+    row: PlanRow
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[BlockId]

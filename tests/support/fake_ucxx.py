@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.protocol.memory_runs import Span
+from kv_transfer.protocol.memory_runs import BlockRun
 from kv_transfer.transports.staging import Slot
 
 
@@ -49,7 +49,7 @@ class FakeUcxx:
     messages: list[FakeMessage] = field(default_factory=list)
     num_probed: int = 0
 
-    def send(self, endpoint: Any, what: Span | Slot, tag: int) -> FakeRequest:
+    def send(self, endpoint: Any, what: BlockRun | Slot, tag: int) -> FakeRequest:
         address, num_bytes = _run_of(what)
         self.messages.append(FakeMessage(FakeTag(tag), address, num_bytes, FakeRequest()))
         return self.messages[-1].sent
@@ -60,7 +60,7 @@ class FakeUcxx:
         self.num_probed += 1
         return self.messages[self.num_probed - 1]
 
-    def receive(self, worker: Any, message: FakeMessage, into: Span | Slot) -> FakeRequest:
+    def receive(self, worker: Any, message: FakeMessage, into: BlockRun | Slot) -> FakeRequest:
         message.target, _ = _run_of(into)
         message.received = FakeRequest()
         return message.received
@@ -72,7 +72,7 @@ class FakeUcxx:
         return [one for one in self.messages if one.received and not one.received.completed]
 
 
-def _run_of(memory: Span | Slot) -> tuple[int, int]:
-    if isinstance(memory, Span):
+def _run_of(memory: BlockRun | Slot) -> tuple[int, int]:
+    if isinstance(memory, BlockRun):
         return memory.address, memory.num_bytes
     return memory.ctypes.data, memory.nbytes

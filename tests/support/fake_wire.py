@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.request import RequestId, RequestSpec
+from engine.request import EngineRequest, RequestId
 from kv_transfer.types import (
     BlockId,
     Complete,
@@ -42,7 +42,7 @@ class FakeWire:
     def __init__(self, kv: KvTensor, vocab_size: int) -> None:
         self._kv = kv
         self._vocab_size = vocab_size
-        self._spec_by_id: dict[RequestId, RequestSpec] = {}
+        self._spec_by_id: dict[RequestId, EngineRequest] = {}
         self.incoming: dict[HandoffId, Incoming] = {}
         self.outgoing: dict[HandoffId, Outgoing] = {}
         self._landed: list[Landed] = []
@@ -50,7 +50,7 @@ class FakeWire:
         self._released: list[HandoffId] = []
         self._sent: list[HandoffId] = []
 
-    def expect(self, spec: RequestSpec) -> None:
+    def expect(self, spec: EngineRequest) -> None:
         """The peer is told of this request too."""
         self._spec_by_id[spec.request_id] = spec
         if spec.send_to is not None:
@@ -170,6 +170,6 @@ class FakeWire:
             assert outgoing.first_token.token_id == first_token
 
 
-def context_of(spec: RequestSpec) -> tuple[int, ...]:
+def context_of(spec: EngineRequest) -> tuple[int, ...]:
     """All tokens that a request comes with."""
     return (*spec.prompt_token_ids, *spec.prior_output_token_ids)

@@ -169,7 +169,7 @@ class Sending:
     block_ids: list[BlockId]
     num_sent: int = 0
     num_coming: int = 0  # after those sent, of the pass under way
-    has_last_word: bool = False
+    has_final_order: bool = False
 
 
 class BrokenPromise(AssertionError):
@@ -243,7 +243,7 @@ class World:
             sending = self.sending[handoff_id]
             start = sending.num_sent
             blocks = tuple(sending.block_ids[start : start + num_blocks])
-            if sending.has_last_word or not blocks:
+            if sending.has_final_order or not blocks:
                 continue
             sending.num_coming = len(blocks)
             for block in blocks:
@@ -280,7 +280,7 @@ class World:
         return {
             handoff_id: sending
             for handoff_id, sending in self.sending.items()
-            if sending.node is node and sending.num_coming and not sending.has_last_word
+            if sending.node is node and sending.num_coming and not sending.has_final_order
         }
 
     def send(self, handoff_id: HandoffId, num_blocks: int) -> None:
@@ -289,24 +289,24 @@ class World:
             self.end_pass(sending.node)
         start = sending.num_sent
         blocks = tuple(sending.block_ids[start : start + num_blocks])
-        if not blocks or sending.has_last_word:
+        if not blocks or sending.has_final_order:
             return
         sending.num_sent += len(blocks)
         self._order(sending.node, KvOrders(sends=(Send(handoff_id, start, blocks),)))
 
     def complete(self, handoff_id: HandoffId) -> None:
         sending = self.sending[handoff_id]
-        if not sending.has_last_word:
+        if not sending.has_final_order:
             self.end_pass(sending.node)
             self.send(handoff_id, len(sending.block_ids))
-            sending.has_last_word = True
+            sending.has_final_order = True
             order = Complete(handoff_id, len(sending.block_ids), FirstToken(7))
             self._order(sending.node, KvOrders(completes=(order,)))
 
     def withdraw(self, handoff_id: HandoffId) -> None:
         sending = self.sending[handoff_id]
-        if not sending.has_last_word:
-            sending.has_last_word = True
+        if not sending.has_final_order:
+            sending.has_final_order = True
             self._order(sending.node, KvOrders(withdraws=(Withdraw(handoff_id, "aborted"),)))
 
     # --- What happens to processes -----------------------------------------------------
@@ -442,7 +442,7 @@ class World:
             raise BrokenPromise(f"{handoff_id} finished sending twice")
         self.finished.add(handoff_id)
         sending = self.sending.pop(handoff_id)
-        if not sending.has_last_word or sending.node is not node:
+        if not sending.has_final_order or sending.node is not node:
             raise BrokenPromise(f"{handoff_id} finished before the last word on it")
         for flight in self.wire.flights:
             self._check_not_reading(flight, sending)

@@ -11,18 +11,18 @@ from functools import partial
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from router.admission.admission_queue import LineConfig
-from router.input_processing.tokenization import TextBoundary, TokenIdsOnly
+from router.admission.admission_queue import AdmissionQueueConfig
+from router.input_processing.tokenization import NoTokenizer, TextBoundary
 from router.openai.app import http_app
 from router.openai.connections import ConnectionLimits
-from router.openai.response.output_parsers import ALL_IS_CONTENT, Parsing
+from router.openai.response.output_parsers import NO_PARSING, Parsing
 from router.openai.server import http_serving
 from router.pipeline import Pipeline, PipelineConfig
 from router.prefix_resets import PrefixResets
-from router.request_scope import Visits
+from router.request_scope import RequestScopes
 from router.routing.node_table import NodeTable
-from router.routing.policy import Policy, Routing
-from router.tracing import TRACES_NOTHING, Tracing
+from router.routing.policy import Routing, RoutingPolicy
+from router.tracing import NO_REQUEST_TRACING, Tracing
 from rpc.channel import open_channel
 from rpc.health import Health
 from rpc.security.tls import PLAIN, TlsConfig
@@ -49,11 +49,11 @@ async def an_http_router(
     *,
     table: NodeTable | None = None,
     text: TextBoundary | None = None,
-    line: LineConfig = UNCROWDED,
+    line: AdmissionQueueConfig = UNCROWDED,
     tls: TlsConfig = PLAIN,
     tokens: AcceptedTokens | None = None,
-    tracing: Tracing = TRACES_NOTHING,
-    parsing: Parsing = ALL_IS_CONTENT,
+    tracing: Tracing = NO_REQUEST_TRACING,
+    parsing: Parsing = NO_PARSING,
     limits: ConnectionLimits | None = None,
     channel: Callable[[str], aio.Channel] | None = None,  # to nodes, for what is no request
 ) -> AsyncIterator[HttpRouter]:
@@ -61,16 +61,16 @@ async def an_http_router(
     pipeline = Pipeline(
         table=table,
         node_calls=node_calls or FakeNodeCalls(),
-        text=text or TokenIdsOnly(),
+        text=text or NoTokenizer(),
         clock=time.monotonic,
-        config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=line),
+        config=PipelineConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN), line=line),
     )
     health = Health(())
     await health.set_ready(True)
     app = http_app(
         pipeline=pipeline,
         table=table,
-        visits=Visits(pipeline, tracing),
+        visits=RequestScopes(pipeline, tracing),
         health=health,
         resets=PrefixResets(table, channel or open_channel),
         scrape=partial(exposition, CollectorRegistry()),

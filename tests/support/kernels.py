@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from engine.runner.kernels.build import VARIANTS, KernelsMissing, cpu_features, library
+from engine.runner.kernels.build import VARIANTS, KernelsUnavailable, cpu_features, library
 from engine.runner.kernels.native import Kernels
 
 NUM_THREADS = 2
@@ -19,5 +19,5 @@ def kernels_by_variant() -> dict[str, Kernels]:
             for variant in VARIANTS
             if variant.features <= cpu_features()
         }
-    except KernelsMissing:
+    except KernelsUnavailable:
         return {}

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.errors import PeerUnreachable
-from kv_transfer.protocol.memory_runs import part_of
+from kv_transfer.protocol.memory_runs import layer_bytes_range
 from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import (
     Arrived,
+    BlocksLanded,
+    CancelCompleted,
     ChannelEvent,
-    Landing,
     LayerRange,
-    Quieted,
     Write,
     WriteFailed,
     Written,
@@ -97,7 +97,7 @@ class Wire:
         """Remove the cancelled receives of a ticket."""
         self.cancels.remove((channel, ticket))
         channel.posted.pop(ticket, None)
-        channel.tell(Quieted(ticket))
+        channel.tell(CancelCompleted(ticket))
 
     def deliver_all(self) -> None:
         for flight in list(self.flights):
@@ -226,20 +226,20 @@ class MemoryChannel:
         if missing is None:
             return
         for target in write.targets:
-            num_bytes = len(part_of(self.region.block_bytes, write.layers))
+            num_bytes = len(layer_bytes_range(self.region.block_bytes, write.layers))
             missing[target] = missing.get(target, num_bytes) - num_bytes
         num_whole = len(list(itertools.takewhile(lambda block: not missing[block], missing)))
-        self.tell(Landing(write.ticket, num_whole))
+        self.tell(BlocksLanded(write.ticket, num_whole))
         if not any(missing.values()):
             del self.posted[write.ticket]
             self.tell(Arrived(write.ticket))
 
     def get(self, block_id: BlockId, layers: LayerRange | None = None) -> bytes:
-        part = part_of(self.region.block_bytes, layers)
+        part = layer_bytes_range(self.region.block_bytes, layers)
         return ctypes.string_at(self._address(block_id) + part.start, len(part))
 
     def put(self, block_id: BlockId, content: bytes, layers: LayerRange | None = None) -> None:
-        part = part_of(self.region.block_bytes, layers)
+        part = layer_bytes_range(self.region.block_bytes, layers)
         ctypes.memmove(self._address(block_id) + part.start, content, len(part))
 
     def _address(self, block_id: BlockId) -> int:

@@ -11,7 +11,7 @@ from kv_transfer.types import HandoffId
 from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
 from router.pipeline import Pipeline
 from router.routing.node_table import Node, NodeTable
-from router.tracing import UNTRACED, Trace
+from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary
 from rpc.errors import FailureKind, NodeFailed
 from rpc.messages.sequences import Sequence
@@ -47,7 +47,7 @@ class MortalNodes:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
         life = self._begin(node)
         await self._tick(node, life, sequence, Leg.PREFILL, 0)
@@ -65,7 +65,7 @@ class MortalNodes:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
         life = self._begin(node)
         first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
@@ -114,7 +114,7 @@ class MortalNodes:
 
     def _changed(self) -> None:
         if self.pipeline is not None:
-            self.pipeline.nodes_changed()
+            self.pipeline.handle_nodes_changed()
 
 
 def _told(

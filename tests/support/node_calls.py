@@ -12,7 +12,7 @@ from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import HandoffId, Incarnation, NodeId, TokenLogprobs
 from router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput, LegSummary
 from router.routing.node_table import Node, NodeTable
-from router.tracing import UNTRACED, Trace
+from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary, PrefillSummary
 from rpc.errors import NodeFailed
 from rpc.messages.sequences import Sequence
@@ -93,7 +93,7 @@ class FakeNodeCalls:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
         asked = Asked(Leg.PREFILL, node.card.node_id, handoff_id, sequence, timeout_s=timeout_s)
         self.asked.append(asked)
@@ -132,7 +132,7 @@ class FakeNodeCalls:
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
-        trace: Trace = UNTRACED,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
         peer = None if prefill is None else str(prefill.card.node_id)
         asked = Asked(Leg.DECODE, node.card.node_id, handoff_id, sequence, peer, timeout_s)

@@ -11,14 +11,14 @@ from functools import partial
 from baton.v1 import node_pb2_grpc
 from decode_node.servicer import DecodeServicer
 from engine.core import EngineCore
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from engine.errors import EngineStopped
 from kv_transfer.types import Incarnation
 from node.engine_calls import EngineCalls
-from node.ledger import Ledger
+from node.ledger import RequestLedger
 from node.servicer import NodeServicer
 from node.state import NodeState
-from node.status_feed import NodeNews
+from node.status_feed import NodeUpdate
 from node.tracing import NO_TRACING, NodeTracing
 from rpc.health import Health
 from rpc.node_info import NodeLoad, NodeRole
@@ -49,13 +49,13 @@ async def a_node_server(
 ) -> AsyncIterator[NodeServer]:
     """Well and idle, until the test says otherwise. Its engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
-    engine = EngineLoop(core or an_engine())
+    engine = EngineThread(core or an_engine())
     calls = EngineCalls(engine)
     state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
     resets: list[int] = []
     node = NodeServicer(state, partial(_reset, resets, num_cached_blocks))
-    decode = DecodeServicer(state, Ledger(16), connected.put, tracing)
+    decode = DecodeServicer(state, RequestLedger(16), connected.put, tracing)
     services = [
         Service(
             "baton.v1.NodeService",
@@ -89,5 +89,5 @@ async def _reset(resets: list[int], num_cached_blocks: int | None) -> int:
     return num_cached_blocks
 
 
-async def _no_news() -> NodeNews:
-    return NodeNews(NodeLoad())
+async def _no_news() -> NodeUpdate:
+    return NodeUpdate(NodeLoad())

@@ -15,7 +15,7 @@ from engine.containment import MAX_CRASHES_IN_A_ROW
 from engine.errors import InvalidRequest
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
-from engine.scheduler.config import LoadFailurePolicy, Policy, SchedulerConfig
+from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
 
@@ -50,7 +50,7 @@ def draw_config(chance: random.Random) -> SchedulerConfig:
         max_num_seqs=max_num_seqs,
         max_model_len=chance.choice([7, 12, 16, 30, 30]),
         eos_token_ids=frozenset(chance.choice([(), (), (1,)])),
-        policy=chance.choice(list(Policy)),
+        policy=chance.choice(list(SchedulingPolicy)),
         enable_chunked_prefill=bool(threshold) or chance.random() < 0.7,
         long_prefill_token_threshold=threshold,
         max_num_partial_prefills=chance.choice([None, 1, 2]),
@@ -191,7 +191,7 @@ def _wire_out(world: EngineWorld, chance: random.Random) -> None:
 
 def _give_up_sending(world: EngineWorld, chance: random.Random) -> None:
     if world.wire.outgoing:
-        world.give_up_sending(chance.choice(list(world.wire.outgoing)))
+        world.withdraw_completed(chance.choice(list(world.wire.outgoing)))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.kv_cache.block_hashes import root_hash
-from engine.request import RequestId, RequestSpec
+from engine.request import EngineRequest, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.request import Request
 from kv_transfer.types import HandoffId
@@ -19,8 +19,8 @@ def make_spec(
     prior: Sequence[int] = (),
     send_to: HandoffId | None = None,
     sampling: SamplingParams | None = None,
-) -> RequestSpec:
-    return RequestSpec(
+) -> EngineRequest:
+    return EngineRequest(
         request_id=RequestId(request_id),
         prompt_token_ids=tuple(prompt),
         sampling=sampling or SamplingParams(max_tokens=max_tokens),

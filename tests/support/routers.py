@@ -11,24 +11,24 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.admission.admission_queue import LineConfig
-from router.input_processing.tokenization import TokenIdsOnly
+from router.admission.admission_queue import AdmissionQueueConfig
+from router.input_processing.tokenization import NoTokenizer
 from router.pipeline import Pipeline, PipelineConfig
-from router.request_scope import Visits
+from router.request_scope import RequestScopes
 from router.routing.node_table import NodeTable
-from router.routing.policy import Policy, Routing
+from router.routing.policy import Routing, RoutingPolicy
 from router.servicer import InferenceServicer
-from router.tracing import TRACES_NOTHING, Tracing
+from router.tracing import NO_REQUEST_TRACING, Tracing
 from router.values import Prompt
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.server import Service, serving
 from rpc.status import named_errors
 from tests.support.node_calls import FakeNodeCalls, a_table
 
-UNCROWDED = LineConfig()
+UNCROWDED = AdmissionQueueConfig()
 
 
-class ToldOfPrompts(TokenIdsOnly):
+class ToldOfPrompts(NoTokenizer):
     """Tells which prompts were read: their requests have a turn, or wait for one in line."""
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class MoodyRouter(InferenceServicer):
         node_calls: FakeNodeCalls,
         faults: Sequence[Exception],
         table: NodeTable,
-        line: LineConfig,
-        tracing: Tracing = TRACES_NOTHING,
+        line: AdmissionQueueConfig,
+        tracing: Tracing = NO_REQUEST_TRACING,
     ) -> None:
         self.text = ToldOfPrompts()
         self.pipeline = Pipeline(
@@ -57,9 +57,9 @@ class MoodyRouter(InferenceServicer):
             node_calls=node_calls,
             text=self.text,
             clock=time.monotonic,
-            config=PipelineConfig(routing=Routing(Policy.ROUND_ROBIN), line=line),
+            config=PipelineConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN), line=line),
         )
-        super().__init__(self.pipeline, table, Visits(self.pipeline, tracing))
+        super().__init__(self.pipeline, table, RequestScopes(self.pipeline, tracing))
         self.faults = list(faults)
         self.num_asked = 0
         self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of requests that left nothing here
@@ -93,9 +93,9 @@ async def a_router(
     table: NodeTable | None = None,
     tls: TlsConfig = PLAIN,
     interceptors: Sequence[aio.ServerInterceptor] = (),
-    line: LineConfig = UNCROWDED,
+    line: AdmissionQueueConfig = UNCROWDED,
     port: int = 0,
-    tracing: Tracing = TRACES_NOTHING,
+    tracing: Tracing = NO_REQUEST_TRACING,
 ) -> AsyncIterator[tuple[MoodyRouter, str]]:
     """The router and its address."""
     nodes = node_calls or FakeNodeCalls()

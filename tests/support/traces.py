@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from kv_transfer.records import Role, TransferRecord
+from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.types import HandoffId, NodeId
 from telemetry.resource import Process
-from telemetry.tracing.node_timeline import Chunk, NodeFacts, NodeTimeline, Start
-from telemetry.tracing.otlp_json import ToldSpan
+from telemetry.tracing.node_timeline import NodeFacts, NodeTimeline, PrefillChunk, Start
+from telemetry.tracing.otlp_json import ExportedSpan
 from telemetry.tracing.request_timeline import (
-    Choice,
-    LegTimeline,
+    AttemptTimeline,
+    NodeRpcTimeline,
     RequestTimeline,
-    TryTimeline,
-    Usage,
+    RouteChoice,
+    TokenUsage,
 )
-from telemetry.tracing.spans import Attributes, End, Outcome, Span, TraceContext
+from telemetry.tracing.spans import Attributes, End, Span, SpanOutcome, TraceContext
 from telemetry.tracing.step_timeline import StepTimeline
 
 TRACE_ID = 0xABCDEF
@@ -31,29 +31,29 @@ def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
     timeline.num_prompt_tokens, timeline.tokenized_s, timeline.admitted_s = 40, 10.001, 10.002
     if has_failed_try:
         broken = a_try(1, 10.002, 100)
-        broken.legs[1].end = End(10.4, Outcome.FAILED, "UNAVAILABLE", "<gone> & away")
-        broken.end = End(10.41, Outcome.FAILED, "NODE_FAILED")
+        broken.legs[1].end = End(10.4, SpanOutcome.FAILED, "UNAVAILABLE", "<gone> & away")
+        broken.end = End(10.41, SpanOutcome.FAILED, "NODE_FAILED")
         timeline.tries.append(broken)
     began_s = 10.42 if has_failed_try else 10.002
     timeline.tries.append(a_try(len(timeline.tries) + 1, began_s, 200))
     timeline.first_token_s = 10.1
     timeline.num_output_tokens = 9
-    timeline.usage = Usage("length", "remote", "", 4096, 3, "nixl")
+    timeline.usage = TokenUsage("length", "remote", "", 4096, 3, "nixl")
     timeline.end = End(11.0, rpc_status="OK")
     return timeline
 
 
-def a_try(number: int, began_s: float, span_id: int) -> TryTimeline:
-    one = TryTimeline(number, 5 * (number - 1), span_id, span_id + 9)
-    one.choice = Choice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0)
+def a_try(number: int, began_s: float, span_id: int) -> AttemptTimeline:
+    one = AttemptTimeline(number, 5 * (number - 1), span_id, span_id + 9)
+    one.choice = RouteChoice(began_s + 0.001, "prefix_aware", "d0", "p0", "", 1, 1, 0)
     one.legs = [
-        LegTimeline("prefill", span_id + 1, "p0", "i1", "h:1", began_s + 0.002, End(10.3)),
-        LegTimeline("decode", span_id + 2, "d0", "i2", "h:2", began_s + 0.002, End(11.0)),
+        NodeRpcTimeline("prefill", span_id + 1, "p0", "i1", "h:1", began_s + 0.002, End(10.3)),
+        NodeRpcTimeline("decode", span_id + 2, "d0", "i2", "h:2", began_s + 0.002, End(11.0)),
     ]
     return one
 
 
-def a_record(role: Role, outcome: str = "done") -> TransferRecord:
+def a_record(role: TransferRole, outcome: str = "done") -> TransferRecord:
     return TransferRecord(
         HANDOFF,
         role,
@@ -75,8 +75,8 @@ def on_prefill() -> NodeTimeline:
     facts = NodeFacts("prefill", "p0", "i1", verifies_kv=True)
     timeline = NodeTimeline(TraceContext(TRACE_ID, 201), facts, 1, 209, 10.004)
     timeline.starts = [Start(10.01, 16, 24, 5)]
-    timeline.chunks = [Chunk(10.01, 10.05, 16), Chunk(10.05, 10.09, 8)]
-    timeline.record = a_record(Role.SENT, "announced")
+    timeline.chunks = [PrefillChunk(10.01, 10.05, 16), PrefillChunk(10.05, 10.09, 8)]
+    timeline.record = a_record(TransferRole.SENT, "announced")
     timeline.end = End(10.25, rpc_status="OK")
     return timeline
 
@@ -85,7 +85,7 @@ def on_decode(outcome: str = "done") -> NodeTimeline:
     timeline = NodeTimeline(
         TraceContext(TRACE_ID, 202), NodeFacts("decode", "d0", "i2"), 1, 209, 10.004
     )
-    timeline.record = a_record(Role.RECEIVED, outcome)
+    timeline.record = a_record(TransferRole.RECEIVED, outcome)
     timeline.starts = [Start(10.21, 40, 1, 7)]
     timeline.num_output_tokens, timeline.num_steps = 9, 8
     timeline.end = End(10.98, rpc_status="OK")
@@ -106,12 +106,12 @@ def a_step() -> StepTimeline:
     )
 
 
-def told_by(process: Process, spans: list[Span]) -> list[ToldSpan]:
+def told_by(process: Process, spans: list[Span]) -> list[ExportedSpan]:
     resource: Attributes = process.attributes
-    return [ToldSpan(span, resource) for span in spans]
+    return [ExportedSpan(span, resource) for span in spans]
 
 
-def a_told_trace(*, has_failed_try: bool = False) -> list[ToldSpan]:
+def a_told_trace(*, has_failed_try: bool = False) -> list[ExportedSpan]:
     request = a_request(has_failed_try=has_failed_try).spans(to_unix_ns)
     return [
         *told_by(Process("router", "router-1", "i0"), request),
@@ -120,5 +120,5 @@ def a_told_trace(*, has_failed_try: bool = False) -> list[ToldSpan]:
     ]
 
 
-def a_told_step() -> list[ToldSpan]:
+def a_told_step() -> list[ExportedSpan]:
     return told_by(Process("decode", "d0", "i2"), a_step().spans(to_unix_ns))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.request import ReceiveKv, RequestId, RequestSpec
+from engine.request import EngineRequest, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
-from engine.scheduler.validation import check_request, longest_sequence, max_num_tokens
+from engine.scheduler.validation import max_num_tokens, max_sequence_length, validate_request
 from kv_transfer.types import HandoffId, NodeId, Peer
 from tests.support.requests import make_spec
 
@@ -19,7 +19,7 @@ CACHE = CacheConfig(num_blocks=4, block_size=4)
 
 
 def test_a_request_that_just_fits_is_let_in() -> None:
-    check_request(make_spec(range(10), max_tokens=7), CONFIG, CACHE)
+    validate_request(make_spec(range(10), max_tokens=7), CONFIG, CACHE)
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -52,9 +52,9 @@ def test_a_sampling_value_outside_the_vocabulary_is_refused(sampling: SamplingPa
 def test_without_a_vocabulary_a_token_must_still_fit_its_hash() -> None:
     unchecked = SchedulerConfig()
 
-    check_request(make_spec([2**32 - 1]), unchecked, CACHE)
+    validate_request(make_spec([2**32 - 1]), unchecked, CACHE)
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
-        check_request(make_spec([2**32]), unchecked, CACHE)
+        validate_request(make_spec([2**32]), unchecked, CACHE)
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
@@ -76,27 +76,27 @@ def test_more_kv_than_the_cache_can_ever_hold_is_refused() -> None:
 def test_speculation_needs_no_slot_past_the_end_of_the_answer() -> None:
     config = SchedulerConfig(max_num_seqs=1, num_lookahead_tokens=9)
 
-    check_request(make_spec(range(10), max_tokens=7), config, CACHE)
+    validate_request(make_spec(range(10), max_tokens=7), config, CACHE)
 
 
 def test_a_sender_needs_room_for_its_prompt_alone() -> None:
     spec = make_spec(range(16), max_tokens=1000, send_to=HandoffId("r", 1))
 
-    check_request(spec, SchedulerConfig(), CACHE)
+    validate_request(spec, SchedulerConfig(), CACHE)
 
 
 def test_without_chunks_a_prompt_must_fit_one_step() -> None:
     whole = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, enable_chunked_prefill=False)
 
-    check_request(make_spec(range(8)), whole, CACHE)
+    validate_request(make_spec(range(8)), whole, CACHE)
     with pytest.raises(InvalidRequest, match="without chunked prefill at most"):
-        check_request(make_spec(range(9)), whole, CACHE)
+        validate_request(make_spec(range(9)), whole, CACHE)
 
 
 def test_a_request_is_not_both_sender_and_receiver() -> None:
     source = ReceiveKv(HandoffId("r", 1), Peer(NodeId("p"), "host:1"))
     sends = HandoffId("r", 1)
-    spec = RequestSpec(
+    spec = EngineRequest(
         RequestId("r"), (1,), SamplingParams(), 0, receive_from=source, send_to=sends
     )
 
@@ -116,24 +116,24 @@ def test_the_longest_sequence_is_the_longest_that_is_let_in(
 ) -> None:
     config = replace(CONFIG, max_num_seqs=2, num_lookahead_tokens=num_lookahead)
     cache = replace(CACHE, num_blocks=num_blocks)
-    longest = longest_sequence(config, cache)
+    longest = max_sequence_length(config, cache)
 
     if longest > 1:
-        check_request(make_spec([1], max_tokens=longest - 1), config, cache)
+        validate_request(make_spec([1], max_tokens=longest - 1), config, cache)
     if longest < config.max_model_len:
         with pytest.raises(
             InvalidRequest, match=f"max_tokens may be at most {longest - 1}|shorten"
         ):
-            check_request(make_spec([1], max_tokens=longest), config, cache)
+            validate_request(make_spec([1], max_tokens=longest), config, cache)
 
 
 def test_a_refusal_for_want_of_blocks_says_what_would_fit() -> None:
     with pytest.raises(InvalidRequest, match=r"at most 9, or start .* --kv-cache") as refused:
-        check_request(make_spec(range(8), max_tokens=10), CONFIG, CACHE)
+        validate_request(make_spec(range(8), max_tokens=10), CONFIG, CACHE)
     assert refused.value.field == "max_tokens"
     _assert_refused(make_spec(range(17), max_tokens=2), "at most 17 tokens together: shorten")
 
 
-def _assert_refused(spec: RequestSpec, reason: str) -> None:
+def _assert_refused(spec: EngineRequest, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
-        check_request(spec, CONFIG, CACHE)
+        validate_request(spec, CONFIG, CACHE)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.streams import Door
-from baton.cli.bench_engines import announced, chosen_engines, that_stay
+from baton.bench.streams import CompletionsApi
+from baton.cli.bench_engines import announced, chosen_engines, keep_engines_warm
 from engine.errors import InvalidConfig
 
 two_cores = pytest.mark.usefixtures("cores")
@@ -66,11 +66,11 @@ def test_servers_stay_only_where_memory_holds_them_all(
 
     with ExitStack() as lifetime:
         monkeypatch.setattr("engine.runner.weights.host_memory.free_host_bytes", lambda: 11 * 2**30)
-        assert list(that_stay(engines, str(model), lifetime)) == list(engines)
+        assert list(keep_engines_warm(engines, str(model), lifetime)) == list(engines)
 
         monkeypatch.setattr("engine.runner.weights.host_memory.free_host_bytes", lambda: 10 * 2**30)
         with pytest.raises(InvalidConfig, match="3 vLLM servers need"):
-            that_stay(engines, str(model), lifetime)
+            keep_engines_warm(engines, str(model), lifetime)
 
 
 def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,9 @@ def test_who_waits_hears_what_goes_on() -> None:
     told: list[str] = []
 
     @contextmanager
-    def start() -> Iterator[Door]:
+    def start() -> Iterator[CompletionsApi]:
         told.append("started")
-        yield Door("http://nowhere")
+        yield CompletionsApi("http://nowhere")
 
     with announced({"one": start}, told.append)["one"]() as door:
         told.append(door.url)

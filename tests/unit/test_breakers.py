@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import InvalidConfig
-from router.routing.breakers import BreakerConfig, Breakers
+from router.routing.breakers import BreakerConfig, CircuitBreakers
 
-CONFIG = BreakerConfig(num_failures=2, first_pause_s=1.0, longest_pause_s=4.0)
+CONFIG = BreakerConfig(num_failures=2, first_pause_s=1.0, max_pause_s=4.0)
 NODE, OTHER = "p:1", "p:2"
 
 
-def failed(times: int, at_s: float = 0.0) -> Breakers:
-    breakers = Breakers(CONFIG)
+def failed(times: int, at_s: float = 0.0) -> CircuitBreakers:
+    breakers = CircuitBreakers(CONFIG)
     for _ in range(times):
         breakers.failed([NODE], at_s)
     return breakers
@@ -69,7 +69,7 @@ def test_pauses_double_up_to_the_longest(times: int, pause_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"num_failures": 0}, {"first_pause_s": 0.0}, {"longest_pause_s": 0.1}]
+    "given", [{"num_failures": 0}, {"first_pause_s": 0.0}, {"max_pause_s": 0.1}]
 )
 def test_settings_that_cannot_work_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(InvalidConfig):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from rpc.call_outcome import end_of, is_late
-from telemetry.tracing.spans import Outcome
+from telemetry.tracing.spans import SpanOutcome
 
 
 @dataclass
@@ -41,7 +41,7 @@ def test_a_call_is_late_when_its_client_has_given_up_by_the_clock(
 
 
 @pytest.mark.parametrize(
-    ("is_over", "outcome"), [(True, Outcome.DEADLINE_EXCEEDED), (False, Outcome.CANCELLED)]
+    ("is_over", "outcome"), [(True, SpanOutcome.DEADLINE_EXCEEDED), (False, SpanOutcome.CANCELLED)]
 )
-def test_a_call_that_was_cut_off_is_late_or_cancelled(is_over: bool, outcome: Outcome) -> None:
+def test_a_call_that_was_cut_off_is_late_or_cancelled(is_over: bool, outcome: SpanOutcome) -> None:
     assert end_of(asyncio.CancelledError(), is_late=is_over).outcome is outcome

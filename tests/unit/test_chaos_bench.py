@@ -9,20 +9,28 @@ from itertools import islice
 
 import pytest
 
-from baton.bench.bystander import Wait, Waited
-from baton.bench.chaos_asks import Ask, Known, difference_of
-from baton.bench.chaos_bystander import Struck, bystanders, memory
-from baton.bench.chaos_faults import ROLES_HIT_BY, Fault, Kind, Phase, Role, Script, faults
+from baton.bench.bystander import ObservedWait, Wait
+from baton.bench.chaos_asks import ChaosRequest, KnownAnswer, difference_of
+from baton.bench.chaos_bystander import InjectedFault, bystanders, memory
+from baton.bench.chaos_faults import (
+    ROLES_BY_FAULT_KIND,
+    Fault,
+    FaultKind,
+    Phase,
+    Script,
+    TargetRole,
+    faults,
+)
 from baton.bench.chaos_leaks import SPARE, Footprint, grown, held, parse
-from baton.bench.chaos_load import Outcome, Told
+from baton.bench.chaos_load import AnswerOutcome, RequestOutcome
 from baton.bench.chaos_report import Attempts, Report, report
 from baton.bench.hostile_bodies import Attack, attacks, posts
 from baton.generation import Answer, Finish, Generation, Served
 from engine.errors import InvalidConfig
 from kv_transfer.types import TokenLogprobs
-from router.openai.body_receiving import MOST_BODY_BYTES
+from router.openai.body_receiving import MAX_BODY_BYTES
 
-NUM_BY_ROLE = {Role.ROUTER: 1, Role.PREFILL: 2, Role.DECODE: 2}
+NUM_BY_ROLE = {TargetRole.ROUTER: 1, TargetRole.PREFILL: 2, TargetRole.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
 FINISH = Finish("length", None, None, 3, 2, 0.0, 0.0, 0.0, 0.0, SERVED)
 
@@ -40,15 +48,17 @@ def test_each_kind_strikes_each_role_it_can_equally_often() -> None:
     drawn = faults(Script(duration_s=2000, every_s=1), NUM_BY_ROLE)
 
     times = Counter((fault.kind, fault.role) for fault in drawn)
-    assert set(times) == {(kind, role) for kind, roles in ROLES_HIT_BY.items() for role in roles}
+    assert set(times) == {
+        (kind, role) for kind, roles in ROLES_BY_FAULT_KIND.items() for role in roles
+    }
     assert max(times.values()) - min(times.values()) <= 1
-    assert {fault.place for fault in drawn if fault.role is Role.DECODE} == {0, 1}
+    assert {fault.place for fault in drawn if fault.role is TargetRole.DECODE} == {0, 1}
     assert {fault.phase for fault in drawn} == set(Phase)
 
 
 def test_faults_that_can_strike_nobody_are_refused() -> None:
     with pytest.raises(InvalidConfig):
-        Script(kinds=(Kind.CUT,), roles=(Role.DECODE,))
+        Script(kinds=(FaultKind.CUT,), roles=(TargetRole.DECODE,))
 
 
 def an_answer(token_ids: tuple[int, ...] = (4, 5), text: str = "ab", logprob: float = -1) -> Answer:
@@ -56,7 +66,7 @@ def an_answer(token_ids: tuple[int, ...] = (4, 5), text: str = "ab", logprob: fl
     return Answer("r", list(token_ids), text, logprobs, finish=FINISH)
 
 
-KNOWN = Known(Ask(0, "greedy", (1, 2, 3), Generation()), an_answer())
+KNOWN = KnownAnswer(ChaosRequest(0, "greedy", (1, 2, 3), Generation()), an_answer())
 
 
 @pytest.mark.parametrize(
@@ -124,29 +134,33 @@ def test_tries_of_routers_that_are_gone_count_as_well() -> None:
     assert (attempts.total("migrate"), attempts.total("retry")) == (8, 0)
 
 
-def struck(kind: Kind, role: Role, at_s: float, healed_s: float) -> Struck:
+def struck(kind: FaultKind, role: TargetRole, at_s: float, healed_s: float) -> InjectedFault:
     fault = Fault(0, at_s, kind, role, 0, Phase.ASKED, 1.0)
-    return Struck(fault, role.value, at_s, listens_s=healed_s - 1, healed_s=healed_s)
+    return InjectedFault(fault, role.value, at_s, listens_s=healed_s - 1, healed_s=healed_s)
 
 
-def told(outcome: Outcome = Outcome.RIGHT, reason: str = "", **given: object) -> Told:
-    one = Told(7, "greedy", began_s=10.0, ended_s=20.0, outcome=outcome, reason=reason)
+def told(
+    outcome: RequestOutcome = RequestOutcome.RIGHT, reason: str = "", **given: object
+) -> AnswerOutcome:
+    one = AnswerOutcome(7, "greedy", began_s=10.0, ended_s=20.0, outcome=outcome, reason=reason)
     for name, value in given.items():
         setattr(one, name, value)
     return one
 
 
-def reported(*tolds: Told, faults: tuple[Struck, ...] = (), leaks: tuple[str, ...] = ()) -> Report:
+def reported(
+    *tolds: AnswerOutcome, faults: tuple[InjectedFault, ...] = (), leaks: tuple[str, ...] = ()
+) -> Report:
     return report(tolds, faults, Attempts(), elapsed_s=60, leaks=leaks, died=())
 
 
 def test_a_run_in_which_all_is_right_is_good() -> None:
-    assert reported(told(), told(Outcome.CANCELLED)).is_good
+    assert reported(told(), told(RequestOutcome.CANCELLED)).is_good
 
 
 def test_the_hurried_may_be_late_or_refused_as_long_as_they_are_told_in_time() -> None:
-    late = told(Outcome.LATE, patience_s=9.5)
-    refused = told(Outcome.REFUSED, "TOO_LATE", patience_s=9.5)
+    late = told(RequestOutcome.LATE, patience_s=9.5)
+    refused = told(RequestOutcome.REFUSED, "TOO_LATE", patience_s=9.5)
 
     found = reported(late, refused)
 
@@ -157,17 +171,17 @@ def test_the_hurried_may_be_late_or_refused_as_long_as_they_are_told_in_time() -
 @pytest.mark.parametrize(
     ("one", "name"),
     [
-        (told(Outcome.WRONG, "tokens differ"), "wrong"),
-        (told(Outcome.HUNG, "no end"), "hung"),
-        (told(Outcome.REFUSED, "NO_NODES"), "lost"),
-        (told(Outcome.BROKEN, "NODE_FAILED"), "lost"),
-        (told(Outcome.REFUSED, "TOO_LATE"), "lost"),
-        (told(Outcome.LATE, patience_s=2.0), "overdue"),
-        (told(Outcome.REFUSED, "TOO_LATE", patience_s=8.5), "overdue"),
+        (told(RequestOutcome.WRONG, "tokens differ"), "wrong"),
+        (told(RequestOutcome.HUNG, "no end"), "hung"),
+        (told(RequestOutcome.REFUSED, "NO_NODES"), "lost"),
+        (told(RequestOutcome.BROKEN, "NODE_FAILED"), "lost"),
+        (told(RequestOutcome.REFUSED, "TOO_LATE"), "lost"),
+        (told(RequestOutcome.LATE, patience_s=2.0), "overdue"),
+        (told(RequestOutcome.REFUSED, "TOO_LATE", patience_s=8.5), "overdue"),
     ],
 )
-def test_what_went_wrong_is_told_with_the_faults_beside_it(one: Told, name: str) -> None:
-    found = reported(told(), one, faults=(struck(Kind.KILL, Role.DECODE, 12.0, 15.0),))
+def test_what_went_wrong_is_told_with_the_faults_beside_it(one: AnswerOutcome, name: str) -> None:
+    found = reported(told(), one, faults=(struck(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0),))
 
     [line] = getattr(found, name)
     assert one.reason in line
@@ -177,10 +191,12 @@ def test_what_went_wrong_is_told_with_the_faults_beside_it(one: Told, name: str)
 
 
 def test_who_fails_with_the_router_gone_or_full_is_not_lost() -> None:
-    without_router = told(Outcome.BROKEN, "UNREACHABLE")
-    refused = told(Outcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
+    without_router = told(RequestOutcome.BROKEN, "UNREACHABLE")
+    refused = told(RequestOutcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
 
-    found = reported(without_router, refused, faults=(struck(Kind.KILL, Role.ROUTER, 12.0, 15.0),))
+    found = reported(
+        without_router, refused, faults=(struck(FaultKind.KILL, TargetRole.ROUTER, 12.0, 15.0),)
+    )
 
     assert found.is_good
     assert (found.counts["broken"], found.counts["refused"]) == (1, 1)
@@ -193,7 +209,7 @@ def test_a_leak_makes_a_run_bad() -> None:
 def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched() -> None:
     touched = told(attempts=2, arrivals_s=[11.0, 12.5, 13.0])
     untouched = told(arrivals_s=[11.0, 12.1])
-    death = struck(Kind.KILL, Role.DECODE, 12.0, 15.0)
+    death = struck(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0)
 
     [recovery] = reported(touched, untouched, faults=(death,)).recoveries
 
@@ -201,8 +217,8 @@ def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched(
 
 
 def test_a_router_that_was_killed_again_before_it_served_has_not_recovered() -> None:
-    first = struck(Kind.KILL, Role.ROUTER, 12.0, 14.0)  # listens from 13.0 on
-    second = struck(Kind.KILL, Role.ROUTER, 15.0, 17.0)
+    first = struck(FaultKind.KILL, TargetRole.ROUTER, 12.0, 14.0)  # listens from 13.0 on
+    second = struck(FaultKind.KILL, TargetRole.ROUTER, 15.0, 17.0)
 
     [recovery] = reported(told(arrivals_s=[16.5, 18.0]), faults=(first, second)).recoveries
 
@@ -223,7 +239,7 @@ def test_bodies_of_an_attack_fit_into_the_largest_body_and_follow_from_the_seed(
     first, again = (posts(attack, "demo", random.Random(3)) for _ in range(2))
 
     assert first == again
-    assert all(len(post.body) <= MOST_BODY_BYTES for post in first)
+    assert all(len(post.body) <= MAX_BODY_BYTES for post in first)
 
 
 def test_mutations_of_other_seeds_are_others() -> None:
@@ -232,12 +248,12 @@ def test_mutations_of_other_seeds_are_others() -> None:
     assert one != other
 
 
-def waited(kind: Wait, began_s: float, ended_s: float, reason: str = "") -> Waited:
-    return Waited(kind.value, began_s, ended_s, reason)
+def waited(kind: Wait, began_s: float, ended_s: float, reason: str = "") -> ObservedWait:
+    return ObservedWait(kind.value, began_s, ended_s, reason)
 
 
-def attacked(attack: Attack, at_s: float, healed_s: float) -> Struck:
-    one = struck(Kind.HOSTILE, Role.ROUTER, at_s, healed_s)
+def attacked(attack: Attack, at_s: float, healed_s: float) -> InjectedFault:
+    one = struck(FaultKind.HOSTILE, TargetRole.ROUTER, at_s, healed_s)
     one.attack = attack.value
     one.outcomes = {"400": 2}
     return one
@@ -262,7 +278,7 @@ def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a
 def test_waits_beside_a_fault_that_is_no_attack_miss_no_bound() -> None:
     waits = [waited(Wait.GAP, 11.0, 15.0), waited(Wait.FAILURE, 11.0, 11.1, "UNREACHABLE")]
 
-    found = bystanders(waits, {}, [struck(Kind.KILL, Role.ROUTER, 10.0, 12.0)])
+    found = bystanders(waits, {}, [struck(FaultKind.KILL, TargetRole.ROUTER, 10.0, 12.0)])
 
     assert found.missed == []
 

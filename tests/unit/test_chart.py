@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.chart import draw, once_each, rates_of, read_interference, read_peer
-from baton.bench.interference import Figures, Row
+from baton.bench.chart import draw, first_row_per_engine, rates_of, read_interference, read_peer
+from baton.bench.interference import FigureRow, Figures
 from baton.bench.peer import Comparison
 from engine.errors import InvalidConfig
 
@@ -22,7 +22,7 @@ COMPARED = [
     if peer == "vllm" or size != 32
 ]
 ROWS = [
-    Row(engine, Figures(50.0, 1500.0, 1600.0, 1.5, 1.6, 40.0), 1.0, 1.0, 1.0)
+    FigureRow(engine, Figures(50.0, 1500.0, 1600.0, 1.5, 1.6, 40.0), 1.0, 1.0, 1.0)
     for engine in ("baton, prefill and decode", "vllm, colocated, steps of 64")
 ]
 
@@ -58,7 +58,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 def test_an_engine_of_several_files_is_drawn_from_the_first() -> None:
     again = [replace(ROWS[1], itl_p50_ratio=2.0), replace(ROWS[1], engine="vllm, patched")]
 
-    assert once_each([*ROWS, *again]) == [*ROWS, again[1]]
+    assert first_row_per_engine([*ROWS, *again]) == [*ROWS, again[1]]
 
 
 def test_each_engine_has_bars_for_the_sizes_it_was_measured_at() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import InvalidConfig
 from engine.runner.kernels import choose
-from engine.runner.kernels.build import KernelsMissing, Variant
+from engine.runner.kernels.build import KernelsUnavailable, Variant
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def library(_: Variant) -> None:
-        raise KernelsMissing("there is no C++ compiler: install one")
+        raise KernelsUnavailable("there is no C++ compiler: install one")
 
     monkeypatch.setattr(choose, "library", library)
 

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from baton.cli import app
 from baton.cli.cluster import GIVEN, up
 from baton.cli.serve import node_options, parse_cpus, router_options
-from baton.cli.signatures import options_of, passed_on, takes_options_of
+from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
 from baton.cli.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
 from engine.scheduler.config import LoadFailurePolicy
-from engine.scheduler.config import Policy as SchedulingPolicy
+from engine.scheduler.config import SchedulingPolicy as SchedulingPolicy
 from kv_transfer.errors import InvalidKvSetting
 from router.__main__ import RouterOptions
 from router.discovery.sources import DnsName, FixedNode, parse_sources
@@ -114,10 +114,10 @@ def test_only_the_line_that_announces_an_address_is_taken_for_one() -> None:
 
 
 def test_up_takes_what_nodes_and_router_take_but_for_what_it_decides_itself() -> None:
-    offered = {one.name for one in options_of(up)}
+    offered = {one.name for one in parameters_of(up)}
 
-    of_nodes = {one.name for one in options_of(node_options)}
-    of_router = {one.name for one in options_of(router_options)}
+    of_nodes = {one.name for one in parameters_of(node_options)}
+    of_router = {one.name for one in parameters_of(router_options)}
     assert offered > (of_nodes | of_router) - set(GIVEN)
     assert not offered & {"node_id", "prefill_nodes", "decode_nodes"}
 
@@ -128,10 +128,10 @@ def test_only_what_was_chosen_is_passed_on_and_only_to_those_that_take_it(
     monkeypatch.delenv(TRACE_DIR_VARIABLE)  # the tests' own
     passed: list[tuple[str, ...]] = []
 
-    @takes_options_of(node_options, router_options, without=GIVEN)
+    @inherit_options(node_options, router_options, without=GIVEN)
     def command(context: typer.Context, **_given: object) -> None:
-        passed.append(passed_on(context, node_options, without=GIVEN))
-        passed.append(passed_on(context, router_options, without=GIVEN))
+        passed.append(forwarded_arguments(context, node_options, without=GIVEN))
+        passed.append(forwarded_arguments(context, router_options, without=GIVEN))
 
     app = typer.Typer()
     app.command()(command)

@@ -37,7 +37,7 @@ def test_after_a_step_that_ran_something_the_next_one_follows_at_once() -> None:
 
     engine.step()
 
-    assert engine.may_sleep_s() == 0.0
+    assert engine.max_idle_s() == 0.0
 
 
 def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
@@ -53,7 +53,7 @@ def test_an_idle_engine_may_sleep_until_mail_comes() -> None:
 
     engine.step()
 
-    assert engine.may_sleep_s() is None
+    assert engine.max_idle_s() is None
 
 
 def test_with_nothing_to_run_the_kv_worker_says_when_to_poll() -> None:
@@ -61,7 +61,7 @@ def test_with_nothing_to_run_the_kv_worker_says_when_to_poll() -> None:
 
     engine.step()
 
-    assert engine.may_sleep_s() == 0.005
+    assert engine.max_idle_s() == 0.005
 
 
 def test_an_engine_without_transport_refuses_kv_orders_loudly() -> None:

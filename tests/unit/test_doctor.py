@@ -25,7 +25,7 @@ from baton.doctor.machine import (
 )
 from baton.doctor.model import length_finding, room_finding
 from baton.doctor.software import gpu_finding, kernels_finding, package_findings, port_findings
-from baton.doctor.wire import Way, broken_finding, speed_finding
+from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
 
 GIB, MIB = 1 << 30, 1 << 20
 NO_LIMITS = Limits(None, None)
@@ -164,10 +164,10 @@ def test_a_busy_port_is_a_warning_and_a_free_one_is_none() -> None:
 
 
 def test_the_default_transport_must_work_and_others_may_not() -> None:
-    assert broken_finding("nixl", "x").status is Status.FAIL
-    assert broken_finding("ucxx", "x").status is Status.WARN
-    assert speed_finding(Way("nixl", ""), 5.0).status is Status.OK
-    assert speed_finding(Way("nixl", ""), 0.01).status is Status.WARN
+    assert failure_finding("nixl", "x").status is Status.FAIL
+    assert failure_finding("ucxx", "x").status is Status.WARN
+    assert speed_finding(MeasuredPath("nixl", ""), 5.0).status is Status.OK
+    assert speed_finding(MeasuredPath("nixl", ""), 0.01).status is Status.WARN
 
 
 def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:

@@ -9,7 +9,12 @@ import pytest
 from engine.errors import InvalidConfig
 from engine.request import RequestId
 from engine.spec_decode.config import Speculation, parse_speculation
-from engine.spec_decode.drafter import LONGEST_PAUSE, MOST_READ_AT_ONCE, Drafter, TokensFrom
+from engine.spec_decode.drafter import (
+    MAX_PAUSE_STEPS,
+    MAX_TOKENS_INDEXED_PER_STEP,
+    Drafter,
+    TokensFrom,
+)
 
 NAME = RequestId("r")
 REPEATING = [1, 2, 3, 4] * 4
@@ -52,7 +57,7 @@ def test_whoever_never_guesses_right_hardly_guesses_any_more() -> None:
         if length:
             drafter.judged(NAME, length, 0)
 
-    assert num_guessed <= 8 + 4 + 1000 // LONGEST_PAUSE + 6
+    assert num_guessed <= 8 + 4 + 1000 // MAX_PAUSE_STEPS + 6
 
 
 def test_the_first_right_guess_ends_the_pauses() -> None:
@@ -71,7 +76,7 @@ def test_the_first_right_guess_ends_the_pauses() -> None:
 
 def test_a_long_prompt_is_read_over_some_steps() -> None:
     drafter = Drafter(Speculation(num_tokens=4))
-    prompt = [1, 2] * MOST_READ_AT_ONCE
+    prompt = [1, 2] * MAX_TOKENS_INDEXED_PER_STEP
 
     assert [drafted(drafter, prompt) for _ in range(3)] == [0, 0, 4]
 

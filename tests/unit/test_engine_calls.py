@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from grpc import StatusCode
 
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from engine.errors import InvalidRequest
-from engine.request import Output, ReceiveKv, RequestId, RequestSpec
+from engine.request import EngineRequest, Output, ReceiveKv, RequestId
 from engine.scheduler.config import LoadFailurePolicy
 from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Peer
 from node.engine_calls import CLIENT_ID, EngineCalls
@@ -24,16 +24,16 @@ PATIENCE_S = 30
 LONG = 100
 
 
-def spec_of(name: str, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3) -> RequestSpec:
+def spec_of(name: str, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3) -> EngineRequest:
     return a_spec(name, prompt=prompt, max_tokens=max_tokens, client=CLIENT_ID)
 
 
-async def collect(calls: EngineCalls, spec: RequestSpec) -> list[Output]:
+async def collect(calls: EngineCalls, spec: EngineRequest) -> list[Output]:
     return [output async for output in calls.outputs(spec)]
 
 
-async def serve_and_wait(*specs: RequestSpec) -> list[list[Output]]:
-    with EngineLoop(an_engine()) as engine, EngineCalls(engine) as calls:
+async def serve_and_wait(*specs: EngineRequest) -> list[list[Output]]:
+    with EngineThread(an_engine()) as engine, EngineCalls(engine) as calls:
         answers = await asyncio.gather(*(collect(calls, spec) for spec in specs))
         return list(answers)
 
@@ -55,7 +55,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
     alive: queue.SimpleQueue[list[RequestId]] = queue.SimpleQueue()
 
     async def leave() -> None:
-        with EngineLoop(core) as engine, EngineCalls(engine) as calls:
+        with EngineThread(core) as engine, EngineCalls(engine) as calls:
             async with aclosing(calls.outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 await anext(outputs)
             by_client = core.scheduler.request_ids_by_client
@@ -70,7 +70,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
 
 def test_an_id_under_way_is_refused_and_the_one_under_way_goes_on() -> None:
     async def twice() -> list[Output]:
-        with EngineLoop(an_engine()) as engine, EngineCalls(engine) as calls:
+        with EngineThread(an_engine()) as engine, EngineCalls(engine) as calls:
             async with aclosing(calls.outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 first = await anext(outputs)
                 with pytest.raises(RequestIdInUse):
@@ -106,7 +106,7 @@ def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:
 
     async def lose() -> None:
         core = an_engine(kv_worker=LosesAll(), load_failure=LoadFailurePolicy.FAIL)
-        with EngineLoop(core) as engine, EngineCalls(engine) as calls:
+        with EngineThread(core) as engine, EngineCalls(engine) as calls:
             with pytest.raises(KvLoadFailed, match="the peer is gone") as failure:
                 await collect(calls, replace(spec_of("a"), receive_from=receive))
             assert status_of(failure.value).code == StatusCode.UNAVAILABLE.value[0]
@@ -116,7 +116,7 @@ def test_without_recomputing_a_lost_prompt_is_left_to_other_nodes() -> None:
 
 def test_a_refused_request_leaves_nothing_under_way() -> None:
     async def refused() -> int:
-        with EngineLoop(an_engine()) as engine, EngineCalls(engine) as calls:
+        with EngineThread(an_engine()) as engine, EngineCalls(engine) as calls:
             with pytest.raises(InvalidRequest):
                 await collect(calls, spec_of("a", prompt=()))
             return calls.num_unfinished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.request import ReceiveKv
-from engine.scheduler.kv_handoffs import HandOffs
+from engine.scheduler.kv_handoffs import HandoffManager
 from engine.scheduler.request import Request, RequestStatus
 from kv_transfer.types import (
     Complete,
@@ -38,7 +38,7 @@ def test_giving_up_asks_for_a_revoke_and_keeps_the_blocks() -> None:
     handoffs, request = _receiving()
     handoffs.take_orders()
 
-    handoffs.give_up_receiving(request)
+    handoffs.cancel_receive(request)
 
     assert handoffs.take_orders().revokes == (Revoke(ID),)
     assert list(handoffs.held_blocks()) == request.block_ids[1:]
@@ -119,10 +119,10 @@ def test_a_send_ends_once() -> None:
     assert handoffs.total_unknown_reports == 1
 
 
-def _receiving() -> tuple[HandOffs, Request]:
+def _receiving() -> tuple[HandoffManager, Request]:
     """Six tokens in three blocks, of which the first was hit."""
     pool = BlockPool(4)
-    handoffs, request = HandOffs(pool), make_request(range(6))
+    handoffs, request = HandoffManager(pool), make_request(range(6))
     request.receive = RECEIVE
     request.block_ids = pool.allocate(3) or []
     handoffs.expect(RECEIVE)
@@ -131,9 +131,9 @@ def _receiving() -> tuple[HandOffs, Request]:
     return handoffs, request
 
 
-def _sending() -> tuple[HandOffs, Request]:
+def _sending() -> tuple[HandoffManager, Request]:
     pool = BlockPool(4)
-    handoffs, request = HandOffs(pool), make_request(range(6), send_to=ID)
+    handoffs, request = HandoffManager(pool), make_request(range(6), send_to=ID)
     request.block_ids = pool.allocate(3) or []
     handoffs.open_send(ID)
     return handoffs, request

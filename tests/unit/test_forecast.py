@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission.wait_forecast import Forecast
+from router.admission.wait_forecast import FirstTokenForecast
 
 
-def steady(interval_s: float, num: int = 200) -> tuple[Forecast, float]:
+def steady(interval_s: float, num: int = 200) -> tuple[FirstTokenForecast, float]:
     """Two requests are always ahead, and one gets its first token in each interval."""
-    forecast, now = Forecast(), 0.0
+    forecast, now = FirstTokenForecast(), 0.0
     forecast.came(0, now)
     forecast.came(0, now)
     for _ in range(num):
@@ -20,7 +20,7 @@ def steady(interval_s: float, num: int = 200) -> tuple[Forecast, float]:
 
 
 def test_nothing_is_foretold_before_anything_was_measured() -> None:
-    forecast = Forecast()
+    forecast = FirstTokenForecast()
     forecast.came(0, 0.0)
 
     assert forecast.wait_s(0) == 0.0
@@ -46,7 +46,7 @@ def test_idle_time_does_not_count_as_slowness() -> None:
 
 def test_with_nobody_ahead_nobody_is_told_to_wait() -> None:
     """Else one slow answer would turn everybody away, and nobody could show it is over."""
-    forecast = Forecast()
+    forecast = FirstTokenForecast()
     forecast.came(0, 0.0)
     forecast.began(0, 1000.0)
 

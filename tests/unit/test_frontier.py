@@ -13,17 +13,32 @@ from typing import cast
 
 import pytest
 
-from baton.bench.frontier import Goodput, RateRun, Seen, Sweep, frontier, read_sweep, run, seen
+from baton.bench.frontier import (
+    AnswerLatencies,
+    Goodput,
+    RateRun,
+    Sweep,
+    frontier,
+    read_sweep,
+    run,
+    seen,
+)
 from baton.bench.frontier_plot import draw
 from baton.bench.serve_load import plan
 from baton.bench.staying import Start
-from baton.bench.streams import VOCAB_SIZE, Door, EngineFailed, Model, Streamed
+from baton.bench.streams import (
+    VOCAB_SIZE,
+    CompletionsApi,
+    EngineFailed,
+    ServedModel,
+    StreamedCompletion,
+)
 from baton.cli.bench_frontier import measure
 from engine.errors import InvalidConfig
 
 
 def swept(rate: float, first_token_s: float, itl_ms: float, *, num_failed: int = 0) -> RateRun:
-    answers = [Seen(first_token_s, itl_ms, 2 * itl_ms)] * (20 - num_failed)
+    answers = [AnswerLatencies(first_token_s, itl_ms, 2 * itl_ms)] * (20 - num_failed)
     return RateRun("one", rate, answers, ["refused"] * num_failed)
 
 
@@ -62,7 +77,7 @@ def test_the_limit_may_be_for_the_longest_gaps() -> None:
 
 
 def test_first_tokens_count_from_when_they_were_due_and_means_are_by_token() -> None:
-    found = seen(Streamed(10.5, [(11.0, 1), (11.1, 1), (11.3, 2)]), due_s=10.0)
+    found = seen(StreamedCompletion(10.5, [(11.0, 1), (11.1, 1), (11.3, 2)]), due_s=10.0)
 
     assert found.first_token_s == pytest.approx(1.0)
     assert found.itl_mean_ms == pytest.approx(100)
@@ -77,20 +92,20 @@ class MadeUp:
         self._gap_s = gap_s
         self._refuses = refuses
 
-    def model(self) -> Model:
-        return Model("made up", 4096)
+    def model(self) -> ServedModel:
+        return ServedModel("made up", 4096)
 
-    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         self.asked.append(list(prompt))
         if self._refuses and len(self.asked) > 1:
             raise EngineFailed("not today")
-        return Streamed(0.0, [(number * self._gap_s, 1) for number in range(max_tokens)])
+        return StreamedCompletion(0.0, [(number * self._gap_s, 1) for number in range(max_tokens)])
 
 
 def started(door: MadeUp) -> Start:
     @contextmanager
-    def start() -> Iterator[Door]:
-        yield cast("Door", door)
+    def start() -> Iterator[CompletionsApi]:
+        yield cast("CompletionsApi", door)
 
     return start
 
@@ -134,7 +149,7 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
 class Stopped(MadeUp):
     """Ctrl-C comes when its first rate is done."""
 
-    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         streamed = super().stream(model, prompt, max_tokens)
         if len(self.asked) > 1 + NUM_AT_FIRST_RATE:  # one warmed it up
             raise KeyboardInterrupt
@@ -187,7 +202,7 @@ class Hung(MadeUp):
         super().__init__()
         self.has_ended = threading.Event()
 
-    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         streamed = super().stream(model, prompt, max_tokens)
         if len(self.asked) == 2:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -200,9 +215,9 @@ def test_ctrl_c_ends_the_engine_without_waiting_for_its_answers() -> None:
     door = Hung()
 
     @contextmanager
-    def start() -> Iterator[Door]:
+    def start() -> Iterator[CompletionsApi]:
         try:
-            yield cast("Door", door)
+            yield cast("CompletionsApi", door)
         finally:
             door.has_ended.set()
 

@@ -100,7 +100,7 @@ def test_a_bug_of_the_library_is_told_as_a_refusal_and_ends_no_thread(
 def test_only_so_many_are_remembered_and_the_one_used_longest_ago_goes() -> None:
     library, listener = HeldLibrary(), Listener()
     one, two, three = (StructuredOutputs(regex=text) for text in ("1", "2", "3"))
-    with GrammarCompiler(library, num_threads=1, most_remembered=2) as compiler:
+    with GrammarCompiler(library, num_threads=1, max_cached_grammars=2) as compiler:
         for wanted in (one, two, one, three, one, two):
             compiler.start(wanted, listener.hears("it"))
             listener.next()
@@ -128,7 +128,7 @@ def test_forms_of_large_texts_hold_up_no_small_ones() -> None:
 def test_large_texts_leave_room_for_fewer_to_be_remembered() -> None:
     library, listener = HeldLibrary(), Listener()
     forms = [StructuredOutputs(regex=text) for text in ("one", "two", "three", "more than all")]
-    with GrammarCompiler(library, num_threads=1, most_remembered_characters=8) as compiler:
+    with GrammarCompiler(library, num_threads=1, max_cached_characters=8) as compiler:
         for wanted in (*forms, forms[-1], forms[2]):
             compiler.start(wanted, listener.hears("it"))
             listener.next()

@@ -13,10 +13,10 @@ from engine.errors import InvalidRequest
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.llguidance_backend import (
     CompiledGrammar,
-    GrammarChecks,
     GrammarLibrary,
+    GrammarValidator,
 )
-from engine.structured_output.params import MOST_CHOICES, StructuredOutputs
+from engine.structured_output.params import MAX_CHOICES, StructuredOutputs
 from tests.support.grammars import PATIENCE_S, allowed_by, is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 from text.tokenizer import Tokenizer
@@ -184,14 +184,14 @@ FOUND_WITH_A_TOKENIZER = {"no text at all"}
 def test_nearly_all_of_it_is_found_without_a_tokenizer_too(name: str) -> None:
     wanted, reason = REFUSED[name]
     with pytest.raises(InvalidRequest, match=reason):
-        GrammarChecks().compile(StructuredOutputs(**wanted))
+        GrammarValidator().compile(StructuredOutputs(**wanted))
 
 
 @pytest.mark.parametrize(("wanted", "good", "bad"), FITTING, ids=lambda one: str(one)[:40])
 def test_what_fits_is_not_refused_by_the_checks(
     wanted: StructuredOutputs, good: list[str], bad: list[str]
 ) -> None:
-    GrammarChecks().compile(wanted)
+    GrammarValidator().compile(wanted)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two": ({"regex": "a", "json": "{}"}, "json and regex"),
     "whitespace of a regex": ({"regex": "a", "disable_any_whitespace": True}, "applies to JSON"),
     "empty choice": ({"choice": ("a", "")}, "empty text"),
-    "too many": ({"choice": tuple(map(str, range(MOST_CHOICES + 1)))}, "at most 1024"),
+    "too many": ({"choice": tuple(map(str, range(MAX_CHOICES + 1)))}, "at most 1024"),
     "too long": ({"regex": "a" * 5000}, "5000 characters; at most 4096"),
     "half a character": ({"choice": ("\ud800",)}, "surrogate"),
 }
@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("wanted", "reason"), WRONG.values(), ids=WRONG.keys())
 def test_what_makes_no_sense_is_refused(wanted: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
-        GrammarChecks().compile(StructuredOutputs(**wanted))
+        GrammarValidator().compile(StructuredOutputs(**wanted))
 
 
 def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.plan import Plan, Row
+from engine.plan import Plan, PlanRow
 from engine.request import RequestId
-from engine.runner.input_batch import RowFacts
+from engine.runner.input_batch import BatchRow
 from engine.runner.sampling.grammar_masks import GrammarMasks
-from engine.runner.sampling.mask_budget import FAIR_S, MAX_STEP_S
+from engine.runner.sampling.mask_budget import EXEMPT_S, MAX_STEP_S
 from engine.runner.sampling.sampler import SampleRow
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Matcher
@@ -49,8 +49,8 @@ class CostlyGrammar:
         allowed.fill(-1)
 
 
-def a_row(name: str, grammar: CostlyGrammar) -> Row:
-    return Row(
+def a_row(name: str, grammar: CostlyGrammar) -> PlanRow:
+    return PlanRow(
         RequestId(name),
         token_ids=(0,),
         num_prompt_tokens=1,
@@ -69,7 +69,7 @@ class Batch:
         self._clock = clock
         self._masks = GrammarMasks(VOCAB_SIZE, clock)
         self._rows = [
-            RowFacts(RequestId(one), 0, SamplingParams(), 0, 1, False) for one in grammars
+            BatchRow(RequestId(one), 0, SamplingParams(), 0, 1, False) for one in grammars
         ]
         self._num_written = num_written
         started = tuple(a_row(name, grammar) for name, grammar in grammars.items())
@@ -121,7 +121,7 @@ def test_many_costly_grammars_stay_within_the_time_of_a_step_together() -> None:
         longest_s = max(longest_s, took_s)
 
     assert refused
-    assert longest_s < 64 * FAIR_S * 1.5
+    assert longest_s < 64 * EXEMPT_S * 1.5
 
 
 def test_one_costly_step_ends_nothing() -> None:

@@ -11,9 +11,9 @@ from typing import cast
 
 import pytest
 
-from baton.bench.handover import NUM_WARM_UP, Handover, Pair, Times, added, run
+from baton.bench.handover import NUM_WARM_UP, Handover, TimedPair, Times, added, run
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, Streamed
+from baton.bench.streams import CompletionsApi, EngineFailed, ServedModel, StreamedCompletion
 from baton.cli.bench_handover import measure
 from engine.errors import InvalidConfig
 
@@ -26,18 +26,18 @@ class Answers:
         self._asked = asked
         self._times_s = times_s
 
-    def model(self) -> Model:
-        return Model("made up", 4096)
+    def model(self) -> ServedModel:
+        return ServedModel("made up", 4096)
 
-    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         self._asked.append((self.url, list(prompt)))
-        return Streamed(0.0, [(time_s, 1) for time_s in self._times_s])
+        return StreamedCompletion(0.0, [(time_s, 1) for time_s in self._times_s])
 
 
 def started(answers: Answers) -> Start:
     @contextmanager
-    def start() -> Iterator[Door]:
-        yield cast("Door", answers)
+    def start() -> Iterator[CompletionsApi]:
+        yield cast("CompletionsApi", answers)
 
     return start
 
@@ -47,7 +47,7 @@ def test_each_prompt_goes_to_both_and_who_is_first_changes() -> None:
     together = started(Answers("together", asked, 1.0, 1.1))
     apart = started(Answers("apart", asked, 1.25, 1.5))
 
-    pairs: list[Pair] = []
+    pairs: list[TimedPair] = []
 
     run(Handover(prompt_tokens=7, num_pairs=2), together, apart, pairs.append)
 
@@ -61,9 +61,9 @@ def test_each_prompt_goes_to_both_and_who_is_first_changes() -> None:
 
 def test_shares_are_of_the_same_pair() -> None:
     pairs = [
-        Pair(Times(100, 10), Times(110, 10)),
-        Pair(Times(200, 10), Times(204, 30)),
-        Pair(Times(400, 10), Times(420, 20)),
+        TimedPair(Times(100, 10), Times(110, 10)),
+        TimedPair(Times(200, 10), Times(204, 30)),
+        TimedPair(Times(400, 10), Times(420, 20)),
     ]
 
     first, gap, second = added(pairs)
@@ -89,7 +89,7 @@ class Ends(Answers):
 
     num_left = NUM_WARM_UP + 2
 
-    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> Streamed:
+    def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         if self.num_left == 0:
             raise EngineFailed("gone")
         self.num_left -= 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from engine.plan import Plan, RunResult
 from engine.request import RequestId
 from node.heartbeat import DEAD_FACTOR, follow_heartbeat
@@ -77,7 +77,7 @@ def test_a_long_step_is_ready_as_long_as_it_moves_and_a_stuck_one_is_not() -> No
 
         following.cancel()
 
-    with EngineLoop(an_engine(runner=runner), clock=clock) as engine:
+    with EngineThread(an_engine(runner=runner), clock=clock) as engine:
         runner.on_layer = engine.beat
         engine.submit(a_spec())
         assert runner.is_inside.wait(PATIENCE_S)
@@ -93,7 +93,7 @@ class Heart:
     failure: BaseException | None = None
     silence_s: float = 0.0
 
-    def since_last_beat_s(self) -> float:
+    def seconds_since_heartbeat(self) -> float:
         return self.silence_s
 
 

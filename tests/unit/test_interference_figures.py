@@ -12,22 +12,22 @@ from typing import cast
 import pytest
 
 from baton.bench.chart import read_interference
-from baton.bench.interference import Figures, Interference, Row, Turn, figures, rows_of, run
+from baton.bench.interference import FigureRow, Figures, Interference, Turn, figures, rows_of, run
 from baton.bench.interference_plot import draw
 from baton.bench.staying import Start
-from baton.bench.streams import Door, EngineFailed, Model, Stop, Streamed
+from baton.bench.streams import CompletionsApi, EngineFailed, ServedModel, Stop, StreamedCompletion
 from baton.cli.bench_interference import measure
 from engine.errors import InvalidConfig
 
 
-def stream(*arrivals_s: float, tokens: int = 1) -> Streamed:
-    return Streamed(0.0, [(arrival_s, tokens) for arrival_s in arrivals_s])
+def stream(*arrivals_s: float, tokens: int = 1) -> StreamedCompletion:
+    return StreamedCompletion(0.0, [(arrival_s, tokens) for arrival_s in arrivals_s])
 
 
 def test_gaps_count_only_between_the_two_times() -> None:
     steady = stream(0.0, 5.0, 10.0, 10.1, 10.2, 10.5, 20.0)
 
-    found = figures([steady], [Streamed(10.0, [(10.4, 1)])], began_s=10.0, ended_s=11.0)
+    found = figures([steady], [StreamedCompletion(10.0, [(10.4, 1)])], began_s=10.0, ended_s=11.0)
 
     assert found.itl_most_ms == pytest.approx(300)
     assert found.itl_p50_ms == pytest.approx(100)
@@ -88,13 +88,13 @@ class Steady:
 
     url = "made up"
 
-    def model(self) -> Model:
-        return Model("made up", 4096)
+    def model(self) -> ServedModel:
+        return ServedModel("made up", 4096)
 
     def stream(
         self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop = lambda: False
-    ) -> Streamed:
-        streamed = Streamed(time.monotonic())
+    ) -> StreamedCompletion:
+        streamed = StreamedCompletion(time.monotonic())
         for _ in range(max_tokens):
             streamed.arrivals.append((time.monotonic(), 1))
             if stop():
@@ -107,10 +107,10 @@ def starts(num_times: int, error: BaseException) -> Start:
     left = [Steady() for _ in range(num_times)]
 
     @contextmanager
-    def start() -> Iterator[Door]:
+    def start() -> Iterator[CompletionsApi]:
         if not left:
             raise error
-        yield cast("Door", left.pop())
+        yield cast("CompletionsApi", left.pop())
 
     return start
 
@@ -166,7 +166,7 @@ def test_a_run_to_the_end_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_picture_names_each_engine(tmp_path: Path) -> None:
     found = Figures(50.0, 1500.0, 1600.0, 1.5, 1.6, 40.0)
-    rows = [Row(f"engine {number}", found, 1.0, 1.0, 1.0) for number in range(3)]
+    rows = [FigureRow(f"engine {number}", found, 1.0, 1.0, 1.0) for number in range(3)]
 
     draw(Interference(), rows, tmp_path / "one.svg")
 

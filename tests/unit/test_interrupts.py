@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import pytest
 
 from baton.bench.processes import others
-from baton.interruptible_stream import read_elsewhere
-from baton.interrupts import ends_wait
+from baton.interruptible_stream import stream_interruptibly
+from baton.interrupts import defer_signals
 
 TIMEOUT_S = 60.0
 # Presses Ctrl-C in the middle of the imports of `baton nodes`.
@@ -52,7 +52,7 @@ def test_what_would_end_the_process_waits_for_the_end_of_the_block() -> None:
     came_to = []
 
     def hear() -> None:
-        with ends_wait():
+        with defer_signals():
             signal.raise_signal(signal.SIGTERM)
             came_to.append("the end of the block")
 
@@ -114,7 +114,7 @@ class Slow:
 def test_a_call_that_is_left_while_it_starts_is_started_whole_and_then_cancelled() -> None:
     call = Slow()
 
-    with pytest.raises(KeyboardInterrupt), closing(read_elsewhere(call.start)) as messages:
+    with pytest.raises(KeyboardInterrupt), closing(stream_interruptibly(call.start)) as messages:
         next(messages)
     assert not call.is_cancelled.is_set()
     call.may_start.put(None)
@@ -127,7 +127,7 @@ def test_what_keeps_a_call_from_starting_is_raised_where_it_is_read() -> None:
         raise ValueError("a closed channel")
 
     with pytest.raises(ValueError, match="a closed channel"):
-        next(read_elsewhere(start))
+        next(stream_interruptibly(start))
 
 
 def test_ctrl_c_while_the_command_imports_leaves_no_traceback() -> None:

@@ -123,7 +123,7 @@ def test_a_distrusted_request_leaves_nothing_to_be_found() -> None:
     request.num_computed_tokens = 6
     cache.register(request)
 
-    cache.distrust(request)
+    cache.uncache_blocks(request)
     cache.release(request)
 
     assert cache.find_prefix(make_request(range(6)), 6) == []

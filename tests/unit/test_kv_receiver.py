@@ -5,12 +5,12 @@ from __future__ import annotations
 from kv_transfer.config import ReceiverConfig
 from kv_transfer.link import LinkId
 from kv_transfer.protocol.actions import (
-    Break,
-    CancelExpected,
+    BreakLink,
+    CancelWrites,
     CheckDigest,
-    DigestEarly,
-    Expect,
-    Say,
+    DigestLanded,
+    ExpectWrites,
+    SendMessage,
 )
 from kv_transfer.protocol.messages import (
     Done,
@@ -51,7 +51,7 @@ def granted(*, is_one_sided: bool = True, handoff_id: HandoffId = ID) -> Receive
 
 
 def said(receiver: Receiver) -> list[LinkMessage]:
-    return [action.message for action in receiver.take_actions() if isinstance(action, Say)]
+    return [action.message for action in receiver.take_actions() if isinstance(action, SendMessage)]
 
 
 def test_a_grant_waits_for_the_link_and_the_channel_hears_of_it_first() -> None:
@@ -63,7 +63,7 @@ def test_a_grant_waits_for_the_link_and_the_channel_hears_of_it_first() -> None:
 
     assert before == []
     grant = Grant(ID, 1, 0, BLOCKS, 3)
-    assert receiver.take_actions() == [Expect(LINK, 1, BLOCKS), Say(LINK, grant)]
+    assert receiver.take_actions() == [ExpectWrites(LINK, 1, BLOCKS), SendMessage(LINK, grant)]
 
 
 def test_a_link_that_was_up_before_its_first_receive_grants_at_once() -> None:
@@ -165,7 +165,7 @@ def test_a_revoked_receive_keeps_its_blocks_until_p_says_that_nothing_is_in_flig
     before = receiver.take_reports()
     receiver.hear(LINK, Revoked(ID), 1.2)
 
-    assert asked == [CancelExpected(LINK, 1), Say(LINK, RevokeGrant(ID, 1))]
+    assert asked == [CancelWrites(LINK, 1), SendMessage(LINK, RevokeGrant(ID, 1))]
     assert (before.finished_recving, before.released) == ((), ())
     assert receiver.take_reports().released == (ID,)
 
@@ -185,7 +185,7 @@ def test_where_receives_are_posted_only_their_own_end_releases_the_blocks() -> N
 
     receiver.hear(LINK, Revoked(ID), 1.2)
     before = receiver.take_reports().released
-    receiver.quieted(LINK, 1)
+    receiver.handle_cancel_completed(LINK, 1)
 
     assert before == ()
     assert receiver.take_reports().released == (ID,)
@@ -257,8 +257,8 @@ def test_a_silent_peer_costs_the_pair_and_one_that_answers_does_not() -> None:
     silent.tick(7.0)
     answering.tick(7.0)
 
-    assert any(isinstance(action, Break) for action in silent.take_actions())
-    assert not any(isinstance(action, Break) for action in answering.take_actions())
+    assert any(isinstance(action, BreakLink) for action in silent.take_actions())
+    assert not any(isinstance(action, BreakLink) for action in answering.take_actions())
 
 
 def test_a_link_that_does_not_come_up_is_given_up() -> None:
@@ -267,7 +267,7 @@ def test_a_link_that_does_not_come_up_is_given_up() -> None:
 
     receiver.tick(7.0)
 
-    assert any(isinstance(action, Break) for action in receiver.take_actions())
+    assert any(isinstance(action, BreakLink) for action in receiver.take_actions())
 
 
 def test_whole_blocks_are_digested_while_others_come_and_not_once_they_are_fenced() -> None:
@@ -275,12 +275,12 @@ def test_whole_blocks_are_digested_while_others_come_and_not_once_they_are_fence
 
     receiver.landing(LINK, 1, 1)
     receiver.landing(LINK, 1, 1)
-    early = [one for one in receiver.take_actions() if isinstance(one, DigestEarly)]
+    early = [one for one in receiver.take_actions() if isinstance(one, DigestLanded)]
     receiver.revoke(ID, 0.5)
     receiver.landing(LINK, 1, 2)
-    fenced = [one for one in receiver.take_actions() if isinstance(one, DigestEarly)]
+    fenced = [one for one in receiver.take_actions() if isinstance(one, DigestLanded)]
 
-    assert early == [DigestEarly(ID, order().block_ids[:1])]
+    assert early == [DigestLanded(ID, order().block_ids[:1])]
     assert fenced == []
 
 
@@ -293,7 +293,7 @@ def test_a_hello_without_answer_costs_the_pair_though_the_peer_gives_signs_of_li
     for now in range(1, 13):
         receiver.hear(LINK, Renewed(()), float(now))
         receiver.tick(float(now))
-        broken += [now for one in receiver.take_actions() if isinstance(one, Break)]
+        broken += [now for one in receiver.take_actions() if isinstance(one, BreakLink)]
 
     assert broken == [12]
 
@@ -306,7 +306,7 @@ def test_a_revoke_without_answer_costs_the_pair_though_the_peer_speaks() -> None
 
     receiver.tick(5.0)
 
-    assert any(isinstance(action, Break) for action in receiver.take_actions())
+    assert any(isinstance(action, BreakLink) for action in receiver.take_actions())
     assert receiver.take_reports().released == ()
 
 
@@ -322,7 +322,7 @@ def test_a_receive_that_never_ends_is_given_up_however_alive_the_peer_is() -> No
 def test_a_cut_releases_at_once_where_closing_stops_writes() -> None:
     receiver = granted()
 
-    receiver.link_cut(LINK, "gone", 1.0, writes_stopped=True)
+    receiver.handle_link_cut(LINK, "gone", 1.0, writes_stopped=True)
 
     reports = receiver.take_reports()
     assert reports.failed_recving == (Lost(ID, "gone"),)
@@ -331,14 +331,14 @@ def test_a_cut_releases_at_once_where_closing_stops_writes() -> None:
 
 def test_a_cut_keeps_the_fence_where_the_peer_writes_past_us() -> None:
     receiver = granted()
-    receiver.peer_cut(LINK)
+    receiver.handle_peer_cut(LINK)
 
-    receiver.link_cut(LINK, "gone", 1.0, writes_stopped=False)
+    receiver.handle_link_cut(LINK, "gone", 1.0, writes_stopped=False)
     before = receiver.take_reports().released
     receiver.tick(1000.0)
     receiver.hear(LINK, Revoked(ID), 1000.0)
     much_later = receiver.take_reports().released
-    receiver.peer_cut(LINK)
+    receiver.handle_peer_cut(LINK)
 
     assert (before, much_later) == ((), ())
     assert receiver.take_reports().released == (ID,)
@@ -367,7 +367,7 @@ def test_everything_ends_once() -> None:
 
     receiver.hear(LINK, Revoked(ID), 1.2)
     receiver.revoke(ID, 1.3)
-    receiver.link_cut(LINK, "gone", 1.4, writes_stopped=True)
+    receiver.handle_link_cut(LINK, "gone", 1.4, writes_stopped=True)
 
     assert first == (ID,)
     assert receiver.take_reports().released == ()
@@ -384,7 +384,7 @@ def test_what_has_landed_is_digested_while_the_rest_is_on_its_way_each_block_onc
     receiver.arrived(LINK, 1)
 
     assert receiver.take_actions() == [
-        DigestEarly(ID, BLOCKS[:1]),
+        DigestLanded(ID, BLOCKS[:1]),
         CheckDigest(ID, BLOCKS[1:], 5),
     ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kv_transfer.config import SenderConfig
 from kv_transfer.link import LinkId
-from kv_transfer.protocol.actions import Announce, Break, Post, Say
+from kv_transfer.protocol.actions import BreakLink, PostWrite, SendDone, SendMessage
 from kv_transfer.protocol.messages import (
     Failed,
     Grant,
@@ -66,11 +66,11 @@ def pushing() -> Sender:
 
 
 def posts(sender: Sender) -> list[Write]:
-    return [action.write for action in sender.take_actions() if isinstance(action, Post)]
+    return [action.write for action in sender.take_actions() if isinstance(action, PostWrite)]
 
 
 def said(sender: Sender) -> list[LinkMessage]:
-    return [action.message for action in sender.take_actions() if isinstance(action, Say)]
+    return [action.message for action in sender.take_actions() if isinstance(action, SendMessage)]
 
 
 def test_blocks_computed_before_the_grant_are_posted_when_it_comes() -> None:
@@ -158,7 +158,7 @@ def test_done_is_announced_after_every_write_and_the_source_is_free_then() -> No
     sender.written(LINK, 2, 0.3)
 
     assert after_one == ([], ())
-    assert sender.take_actions() == [Announce(LINK, 1, complete())]
+    assert sender.take_actions() == [SendDone(LINK, 1, complete())]
     assert sender.take_finished() == (ID,)
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_announced_before_the_first_token_is_there() -> None:
     sender.complete(complete(), 0.2)
 
     assert before == []
-    assert sender.take_actions() == [Announce(LINK, 1, complete())]
+    assert sender.take_actions() == [SendDone(LINK, 1, complete())]
 
 
 def test_a_full_hit_on_decode_is_announced_without_a_write() -> None:
@@ -180,7 +180,7 @@ def test_a_full_hit_on_decode_is_announced_without_a_write() -> None:
 
     sender.hear(LINK, grant(first=2), 0.1)
 
-    assert sender.take_actions() == [Announce(LINK, 1, complete())]
+    assert sender.take_actions() == [SendDone(LINK, 1, complete())]
 
 
 def test_a_revoke_is_answered_when_the_last_write_has_ended() -> None:
@@ -271,10 +271,10 @@ def test_a_failed_write_costs_the_pair_and_is_never_taken_for_an_end() -> None:
     sender.hear(LINK, RevokeGrant(ID, 1), 0.2)
     unanswered = sender.take_actions()
     before = sender.take_finished()
-    sender.link_cut(LINK, "a write failed")
+    sender.handle_link_cut(LINK, "a write failed")
 
-    assert Break(LINK, "a write failed: reset") in asked
-    assert not any(isinstance(action, Announce) for action in asked)
+    assert BreakLink(LINK, "a write failed: reset") in asked
+    assert not any(isinstance(action, SendDone) for action in asked)
     assert (unanswered, before) == ([], ())
     assert sender.take_finished() == (ID,)
 
@@ -286,7 +286,7 @@ def test_a_write_that_does_not_end_costs_the_pair() -> None:
 
     sender.tick(15.0)
 
-    assert [type(action) for action in sender.take_actions()] == [Break]
+    assert [type(action) for action in sender.take_actions()] == [BreakLink]
 
 
 def test_a_decode_node_that_wants_blocks_before_the_first_sent_is_refused() -> None:
@@ -365,13 +365,13 @@ def test_blocks_whose_layers_have_all_left_need_no_more_writes_to_be_announced()
 
     sender.send(Send(ID, 0, ids(5, 6)), now=0.0)
     sender.complete(complete(), now=0.0)
-    early = [action for action in sender.take_actions() if isinstance(action, Announce)]
+    early = [action for action in sender.take_actions() if isinstance(action, SendDone)]
     sender.written(LINK, written.write_id, now=0.0)
     actions = sender.take_actions()
 
     assert early == []
-    assert [action for action in actions if isinstance(action, Post)] == []
-    assert any(isinstance(action, Announce) for action in actions)
+    assert [action for action in actions if isinstance(action, PostWrite)] == []
+    assert any(isinstance(action, SendDone) for action in actions)
 
 
 def test_layers_of_what_decode_has_already_stay_here() -> None:
@@ -424,9 +424,9 @@ def test_blocks_count_as_written_only_with_all_their_layers_and_all_before_them(
     second = posts(sender)[0].write_id
 
     sender.written(LINK, late, now=0.0)
-    sender.tell_of_flights()
+    sender.report_progress()
     sender.written(LINK, early, now=0.0)
-    sender.tell_of_flights()
+    sender.report_progress()
 
     assert second not in (early, late)
     assert said(sender) == [Writing(ID, num_written=0), Writing(ID, num_written=1)]
@@ -436,11 +436,11 @@ def test_decode_is_told_once_of_what_landed_while_the_prefill_goes_on() -> None:
     """It can go over those blocks while the next are computed or under way."""
     sender = pushing()
 
-    sender.tell_of_flights()
-    sender.tell_of_flights()
+    sender.report_progress()
+    sender.report_progress()
     under_way = said(sender)
     sender.written(LINK, 1, 0.1)
-    sender.tell_of_flights()
+    sender.report_progress()
 
     assert under_way == [Writing(ID, num_written=0)]
     assert said(sender) == [Writing(ID, num_written=2)]
@@ -448,12 +448,12 @@ def test_decode_is_told_once_of_what_landed_while_the_prefill_goes_on() -> None:
 
 def test_decode_is_woken_when_the_last_of_it_is_under_way() -> None:
     sender = pushing()
-    sender.tell_of_flights()
+    sender.report_progress()
     said(sender)
 
     sender.complete(complete(), 0.1)
-    sender.tell_of_flights()
-    sender.tell_of_flights()
+    sender.report_progress()
+    sender.report_progress()
 
     assert said(sender) == [Writing(ID, num_written=0)]
 
@@ -465,7 +465,7 @@ def test_of_what_landed_at_once_nothing_is_said_but_that_it_is_done() -> None:
     sender.complete(complete(), 0.0)
 
     sender.written(LINK, 1, 0.0)
-    sender.tell_of_flights()
+    sender.report_progress()
 
     assert said(sender) == []
 

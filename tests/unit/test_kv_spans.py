@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.protocol.memory_runs import Span, SpanPair, pair_spans, spans
+from kv_transfer.protocol.memory_runs import BlockRun, BlockRunPair, pair_spans, spans
 from kv_transfer.protocol.messages import Region
 from kv_transfer.types import BlockId
 
@@ -19,13 +19,17 @@ def ids(*numbers: int) -> list[BlockId]:
 
 
 def test_neighbours_are_merged_in_the_order_they_come() -> None:
-    assert spans(HERE, ids(3, 4, 5, 1, 0)) == [Span(1030, 30), Span(1010, 10), Span(1000, 10)]
+    assert spans(HERE, ids(3, 4, 5, 1, 0)) == [
+        BlockRun(1030, 30),
+        BlockRun(1010, 10),
+        BlockRun(1000, 10),
+    ]
 
 
 def test_a_pair_of_runs_goes_on_only_while_both_sides_do() -> None:
     pairs = pair_spans(HERE, ids(0, 1, 2), THERE, ids(4, 5, 9))
 
-    assert pairs == [SpanPair(1000, 5040, 20), SpanPair(1020, 5090, 10)]
+    assert pairs == [BlockRunPair(1000, 5040, 20), BlockRunPair(1020, 5090, 10)]
 
 
 @given(IDS)

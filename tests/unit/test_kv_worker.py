@@ -8,9 +8,9 @@ import pytest
 
 from kv_transfer.config import KvWorkerConfig
 from kv_transfer.errors import InvalidKvSetting
-from kv_transfer.pairs import MAX_UNANSWERED, Identity
-from kv_transfer.process_identity import ProcessMark, own_mark
-from kv_transfer.protocol.messages import Hello, why_refused
+from kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
+from kv_transfer.process_identity import ProcessIdentity, current_process_mark
+from kv_transfer.protocol.messages import Hello, find_mismatch
 from kv_transfer.types import HandoffId, Incarnation, NodeId
 from kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import CONFIG, FINGERPRINT, Memory, Node, World
@@ -73,7 +73,7 @@ def test_links_to_nodes_that_do_not_answer_are_bounded() -> None:
         world.d.worker.connect(f"dead-{number}", world.now)
     world.turn_all()
 
-    assert world.d.worker.counters().num_linking_peers == MAX_UNANSWERED
+    assert world.d.worker.counters().num_linking_peers == MAX_LINKS_WITHOUT_HELLO
 
 
 def test_blocks_written_before_prefill_ended_are_the_overlap() -> None:
@@ -359,7 +359,7 @@ def test_what_keeps_two_sides_apart_is_said_with_what_to_do(
     ours = Hello(NodeId("a"), Incarnation("1"), FINGERPRINT, region, "memory", b"")
     theirs = replace(replace(ours, node_id=NodeId("b")), **change)  # type: ignore[arg-type]
 
-    refusal = why_refused(ours, theirs)
+    refusal = find_mismatch(ours, theirs)
 
     assert refusal == reason
 
@@ -414,10 +414,10 @@ def test_a_poll_interval_of_zero_is_refused() -> None:
 
 
 def test_a_process_knows_its_own_mark_and_sees_that_another_is_gone() -> None:
-    mark = own_mark()
+    mark = current_process_mark()
     reused = replace(mark, start_ticks="1")
 
-    assert ProcessMark.from_bytes(mark.to_bytes()) == mark
+    assert ProcessIdentity.from_bytes(mark.to_bytes()) == mark
     assert not mark.is_gone()
     assert reused.is_gone()
     assert not mark.is_near(replace(mark, realm="elsewhere"))

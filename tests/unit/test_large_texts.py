@@ -15,7 +15,7 @@ from baton.v1 import inference_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from router.input_processing.tokenization import ModelText
-from router.translate import MOST_STOP_CHARACTERS, MOST_STOP_STRINGS, call_from
+from router.translate import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, call_from
 from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from rpc.errors import QueueFull
 from text.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def test_what_the_work_raises_is_raised() -> None:
 class Unread:
     """A tokenizer that must not be asked to tokenise."""
 
-    longest_token = 4
+    max_token_chars = 4
 
     def render_chat(self, turns: list[dict[str, str]], **_: object) -> str:
         return "".join(turn["content"] for turn in turns)
@@ -137,8 +137,8 @@ def test_more_text_than_the_model_could_take_is_refused_unread(
 @pytest.mark.parametrize(
     ("stop", "named"),
     [
-        (["x"] * (MOST_STOP_STRINGS + 1), "stop has 65 strings; at most 64"),
-        (["a", "x" * (MOST_STOP_CHARACTERS + 1)], "string of 1025 characters; at most 1024"),
+        (["x"] * (MAX_STOP_STRINGS + 1), "stop has 65 strings; at most 64"),
+        (["a", "x" * (MAX_STOP_CHARACTERS + 1)], "string of 1025 characters; at most 1024"),
     ],
 )
 def test_too_many_or_too_long_stop_strings_are_refused(stop: list[str], named: str) -> None:
@@ -147,7 +147,7 @@ def test_too_many_or_too_long_stop_strings_are_refused(stop: list[str], named: s
 
 
 def test_as_many_and_as_long_stop_strings_as_may_be_are_taken() -> None:
-    stop = ["x" * MOST_STOP_CHARACTERS] * MOST_STOP_STRINGS
+    stop = ["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS
 
     assert call_from(_asking([*stop, ""]), "a").stop.strings == tuple(stop)
 

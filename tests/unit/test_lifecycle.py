@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from engine.errors import OutOfTurn
+from engine.errors import OutOfOrder
 from engine.scheduler.request import RequestStatus as Status
 from tests.support.requests import make_request
 
@@ -38,5 +38,5 @@ def test_a_status_moves_only_along_the_table(start: Status, end: Status) -> None
         request.move(end)
         assert request.status is end
     else:
-        with pytest.raises(OutOfTurn, match=f"cannot go from {start}"):
+        with pytest.raises(OutOfOrder, match=f"cannot go from {start}"):
             request.move(end)

@@ -13,17 +13,17 @@ from engine.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
-    NO_ADVICE,
+    NO_SAMPLING_DEFAULTS,
     SamplingParams,
 )
 from kv_transfer.types import HandoffId
 from router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
-from router.openai.request.parsed_request import Advice, chat_completion_from, completion_from
+from router.openai.request.parsed_request import ModelContext, chat_completion_from, completion_from
 from router.translate import calls_from
 from rpc.messages.sequences import Sequence, decode_order, decode_spec
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
-ADVICE = Advice(NO_ADVICE, 100)
+ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 100)
 TURN = {"role": "user", "content": "a"}
 
 

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from engine.errors import InvalidConfig
-from router.admission.admission import Admission
-from router.admission.admission_queue import LONGEST_RETRY_S, Line, LineConfig
+from router.admission.admission import AdmissionGate
+from router.admission.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, AdmissionQueueConfig
 from rpc.errors import QueueFull
 
 
-def a_line(max_in_flight: int = 1, max_queue: int = 2) -> Line[str]:
-    return Line(LineConfig(max_in_flight, max_queue))
+def a_line(max_in_flight: int = 1, max_queue: int = 2) -> AdmissionQueue[str]:
+    return AdmissionQueue(AdmissionQueueConfig(max_in_flight, max_queue))
 
 
 def test_requests_go_ahead_while_there_is_room_then_wait_then_are_refused() -> None:
@@ -88,18 +88,18 @@ def test_nobody_is_sent_away_for_hours() -> None:
         line.join(f"x{number}", 0)
         line.leave(f"x{number}", 10_000.0 * number)
 
-    assert line.retry_after_s() == LONGEST_RETRY_S
+    assert line.retry_after_s() == MAX_RETRY_AFTER_S
 
 
 @pytest.mark.parametrize(("in_flight", "queue"), [(0, 1), (1, -1)])
 def test_limits_that_serve_nobody_are_refused(in_flight: int, queue: int) -> None:
     with pytest.raises(InvalidConfig):
-        LineConfig(in_flight, queue)
+        AdmissionQueueConfig(in_flight, queue)
 
 
 def test_a_request_that_is_cancelled_just_when_it_was_admitted_passes_its_turn_on() -> None:
     async def three() -> None:
-        admission = Admission(LineConfig(1, 5), clock=lambda: 0.0)
+        admission = AdmissionGate(AdmissionQueueConfig(1, 5), clock=lambda: 0.0)
         done = asyncio.Event()
 
         async def take_turn(until: asyncio.Event | None = None) -> None:
@@ -120,8 +120,8 @@ def test_a_request_that_is_cancelled_just_when_it_was_admitted_passes_its_turn_o
     asyncio.run(three())
 
 
-def an_open_line(max_queue: int = 9) -> Line[str]:
-    return Line(LineConfig(max_queue=max_queue))
+def an_open_line(max_queue: int = 9) -> AdmissionQueue[str]:
+    return AdmissionQueue(AdmissionQueueConfig(max_queue=max_queue))
 
 
 def test_as_many_go_ahead_as_nodes_run_at_once() -> None:

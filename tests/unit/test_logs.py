@@ -17,8 +17,8 @@ from telemetry.logs import (
     RepeatFilter,
     RepeatLimit,
     TextFormatter,
+    configure_logging,
     log_event,
-    start_logging,
 )
 
 
@@ -74,7 +74,7 @@ def test_an_event_leaves_out_what_is_not_known(caplog: pytest.LogCaptureFixture)
 )
 def test_unknown_settings_are_refused_by_name(written_as: str, level: str, named: str) -> None:
     with pytest.raises(InvalidConfig, match=named):
-        start_logging("router", written_as, level)
+        configure_logging("router", written_as, level)
 
 
 class Clock:
@@ -115,7 +115,7 @@ def test_a_process_suppresses_repeated_lines_of_every_logger() -> None:
     root = logging.getLogger()
     before, root.handlers = root.handlers, []
     try:
-        start_logging("router", "json", stream=stream)
+        configure_logging("router", "json", stream=stream)
         for _ in range(1000):
             logging.getLogger("asyncio").error("socket.accept() out of system resource")
     finally:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine.core import EngineCore
-from engine.engine_thread import Compiler, EngineLoop
+from engine.engine_thread import Compiler, EngineThread
 from engine.errors import EngineStopped, InvalidRequest
 from engine.plan import Plan, RunResult
 from engine.request import ClientId, FinishReason, Output, RequestId
@@ -50,15 +50,15 @@ class Client:
 @contextmanager
 def a_loop(
     engine: EngineCore | None = None, compiler: Compiler | None = None
-) -> Iterator[tuple[EngineLoop, Client]]:
+) -> Iterator[tuple[EngineThread, Client]]:
     client = Client()
-    with EngineLoop(engine or an_engine(), compiler=compiler) as loop:
+    with EngineThread(engine or an_engine(), compiler=compiler) as loop:
         loop.attach(ME, client.deliver)
         yield loop, client
 
 
 @contextmanager
-def a_loop_with(library: HeldLibrary) -> Iterator[tuple[EngineLoop, Client]]:
+def a_loop_with(library: HeldLibrary) -> Iterator[tuple[EngineThread, Client]]:
     compiler: Compiler = GrammarCompiler(library)
     with compiler, a_loop(an_engine(num_blocks=4096), compiler) as (loop, client):
         yield loop, client
@@ -141,7 +141,7 @@ def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> No
             loop.submit(a_spec("late"))
             raise ZeroDivisionError("a bug")
 
-    with EngineLoop(an_engine(runner=BreaksOnceAnotherCame())) as loop:
+    with EngineThread(an_engine(runner=BreaksOnceAnotherCame())) as loop:
         loop.attach(ME, client.deliver)
         loop.submit(a_spec("early"))
 
@@ -153,12 +153,12 @@ def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> No
 
 def test_the_heart_beats_with_every_turn() -> None:
     now_s = 100.0
-    with EngineLoop(an_engine(), clock=lambda: now_s) as loop:
+    with EngineThread(an_engine(), clock=lambda: now_s) as loop:
         turned = queue.SimpleQueue[None]()
         loop.post(lambda: turned.put(None))
         turned.get(timeout=PATIENCE_S)
 
-        assert loop.since_last_beat_s() == 0.0
+        assert loop.seconds_since_heartbeat() == 0.0
 
 
 def test_while_one_waits_for_its_grammar_others_are_answered() -> None:

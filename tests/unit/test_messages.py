@@ -14,10 +14,10 @@ from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.errors import InvalidRequest
 from engine.kv_cache.block_hashes import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
-from engine.sampling import MOST_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
+from engine.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from kv_transfer.errors import PeerUnreachable
-from kv_transfer.protocol.done_message import done_of, note_of
+from kv_transfer.protocol.done_message import decode_done, note_of
 from kv_transfer.protocol.messages import (
     Closed,
     Done,
@@ -47,7 +47,7 @@ from router.values import TextPrompt
 from rpc.errors import EmptyPrompt, UnsupportedInput
 from rpc.messages.conversion import output_from, output_to, sampling_from, sampling_to
 from rpc.messages.sequences import Sequence, decode_order, decode_spec, prefill_order, prefill_spec
-from rpc.node_info import NodeLoad, NodeRole, card_from, card_to, load_from, news_to
+from rpc.node_info import NodeLoad, NodeRole, card_from, card_to, load_from, update_to
 from tests.support.node_calls import FINGERPRINT, a_card
 
 HANDOFF = HandoffId("r", 3)
@@ -116,7 +116,7 @@ DONES = [message for message in LINK_MESSAGES if isinstance(message, Done)]
 
 @pytest.mark.parametrize("done", DONES, ids=lambda done: str(done.first_token.token_id))
 def test_done_survives_a_notification(done: Done) -> None:
-    assert done_of(note_of(done)) == done
+    assert decode_done(note_of(done)) == done
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_done_survives_a_notification(done: Done) -> None:
 )
 def test_a_notification_that_is_no_done_is_a_named_error(note: bytes) -> None:
     with pytest.raises(PeerUnreachable, match="cannot be read"):
-        done_of(note)
+        decode_done(note)
 
 
 def test_every_kind_of_link_message_is_tried() -> None:
@@ -243,7 +243,7 @@ def test_cards_and_loads_survive_the_wire() -> None:
     for naming in (None, PrefixNaming(16, "m", 7), PrefixNaming(16, "m", 0, 4096)):
         named = replace(card, prefix_naming=naming)
         assert card_from(card_to(named)) == named
-    assert load_from(news_to(load)) == load
+    assert load_from(update_to(load)) == load
 
 
 def test_a_call_without_a_prompt_is_refused_by_name() -> None:
@@ -306,7 +306,7 @@ def test_one_answer_keeps_its_name() -> None:
     assert call.request_id == "r"
 
 
-@pytest.mark.parametrize("sequences", [[[]], [[1, 2], []], [[1]] * (MOST_BANNED_SEQUENCES + 1)])
+@pytest.mark.parametrize("sequences", [[[]], [[1, 2], []], [[1]] * (MAX_BANNED_SEQUENCES + 1)])
 def test_banned_sequences_that_are_empty_or_too_many_are_refused(sequences: list[Any]) -> None:
     banned = [sampling_pb2.TokenIds(ids=one) for one in sequences]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.spec_decode.ngram_index import MOST_LOOKED_AT, NgramIndex
+from engine.spec_decode.ngram_index import MAX_CANDIDATES, NgramIndex
 
 
 def index_of(tokens: Sequence[int], *, min_ngram: int = 2, max_ngram: int = 4) -> NgramIndex:
@@ -66,7 +66,7 @@ def looked_through(tokens: Sequence[int], min_ngram: int, max_ngram: int) -> lis
         end
         for end in range(total - 1, min_ngram - 1, -1)
         if tokens[end - min_ngram : end] == tokens[total - min_ngram :]
-    ][:MOST_LOOKED_AT]
+    ][:MAX_CANDIDATES]
     best, best_length = None, 0
     for end in newest_first:
         length = 0

@@ -9,9 +9,9 @@ from router.discovery.sources import (
     DnsName,
     FixedNode,
     ListFile,
+    check_single_role,
     parse_list,
     parse_sources,
-    refuse_two_roles,
 )
 
 
@@ -72,5 +72,5 @@ def test_one_source_cannot_have_both_roles() -> None:
     prefills, decodes = parse_sources("a:1,dns:///b:1"), parse_sources("c:1,dns:///b:1")
 
     with pytest.raises(InvalidConfig, match="dns:///b:1"):
-        refuse_two_roles(prefills, decodes)
-    refuse_two_roles(prefills, parse_sources("c:1"))
+        check_single_role(prefills, decodes)
+    check_single_role(prefills, parse_sources("c:1"))

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine.engine_thread import EngineLoop
+from engine.engine_thread import EngineThread
 from engine.events import BlockStored, KvEvent
 from engine.kv_cache.block_hashes import BlockHash
 from node.engine_calls import EngineCalls
 from node.state import NodeState
-from node.status_feed import NodeNews
+from node.status_feed import NodeUpdate
 from rpc.cached_prefixes import PrefixChanges
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.engines import an_engine
@@ -30,10 +30,10 @@ class FakeNews:
     events: list[KvEvent] = field(default_factory=list)
     num_reads: int = 0
 
-    async def read(self) -> NodeNews:
+    async def read(self) -> NodeUpdate:
         events, self.events = tuple(self.events), []
         self.num_reads += 1
-        return NodeNews(NodeLoad(self.num_running), events)
+        return NodeUpdate(NodeLoad(self.num_running), events)
 
     def store(self, *names: BlockHash) -> None:
         self.events.append(BlockStored(names, None, (), 16))
@@ -41,7 +41,7 @@ class FakeNews:
 
 @asynccontextmanager
 async def followed(news: FakeNews) -> AsyncIterator[NodeState]:
-    state = NodeState(a_card(NodeRole.DECODE), EngineCalls(EngineLoop(an_engine())), news.read)
+    state = NodeState(a_card(NodeRole.DECODE), EngineCalls(EngineThread(an_engine())), news.read)
     following = asyncio.ensure_future(state.follow())
     try:
         yield state

@@ -9,31 +9,31 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.sampling import NO_ADVICE, SamplingDefaults, SamplingParams
+from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from router.input_processing.logprob_limits import MAX_LOGPROBS_PER_REQUEST
 from router.openai.request.bodies import json_object
 from router.openai.request.parsed_request import (
-    Advice,
-    Asked,
+    ModelContext,
+    ParsedRequest,
     chat_completion_from,
     completion_from,
 )
-from router.openai.request.prompts import prompts_from
+from router.openai.request.prompts import parse_prompts
 from router.openai.response.output_parsers import Parsing
-from router.translate import MOST_ANSWERS
+from router.translate import MAX_ANSWERS
 from router.values import ChatPrompt, TextPrompt, TokenPrompt
 from rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
-ADVICE = Advice(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
+ADVICE = ModelContext(SamplingDefaults(temperature=0.6, top_k=20), max_model_len=512)
 USER = {"role": "user", "content": "hi"}
 
 
-def completion(**fields: Any) -> Asked:
+def completion(**fields: Any) -> ParsedRequest:
     return completion_from({"prompt": "hi", **fields}, "id", ADVICE)
 
 
-def chat(*messages: dict[str, Any], **fields: Any) -> Asked:
+def chat(*messages: dict[str, Any], **fields: Any) -> ParsedRequest:
     return chat_completion_from({"messages": list(messages) or [USER], **fields}, "id", ADVICE)
 
 
@@ -118,7 +118,7 @@ def test_each_prompt_has_its_answers_in_a_row_with_ids_and_seeds_of_their_own() 
     ],
 )
 def test_a_prompt_has_four_forms(given: object, prompts: list[object]) -> None:
-    assert prompts_from(given) == prompts
+    assert parse_prompts(given) == prompts
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_a_prompt_has_four_forms(given: object, prompts: list[object]) -> None:
 )
 def test_no_other_form_is_taken(given: object) -> None:
     with pytest.raises(InvalidRequest, match="prompt must be"):
-        prompts_from(given)
+        parse_prompts(given)
 
 
 def test_an_empty_list_is_no_prompt() -> None:
     with pytest.raises(EmptyPrompt):
-        prompts_from([])
+        parse_prompts([])
 
 
 def test_a_chat_may_fill_the_models_length_unless_it_says_otherwise() -> None:
@@ -214,7 +214,7 @@ def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> N
         ({"seed": 2**64}, "seed"),
         ({"n": 0}, "n"),
         ({"n": 10**12}, "n"),
-        ({"prompt": ["a"] * (MOST_ANSWERS + 1)}, "prompt"),
+        ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, "prompt"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
@@ -411,7 +411,7 @@ def test_the_best_of_several_is_sought_among_as_many_with_seeds_of_their_own() -
     [
         ({"n": 2, "best_of": 1}, InvalidRequest),
         ({"best_of": 0}, InvalidRequest),
-        ({"best_of": MOST_ANSWERS + 1}, InvalidRequest),
+        ({"best_of": MAX_ANSWERS + 1}, InvalidRequest),
         ({"best_of": 2, "stream": True}, UnsupportedInput),
     ],
 )
@@ -434,7 +434,7 @@ def test_a_best_of_as_many_as_are_told_may_be_streamed() -> None:
 def test_logprobs_of_a_whole_answer_are_bounded_over_all_choices() -> None:
     most = MAX_LOGPROBS_PER_REQUEST // (6 * 128)
     fields = {"prompt": [1], "n": 128, "logprobs": 5}
-    advice = Advice(NO_ADVICE, 100_000)
+    advice = ModelContext(NO_SAMPLING_DEFAULTS, 100_000)
 
     asked = completion_from({**fields, "max_tokens": most}, "id", advice)
     assert len(asked.calls) == 128
@@ -446,7 +446,7 @@ def test_logprobs_of_a_whole_answer_are_bounded_over_all_choices() -> None:
 
 def test_the_default_max_tokens_of_a_chat_leaves_room_for_its_logprobs() -> None:
     fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
-    advice = Advice(NO_ADVICE, 100_000)
+    advice = ModelContext(NO_SAMPLING_DEFAULTS, 100_000)
 
     [call] = chat_completion_from(fields, "id", advice).calls
     [streamed] = chat_completion_from({**fields, "stream": True}, "id", advice).calls

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from kv_transfer.types import TokenLogprobs
-from router.openai.response.encoding import SLICE_CHARACTERS, LongList, as_json, encoded
+from router.openai.response.encoding import SLICE_CHARACTERS, LazyArray, as_json, encoded
 from router.openai.response.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from text.token_text import TokenText
 
@@ -30,7 +30,7 @@ def answer_of(num_positions: int) -> dict[str, Any]:
         {"logprobs": chat_logprobs([one for one in entries if one], 64, spell)},
         {"prompt_logprobs": prompt_logprobs([None, *entries], 64, spell)},
     ]
-    return {"id": "a", "choices": LongList(iter(choices), has_long_items=True), "usage": None}
+    return {"id": "a", "choices": LazyArray(iter(choices), has_long_items=True), "usage": None}
 
 
 def test_slices_are_the_same_json_as_the_whole() -> None:

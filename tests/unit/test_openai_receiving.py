@@ -130,7 +130,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_without_end() -> None:
 def test_large_bodies_are_worked_on_beside_the_event_loop() -> None:
     bodies = Bodies(a_table())
 
-    small = asyncio.run(bodies.work_on(b"x" * SMALL_BODY_BYTES, threading.get_ident))
-    large = asyncio.run(bodies.work_on(b"x" * LARGE, threading.get_ident))
+    small = asyncio.run(bodies.run_for_body(b"x" * SMALL_BODY_BYTES, threading.get_ident))
+    large = asyncio.run(bodies.run_for_body(b"x" * LARGE, threading.get_ident))
 
     assert small == threading.get_ident() != large

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from telemetry.tracing import outlet as module
-from telemetry.tracing.outlet import ExportFailed, Outlet
+from telemetry.tracing.outlet import BatchExporter, ExportFailed
 from telemetry.tracing.spans import Span
 from tests.support.spans import Told, a_span
 
@@ -15,7 +15,7 @@ def test_all_that_was_taken_goes_out_by_the_end() -> None:
     exported: list[Span] = []
     spans = [a_span(number) for number in range(1, 200)]
 
-    with Outlet("test", exported.extend, lambda at_s: 0) as outlet:
+    with BatchExporter("test", exported.extend, lambda at_s: 0) as outlet:
         for span in spans:
             outlet.take(Told(span))
 
@@ -30,7 +30,7 @@ def test_a_slow_exporter_costs_traces_and_not_time() -> None:
         is_busy.set()
         may_go_on.wait()
 
-    with Outlet("slow", export, lambda at_s: 0) as outlet:
+    with BatchExporter("slow", export, lambda at_s: 0) as outlet:
         outlet.take(Told(a_span()))
         is_busy.wait()
         for _ in range(module.MAX_WAITING + 5):
@@ -51,7 +51,7 @@ def test_a_failure_is_counted_and_the_next_batch_is_tried() -> None:
             raise failures.pop()
         exported.extend(spans)
 
-    with Outlet("shaky", export, lambda at_s: 0) as outlet:
+    with BatchExporter("shaky", export, lambda at_s: 0) as outlet:
         outlet.take(Told(a_span(1)))
         has_failed.wait()
         outlet.take(Told(a_span(2)))

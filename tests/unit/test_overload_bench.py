@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.overload import ORDINARY, URGENT, Asked, overloaded
+from baton.bench.overload import ORDINARY, URGENT, OverloadRequest, overloaded
 
 
-def asked(at_s: float, took_s: float, priority: int = ORDINARY, **told: object) -> Asked:
-    one = Asked(priority, at_s, ended_s=at_s + took_s)
+def asked(at_s: float, took_s: float, priority: int = ORDINARY, **told: object) -> OverloadRequest:
+    one = OverloadRequest(priority, at_s, ended_s=at_s + took_s)
     for name, value in told.items():
         setattr(one, name, value)
     return one

@@ -7,8 +7,8 @@ import sys
 
 TOLD_WHILE_IT_LOADS = """
 import os, signal
-from rpc.parent_process import end_when_told
-end_when_told()
+from rpc.parent_process import exit_on_sigterm
+exit_on_sigterm()
 os.kill(os.getpid(), signal.SIGTERM)
 print("went on")
 """

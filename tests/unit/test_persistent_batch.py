@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from engine.errors import RowOverflow
-from engine.plan import Plan, Row
+from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.input_batch import PersistentBatch
-from engine.runner.sampling.spec_decode import DraftedRows
+from engine.runner.sampling.spec_decode import SpecDecoder
 from engine.sampling import SamplingParams
 from engine.spec_decode.config import Speculation
 from kv_transfer.types import BlockId
@@ -69,9 +69,9 @@ def test_a_full_row_is_computed_to_its_end() -> None:
 @pytest.mark.parametrize("max_draft_tokens", [0, 2])
 def test_drafts_are_no_longer_than_what_the_step_has_left(max_draft_tokens: int) -> None:
     batch = PersistentBatch(max_num_seqs=1, max_model_len=64, block_size=64)
-    row = Row(R, (5, 6) * 8, 1, 15, _blocks([0]), SamplingParams(max_tokens=60), 0)
+    row = PlanRow(R, (5, 6) * 8, 1, 15, _blocks([0]), SamplingParams(max_tokens=60), 0)
     batch.apply(Plan(started=(row,)))
-    drafted_rows = DraftedRows(batch, Speculation(num_tokens=4))
+    drafted_rows = SpecDecoder(batch, Speculation(num_tokens=4))
 
     drafts = drafted_rows.drafts({R: 1}, max_draft_tokens)
 
@@ -81,7 +81,7 @@ def test_drafts_are_no_longer_than_what_the_step_has_left(max_draft_tokens: int)
 def _batch_of(*, num_tokens: int, block_ids: Sequence[int]) -> PersistentBatch:
     batch = PersistentBatch(max_num_seqs=2, max_model_len=MAX_MODEL_LEN, block_size=4)
     tokens = tuple(range(num_tokens))
-    row = Row(R, tokens, num_tokens, 0, _blocks(block_ids), SamplingParams(max_tokens=99), 0)
+    row = PlanRow(R, tokens, num_tokens, 0, _blocks(block_ids), SamplingParams(max_tokens=99), 0)
     batch.apply(Plan(started=(row,)))
     return batch
 

@@ -16,21 +16,21 @@ from engine.errors import InvalidRequest
 from engine.request import Output, RequestId
 from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
-from router.admission.admission_queue import LineConfig
+from router.admission.admission_queue import AdmissionQueueConfig
 from router.context import RequestContext
 from router.dispatch.node_rpcs import MOST_WAITING, Events, Leg, LegOutput
-from router.input_processing.tokenization import TextBoundary, TokenIdsOnly
+from router.input_processing.tokenization import NoTokenizer, TextBoundary
 from router.pipeline import Pipeline, PipelineConfig
 from router.routing.node_table import NodeTable
-from router.routing.policy import Policy, Routing
+from router.routing.policy import Routing, RoutingPolicy
 from router.values import (
-    Call,
+    CompletionSummary,
     DecodeSummary,
-    Ending,
-    Piece,
+    GenerateCall,
     PrefillPlace,
     Prompt,
     TextPrompt,
+    TokenChunk,
     TokenPrompt,
 )
 from rpc.errors import (
@@ -75,14 +75,14 @@ def a_pipeline(
     return Pipeline(
         table=table or a_table(),
         node_calls=nodes,
-        text=text or TokenIdsOnly(),
+        text=text or NoTokenizer(),
         clock=clock or (lambda: float(next(ticks))),
         config=PipelineConfig(
             max_attempts=3,
             node_patience_s=node_patience_s,
             retry_pause_s=0.0,
-            routing=Routing(Policy.ROUND_ROBIN),
-            line=LineConfig(max_in_flight),
+            routing=Routing(RoutingPolicy.ROUND_ROBIN),
+            line=AdmissionQueueConfig(max_in_flight),
         ),
     )
 
@@ -94,18 +94,18 @@ def a_call(
     max_tokens: int = 6,
     model: str = "",
     seed: int | None = None,
-) -> Call:
+) -> GenerateCall:
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-    return Call(request_id, TokenPrompt(prompt), sampling, model=model)
+    return GenerateCall(request_id, TokenPrompt(prompt), sampling, model=model)
 
 
 async def run(
-    pipeline: Pipeline, call: Call, context: RequestContext = NO_DEADLINE
-) -> tuple[list[int], Ending]:
+    pipeline: Pipeline, call: GenerateCall, context: RequestContext = NO_DEADLINE
+) -> tuple[list[int], CompletionSummary]:
     token_ids: list[int] = []
     ending = None
     async for part in pipeline.generate(call, context):
-        if isinstance(part, Piece):
+        if isinstance(part, TokenChunk):
             assert part.first_index == len(token_ids)
             token_ids += part.token_ids
         else:
@@ -239,11 +239,11 @@ def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
     nodes: FakeNodeCalls,
 ) -> None:
     sampling = SamplingParams(max_tokens=6, prompt_logprobs=0)
-    call = Call("a", TokenPrompt(PROMPT), sampling)
+    call = GenerateCall("a", TokenPrompt(PROMPT), sampling)
 
-    async def pieces() -> list[Piece]:
+    async def pieces() -> list[TokenChunk]:
         parts = [part async for part in a_pipeline(nodes).generate(call, NO_DEADLINE)]
-        return [part for part in parts if isinstance(part, Piece)]
+        return [part for part in parts if isinstance(part, TokenChunk)]
 
     first, *others = asyncio.run(pieces())
 
@@ -256,10 +256,10 @@ def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
 def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_none_along() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[4])
 
-    async def pieces() -> list[Piece]:
+    async def pieces() -> list[TokenChunk]:
         call = a_call(max_tokens=8)
         parts = [part async for part in a_pipeline(nodes).generate(call, RequestContext(0.0))]
-        return [part for part in parts if isinstance(part, Piece)]
+        return [part for part in parts if isinstance(part, TokenChunk)]
 
     told = asyncio.run(pieces())
 
@@ -272,12 +272,12 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
 
 def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() -> None:
     nodes = FakeNodeCalls()
-    told: list[Piece] = []
+    told: list[TokenChunk] = []
 
     async def read() -> None:
         call = a_call(max_tokens=2 * MOST_WAITING)
         async for part in a_pipeline(nodes).generate(call, RequestContext(0.0)):
-            assert isinstance(part, Piece)
+            assert isinstance(part, TokenChunk)
             told.append(part)
 
     with pytest.raises(ClientTooSlow):
@@ -484,7 +484,7 @@ def test_as_many_go_to_nodes_as_their_batches_hold() -> None:
     prefill, decode = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
     table = a_table(prefill, replace(decode, card=replace(decode.card, max_num_seqs=2)))
     pipeline = a_pipeline(FakeNodeCalls(is_endless=True), table, max_in_flight=None)
-    pipeline.nodes_changed()
+    pipeline.handle_nodes_changed()
 
     async def scene() -> tuple[int, int]:
         asking = [asyncio.ensure_future(run(pipeline, a_call(name))) for name in "abc"]
@@ -550,7 +550,7 @@ def test_requests_that_clients_call_the_same_share_no_hand_off() -> None:
 def test_what_cannot_be_served_is_refused_before_any_node_is_asked() -> None:
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes)
-    text = Call("t", TextPrompt("hi"), SamplingParams())
+    text = GenerateCall("t", TextPrompt("hi"), SamplingParams())
 
     for call, refusal in (
         (a_call(prompt=()), EmptyPrompt),
@@ -575,7 +575,7 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
         token_ids: list[int] = []
         async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
             async for part in parts:
-                if isinstance(part, Piece):
+                if isinstance(part, TokenChunk):
                     token_ids += part.token_ids
                 if len(token_ids) == 3:
                     table.lose(decode.address)
@@ -583,9 +583,9 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
         return token_ids
 
     def come_back() -> None:
-        pipeline.nodes_changed()  # of which it is not yet
+        pipeline.handle_nodes_changed()  # of which it is not yet
         table.join(decode.address, decode.card)
-        pipeline.nodes_changed()
+        pipeline.handle_nodes_changed()
 
     token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
 
@@ -617,7 +617,7 @@ def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
         token_ids: list[int] = []
         async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
             async for part in parts:
-                if isinstance(part, Piece):
+                if isinstance(part, TokenChunk):
                     token_ids += part.token_ids
                 if len(token_ids) == 3:
                     table.lose(d1.address)
@@ -625,9 +625,9 @@ def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
         return token_ids
 
     def come_back() -> None:
-        pipeline.nodes_changed()
+        pipeline.handle_nodes_changed()
         table.join(d1.address, d1.card)
-        pipeline.nodes_changed()
+        pipeline.handle_nodes_changed()
 
     token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
 
@@ -662,7 +662,7 @@ def test_a_request_waits_for_a_prefill_node_that_fits() -> None:
             await asyncio.sleep(0)
         assert nodes.asked == []
         table.join(prefill.address, prefill.card)
-        pipeline.nodes_changed()
+        pipeline.handle_nodes_changed()
         return (await asking)[1].served.prefill
 
     place = asyncio.run(asyncio.wait_for(come_late(), PATIENCE_S))
@@ -698,7 +698,7 @@ def test_a_draining_router_takes_nothing_new() -> None:
         asyncio.run(drain_then_ask())
 
 
-class SlowText(TokenIdsOnly):
+class SlowText(NoTokenizer):
     """Takes a large text for so long as it is told."""
 
     def __init__(self) -> None:

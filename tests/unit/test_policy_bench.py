@@ -7,18 +7,18 @@ import random
 from baton.bench.policies import (
     PolicyBench,
     PolicyFigures,
-    Request,
+    SimRequest,
     Simulation,
     make_requests,
     run,
 )
-from router.routing.policy import Policy
+from router.routing.policy import RoutingPolicy
 
 BLOCK = 4
 SMALL = PolicyBench(num_nodes=20, num_requests=600, num_system_prompts=5)
 
 
-def figures_of(what: PolicyBench, policy: Policy) -> PolicyFigures:
+def figures_of(what: PolicyBench, policy: RoutingPolicy) -> PolicyFigures:
     return Simulation(what, policy).run(make_requests(what))
 
 
@@ -36,20 +36,25 @@ def test_every_policy_is_simulated_and_the_one_that_knows_prefixes_finds_most_an
 ):
     figures = {one.policy: one for one in run(SMALL, lambda done: None)}
 
-    best = figures.pop(Policy.PREFIX_AWARE.value)
-    assert len(figures) == len(Policy) - 1
+    best = figures.pop(RoutingPolicy.PREFIX_AWARE.value)
+    assert len(figures) == len(RoutingPolicy) - 1
     assert all(best.prefill_hit_rate > 1.3 * other.prefill_hit_rate for other in figures.values())
     assert all(best.p99_wait_s < other.p99_wait_s for other in figures.values())
 
 
 def test_one_seed_gives_one_result_and_another_seed_another() -> None:
-    first, again = figures_of(SMALL, Policy.POWER_OF_TWO), figures_of(SMALL, Policy.POWER_OF_TWO)
-    other = figures_of(PolicyBench(num_nodes=20, num_requests=600, seed=1), Policy.POWER_OF_TWO)
+    first, again = (
+        figures_of(SMALL, RoutingPolicy.POWER_OF_TWO),
+        figures_of(SMALL, RoutingPolicy.POWER_OF_TWO),
+    )
+    other = figures_of(
+        PolicyBench(num_nodes=20, num_requests=600, seed=1), RoutingPolicy.POWER_OF_TWO
+    )
 
     assert first == again != other
 
 
-def one_at_a_time(num_requests: int, *, seed: int = 0) -> list[Request]:
+def one_at_a_time(num_requests: int, *, seed: int = 0) -> list[SimRequest]:
     """Prompts that share their first block; a third of them repeats one of the last 80."""
     draw = random.Random(seed)
     prompts: list[tuple[int, ...]] = []
@@ -59,14 +64,14 @@ def one_at_a_time(num_requests: int, *, seed: int = 0) -> list[Request]:
         else:
             length = draw.randrange(21, 40) * BLOCK
             prompts.append((*range(BLOCK), *draw.choices(range(50_000), k=length)))
-    return [Request(1000.0 * number, prompt) for number, prompt in enumerate(prompts)]
+    return [SimRequest(1000.0 * number, prompt) for number, prompt in enumerate(prompts)]
 
 
-def prefix_aware(requests: list[Request], *, num_nodes: int, num_blocks: int) -> PolicyFigures:
+def prefix_aware(requests: list[SimRequest], *, num_nodes: int, num_blocks: int) -> PolicyFigures:
     what = PolicyBench(
         num_nodes=num_nodes, num_requests=600, block_size=BLOCK, num_blocks=num_blocks
     )
-    return Simulation(what, Policy.PREFIX_AWARE).run(requests)
+    return Simulation(what, RoutingPolicy.PREFIX_AWARE).run(requests)
 
 
 def test_without_load_a_shared_first_block_leaves_no_node_idle_and_no_cache_unused() -> None:

@@ -8,13 +8,13 @@ from engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from router.routing.prefix_index import MAX_EXPECTED, NodePrefixes
 from rpc.cached_prefixes import (
-    LEAST_LOG_LEN,
+    MIN_LOG_LEN,
     CachedPrefixes,
     PrefixChanges,
     PrefixGap,
     PrefixWatcher,
 )
-from rpc.node_info import NodeLoad, changes_from, news_to
+from rpc.node_info import NodeLoad, changes_from, update_to
 
 
 def name(number: int) -> BlockHash:
@@ -78,7 +78,7 @@ def test_a_watcher_that_fell_far_behind_gets_the_whole_instead_of_a_long_log() -
     watcher = PrefixWatcher(cached)
     watcher.next()
 
-    for number in range(LEAST_LOG_LEN):
+    for number in range(MIN_LOG_LEN):
         cached.take([stored(number), removed(number)])
     cached.take([stored(7)])
 
@@ -88,8 +88,8 @@ def test_a_watcher_that_fell_far_behind_gets_the_whole_instead_of_a_long_log() -
 def test_changes_survive_the_wire() -> None:
     changes = PrefixChanges(9, False, names(1, 2), names(3))
 
-    assert changes_from(news_to(NodeLoad(), changes)) == changes
-    assert changes_from(news_to(NodeLoad())) is None
+    assert changes_from(update_to(NodeLoad(), changes)) == changes
+    assert changes_from(update_to(NodeLoad())) is None
 
 
 def test_a_router_matches_leading_blocks_without_a_gap() -> None:

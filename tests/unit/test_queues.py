@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.kv_cache.block_hashes import BlockHash
-from engine.scheduler.queues import RankedQueue, WaitingLine
+from engine.scheduler.queues import RankedQueue, WaitingQueue
 from engine.scheduler.request import Request
 from tests.support.requests import make_request
 
@@ -45,7 +45,7 @@ def test_one_who_left_and_came_back_is_in_once() -> None:
 
 
 def test_resumed_ones_stand_in_front_of_new_ones_of_their_priority_only() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     resumed = make_request(request_id="resumed", priority=1, serial=9)
     new = make_request(request_id="new", priority=1, serial=1)
     urgent = make_request(request_id="urgent", priority=0, serial=10)
@@ -57,12 +57,12 @@ def test_resumed_ones_stand_in_front_of_new_ones_of_their_priority_only() -> Non
 
 
 def test_a_long_one_that_stepped_aside_keeps_its_turn() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     long, short = make_request(request_id="long", serial=1), make_request(request_id="s", serial=2)
     line.push(long)
     line.push(short)
 
-    line.step_aside(long)
+    line.set_aside(long)
 
     assert line.head(allow_long=False) is short
     assert line.head(allow_long=True) is long
@@ -70,10 +70,10 @@ def test_a_long_one_that_stepped_aside_keeps_its_turn() -> None:
 
 
 def test_one_who_stepped_aside_can_leave() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     long = make_request()
     line.push(long)
-    line.step_aside(long)
+    line.set_aside(long)
 
     line.remove(long)
 
@@ -82,28 +82,28 @@ def test_one_who_stepped_aside_can_leave() -> None:
 
 
 def test_one_who_stepped_aside_comes_back_to_its_place_with_the_block_it_waits_for() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     long, short = make_request(request_id="long", serial=1), make_request(request_id="s", serial=2)
     line.push(long)
     line.push(short)
-    line.step_aside(long, until=BLOCK)
+    line.set_aside(long, until=BLOCK)
 
-    line.bring_back([OTHER_BLOCK])
+    line.requeue_cached([OTHER_BLOCK])
     before = line.head(allow_long=False)
-    line.bring_back([BLOCK])
+    line.requeue_cached([BLOCK])
 
     assert [before, line.head(allow_long=False)] == [short, long]
     assert len(line) == 2
 
 
 def test_one_who_left_does_not_come_back() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     long = make_request()
     line.push(long)
-    line.step_aside(long, until=BLOCK)
+    line.set_aside(long, until=BLOCK)
     line.remove(long)
 
-    line.bring_back([BLOCK])
+    line.requeue_cached([BLOCK])
 
     assert len(line) == 0
 
@@ -116,7 +116,7 @@ def _drain(queue: RankedQueue) -> list[Request]:
     return drained
 
 
-def _drain_line(line: WaitingLine) -> list[Request]:
+def _drain_line(line: WaitingQueue) -> list[Request]:
     drained = []
     while (head := line.head()) is not None:
         line.remove(head)

@@ -6,8 +6,8 @@ import pytest
 
 from telemetry import names
 from telemetry.metrics.instruments import RouterMetrics
-from telemetry.tracing.request_timeline import Judgement, RequestTimeline, TryTimeline
-from telemetry.tracing.spans import End, Outcome, Span
+from telemetry.tracing.request_timeline import AttemptTimeline, Judgement, RequestTimeline
+from telemetry.tracing.spans import End, Span, SpanOutcome
 from tests.support.traces import a_request, to_unix_ns
 
 
@@ -40,7 +40,7 @@ def test_choosing_ends_with_the_call_of_the_first_node_and_says_when_the_choice_
 def test_a_try_goes_on_from_the_first_failure_of_the_one_before() -> None:
     timeline = a_request(has_failed_try=True)
     for leg, at_s in zip(timeline.tries[0].legs, (10.39, 10.395), strict=True):
-        leg.end = End(at_s, Outcome.FAILED, "UNAVAILABLE")
+        leg.end = End(at_s, SpanOutcome.FAILED, "UNAVAILABLE")
 
     again = the(timeline.spans(to_unix_ns), names.MIGRATE)
 
@@ -59,8 +59,8 @@ def test_a_try_goes_on_from_the_last_leg_when_none_said_why() -> None:
 
 def test_a_request_for_which_no_node_was_found_ends_while_choosing() -> None:
     timeline = a_request()
-    timeline.tries = [TryTimeline(1, 0, 100, 109)]
-    timeline.end = End(10.5, Outcome.REFUSED, "NO_NODES")
+    timeline.tries = [AttemptTimeline(1, 0, 100, 109)]
+    timeline.end = End(10.5, SpanOutcome.REFUSED, "NO_NODES")
     timeline.first_token_s = timeline.usage = None
 
     route = the(timeline.spans(to_unix_ns), names.ROUTE)

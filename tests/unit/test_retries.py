@@ -15,7 +15,7 @@ ID_IN_USE = RemoteError(StatusCode.ALREADY_EXISTS, "in use", "REQUEST_ID_IN_USE"
 
 
 def test_pauses_double_up_to_the_longest_and_a_random_half_is_left_out() -> None:
-    retries = Retries(max_attempts=9, first_pause_s=1.0, longest_pause_s=5.0)
+    retries = Retries(max_attempts=9, first_pause_s=1.0, max_pause_s=5.0)
 
     longest = [retries.pause_s(UNAVAILABLE, number, 1.0) for number in range(1, 6)]
     shortest = [retries.pause_s(UNAVAILABLE, number, 0.0) for number in range(1, 6)]
@@ -54,7 +54,7 @@ def test_an_id_in_use_may_be_ones_own_broken_try_but_not_at_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_attempts": 0}, {"first_pause_s": -1.0}, {"longest_pause_s": 0.01}]
+    "settings", [{"max_attempts": 0}, {"first_pause_s": -1.0}, {"max_pause_s": 0.01}]
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(InvalidConfig):

@@ -18,7 +18,7 @@ def test_in_an_outage_retries_add_no_more_than_their_share() -> None:
     budget = RetryBudget(10, share=0.2)
     num_retries = 0
     for _ in range(1000):
-        budget.request_came()
+        budget.note_request()
         num_retries += budget.spend()
 
     assert num_retries == pytest.approx(10 + 200, abs=1)
@@ -27,7 +27,7 @@ def test_in_an_outage_retries_add_no_more_than_their_share() -> None:
 def test_quiet_times_save_no_more_than_the_most() -> None:
     budget = RetryBudget(2)
     for _ in range(1000):
-        budget.request_came()
+        budget.note_request()
 
     assert [budget.spend() for _ in range(3)] == [True, True, False]
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
 from router.cluster_servicer import report_to
-from router.discovery.node_registry import NodeState, roster
+from router.discovery.node_registry import NodeAvailability, roster
 from router.discovery.sources import Member
 from router.routing.node_table import NodeTable
 from rpc.node_info import NodeLoad, NodeRole, NodeTotals
@@ -27,7 +27,7 @@ def a_table(*members: Member) -> NodeTable:
     return table
 
 
-def states(table: NodeTable) -> dict[str, NodeState]:
+def states(table: NodeTable) -> dict[str, NodeAvailability]:
     return {report.address: report.state for report in roster(table)}
 
 
@@ -37,9 +37,9 @@ def test_prefill_nodes_come_first_and_those_that_cannot_be_reached_are_told_of()
     reports = roster(a_table(*members))
 
     assert [(report.address, report.state) for report in reports] == [
-        ("up1", NodeState.READY),
-        ("away", NodeState.UNREACHABLE),
-        ("up2", NodeState.READY),
+        ("up1", NodeAvailability.READY),
+        ("away", NodeAvailability.UNREACHABLE),
+        ("up2", NodeAvailability.READY),
     ]
     assert reports[1].card is None
 
@@ -52,22 +52,24 @@ def test_each_reason_to_get_no_requests_is_a_state_of_its_own() -> None:
     table.join("up5", a_card(DECODE, "name of up4"))
 
     assert states(table) == {
-        "up0": NodeState.READY,
-        "up1": NodeState.DRAINING,
-        "up2": NodeState.NOT_READY,
-        "up3": NodeState.UNLISTED,
-        "up4": NodeState.REPLACED,
-        "up5": NodeState.READY,
+        "up0": NodeAvailability.READY,
+        "up1": NodeAvailability.DRAINING,
+        "up2": NodeAvailability.NOT_READY,
+        "up3": NodeAvailability.UNLISTED,
+        "up4": NodeAvailability.REPLACED,
+        "up5": NodeAvailability.READY,
     }
     open_addresses = {node.address for node in table.open_nodes(DECODE)}
-    assert open_addresses == {a for a, state in states(table).items() if state is NodeState.READY}
+    assert open_addresses == {
+        a for a, state in states(table).items() if state is NodeAvailability.READY
+    }
 
 
 def test_what_a_node_told_reaches_the_one_who_asks() -> None:
     table = a_table(Member(DECODE, "up"), Member(PREFILL, "away"))
     table.note_load("up", NodeLoad(1, 2, 3, totals=NodeTotals(40, 10, 7)))
     [node] = table.nodes
-    table.burden(node).num_sent += 4
+    table.node_load(node).num_sent += 4
 
     away, up = statuses_from(map(report_to, roster(table)))
 

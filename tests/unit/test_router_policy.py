@@ -11,14 +11,21 @@ from engine.errors import InvalidConfig
 from engine.kv_cache.block_hashes import PrefixNaming
 from router.routing.assignment import Assignment
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Ask, Policy, Route, Routing, choose, policy_named
+from router.routing.policy import (
+    Route,
+    Routing,
+    RoutingPolicy,
+    RoutingRequest,
+    choose,
+    parse_policy,
+)
 from rpc.cached_prefixes import PrefixChanges
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens
-ASK = Ask(PROMPT)
+ASK = RoutingRequest(PROMPT)
 
 
 def names_of(node: Node) -> str:
@@ -43,7 +50,7 @@ def tell_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: s
 
 def test_in_round_robin_nodes_of_a_role_take_turns() -> None:
     table = a_cluster(2, 3)
-    routing = Routing(Policy.ROUND_ROBIN)
+    routing = Routing(RoutingPolicy.ROUND_ROBIN)
 
     pairs = [pair_of(choose(table, routing, replace(ASK, number=n))) for n in range(6)]
 
@@ -51,8 +58,10 @@ def test_in_round_robin_nodes_of_a_role_take_turns() -> None:
     assert [prefill for prefill, _ in pairs] == ["p0", "p1"] * 3
 
 
-@pytest.mark.parametrize("policy", [Policy.LEAST_LOADED, Policy.POWER_OF_TWO, Policy.PREFIX_AWARE])
-def test_a_node_with_less_to_do_is_preferred(policy: Policy) -> None:
+@pytest.mark.parametrize(
+    "policy", [RoutingPolicy.LEAST_LOADED, RoutingPolicy.POWER_OF_TWO, RoutingPolicy.PREFIX_AWARE]
+)
+def test_a_node_with_less_to_do_is_preferred(policy: RoutingPolicy) -> None:
     table = a_cluster()
     table.note_load("d0:1", NodeLoad(num_running=3))
     table.note_load("p1:1", NodeLoad(num_waiting=2))
@@ -62,8 +71,8 @@ def test_a_node_with_less_to_do_is_preferred(policy: Policy) -> None:
     assert pairs == {("p0", "d1")}
 
 
-@pytest.mark.parametrize("policy", [Policy.LEAST_LOADED, Policy.PREFIX_AWARE])
-def test_equal_nodes_take_turns(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [RoutingPolicy.LEAST_LOADED, RoutingPolicy.PREFIX_AWARE])
+def test_equal_nodes_take_turns(policy: RoutingPolicy) -> None:
     table = a_cluster(1, 3)
 
     chosen = [
@@ -75,7 +84,7 @@ def test_equal_nodes_take_turns(policy: Policy) -> None:
 
 def test_what_was_sent_counts_before_a_node_tells_of_it_and_no_longer_than_it_lasts() -> None:
     table = a_cluster(1, 2)
-    routing = Routing(Policy.LEAST_LOADED)
+    routing = Routing(RoutingPolicy.LEAST_LOADED)
     first = choose(table, routing, ASK)
     assignment = Assignment(table, first)
 
@@ -92,9 +101,9 @@ def test_a_request_that_ended_weighs_no_more_though_the_node_has_not_told_of_it(
     first = choose(table, Routing(), ASK)
     assignment = Assignment(table, first)
     table.note_load("p0:1", NodeLoad(num_running=1))
-    assignment.prompt_done()
+    assignment.note_prompt_done()
 
-    next_turn = choose(table, Routing(), Ask(PROMPT, number=1))
+    next_turn = choose(table, Routing(), RoutingRequest(PROMPT, number=1))
 
     assert next_turn.prefill == first.prefill
 
@@ -104,7 +113,7 @@ def test_two_are_drawn_evenly_and_alike_for_one_seed() -> None:
     asks = [replace(ASK, number=n) for n in range(2000)]
 
     def drawn(seed: int) -> list[str]:
-        routing = Routing(Policy.POWER_OF_TWO, seed=seed)
+        routing = Routing(RoutingPolicy.POWER_OF_TWO, seed=seed)
         return [names_of(choose(table, routing, ask).decode) for ask in asks]
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -146,7 +155,7 @@ def test_a_long_prompt_is_named_by_its_length_where_the_model_needs_that() -> No
     table.note_prefixes("d1:1", PrefixChanges(1, True, same_length))
 
     same = choose(table, Routing(), ASK)
-    longer = choose(table, Routing(), Ask((*PROMPT, 1)))
+    longer = choose(table, Routing(), RoutingRequest((*PROMPT, 1)))
 
     assert (names_of(same.decode), same.num_missing_tokens) == ("d1", 4)
     assert longer.num_missing_tokens == 101
@@ -156,7 +165,7 @@ def test_the_last_token_is_missing_even_where_every_block_is_cached() -> None:
     table = a_cluster(1, 1)
     tell_prefix(table, "p0", PROMPT[:96])
 
-    assert choose(table, Routing(), Ask(PROMPT[:96])).num_missing_tokens == 16
+    assert choose(table, Routing(), RoutingRequest(PROMPT[:96])).num_missing_tokens == 16
 
 
 def test_a_prefix_is_not_worth_any_queue() -> None:
@@ -173,9 +182,9 @@ def test_a_prefix_is_not_worth_any_queue() -> None:
 def test_a_match_of_less_than_a_twentieth_of_the_prompt_does_not_decide() -> None:
     table = a_cluster(2, 2)
     tell_prefix(table, "p0", tuple(range(16)))
-    short, long = Ask(tuple(range(16 * 20))), Ask(tuple(range(16 * 20 + 1)))
+    short, long = RoutingRequest(tuple(range(16 * 20))), RoutingRequest(tuple(range(16 * 20 + 1)))
 
-    def chosen(ask: Ask) -> set[str]:
+    def chosen(ask: RoutingRequest) -> set[str]:
         routes = [choose(table, Routing(), replace(ask, number=n)) for n in range(4)]
         return {pair_of(route)[0] for route in routes}
 
@@ -189,7 +198,7 @@ def test_equal_nodes_are_used_in_turn_whatever_the_others_got_in_between() -> No
     chosen = []
 
     for number in range(6):  # every other request belongs on p1
-        ask = Ask(PROMPT if number % 2 else (number, *PROMPT), number)
+        ask = RoutingRequest(PROMPT if number % 2 else (number, *PROMPT), number)
         route = choose(table, Routing(), ask)
         chosen.append(pair_of(route)[0])
         Assignment(table, route).close()
@@ -220,11 +229,11 @@ def test_a_long_match_is_worth_more_than_the_blocks_evicted_for_the_rest() -> No
 
 def test_a_burst_of_one_prefix_stays_together_before_any_node_has_told_of_it() -> None:
     table = a_cluster(1, 3)
-    first = choose(table, Routing(), Ask(PROMPT, 0))
+    first = choose(table, Routing(), RoutingRequest(PROMPT, 0))
     assignment = Assignment(table, first)
-    assignment.prompt_done()
+    assignment.note_prompt_done()
 
-    second = choose(table, Routing(), Ask((*PROMPT, 5, 6, 7), 1))
+    second = choose(table, Routing(), RoutingRequest((*PROMPT, 5, 6, 7), 1))
 
     assert second.decode == first.decode
     assert second.num_missing_tokens == 103 - 96
@@ -232,10 +241,10 @@ def test_a_burst_of_one_prefix_stays_together_before_any_node_has_told_of_it() -
 
 def test_a_prompt_that_was_given_up_is_expected_nowhere() -> None:
     table = a_cluster(1, 3)
-    first = choose(table, Routing(), Ask(PROMPT, 0))
+    first = choose(table, Routing(), RoutingRequest(PROMPT, 0))
     Assignment(table, first).close()
 
-    second = choose(table, Routing(), Ask(PROMPT, 1))
+    second = choose(table, Routing(), RoutingRequest(PROMPT, 1))
 
     assert second.decode != first.decode
 
@@ -246,7 +255,7 @@ def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_told() -> N
     routing = Routing(local_prefill_below=10)
 
     few = choose(table, routing, ASK)
-    many = choose(table, routing, Ask((*PROMPT, *range(12))))
+    many = choose(table, routing, RoutingRequest((*PROMPT, *range(12))))
 
     assert few.prefill is None
     assert few.is_paced
@@ -275,7 +284,7 @@ def test_decode_computes_fewer_tokens_at_once_than_the_limit() -> None:
     underway = []
 
     for number in range(4):
-        route = choose(table, routing, Ask(PROMPT, number))
+        route = choose(table, routing, RoutingRequest(PROMPT, number))
         underway.append((route.prefill is None, Assignment(table, route)))
     for _, assignment in underway:
         assignment.close()
@@ -344,7 +353,7 @@ def test_no_decode_node_is_a_named_refusal() -> None:
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(InvalidConfig, match="prefix_aware"):
-        policy_named("best")
+        parse_policy("best")
 
 
 OTHER = replace(FINGERPRINT, model="the same in int8")

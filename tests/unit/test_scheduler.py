@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 
-from engine.errors import InvalidRequest, OutOfTurn
+from engine.errors import InvalidRequest, OutOfOrder
 from engine.events import RequestEvent, RequestEventKind
 from engine.plan import Plan, RunResult, StepResult
 from engine.request import FinishReason, Output
-from engine.scheduler.config import CacheConfig, Policy, SchedulerConfig
+from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from engine.scheduler.prefill_limits import NUM_STEPS_AFTER_SHORT
 from engine.scheduler.scheduler import Scheduler
 from tests.support.engine_world import EngineWorld
@@ -229,7 +229,7 @@ def test_fcfs_does_not_look_at_priorities() -> None:
 
 
 def test_priority_goes_before_arrival() -> None:
-    world = EngineWorld(_config(max_num_seqs=1, policy=Policy.PRIORITY))
+    world = EngineWorld(_config(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY))
     late, urgent, urgent_too = (world.add(3, priority=p, max_tokens=1) for p in (1, 0, 0))
 
     order = [list(world.step().num_scheduled_tokens) for _ in range(3)]
@@ -239,7 +239,7 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_equal_priorities_go_by_arrival_time() -> None:
-    scheduler = Scheduler(_config(max_num_seqs=1, policy=Policy.PRIORITY), CacheConfig(8))
+    scheduler = Scheduler(_config(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY), CacheConfig(8))
     for name, arrival_s in (("late", 2.0), ("early", 1.0)):
         spec = make_spec(request_id=name)
         scheduler.add(replace(spec, arrival_s=arrival_s))
@@ -276,7 +276,7 @@ def test_a_plan_must_be_updated_before_the_next() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     scheduler.schedule(0.0)
 
-    with pytest.raises(OutOfTurn):
+    with pytest.raises(OutOfOrder):
         scheduler.schedule(0.0)
 
 
@@ -285,7 +285,7 @@ def test_a_plan_is_updated_once() -> None:
     plan = scheduler.schedule(0.0)
     scheduler.update(plan, StepResult(RunResult()))
 
-    with pytest.raises(OutOfTurn):
+    with pytest.raises(OutOfOrder):
         scheduler.update(plan, StepResult(RunResult()))
 
 
@@ -293,7 +293,7 @@ def test_a_runner_that_forgets_a_request_is_found_out() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     scheduler.add(make_spec())
 
-    with pytest.raises(OutOfTurn, match="it got no token"):
+    with pytest.raises(OutOfOrder, match="it got no token"):
         scheduler.update(scheduler.schedule(0.0), StepResult(RunResult()))
 
 
@@ -302,7 +302,7 @@ def test_a_runner_that_forgets_a_decoding_request_is_found_out() -> None:
     scheduler.add(make_spec())
     _answer(scheduler, [5])
 
-    with pytest.raises(OutOfTurn, match="fewer results"):
+    with pytest.raises(OutOfOrder, match="fewer results"):
         scheduler.update(scheduler.schedule(0.0), StepResult(RunResult()))
 
 

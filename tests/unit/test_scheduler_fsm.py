@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.plan import Plan, RunResult, StepResult
-from engine.request import FinishReason, Output, ReceiveKv, RequestId, RequestSpec
+from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -40,7 +40,7 @@ def test_with_its_grammar_it_runs_and_the_runner_gets_the_grammar() -> None:
     scheduler = _scheduler()
     spec = _spec("slow")
     scheduler.add(spec)
-    scheduler.grammar_came(spec, GRAMMAR)
+    scheduler.add_grammar(spec, GRAMMAR)
 
     (row,) = scheduler.schedule(0.0).started
 
@@ -53,7 +53,7 @@ def test_it_keeps_the_place_that_it_came_to() -> None:
     first = _spec("first")
     scheduler.add(first)
     scheduler.add(_spec("second", is_ruled=False))
-    scheduler.grammar_came(first, GRAMMAR)
+    scheduler.add_grammar(first, GRAMMAR)
 
     assert _started(scheduler.schedule(0.0)) == ["first"]
 
@@ -64,7 +64,7 @@ def test_a_receiver_lends_no_blocks_before_its_grammar_is_there() -> None:
     scheduler.add(spec)
     before = scheduler.schedule(0.0)
     scheduler.update(before, StepResult(RunResult()))
-    scheduler.grammar_came(spec, GRAMMAR)
+    scheduler.add_grammar(spec, GRAMMAR)
     after = scheduler.schedule(1.0)
 
     assert before.kv_orders.receives == ()
@@ -75,7 +75,7 @@ def test_a_grammar_that_cannot_be_had_ends_it_with_the_reason() -> None:
     scheduler = _scheduler()
     spec = _spec("bad")
     scheduler.add(spec)
-    scheduler.grammar_refused(spec, "it never ends")
+    scheduler.reject_grammar(spec, "it never ends")
 
     (output,) = _step(scheduler, {})
 
@@ -91,9 +91,9 @@ def test_aborted_while_it_waits_it_ends_and_what_comes_late_is_nothing() -> None
     old, new = _spec("a"), _spec("a")
     scheduler.add(old)
     scheduler.abort(RequestId("a"))
-    scheduler.grammar_came(old, GRAMMAR)
+    scheduler.add_grammar(old, GRAMMAR)
     scheduler.add(new)
-    scheduler.grammar_refused(old, "too late to matter")
+    scheduler.reject_grammar(old, "too late to matter")
 
     (output,) = _step(scheduler, {})
 
@@ -108,7 +108,7 @@ def test_preempted_it_starts_again_with_its_grammar() -> None:
     scheduler.add(_spec("b", prompt_len=7, max_tokens=8, is_ruled=False))
     _step(scheduler, {"b": OTHER})
     scheduler.add(spec)
-    scheduler.grammar_came(spec, GRAMMAR)
+    scheduler.add_grammar(spec, GRAMMAR)
     rows = []
     for _ in range(40):
         plan = scheduler.schedule(0.0)
@@ -139,7 +139,7 @@ def test_a_row_that_its_grammar_refuses_ends_by_its_own_fault() -> None:
     scheduler = _scheduler()
     spec = _spec("a")
     scheduler.add(spec)
-    scheduler.grammar_came(spec, GRAMMAR)
+    scheduler.add_grammar(spec, GRAMMAR)
     plan = scheduler.schedule(0.0)
 
     refused = RunResult(refusals={RequestId("a"): "it grew too large"})
@@ -156,7 +156,7 @@ def _reason_after(token_id: int, *, min_tokens: int, is_ruled: bool) -> FinishRe
     spec = _spec("a", min_tokens=min_tokens, is_ruled=is_ruled, max_tokens=9)
     scheduler.add(spec)
     if is_ruled:
-        scheduler.grammar_came(spec, GRAMMAR)
+        scheduler.add_grammar(spec, GRAMMAR)
     (output,) = _step(scheduler, {"a": token_id})
     return output.finish_reason
 
@@ -179,7 +179,7 @@ def _spec(
     prompt_len: int = 3,
     min_tokens: int = 0,
     max_tokens: int = 6,
-) -> RequestSpec:
+) -> EngineRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -188,7 +188,7 @@ def _spec(
     )
     prompt = tuple(range(100, 100 + prompt_len))
     receive = ReceiveKv(HandoffId(name, 1), SOURCE) if receives else None
-    return RequestSpec(RequestId(name), prompt, sampling, seed=0, receive_from=receive)
+    return EngineRequest(RequestId(name), prompt, sampling, seed=0, receive_from=receive)
 
 
 def _step(scheduler: Scheduler, tokens: dict[str, int]) -> list[Output]:

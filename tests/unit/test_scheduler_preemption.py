@@ -6,7 +6,7 @@ from functools import partial
 
 from engine.plan import Plan
 from engine.sampling import SamplingParams
-from engine.scheduler.config import Policy, SchedulerConfig
+from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import EngineWorld
 
 _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
@@ -39,7 +39,7 @@ def test_nobody_gives_up_blocks_for_drafted_tokens() -> None:
 
 
 def test_of_the_running_the_least_urgent_gives_up_its_blocks() -> None:
-    world = EngineWorld(_config(policy=Policy.PRIORITY), num_blocks=4, block_size=4)
+    world = EngineWorld(_config(policy=SchedulingPolicy.PRIORITY), num_blocks=4, block_size=4)
     lax, urgent = world.add(8, priority=1, max_tokens=8), world.add([9] * 8, max_tokens=8)
     world.step()
 
@@ -78,7 +78,7 @@ def test_a_resumed_request_goes_before_those_that_never_ran() -> None:
 
 
 def test_no_newcomer_takes_what_a_victim_just_gave_up() -> None:
-    world = EngineWorld(_config(policy=Policy.PRIORITY), num_blocks=4, block_size=4)
+    world = EngineWorld(_config(policy=SchedulingPolicy.PRIORITY), num_blocks=4, block_size=4)
     world.add(8, priority=1, max_tokens=8)
     world.add([9] * 8, priority=1, max_tokens=8)
     world.step()

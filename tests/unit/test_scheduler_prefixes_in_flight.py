@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import InvalidConfig
 from engine.request import FinishReason, RequestId
-from engine.scheduler.config import Policy, SchedulerConfig
+from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from kv_transfer.types import HandoffId, Receive
 from tests.support.engine_world import OTHER_SOURCE, EngineWorld
 
@@ -14,7 +14,9 @@ SHARED = [number % 11 for number in range(7 * 4)]  # seven blocks
 
 
 def _world(
-    num_blocks: int = 256, policy: Policy = Policy.FCFS, max_prefix_wait_s: float = 5.0
+    num_blocks: int = 256,
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS,
+    max_prefix_wait_s: float = 5.0,
 ) -> EngineWorld:
     config = SchedulerConfig(
         max_num_seqs=32, max_model_len=200, policy=policy, max_prefix_wait_s=max_prefix_wait_s
@@ -178,7 +180,7 @@ def test_nobody_waits_for_another_peer() -> None:
 
 
 def test_an_urgent_request_does_not_wait_for_one_that_is_not() -> None:
-    world = _world(policy=Policy.PRIORITY)
+    world = _world(policy=SchedulingPolicy.PRIORITY)
     first = world.add([*SHARED, 1], receives=True, priority=1)
     world.step()
 

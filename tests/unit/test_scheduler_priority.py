@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from engine.scheduler.config import Policy, SchedulerConfig
+from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import EngineWorld
 
 _config = partial(
@@ -14,12 +14,12 @@ _config = partial(
     max_num_batched_tokens=64,
     max_num_seqs=4,
     max_model_len=64,
-    policy=Policy.PRIORITY,
+    policy=SchedulingPolicy.PRIORITY,
 )
 
 
-@pytest.mark.parametrize("policy", Policy)
-def test_a_request_that_is_tried_again_keeps_its_place_by_arrival(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_request_that_is_tried_again_keeps_its_place_by_arrival(policy: SchedulingPolicy) -> None:
     world = EngineWorld(_config(policy=policy, max_num_seqs=1))
     world.add(4, arrival_s=1.0, max_tokens=2)
     newer = world.add([9] * 4, arrival_s=2.0, max_tokens=2)
@@ -104,7 +104,7 @@ def test_nobody_gives_way_in_vain() -> None:
 
 
 def test_equals_and_fcfs_never_give_way() -> None:
-    for policy, priority in ((Policy.PRIORITY, 0), (Policy.FCFS, 2)):
+    for policy, priority in ((SchedulingPolicy.PRIORITY, 0), (SchedulingPolicy.FCFS, 2)):
         world = EngineWorld(_config(policy=policy, max_num_seqs=1))
         world.add(4, priority=priority, max_tokens=8)
         world.step()

@@ -197,7 +197,7 @@ def test_giving_up_a_completed_hand_off_withdraws_it_once_and_keeps_its_blocks()
     world.step()
 
     for _ in range(2):
-        world.give_up_sending(_handoff(name))
+        world.withdraw_completed(_handoff(name))
     plan = world.step()
 
     assert plan.kv_orders == KvOrders(withdraws=(Withdraw(_handoff(name), "nobody wants it"),))
@@ -210,7 +210,7 @@ def test_giving_up_leaves_a_request_that_still_lives_alone() -> None:
     name = world.add(13, sends=True)
     world.step()
 
-    world.give_up_sending(_handoff(name))
+    world.withdraw_completed(_handoff(name))
 
     world.run_to_end()
     assert world.finish_reason(name) is FinishReason.HANDED_OFF

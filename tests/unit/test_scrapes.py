@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from telemetry.metrics.instruments import Reading
 from telemetry.metrics.names import READINGS_AGE, RUNNING
-from telemetry.metrics.scrapes import AskedOn
+from telemetry.metrics.scrapes import OwnerThreadReader
 from telemetry.metrics.server import MAX_CONNECTIONS, metrics_server
 
 Order = Callable[[], None]
@@ -41,7 +41,7 @@ class Owner:
 
 def test_an_owner_with_time_is_asked_at_each_scrape() -> None:
     owner = Owner()
-    ask = AskedOn(owner.post, owner.read)
+    ask = OwnerThreadReader(owner.post, owner.read)
 
     before, owner.num_running = ask(), 3
     after = ask()
@@ -52,7 +52,7 @@ def test_an_owner_with_time_is_asked_at_each_scrape() -> None:
 
 def test_what_was_read_last_is_told_with_its_age_while_the_owner_has_no_time() -> None:
     owner = Owner()
-    ask = AskedOn(owner.post, owner.read, longest_wait_s=0.0)
+    ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
     ask()
     owner.is_busy, owner.num_running = True, 3
 
@@ -67,7 +67,7 @@ def test_what_was_read_last_is_told_with_its_age_while_the_owner_has_no_time() -
 def test_an_owner_without_time_is_asked_once() -> None:
     owner = Owner()
     owner.is_busy = True
-    ask = AskedOn(owner.post, owner.read, longest_wait_s=0.0)
+    ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
 
     for _ in range(3):
         assert ask() == {}
@@ -77,7 +77,7 @@ def test_an_owner_without_time_is_asked_once() -> None:
 
 def test_an_answer_that_came_late_is_what_is_known_then() -> None:
     owner = Owner()
-    ask = AskedOn(owner.post, owner.read, longest_wait_s=0.0)
+    ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
     owner.is_busy, owner.num_running = True, 3
     ask()
     owner.catch_up()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.serve import Measured, compare
-from baton.bench.serve_client import Run, Sample
+from baton.bench.serve import MeasuredRun, compare
+from baton.bench.serve_client import LoadRun, Sample
 from baton.bench.serve_figures import Quantiles, Slo, gaps_of, parse_slo, quantile, summarise
 from baton.bench.serve_plots import draw
 from baton.client import Finish, Served
@@ -35,7 +35,7 @@ def test_the_wait_counts_from_when_a_request_was_due_not_from_when_it_was_sent()
     sample = a_sample([(3.0, 1)], planned_s=1.0)
     sample.sent_s = 2.5
 
-    figures = summarise(Run([sample], 1, 3.0))
+    figures = summarise(LoadRun([sample], 1, 3.0))
 
     assert figures.ttft_ms == Quantiles(2000, 2000, 2000, 2000, 2000)
     assert figures.num_late == 1
@@ -48,7 +48,7 @@ def test_tokens_of_one_message_come_after_one_gap() -> None:
 def test_failures_are_counted_by_reason_and_are_no_answers() -> None:
     samples = [a_sample(), a_sample((), error="QUEUE_FULL"), a_sample((), error="QUEUE_FULL")]
 
-    figures = summarise(Run(samples, 3, 1.0))
+    figures = summarise(LoadRun(samples, 3, 1.0))
 
     assert (figures.num_answered, figures.num_failed) == (1, 2)
     assert figures.errors == {"QUEUE_FULL": 2}
@@ -60,20 +60,20 @@ def test_only_answers_within_every_objective_are_good() -> None:
     late = a_sample([(0.9, 1), (0.95, 1)])
     halting = a_sample([(0.1, 1), (0.4, 1)])
 
-    figures = summarise(Run([quick, late, halting], 3, 1.0), parse_slo("ttft=500ms,itl=0.1s"))
+    figures = summarise(LoadRun([quick, late, halting], 3, 1.0), parse_slo("ttft=500ms,itl=0.1s"))
 
     assert figures.goodput_per_s == pytest.approx(1 / 0.95)
 
 
 def test_how_answers_were_served_is_added_up() -> None:
-    figures = summarise(Run([a_sample(), a_sample(is_remote=False)], 2, 1.0))
+    figures = summarise(LoadRun([a_sample(), a_sample(is_remote=False)], 2, 1.0))
 
     assert (figures.num_remote, figures.num_local) == (1, 1)
     assert (figures.kv_bytes, figures.prefix_hit_tokens) == (2048, 32)
 
 
 def test_a_run_that_measured_nothing_has_no_latencies() -> None:
-    figures = summarise(Run([], 5, 1.0, is_cut_short=True))
+    figures = summarise(LoadRun([], 5, 1.0, is_cut_short=True))
 
     assert (figures.ttft_ms, figures.itl_ms, figures.num_answered) == (None, None, 0)
 
@@ -98,18 +98,18 @@ def test_pictures_are_drawn_of_the_shortest_answers(
     tmp_path: Path, arrivals: list[tuple[float, int]]
 ) -> None:
     pytest.importorskip("matplotlib")
-    run = Run([a_sample(arrivals)], 1, 1.0)
+    run = LoadRun([a_sample(arrivals)], 1, 1.0)
 
-    paths = draw([Measured("a", 1.0, [], run, summarise(run))], tmp_path)
+    paths = draw([MeasuredRun("a", 1.0, [], run, summarise(run))], tmp_path)
 
     assert [path.name for path in paths] == ["latency.png", "timeline.png"]
     assert all(path.exists() for path in paths)
 
 
 def test_a_comparison_pairs_rounds_and_leaves_out_what_was_cut_short() -> None:
-    def measured(name: str, ttft_s: float, *, is_cut_short: bool = False) -> Measured:
-        run = Run([a_sample([(ttft_s, 1)])], 1, 1.0, is_cut_short=is_cut_short)
-        return Measured(name, 1.0, [], run, summarise(run))
+    def measured(name: str, ttft_s: float, *, is_cut_short: bool = False) -> MeasuredRun:
+        run = LoadRun([a_sample([(ttft_s, 1)])], 1, 1.0, is_cut_short=is_cut_short)
+        return MeasuredRun(name, 1.0, [], run, summarise(run))
 
     rounds = [
         measured("a", 1.0),

@@ -10,7 +10,7 @@ import pytest
 
 from baton.bench.serve_load import (
     Arrivals,
-    Load,
+    ServeLoad,
     parse_lengths,
     plan,
     read_prompts,
@@ -19,7 +19,7 @@ from baton.bench.serve_load import (
 from engine.errors import InvalidConfig
 
 VOCAB_SIZE = 500
-LOAD = Load(rate=10, num_requests=200, prompt=parse_lengths("uniform:4:9"))
+LOAD = ServeLoad(rate=10, num_requests=200, prompt=parse_lengths("uniform:4:9"))
 
 
 def test_one_seed_gives_one_plan_and_another_seed_another() -> None:

@@ -12,13 +12,13 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.sampling import MAX_LOGPROBS, SamplingParams
 from router.dispatch.node_rpcs import Leg
-from router.input_processing.tokenization import TokenIdsOnly
+from router.input_processing.tokenization import NoTokenizer
 from router.merging import merged
 from router.pipeline import Pipeline, PipelineConfig
-from router.request_scope import Visits, received_now
+from router.request_scope import RequestScopes, new_request_context
 from router.routing.node_table import Node, NodeTable
-from router.routing.policy import Policy, Routing
-from router.values import Call, Ending, Piece, PrefillPlace, TokenPrompt
+from router.routing.policy import Routing, RoutingPolicy
+from router.values import CompletionSummary, GenerateCall, PrefillPlace, TokenChunk, TokenPrompt
 from rpc.errors import NodeFailed, PoisonedRequest
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.mortal_nodes import MortalNodes, Poison
@@ -36,21 +36,21 @@ PROMPT = tuple(range(1, 36))  # two blocks of 16, and three tokens
 
 def calls_of(
     count: int, *, prompt: tuple[int, ...] = PROMPT, name: str = "a", max_tokens: int = 6
-) -> list[Call]:
+) -> list[GenerateCall]:
     sampling = SamplingParams(max_tokens=max_tokens)
     return [
-        Call(f"{name}-{index}", TokenPrompt(prompt), replace(sampling, seed=index))
+        GenerateCall(f"{name}-{index}", TokenPrompt(prompt), replace(sampling, seed=index))
         for index in range(count)
     ]
 
 
 def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
     ticks = itertools.count()
-    config = PipelineConfig(retry_pause_s=0.0, routing=Routing(Policy.ROUND_ROBIN))
+    config = PipelineConfig(retry_pause_s=0.0, routing=Routing(RoutingPolicy.ROUND_ROBIN))
     return Pipeline(
         table=table,
         node_calls=nodes,
-        text=TokenIdsOnly(),
+        text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
         config=config,
     )
@@ -58,17 +58,17 @@ def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
 
 def parts_of(
     nodes: FakeNodeCalls,
-    calls: list[Call],
+    calls: list[GenerateCall],
     table: NodeTable | None = None,
     *,
     num_each: int | None = None,
     remaining_s: float | None = None,
-) -> list[tuple[int, Piece | Ending]]:
+) -> list[tuple[int, TokenChunk | CompletionSummary]]:
     """All parts of all answers, in the order they came."""
 
-    async def run() -> list[tuple[int, Piece | Ending]]:
-        visits = Visits(a_pipeline(nodes, table or a_table()))
-        visit = visits.begin("a", None, received_now(remaining_s))
+    async def run() -> list[tuple[int, TokenChunk | CompletionSummary]]:
+        visits = RequestScopes(a_pipeline(nodes, table or a_table()))
+        visit = visits.begin("a", None, new_request_context(remaining_s))
         answers = visits.answering(visit, calls, num_each or len(calls))
         async with aclosing(merged(answers)) as parts:
             return [indexed async for indexed in parts]
@@ -78,17 +78,17 @@ def parts_of(
 
 def answered(
     nodes: FakeNodeCalls,
-    calls: list[Call],
+    calls: list[GenerateCall],
     table: NodeTable | None = None,
     *,
     num_each: int | None = None,
     remaining_s: float | None = None,
-) -> dict[int, tuple[list[int], Ending]]:
+) -> dict[int, tuple[list[int], CompletionSummary]]:
     """The tokens of each answer, and how it ended."""
     token_ids: dict[int, list[int]] = {index: [] for index in range(len(calls))}
-    endings: dict[int, Ending] = {}
+    endings: dict[int, CompletionSummary] = {}
     for index, part in parts_of(nodes, calls, table, num_each=num_each, remaining_s=remaining_s):
-        if isinstance(part, Ending):
+        if isinstance(part, CompletionSummary):
             endings[index] = part
         else:
             token_ids[index] += part.token_ids
@@ -132,7 +132,7 @@ def test_what_is_laid_on_the_node_is_the_last_block_alone() -> None:
 
     class Watching(FakeNodeCalls):
         async def decode(self, *args: object, **more: object) -> None:
-            seen.append(table.burden(decode).num_sent_tokens)
+            seen.append(table.node_load(decode).num_sent_tokens)
             await super().decode(*args, **more)  # type: ignore[arg-type]
 
     answered(Watching(), calls_of(2), table)
@@ -206,7 +206,7 @@ def test_prompts_are_shared_by_their_own_answers_alone() -> None:
     assert answers[0][0] == answers[1][0] != answers[2][0] == answers[3][0]
 
 
-def with_prompt_logprobs(calls: list[Call], count: int = 1) -> list[Call]:
+def with_prompt_logprobs(calls: list[GenerateCall], count: int = 1) -> list[GenerateCall]:
     return [replace(call, sampling=replace(call.sampling, prompt_logprobs=count)) for call in calls]
 
 
@@ -218,7 +218,7 @@ def test_logprobs_of_the_prompt_are_computed_once_and_told_with_each_answer() ->
     assert legs(nodes) == (1, 3)
     asked = [one.sequence.sampling.prompt_logprobs for one in nodes.asked]
     assert asked == [1, 1, None, None]
-    told = [part.prompt_logprobs for part in parts if isinstance(part, Piece)]
+    told = [part.prompt_logprobs for part in parts if isinstance(part, TokenChunk)]
     assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].sequence))) == 3
     assert len(told) - told.count(()) == 3
 
@@ -304,14 +304,14 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     nodes.pipeline = Pipeline(
         table=table,
         node_calls=nodes,
-        text=TokenIdsOnly(),
+        text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(node_patience_s=30, retry_pause_s=0.0),
     )
 
     async def scene(pipeline: Pipeline) -> None:
-        visits = Visits(pipeline)
-        visit = visits.begin("a", None, received_now(None))
+        visits = RequestScopes(pipeline)
+        visit = visits.begin("a", None, new_request_context(None))
         async with aclosing(merged(visits.answering(visit, calls_of(6), 6))) as parts:
             async for _ in parts:
                 pass

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.tracing.outlet import Outlet
-from telemetry.tracing.spans import Outcome, SpanStatus, TraceContext, context_from
+from telemetry.tracing.outlet import BatchExporter
+from telemetry.tracing.spans import SpanOutcome, SpanStatus, TraceContext, parse_traceparent
 from telemetry.tracing.tracer import Tracer, new_trace_id
 
 
@@ -15,7 +15,7 @@ from telemetry.tracing.tracer import Tracer, new_trace_id
 def test_a_traceparent_is_read_as_it_was_written(trace_id: int, span_id: int, is_on: bool) -> None:
     context = TraceContext(trace_id, span_id, is_on)
 
-    assert context_from(context.traceparent) == context
+    assert parse_traceparent(context.traceparent) == context
 
 
 @pytest.mark.parametrize(
@@ -31,17 +31,17 @@ def test_a_traceparent_is_read_as_it_was_written(trace_id: int, span_id: int, is
     ],
 )
 def test_what_is_no_traceparent_is_as_if_none_had_come(written: str) -> None:
-    assert context_from(written) is None
+    assert parse_traceparent(written) is None
 
 
 def test_a_later_version_is_read_as_far_as_it_is_known() -> None:
     written = "01-" + "1" * 32 + "-" + "2" * 16 + "-03-more"
 
-    assert context_from(written) == TraceContext(int("1" * 32, 16), int("2" * 16, 16))
+    assert parse_traceparent(written) == TraceContext(int("1" * 32, 16), int("2" * 16, 16))
 
 
 def test_the_ratio_is_the_share_of_traces_that_are_kept() -> None:
-    outlet = Outlet("nowhere", lambda spans: None, lambda at_s: 0)
+    outlet = BatchExporter("nowhere", lambda spans: None, lambda at_s: 0)
     trace_ids = [new_trace_id() for _ in range(4000)]
 
     kept = [sum(Tracer(ratio, (outlet,)).draws(one) for one in trace_ids) for ratio in (0, 0.25, 1)]
@@ -54,13 +54,13 @@ def test_the_ratio_is_the_share_of_traces_that_are_kept() -> None:
 def test_without_an_outlet_no_call_is_looked_at() -> None:
     metadata = (("traceparent", TraceContext(1, 2).traceparent),)
 
-    assert Tracer(1.0).parent_in(metadata) is None
+    assert Tracer(1.0).extract_context(metadata) is None
     assert not Tracer(1.0).draws(new_trace_id())
 
 
 def test_cancelled_is_neither_well_nor_an_error() -> None:
-    statuses = {outcome: outcome.status for outcome in Outcome}
+    statuses = {outcome: outcome.status for outcome in SpanOutcome}
 
-    assert statuses.pop(Outcome.OK) is SpanStatus.OK
-    assert statuses.pop(Outcome.CANCELLED) is SpanStatus.UNSET
+    assert statuses.pop(SpanOutcome.OK) is SpanStatus.OK
+    assert statuses.pop(SpanOutcome.CANCELLED) is SpanStatus.UNSET
     assert set(statuses.values()) == {SpanStatus.ERROR}

@@ -55,9 +55,9 @@ def test_special_tokens_that_are_asked_for_are_not_skipped(folder: Path) -> None
 def test_tools_are_shown_where_the_template_reads_them(folder: Path, tmp_path: Path) -> None:
     reading = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     by_name = [{"name": "default", "template": ""}, {"name": "tool_use", "template": reading}]
-    for template, shows_tools in ((reading, True), (by_name, True), ("tools", False)):
+    for template, supports_tools in ((reading, True), (by_name, True), ("tools", False)):
         with_settings(folder, tmp_path, chat_template=template)
-        assert Tokenizer.from_folder(tmp_path).shows_tools is shows_tools
+        assert Tokenizer.from_folder(tmp_path).supports_tools is supports_tools
 
 
 def put_begin_token_first(folder: Path) -> None:

@@ -10,18 +10,18 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.sampling import SamplingDefaults
-from engine.structured_output.llguidance_backend import GrammarChecks, GrammarLibrary
+from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator
 from engine.structured_output.params import StructuredOutputs
-from router.openai.request.parsed_request import Advice, Asked, chat_completion_from
-from router.openai.request.tool_choice import Calling, refusals_naming_tools
-from router.openai.response.forced_calls import NamedCallReader, RequiredCallsReader
-from router.openai.response.output_parsers import Delta, FirstCallReader, Parsing, ToolCall
+from router.openai.request.parsed_request import ModelContext, ParsedRequest, chat_completion_from
+from router.openai.request.tool_choice import ToolCallMode, tool_schema_errors
+from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
+from router.openai.response.output_parsers import Delta, FirstCallFilter, Parsing, ToolCall
 from router.values import ChatPrompt
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 from text.tokenizer import Tokenizer
 
-ADVICE = Advice(SamplingDefaults(), max_model_len=512)
+ADVICE = ModelContext(SamplingDefaults(), max_model_len=512)
 TREE = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "$id": "http://example.com/tree",
@@ -48,7 +48,7 @@ def function(name: str, parameters: Any = None) -> dict[str, Any]:
 TOOLS = [function("tree", TREE), function("look", LOOK), function("now")]
 
 
-def asked(**fields: Any) -> Asked:
+def asked(**fields: Any) -> ParsedRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
     return chat_completion_from(body, "id", ADVICE)
 
@@ -154,15 +154,15 @@ def test_parameters_that_cannot_be_kept_to_are_the_tools_fault() -> None:
         pytest.raises(
             InvalidRequest, match=r"the tools' parameters cannot be enforced: .*not"
         ) as no,
-        refusals_naming_tools(Calling.REQUIRED),
+        tool_schema_errors(ToolCallMode.REQUIRED),
     ):
-        GrammarChecks().compile(wanted)
+        GrammarValidator().compile(wanted)
 
     assert no.value.field == "tools"
 
 
 def test_calls_are_passed_on_while_they_are_written() -> None:
-    reader = RequiredCallsReader()
+    reader = RequiredCallsParser()
     pieces = ["[{", '"name": "look", "argu', 'ments": {"at": "i', 't}"}}, ', '{"name": "now", ']
 
     told = [reader.push(piece) for piece in [*pieces, '"arguments":{}}', "]"]]
@@ -175,7 +175,7 @@ def test_calls_are_passed_on_while_they_are_written() -> None:
 
 
 def test_the_arguments_of_a_named_function_are_the_answer() -> None:
-    reader = NamedCallReader("look")
+    reader = NamedCallParser("look")
 
     told = [reader.push(piece) for piece in ("", '{"at":', ' "it"}')]
 
@@ -187,7 +187,7 @@ def test_the_arguments_of_a_named_function_are_the_answer() -> None:
 
 
 def test_of_calls_that_a_model_writes_the_first_alone_may_be_told() -> None:
-    reader = FirstCallReader(Parsing(tools="hermes").reader(with_tools=True))
+    reader = FirstCallFilter(Parsing(tools="hermes").reader(with_tools=True))
 
     told = [reader.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
 

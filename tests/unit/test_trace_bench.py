@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.trace import Load, figure, median_bounds
+from baton.bench.trace import TraceLoad, figure, median_bounds
 
 
 def test_each_round_is_compared_with_the_one_beside_it() -> None:
     """The machine was half as fast in the second round; tracing cost a tenth throughout."""
-    off = Load([1000.0, 500.0, 1000.0], [0.01] * 200)
-    traced = Load([900.0, 450.0, 950.0], [0.01] * 198 + [0.5] * 2)
+    off = TraceLoad([1000.0, 500.0, 1000.0], [0.01] * 200)
+    traced = TraceLoad([900.0, 450.0, 950.0], [0.01] * 198 + [0.5] * 2)
 
     shown = figure("100 %", traced, off)
 

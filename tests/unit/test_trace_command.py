@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli import main
-from baton.traces.lists import table_of_requests
-from baton.traces.page import page_of
+from baton.traces.lists import request_table
+from baton.traces.page import render_page
 from baton.traces.terminal import WIDE, show_related, show_waterfall
 from telemetry import names
 from telemetry.options import MIB
@@ -96,7 +96,7 @@ def test_a_node_that_failed_has_a_lane_of_the_page_though_it_told_nothing() -> N
     told = a_told_trace(has_failed_try=True)
     [trace] = traces_of(one for one in told if one.resource["baton.role"] == "router")
 
-    page = page_of(trace)
+    page = render_page(trace)
 
     head, lanes = page.split("<h2>")[0], page[: page.index("Every span")]
     assert "✗ decode on d0: UNAVAILABLE: &lt;gone&gt; &amp; away" in head
@@ -133,7 +133,7 @@ def test_bars_stand_where_the_spans_were() -> None:
 def test_the_page_needs_nothing_else_and_tells_of_every_span() -> None:
     trace = a_trace(has_failed_try=True)
 
-    page = page_of(trace)
+    page = render_page(trace)
 
     assert not re.search(r"https?://|<script|<link|src=|@import|url\(", page)
     assert page.count("<details") == len(trace.rows)
@@ -143,7 +143,7 @@ def test_the_page_needs_nothing_else_and_tells_of_every_span() -> None:
 
 def test_the_page_fits_a_phone() -> None:
     """Labels stay within the page, and a row of the waterfall takes two lines."""
-    page = page_of(a_trace())
+    page = render_page(a_trace())
 
     marks = re.findall(r'<div class="mark (flip)?" style="left:([\d.]+)%"', page)
     [narrow] = re.findall(r"@media \(max-width: 600px\) \{(.*?)</style>", page, re.DOTALL)
@@ -208,7 +208,7 @@ def test_a_step_and_its_requests_name_each_other() -> None:
         f"  {0xDEAD:032x}  its trace is not stored here",
     ]
     assert of_request == ["its traced steps", f"  {STEP_TRACE_ID:032x}  step 12 of d0, 6.0 ms"]
-    assert f"<th>{TRACE_ID:032x}<td>request r1" in page_of(step, kept)
+    assert f"<th>{TRACE_ID:032x}<td>request r1" in render_page(step, kept)
     assert related_lines(request, [request]) == []
 
 
@@ -235,7 +235,7 @@ def test_a_step_is_drawn_with_its_parts(width: int) -> None:
 def test_a_list_fits_into_a_terminal_and_is_whole_elsewhere() -> None:
     [trace] = traces_of(a_told_trace())
 
-    narrow, wide = (drawn(table_of_requests([trace], width), width) for width in (80, 160))
+    narrow, wide = (drawn(request_table([trace], width), width) for width in (80, 160))
 
     assert "…" not in narrow + wide
     assert max(map(len, narrow.splitlines())) <= 80

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.options import MIB
-from telemetry.tracing.otlp_json import NotSpans, ToldSpan, line_of, spans_of
+from telemetry.tracing.otlp_json import ExportedSpan, MalformedSpans, line_of, spans_of
 from telemetry.tracing.spans import AttributeValue, Span, SpanEvent, SpanLink
 from telemetry.tracing.store import TraceWriter, read_spans
 from tests.support.spans import RESOURCE, a_span
@@ -22,7 +22,10 @@ def test_a_span_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
     TraceWriter(tmp_path, MIB, RESOURCE, "router").write([root, child])
 
-    assert list(read_spans(tmp_path)) == [ToldSpan(root, RESOURCE), ToldSpan(child, RESOURCE)]
+    assert list(read_spans(tmp_path)) == [
+        ExportedSpan(root, RESOURCE),
+        ExportedSpan(child, RESOURCE),
+    ]
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -50,7 +53,7 @@ def test_whatever_an_attribute_says_it_is_read_back(
 
     line = line_of([span, span], attributes)
 
-    assert spans_of(line) == [ToldSpan(span, attributes)] * 2
+    assert spans_of(line) == [ExportedSpan(span, attributes)] * 2
     assert json.loads(line)  # for others, too
     assert line.count("\n") == 1
 
@@ -92,5 +95,5 @@ def test_lines_that_were_cut_off_do_not_hide_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", '{"resourceSpans": [{}]}', "null"])
 def test_what_is_no_batch_of_spans_is_named(line: str) -> None:
-    with pytest.raises(NotSpans):
+    with pytest.raises(MalformedSpans):
         spans_of(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.transports.ucx_log import SelectedTransport, chosen_for_writes
+from kv_transfer.transports.ucx_log import SelectedTransport, find_write_transport
 
 STAMP = "[1795258562.834488] [host:15005:1]   "
 
@@ -27,23 +27,23 @@ TCP = a_table(PEER, WRITE, "| 0..inf | zero-copy   | 52% on tcp/lo and 48% on tc
 
 
 def test_the_transport_of_writes_to_another_process_is_found() -> None:
-    assert chosen_for_writes(SELF + CMA, 32768) == SelectedTransport(
+    assert find_write_transport(SELF + CMA, 32768) == SelectedTransport(
         "intra-node", 0, float("inf"), "zero-copy", "cma/memory"
     )
 
 
 def test_two_devices_at_once_are_told_as_ucx_tells_them() -> None:
-    chosen = chosen_for_writes(TCP, 32768)
+    chosen = find_write_transport(TCP, 32768)
 
     assert chosen is not None
     assert chosen.transport == "52% on tcp/lo and 48% on tcp/eth0"
-    assert chosen.in_words == "TCP"
+    assert chosen.transport_description == "TCP"
 
 
 def test_the_last_choice_holds_and_other_operations_do_not_count() -> None:
     message = a_table(PEER, "active message by ucp_am_send* from host memory", "| 0 | short | x |")
 
-    chosen = chosen_for_writes(TCP + CMA + message + SELF, 1)
+    chosen = find_write_transport(TCP + CMA + message + SELF, 1)
 
     assert chosen is not None
     assert chosen.transport == "cma/memory"
@@ -54,7 +54,7 @@ def test_the_last_choice_holds_and_other_operations_do_not_count() -> None:
 )
 def test_the_choice_is_the_one_for_the_size(num_bytes: int, transport: str) -> None:
     rows = ("| 0..8184 | short | tcp/lo |", "| 8185..64K | copy | a |", "| 65537..inf | copy | b |")
-    chosen = chosen_for_writes(a_table(PEER, WRITE, *rows), num_bytes)
+    chosen = find_write_transport(a_table(PEER, WRITE, *rows), num_bytes)
 
     assert chosen is not None
     assert chosen.transport == transport
@@ -62,4 +62,4 @@ def test_the_choice_is_the_one_for_the_size(num_bytes: int, transport: str) -> N
 
 @pytest.mark.parametrize("log", ["", SELF, "hello\n", a_log("| cut", "off")])
 def test_where_ucx_told_nothing_nothing_is_made_up(log: str) -> None:
-    assert chosen_for_writes(log, 32768) is None
+    assert find_write_transport(log, 32768) is None

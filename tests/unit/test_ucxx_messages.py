@@ -13,19 +13,19 @@ from kv_transfer.protocol.messages import Region
 from kv_transfer.transports import ucxx_receives, ucxx_sends
 from kv_transfer.transports.base import (
     Arrived,
+    BlocksLanded,
+    CancelCompleted,
+    ChannelBroken,
     ChannelEvent,
-    Landing,
     LayerRange,
-    Quieted,
-    Severed,
     Write,
     WriteFailed,
     Written,
 )
 from kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Staging
-from kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, header_of
-from kv_transfer.transports.ucxx_receives import Receives
-from kv_transfer.transports.ucxx_sends import Sends
+from kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, encode_header
+from kv_transfer.transports.ucxx_receives import UcxxReceives
+from kv_transfer.transports.ucxx_sends import UcxxSends
 from kv_transfer.types import BlockId
 from tests.support.fake_ucxx import FakeUcxx
 
@@ -40,7 +40,7 @@ class Channel:
     block_bytes: int
     ucxx: Any = field(default_factory=FakeUcxx)
     staging: Staging = field(default_factory=Staging)  # of both sides: the stricter case
-    landings: list[Landing] = field(default_factory=list)
+    landings: list[BlocksLanded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         shape = self.num_blocks, self.block_bytes
@@ -49,9 +49,9 @@ class Channel:
         p_region, d_region = (
             Region(int(memory.ctypes.data), *shape) for memory in (self.p, self.d)
         )
-        self.sends = Sends(self.ucxx, p_region, BlockRows(p_region), self.staging)
+        self.sends = UcxxSends(self.ucxx, p_region, BlockRows(p_region), self.staging)
         self.sends.connect(None, d_region)
-        self.receives = Receives(self.ucxx, None, d_region, BlockRows(d_region), self.staging)
+        self.receives = UcxxReceives(self.ucxx, None, d_region, BlockRows(d_region), self.staging)
         self.d_region = d_region
 
     def poll_d(self) -> list[ChannelEvent]:
@@ -66,8 +66,8 @@ class Channel:
             events += [*self.poll_d(), *self.sends.look(), *self.poll_d()]
             under_way = self.ucxx.under_way()
             if not under_way:
-                self.landings += [one for one in events if isinstance(one, Landing)]
-                return [one for one in events if not isinstance(one, Landing)]
+                self.landings += [one for one in events if isinstance(one, BlocksLanded)]
+                return [one for one in events if not isinstance(one, BlocksLanded)]
             for message in under_way:
                 message.land()
 
@@ -132,7 +132,7 @@ def test_decode_is_told_which_blocks_are_whole_while_others_are_to_come() -> Non
     events = channel.settle()
 
     assert early == []
-    assert channel.landings == [Landing(TICKET, 1), Landing(TICKET, 4)]
+    assert channel.landings == [BlocksLanded(TICKET, 1), BlocksLanded(TICKET, 4)]
     assert events == [Arrived(TICKET), Written(3)]
 
 
@@ -185,7 +185,7 @@ def test_decode_takes_no_more_parcels_at_a_time_than_it_has_slots_for() -> None:
     for ticket in range(1, 11):
         channel.receives.expect(ticket, ids(ticket, ticket + 2))
         parcel = Parcel(0, ids(0, 1), LayerRange(0, 1, 1))
-        send_parcel(channel, header_of(parcel), 8192, ticket)
+        send_parcel(channel, encode_header(parcel), 8192, ticket)
 
     channel.poll_d()
 
@@ -202,7 +202,7 @@ def test_a_parcel_that_lands_after_its_ticket_was_cancelled_comes_into_no_block(
     quiet = channel.poll_d()
     later = channel.settle()
 
-    assert quiet == [Quieted(TICKET)]
+    assert quiet == [CancelCompleted(TICKET)]
     assert later == [Written(0)]
     assert not channel.d.any()
 
@@ -218,7 +218,7 @@ def test_a_run_that_is_being_filled_keeps_its_cancelled_ticket_from_going_quiet(
     later = channel.settle()
 
     assert early == []
-    assert later == [Quieted(TICKET), Written(0)]
+    assert later == [CancelCompleted(TICKET), Written(0)]
 
 
 def send_parcel(channel: Channel, header: bytes, num_bytes: int, ticket: int = TICKET) -> None:
@@ -253,13 +253,13 @@ def test_a_parcel_that_is_not_what_its_header_says_breaks_the_path_and_writes_no
 ) -> None:
     channel = Channel(16, 4096)
     channel.receives.expect(TICKET, ids(3, 5, 9))
-    header = bytearray(header_of(Parcel(first, ids(), layers)))
+    header = bytearray(encode_header(Parcel(first, ids(), layers)))
     header[8:16] = num.to_bytes(8, "little")
 
     send_parcel(channel, bytes(header), num_bytes)
     events = channel.settle()
 
-    assert [type(event) for event in events] == [Severed]
+    assert [type(event) for event in events] == [ChannelBroken]
     assert not channel.d.any()
 
 

@@ -28,7 +28,7 @@ AVX512_BF16_FLAGS = (
 COMPILERS = ("c++", "g++", "clang++")
 
 
-class KernelsMissing(Exception):
+class KernelsUnavailable(Exception):
     """No kernel library is available; the message has the reason and the remedy."""
 
 
@@ -79,7 +79,7 @@ def _request_amx() -> bool:
 
 
 def library(variant: Variant) -> Path:
-    """Return the path of the variant's library, built if necessary. Raises KernelsMissing."""
+    """Return the path of the variant's library, built if necessary. Raises KernelsUnavailable."""
     return built(variant) or _build(variant, build_folder() / file_name(variant))
 
 
@@ -128,7 +128,7 @@ def _build(variant: Variant, target: Path) -> Path:
     """Build into a temporary file and move it to `target`: another process can build it too."""
     compiler = compiler_path()
     if compiler is None:
-        raise KernelsMissing("there is no C++ compiler (c++, g++ or clang++): install one")
+        raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++): install one")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -136,8 +136,12 @@ def _build(variant: Variant, target: Path) -> Path:
             command = command_for(compiler, variant, output)
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise KernelsMissing(f"{compiler} cannot build the kernels: {done.stderr[:500]}")
+                raise KernelsUnavailable(
+                    f"{compiler} cannot build the kernels: {done.stderr[:500]}"
+                )
             output.replace(target)
     except OSError as error:
-        raise KernelsMissing(f"cannot write the kernels to {target.parent} ({error})") from error
+        raise KernelsUnavailable(
+            f"cannot write the kernels to {target.parent} ({error})"
+        ) from error
     return target

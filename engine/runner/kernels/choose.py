@@ -12,11 +12,11 @@ from torch import Tensor
 
 from engine.errors import InvalidConfig
 from engine.runner.attention.paged_attention import PagedAttention, TorchPagedAttention
-from engine.runner.kernels.build import KernelsMissing, best_variant, cpu_features, library
+from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_features, library
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
 from engine.runner.model.config import ModelConfig
-from engine.runner.model.layers import Layer, Layers, PlainLayers
+from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.ops import Ops, TorchOps
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Parts:
 
 
 def _plain_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    return PlainLayers(config, TorchOps(), layers)
+    return UnfusedLayers(config, TorchOps(), layers)
 
 
 TORCH = Parts("torch", TorchOps(), TorchPagedAttention, _plain_layers)
@@ -56,7 +56,7 @@ def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts
         return TORCH
     try:
         return native_parts()
-    except KernelsMissing as error:
+    except KernelsUnavailable as error:
         if wanted == "native":
             raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
         log.warning("Using plain torch, which is two to three times slower: %s", error)
@@ -64,7 +64,7 @@ def choose_parts(wanted: str, dtype: torch.dtype, device: torch.device) -> Parts
 
 
 def native_parts() -> Parts:
-    """Load the native kernels. Raises KernelsMissing."""
+    """Load the native kernels. Raises KernelsUnavailable."""
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
 

@@ -19,7 +19,7 @@ _FLOPS_PER_PRODUCT = 64  # sixteen lanes, two products and two sums in each
 
 
 class LimitMeter:
-    """Measures limits; owns the memory that it reads. Raises KernelsMissing."""
+    """Measures limits; owns the memory that it reads. Raises KernelsUnavailable."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads

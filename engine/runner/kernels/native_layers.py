@@ -18,7 +18,7 @@ from engine.runner.kernels.native import (
     NativeQuantizedLinear,
 )
 from engine.runner.model.config import ModelConfig
-from engine.runner.model.layers import Layer, LayerPass, Layers, PlainLayers
+from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers
 from engine.runner.model.ops import Angles, Linear
 
 _INT, _THREADS, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
@@ -59,8 +59,8 @@ class _Pass(ctypes.Structure):
 
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `PlainLayers` if a matrix needs its columns reordered."""
-    plain = PlainLayers(config, NativeOps(kernels), layers)
+    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered."""
+    plain = UnfusedLayers(config, NativeOps(kernels), layers)
     matrices = [
         _matrix(linear)
         for layer in layers
@@ -72,10 +72,10 @@ def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]
 
 
 class NativeLayers:
-    """Implements `Layers`, bit-identical to `PlainLayers` with the same kernels."""
+    """Implements `Layers`, bit-identical to `UnfusedLayers` with the same kernels."""
 
     def __init__(
-        self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], plain: PlainLayers
+        self, kernels: Kernels, config: ModelConfig, layers: Sequence[Layer], plain: UnfusedLayers
     ) -> None:
         self._kernels = kernels
         self._config = config

@@ -59,7 +59,7 @@ class ModelConfig:
     dtype: str  # of the saved weights: float32, bfloat16 or float16
     quantization: Quantization | None  # of the saved weights
 
-    def longest_context(self) -> int:
+    def max_context_len(self) -> int:
         """Return the maximum context length, with RoPE scaling applied."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
@@ -159,7 +159,7 @@ def _qwen_windows(raw: JsonFields, num_layers: int) -> tuple[int | None, ...]:
 
 def _window(raw: JsonFields) -> int | None:
     # A missing field means the family's default; null means no sliding window.
-    if raw.says_null("sliding_window"):
+    if raw.is_null("sliding_window"):
         return None
     return raw.positive_int("sliding_window", 4096)
 

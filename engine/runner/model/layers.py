@@ -44,7 +44,7 @@ class Layers(Protocol):
         ...
 
 
-class PlainLayers:
+class UnfusedLayers:
     """Reference implementation: one operation of `Ops` after the other."""
 
     def __init__(self, config: ModelConfig, ops: Ops, layers: Sequence[Layer]) -> None:

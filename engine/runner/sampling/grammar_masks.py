@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import InvalidRequest
 from engine.plan import Plan
 from engine.request import RequestId
-from engine.runner.input_batch import RowFacts
+from engine.runner.input_batch import BatchRow
 from engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
 from engine.runner.sampling.sampler import SampleRow
 from engine.structured_output.grammar import Bits, Grammar, Matcher
@@ -55,7 +55,7 @@ class GrammarMasks:
 
     def applied(
         self,
-        rows: Sequence[RowFacts],
+        rows: Sequence[BatchRow],
         sample_rows: list[SampleRow],
         refusals: dict[RequestId, str],
     ) -> list[SampleRow]:

@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.errors import InvalidConfig, InvalidRequest
-from engine.extra_args import FIELD, Arguments, nobody_takes
+from engine.extra_args import FIELD, Arguments, unknown_argument
 from engine.runner.layout import Ints
 from engine.sampling import Argument
 
@@ -26,7 +26,7 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelView:
     """Model that a processor is made for."""
 
     folder: str
@@ -75,7 +75,7 @@ class Processors:
         """Raise InvalidRequest for an unknown argument, or one that its processor rejects."""
         for argument in extra_args:
             if argument not in self._name_by_argument:
-                raise nobody_takes(argument, self._name_by_argument)
+                raise unknown_argument(argument, self._name_by_argument)
         for name, values in self._select(extra_args):
             try:
                 self._by_name[name].check(values)
@@ -113,7 +113,7 @@ class Processors:
 NO_PROCESSORS = Processors({})
 
 
-def load_processors(names: Sequence[str], model: Model) -> Processors:
+def load_processors(names: Sequence[str], model: ModelView) -> Processors:
     """Load the processors with these names. Raises InvalidConfig."""
     return Processors({name: _load(entry, model) for name, entry in _find(names).items()})
 
@@ -135,7 +135,7 @@ def _find(names: Sequence[str]) -> dict[str, EntryPoint]:
     return {name: installed[name] for name in names}
 
 
-def _load(entry: EntryPoint, model: Model) -> LogitsProcessor:
+def _load(entry: EntryPoint, model: ModelView) -> LogitsProcessor:
     try:
         processor: LogitsProcessor = entry.load()(model)
     except Exception as error:

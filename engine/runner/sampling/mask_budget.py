@@ -12,7 +12,7 @@ from engine.request import RequestId
 
 MAX_STEP_S = 0.05
 # Rows below this are never refused: an unambiguous grammar takes about 20 µs, at worst 2 ms once.
-FAIR_S = 0.002
+EXEMPT_S = 0.002
 # Weight of the newest step in a row's average, so that a single slow step does not end a row.
 NEWEST_WEIGHT = 0.25
 # A matcher replays the outputs of another node in one step, in chunks of this size.
@@ -23,7 +23,7 @@ MAX_REPLAY_S, MAX_REPLAY_TOKEN_S = 0.25, 0.0005
 class MaskBudget:
     """Moving average of each row's mask time, and the rows that exceed the budget of a step."""
 
-    def __init__(self, max_step_s: float = MAX_STEP_S, fair_s: float = FAIR_S) -> None:
+    def __init__(self, max_step_s: float = MAX_STEP_S, fair_s: float = EXEMPT_S) -> None:
         self._max_step_s = max_step_s
         self._fair_s = fair_s
         self._average_s: dict[RequestId, float] = {}

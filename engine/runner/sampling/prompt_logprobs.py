@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.plan import RunResult
 from engine.request import RequestId
-from engine.runner.input_batch import PersistentBatch, RowFacts, Step
+from engine.runner.input_batch import BatchRow, PersistentBatch, Step
 from engine.runner.model.decoder import Decoder
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.sampler import NOT_FINITE
@@ -64,7 +64,7 @@ class PromptLogprobs:
 
     def _add_row(
         self,
-        row: RowFacts,
+        row: BatchRow,
         start: int,
         hidden_states: Tensor,
         batch: PersistentBatch,

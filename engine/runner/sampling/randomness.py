@@ -12,7 +12,9 @@ GOLDEN = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def waiting_times(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
+def exponential_numbers(
+    seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor
+) -> Tensor:
     """Return Exponential(1) numbers for each row's tokens, [rows, tokens] in float32.
 
     The argmax of weight / number is a draw by weight (Gumbel-max trick). A token's number

@@ -18,17 +18,17 @@ from engine.runner.layout import Ints
 from engine.runner.model.ops import Peaks, TorchOps
 from engine.runner.sampling.constraints import constrain
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
-from engine.runner.sampling.randomness import waiting_times
+from engine.runner.sampling.randomness import exponential_numbers
 from engine.sampling import SamplingParams
 
 # Candidates that top-p considers before it sorts the whole vocabulary.
-FIRST_LOOK = 1024
+TOP_P_CANDIDATES = 1024
 # Candidates drawn at once: as many as fit into the CPU's private cache.
 DRAW_CHUNK_CANDIDATES = 1 << 17
 MIN_TEMPERATURE = 1e-30  # smaller ones can underflow to zero in float32
 TORCH = TorchOps()
-NO_TOKEN_LEFT = "no token may be chosen: the allowed, banned and stop tokens leave none"
-NO_TOKEN_FITS = (
+ALL_TOKENS_FORBIDDEN = "no token may be chosen: the allowed, banned and stop tokens leave none"
+GRAMMAR_TOKENS_FORBIDDEN = (
     "no token may be chosen: all tokens that the grammar allows are banned or not allowed"
 )
 NOT_FINITE = "the model's logits are not finite"
@@ -44,7 +44,7 @@ class SampleRow(NamedTuple):
     allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
 
 
-class Choice(NamedTuple):
+class SamplingResult(NamedTuple):
     """A row's token, or the reason why it has none."""
 
     token_id: int | None
@@ -63,19 +63,21 @@ class Sampler:
         self._processors = processors
         self._find_peaks = find_peaks
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
+    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SamplingResult]:
         """Choose a token for each row of `logits`, [rows, vocab_size] in float32, not modified."""
         token_ids, are_finite = self._find_peaks(logits)
         finite = [index for index, is_finite in enumerate(are_finite.tolist()) if is_finite]
         if len(finite) == len(rows):
             return self._choose(logits, rows, token_ids)
-        choices = [Choice(None, NOT_FINITE)] * len(rows)
+        choices = [SamplingResult(None, NOT_FINITE)] * len(rows)
         chosen = self._choose(logits[finite], [rows[i] for i in finite], token_ids[finite])
         for index, choice in zip(finite, chosen, strict=True):
             choices[index] = choice
         return choices
 
-    def _choose(self, logits: Tensor, rows: Sequence[SampleRow], token_ids: Tensor) -> list[Choice]:
+    def _choose(
+        self, logits: Tensor, rows: Sequence[SampleRow], token_ids: Tensor
+    ) -> list[SamplingResult]:
         """Choose from finite logits. `token_ids`: the argmax of each row before constraints."""
         constrained = constrain(logits, rows, self._eos_token_ids, self._processors)
         if constrained.logits is not logits:
@@ -87,16 +89,22 @@ class Sampler:
             drawn = _draw(constrained.logits[random], [rows[i] for i in random])
             token_ids[random] = drawn
         return [
-            _no_choice(row, constrained.failures.get(i)) if is_empty[i] else Choice(token_id)
+            _no_choice(row, constrained.failures.get(i))
+            if is_empty[i]
+            else SamplingResult(token_id)
             for i, (row, token_id) in enumerate(zip(rows, token_ids.tolist(), strict=True))
         ]
 
 
-def _no_choice(row: SampleRow, failure: str | None) -> Choice:
+def _no_choice(row: SampleRow, failure: str | None) -> SamplingResult:
     """Report a row without a token. `failure`: of a logits processor, a server-side error."""
     if failure is not None:
-        return Choice(None, failure)
-    return Choice(None, NO_TOKEN_LEFT if row.allowed is None else NO_TOKEN_FITS, is_refused=True)
+        return SamplingResult(None, failure)
+    return SamplingResult(
+        None,
+        ALL_TOKENS_FORBIDDEN if row.allowed is None else GRAMMAR_TOKENS_FORBIDDEN,
+        is_refused=True,
+    )
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -118,7 +126,7 @@ def _num_candidates(sampling: SamplingParams, vocab_size: int) -> int:
     """Return the number of likeliest tokens to consider, with room for ties at the last rank."""
     if sampling.top_k:
         return min(1 << (sampling.top_k + 15).bit_length(), vocab_size)
-    return min(FIRST_LOOK, vocab_size) if sampling.top_p < 1 else vocab_size
+    return min(TOP_P_CANDIDATES, vocab_size) if sampling.top_p < 1 else vocab_size
 
 
 def _draw_among(count: int, scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -199,7 +207,7 @@ def _gumbel_max(values: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) ->
     at_once = max(1, DRAW_CHUNK_CANDIDATES // values.shape[1])
     for start in range(0, len(rows), at_once):
         part = slice(start, start + at_once)
-        times = waiting_times(seeds[part], positions[part], token_ids[part])
+        times = exponential_numbers(seeds[part], positions[part], token_ids[part])
         ratios = values[part].softmax(dim=-1).div_(times)
         winners.append(token_ids[part].gather(1, ratios.argmax(dim=-1, keepdim=True)))
     return torch.cat(winners).squeeze(1)

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 
 from engine.plan import RunResult
 from engine.request import RequestId
-from engine.runner.input_batch import PersistentBatch, RowFacts
+from engine.runner.input_batch import BatchRow, PersistentBatch
 from engine.runner.layout import Ints
-from engine.runner.sampling.sampler import Choice
+from engine.runner.sampling.sampler import SamplingResult
 from engine.spec_decode.config import Speculation
 from engine.spec_decode.drafter import Drafter
 
 Drafts = Mapping[RequestId, Sequence[int]]
 
 
-class DraftedRows:
+class SpecDecoder:
     def __init__(self, batch: PersistentBatch, speculation: Speculation) -> None:
         self._batch = batch
         self._speculation = speculation
@@ -62,7 +62,7 @@ class DraftedRows:
             self._drafter.judged(request_id, len(draft), num_accepted)
             result.num_proposed[request_id] = len(draft)
 
-    def _draft(self, row: RowFacts, max_tokens: int) -> list[int]:
+    def _draft(self, row: BatchRow, max_tokens: int) -> list[int]:
         known: Ints = self._batch.known_tokens(row)
         return self._drafter.draft(
             row.request_id, lambda first, count: known[first : first + count].tolist(), max_tokens
@@ -70,7 +70,7 @@ class DraftedRows:
 
 
 def accepted_indices(
-    rows: Sequence[RowFacts], choices: Sequence[Choice], drafts: Drafts
+    rows: Sequence[BatchRow], choices: Sequence[SamplingResult], drafts: Drafts
 ) -> Sequence[int]:
     """Return the indices of the accepted choices. The rows of a request are in token order."""
     if not drafts:

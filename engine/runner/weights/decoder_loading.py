@@ -14,7 +14,7 @@ from engine.runner.model.config import ModelConfig
 from engine.runner.model.decoder import Decoder
 from engine.runner.model.layers import Layer
 from engine.runner.model.ops import Linear
-from engine.runner.model_info import LoadProgress, OnLoad
+from engine.runner.model_info import LoadProgress, LoadProgressCallback
 from engine.runner.weights.packed import is_packed, read_packed
 from engine.runner.weights.quantization import Quantization
 from engine.runner.weights.quantize import (
@@ -32,7 +32,7 @@ QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """Dtype, device, implementation and quantization of the loaded weights."""
 
     dtype: torch.dtype
@@ -42,7 +42,10 @@ class Target:
 
 
 def load_decoder(
-    config: ModelConfig, files: WeightFiles, target: Target, on_progress: OnLoad | None = None
+    config: ModelConfig,
+    files: WeightFiles,
+    target: LoadTarget,
+    on_progress: LoadProgressCallback | None = None,
 ) -> Decoder:
     """Check all tensors before the first one is read, then copy each to its place once."""
     check_tensors(config, files)
@@ -61,7 +64,11 @@ class _Loader:
     """Copies tensors to their final places; matrices of one fused linear layer are stacked."""
 
     def __init__(
-        self, config: ModelConfig, files: WeightFiles, target: Target, on_progress: OnLoad | None
+        self,
+        config: ModelConfig,
+        files: WeightFiles,
+        target: LoadTarget,
+        on_progress: LoadProgressCallback | None,
     ) -> None:
         self._quantization = config.quantization
         self._shapes = expected_tensors(config)

@@ -18,9 +18,9 @@ from router.input_processing.limits import (
 )
 from rpc.errors import Unreadable, UnsupportedInput
 
-MOST_SAFE_INT = (1 << 31) - 1  # integers of the node protocol have 32 bits
-Count = Annotated[int, Field(ge=0, le=MOST_SAFE_INT)]
-AnyInt = Annotated[int, Field(ge=-MOST_SAFE_INT, le=MOST_SAFE_INT)]
+MAX_INT32 = (1 << 31) - 1  # integers of the node protocol have 32 bits
+Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
+AnyInt = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
 Texts = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
 StopIds = Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 AllowedIds = Annotated[list[Count], Field(max_length=MAX_LISTED_TOKEN_IDS, fail_fast=True)]
@@ -31,14 +31,14 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 MAX_FIELDS = 1 << 14  # of the body, and of each object directly in it
 
 # Accepted and ignored: these fields do not affect the answer.
-HARMLESS = frozenset(
+IGNORED_FIELDS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         "verbosity",
     }
 )
 # Fields without support, and the values that are accepted because they match the behaviour.
-AS_DONE_ANYWAY: Mapping[str, tuple[object, ...]] = {
+ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -167,10 +167,10 @@ def body_from(fields: Mapping[str, Any], kind: type[B]) -> B:
 
 def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
     """Return the fields without those that are ignored. Raises UnsupportedInput."""
-    effective = {name: value for name, value in fields.items() if name not in HARMLESS}
-    for name in AS_DONE_ANYWAY.keys() & effective.keys() - kind.model_fields.keys():
+    effective = {name: value for name, value in fields.items() if name not in IGNORED_FIELDS}
+    for name in ACCEPTED_VALUES.keys() & effective.keys() - kind.model_fields.keys():
         value = effective.pop(name)
-        if value not in AS_DONE_ANYWAY[name]:
+        if value not in ACCEPTED_VALUES[name]:
             raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
     return effective
 

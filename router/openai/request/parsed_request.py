@@ -7,35 +7,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.extra_args import argument_of
+from engine.extra_args import parse_argument
 from engine.sampling import SamplingDefaults
 from engine.structured_output.params import StructuredOutputs
-from router.input_processing.limits import MAX_EXTRA_ARGS, check_copies_fit, check_count, check_name
+from router.input_processing.limits import MAX_EXTRA_ARGS, check_count, check_name, check_total_size
 from router.input_processing.logprob_limits import max_tokens_with_logprobs
 from router.openai.request.bodies import (
-    MOST_SAFE_INT,
+    MAX_INT32,
     ChatBody,
     CompletionBody,
     GenerationBody,
     body_from,
 )
-from router.openai.request.prompts import chat_from, prompts_from
-from router.openai.request.structured_outputs import form_from
-from router.openai.request.tool_choice import NO_TOOLS, Calling, ToolChoice, tool_choice_from
-from router.openai.response.output_parsers import ALL_IS_CONTENT, Parsing
-from router.translate import MOST_ANSWERS, bad_words_from, seed_of, stop_strings_from
-from router.values import Call, Prompt
+from router.openai.request.prompts import chat_from, parse_prompts
+from router.openai.request.structured_outputs import output_format_from
+from router.openai.request.tool_choice import NO_TOOLS, ToolCallMode, ToolChoice, tool_choice_from
+from router.openai.response.output_parsers import NO_PARSING, Parsing
+from router.translate import MAX_ANSWERS, answer_seed, bad_words_from, stop_strings_from
+from router.values import GenerateCall, Prompt
 from rpc.errors import UnsupportedInput
 from text.stop_strings import StopRule
 
-MOST_TOP_LOGPROBS = 20
-MOST_DIGITS = len(str(MOST_SAFE_INT))
-ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
+MAX_TOP_LOGPROBS = 20
+MAX_TOKEN_ID_DIGITS = len(str(MAX_INT32))
+MODEL_DEFAULTED_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty")
 PLAIN = ("min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class ResponseOptions:
     """Options of the response: what to include and how to format it."""
 
     is_chat: bool
@@ -48,7 +48,7 @@ class Telling:
     with_answer: bool = True  # False: return the prompt only
     with_token_ids: bool = False
     tokens_by_id: bool = False
-    calling: Calling = Calling.NONE
+    calling: ToolCallMode = ToolCallMode.NONE
     function: str = ""  # the function that tool_choice names
     with_one_call: bool = False  # at most one tool call
     has_form: bool = False  # structured output, which has no reasoning in front
@@ -61,31 +61,33 @@ class Telling:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """Parsed request: `num_each` consecutive calls per prompt.
 
     The answer contains the `num_told` likeliest results of each prompt.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[GenerateCall, ...]
     num_each: int
     num_told: int
-    telling: Telling
+    telling: ResponseOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class ModelContext:
     """Properties of the requested model that the router knows."""
 
     defaults: SamplingDefaults
     max_model_len: int | None  # None while no decode node is known
-    parsing: Parsing = ALL_IS_CONTENT
+    parsing: Parsing = NO_PARSING
 
 
-def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
+def completion_from(
+    fields: Mapping[str, Any], request_id: str, advice: ModelContext
+) -> ParsedRequest:
     """Parse a completion. Raises InvalidRequest, UnsupportedInput and EmptyPrompt."""
     body = body_from(fields, CompletionBody)
-    prompts = prompts_from(
+    prompts = parse_prompts(
         body.prompt,
         add_special_tokens=body.add_special_tokens,
         max_model_len=advice.max_model_len,
@@ -101,7 +103,7 @@ def completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) 
             overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     elif best_of > body.n:
         overrides["logprobs"] = 0  # needed to rank the answers
-    options = Telling(
+    options = ResponseOptions(
         is_chat=False,
         num_logprobs=body.logprobs,
         echoes=body.echo,
@@ -125,7 +127,9 @@ def _best_of(body: CompletionBody) -> int:
     return body.best_of
 
 
-def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Advice) -> Asked:
+def chat_completion_from(
+    fields: Mapping[str, Any], request_id: str, advice: ModelContext
+) -> ParsedRequest:
     """Parse a chat completion. Raises InvalidRequest and UnsupportedInput."""
     body = body_from(fields, ChatBody)
     choice = tool_choice_from(body)
@@ -134,14 +138,14 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
     # The default is the rest of the context, which the pipeline computes once it has tokenized.
-    rest = MOST_SAFE_INT if advice.max_model_len is None else advice.max_model_len
+    rest = MAX_INT32 if advice.max_model_len is None else advice.max_model_len
     overrides: dict[str, Any] = {"max_tokens": rest if max_tokens is None else max_tokens}
     num_logprobs = _num_logprobs(body)
     if num_logprobs is not None:
         overrides["logprobs"] = num_logprobs
         if max_tokens is None and not body.stream:
             overrides["max_tokens"] = min(rest, max_tokens_with_logprobs(num_logprobs, body.n))
-    options = Telling(
+    options = ResponseOptions(
         is_chat=True,
         num_logprobs=num_logprobs,
         calling=choice.calling,
@@ -157,9 +161,9 @@ def chat_completion_from(fields: Mapping[str, Any], request_id: str, advice: Adv
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and body.top_logprobs > MOST_TOP_LOGPROBS:
+    if body.top_logprobs is not None and body.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(
-            f"top_logprobs is {body.top_logprobs}; it must be at most {MOST_TOP_LOGPROBS}",
+            f"top_logprobs is {body.top_logprobs}; it must be at most {MAX_TOP_LOGPROBS}",
             "top_logprobs",
         )
     if not body.logprobs:
@@ -190,32 +194,32 @@ def _parsed_request(
     prompts: Sequence[Prompt],
     overrides: Mapping[str, Any],
     request_id: str,
-    advice: Advice,
-    options: Telling,
+    advice: ModelContext,
+    options: ResponseOptions,
     num_each: int,
     choice: ToolChoice = NO_TOOLS,
-) -> Asked:
+) -> ParsedRequest:
     check_name("model", body.model)
     check_name("cache_salt", body.cache_salt)
     form = _form(body, choice)
     num_choices = num_each * len(prompts)
-    if num_choices > MOST_ANSWERS:
+    if num_choices > MAX_ANSWERS:
         more = "n" if num_each == body.n else "best_of"
-        field = "prompt" if len(prompts) > MOST_ANSWERS else more
+        field = "prompt" if len(prompts) > MAX_ANSWERS else more
         raise InvalidRequest(
-            f"{num_choices} answers were requested; the limit is {MOST_ANSWERS}", field
+            f"{num_choices} answers were requested; the limit is {MAX_ANSWERS}", field
         )
     sampling = {**_sampling(body), **overrides, "structured_outputs": form}
     strings = stop_strings_from([body.stop] if isinstance(body.stop, str) else body.stop)
     bad_words = bad_words_from(body.bad_words)
-    check_copies_fit(advice.defaults.params(**sampling), bad_words, num_choices)
+    check_total_size(advice.defaults.params(**sampling), bad_words, num_choices)
     shown_tokens: tuple[str, ...] = ()
     if options.is_chat and form is None:
-        shown_tokens = advice.parsing.marks(with_tools=choice.calling is Calling.BY_MODEL)
+        shown_tokens = advice.parsing.marks(with_tools=choice.calling is ToolCallMode.BY_MODEL)
     calls = []
     for index in range(num_choices):
-        params = advice.defaults.params(**sampling, seed=seed_of(body.seed, index % num_each))
-        call = Call(
+        params = advice.defaults.params(**sampling, seed=answer_seed(body.seed, index % num_each))
+        call = GenerateCall(
             request_id=request_id if num_choices == 1 else f"{request_id}-{index}",
             prompt=prompts[index // num_each],
             sampling=params,
@@ -230,10 +234,10 @@ def _parsed_request(
     if not body.stream:
         _check_logprobs_fit(calls, advice)
     options = replace(options, has_form=form is not None, max_model_len=advice.max_model_len)
-    return Asked(tuple(calls), num_each, body.n, options)
+    return ParsedRequest(tuple(calls), num_each, body.n, options)
 
 
-def _check_logprobs_fit(calls: Sequence[Call], advice: Advice) -> None:
+def _check_logprobs_fit(calls: Sequence[GenerateCall], advice: ModelContext) -> None:
     """Check the size of a whole answer, which has all logprobs in one body, unlike a stream."""
     sampling, num_answers = calls[0].sampling, len(calls)
     if sampling.logprobs is None:
@@ -250,7 +254,7 @@ def _check_logprobs_fit(calls: Sequence[Call], advice: Advice) -> None:
 
 
 def _form(body: GenerationBody, choice: ToolChoice) -> StructuredOutputs | None:
-    form = form_from(body)
+    form = output_format_from(body)
     if form is not None and choice.form is not None:
         raise InvalidRequest(
             "tool_choice forces a call and cannot be combined with another output format: leave "
@@ -265,7 +269,7 @@ def _sampling(body: GenerationBody) -> dict[str, Any]:
     check_count("vllm_xargs", len(body.vllm_xargs), MAX_EXTRA_ARGS)
     for name in body.vllm_xargs:
         check_name("vllm_xargs", name)
-    chosen = {name: getattr(body, name) for name in (*ADVISED, *PLAIN)}
+    chosen = {name: getattr(body, name) for name in (*MODEL_DEFAULTED_FIELDS, *PLAIN)}
     if body.top_k is not None:
         chosen["top_k"] = 0 if body.top_k == -1 else body.top_k  # -1 disables top_k, as in vLLM
     if body.allowed_token_ids is not None:
@@ -275,15 +279,15 @@ def _sampling(body: GenerationBody) -> dict[str, Any]:
         "logit_bias": _logit_bias(body.logit_bias),
         "stop_token_ids": tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
-        "extra_args": {name: argument_of(value) for name, value in body.vllm_xargs.items()},
+        "extra_args": {name: parse_argument(value) for name, value in body.vllm_xargs.items()},
     }
 
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     bias = {}
     for name, value in biases.items():
-        is_id = name.isascii() and name.isdecimal() and len(name) <= MOST_DIGITS
-        if not (is_id and int(name) <= MOST_SAFE_INT):
+        is_id = name.isascii() and name.isdecimal() and len(name) <= MAX_TOKEN_ID_DIGITS
+        if not (is_id and int(name) <= MAX_INT32):
             raise InvalidRequest(
                 f"logit_bias has {name!r}; its keys must be token ids", "logit_bias"
             )

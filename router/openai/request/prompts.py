@@ -9,8 +9,8 @@ from pydantic_core import from_json
 
 from engine.errors import InvalidRequest
 from router.input_processing.limits import check_count, check_prompt_length
-from router.openai.request.bodies import MOST_SAFE_INT, TemplateFields
-from router.translate import MOST_ANSWERS
+from router.openai.request.bodies import MAX_INT32, TemplateFields
+from router.translate import MAX_ANSWERS
 from router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from rpc.errors import EmptyPrompt, UnsupportedInput
 
@@ -19,7 +19,7 @@ EXPECTED = "a text, a list of texts, a list of token ids, or a list of such list
 RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
-def prompts_from(
+def parse_prompts(
     value: object, *, add_special_tokens: bool = True, max_model_len: int | None = None
 ) -> list[Prompt]:
     """Return one or several prompts. Raises InvalidRequest and EmptyPrompt."""
@@ -30,7 +30,7 @@ def prompts_from(
             raise EmptyPrompt("prompt is an empty list; there is nothing to continue")
         if type(value[0]) is int:
             return [_token_prompt(value, max_model_len)]
-        check_count("prompt", len(value), MOST_ANSWERS)
+        check_count("prompt", len(value), MAX_ANSWERS)
         if all(isinstance(prompt, str) for prompt in value):
             return [TextPrompt(text, add_special_tokens) for text in value]
         if all(isinstance(prompt, list) for prompt in value):
@@ -48,7 +48,7 @@ def _token_prompt(token_ids: list[Any], max_model_len: int | None) -> TokenPromp
 def _are_token_ids(values: Sequence[Any]) -> bool:
     if set(map(type, values)) - {int}:
         return False
-    return not values or (min(values) >= 0 and max(values) <= MOST_SAFE_INT)
+    return not values or (min(values) >= 0 and max(values) <= MAX_INT32)
 
 
 def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:

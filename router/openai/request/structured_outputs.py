@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from engine.errors import InvalidRequest
-from engine.structured_output.params import StructuredOutputs, structured_outputs_of
+from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
 from router.openai.request.bodies import GenerationBody
 from rpc.errors import UnsupportedInput
 
@@ -14,10 +14,10 @@ Form = TypeVar("Form")
 
 RESPONSE_FORMAT = "response_format"
 # vLLM's fields that `structured_outputs` replaced.
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def form_from(body: GenerationBody) -> StructuredOutputs | None:
+def output_format_from(body: GenerationBody) -> StructuredOutputs | None:
     """Return the required format, or None for any text.
 
     Raises InvalidRequest and UnsupportedInput, which name the field.
@@ -28,12 +28,12 @@ def form_from(body: GenerationBody) -> StructuredOutputs | None:
         if form is not None:
             found[RESPONSE_FORMAT] = form
     if body.structured_outputs is not None:
-        found["structured_outputs"] = structured_outputs_of(body.structured_outputs)
-    for name in GUIDED:
+        found["structured_outputs"] = parse_structured_outputs(body.structured_outputs)
+    for name in GUIDED_FIELDS:
         value = getattr(body, name)
         if value is not None:
             found[name] = _with_field_name(
-                name, structured_outputs_of, {name.removeprefix("guided_"): value}
+                name, parse_structured_outputs, {name.removeprefix("guided_"): value}
             )
     if len(found) > 1:
         raise InvalidRequest(
@@ -55,7 +55,7 @@ def _of_response_format(option: Mapping[str, Any]) -> StructuredOutputs | None:
                 raise InvalidRequest(
                     f"{RESPONSE_FORMAT}.json_schema must be an object with a schema"
                 )
-            return structured_outputs_of({"json": named["schema"]})
+            return parse_structured_outputs({"json": named["schema"]})
         case None:
             raise InvalidRequest(f"{RESPONSE_FORMAT}.type is missing")
     raise UnsupportedInput(

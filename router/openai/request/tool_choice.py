@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.structured_output.params import FIELD, StructuredOutputs, structured_outputs_of
+from engine.structured_output.params import FIELD, StructuredOutputs, parse_structured_outputs
 from engine.structured_output.subschemas import rewritten
 from router.openai.request.bodies import ChatBody
 from rpc.errors import UnsupportedInput
@@ -24,7 +24,7 @@ TOOLS, TOOL_CHOICE = "tools", "tool_choice"
 ANY_ARGUMENTS: Schema = {"type": "object"}
 
 
-class Calling(Enum):
+class ToolCallMode(Enum):
     """Mode of tool calling."""
 
     NONE = auto()
@@ -35,7 +35,7 @@ class Calling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    calling: Calling = Calling.NONE
+    calling: ToolCallMode = ToolCallMode.NONE
     shown: Sequence[Mapping[str, Any]] = ()  # to the chat template
     name: str = ""  # of the one function
     form: StructuredOutputs | None = None
@@ -50,29 +50,29 @@ def tool_choice_from(body: ChatBody) -> ToolChoice:
     if choice == "none" or (choice == "auto" and not body.tools):
         return NO_TOOLS
     if choice == "auto":
-        return ToolChoice(Calling.BY_MODEL, body.tools)
+        return ToolChoice(ToolCallMode.BY_MODEL, body.tools)
     if choice == "required":
         functions = _functions(body.tools)
-        form = _form(Calling.REQUIRED, _schema_of_calls(functions, body))
-        return ToolChoice(Calling.REQUIRED, body.tools, form=form)
+        form = _form(ToolCallMode.REQUIRED, _schema_of_calls(functions, body))
+        return ToolChoice(ToolCallMode.REQUIRED, body.tools, form=form)
     name = _name_in(choice)
     functions = _functions(body.tools)
     if name not in functions:
         raise InvalidRequest(
             f"tool_choice names {name!r}, which is not in tools: name one that is", TOOL_CHOICE
         )
-    form = _form(Calling.NAMED, functions[name])
-    return ToolChoice(Calling.NAMED, body.tools, name, form)
+    form = _form(ToolCallMode.NAMED, functions[name])
+    return ToolChoice(ToolCallMode.NAMED, body.tools, name, form)
 
 
 @contextmanager
-def refusals_naming_tools(calling: Calling) -> Iterator[None]:
+def tool_schema_errors(calling: ToolCallMode) -> Iterator[None]:
     """Rewrite errors of a schema made from tools to name `tools`, which the client sent."""
     try:
         yield
     except InvalidRequest as refusal:
         reason = str(refusal).removeprefix(f"{FIELD}.json ")
-        if calling not in (Calling.REQUIRED, Calling.NAMED) or reason == str(refusal):
+        if calling not in (ToolCallMode.REQUIRED, ToolCallMode.NAMED) or reason == str(refusal):
             raise
         raise InvalidRequest(f"the form made of the tools' parameters {reason}", TOOLS) from None
 
@@ -159,6 +159,6 @@ def _embedded(schema: Schema, place: str) -> Schema:
     return embedded
 
 
-def _form(calling: Calling, schema: Schema) -> StructuredOutputs:
-    with refusals_naming_tools(calling):
-        return structured_outputs_of({"json": schema})
+def _form(calling: ToolCallMode, schema: Schema) -> StructuredOutputs:
+    with tool_schema_errors(calling):
+        return parse_structured_outputs({"json": schema})

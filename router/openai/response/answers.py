@@ -8,22 +8,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.openai.request.parsed_request import Asked, Telling
-from router.openai.request.tool_choice import Calling
+from router.openai.request.parsed_request import ParsedRequest, ResponseOptions
+from router.openai.request.tool_choice import ToolCallMode
 from router.openai.response.chat_choices import ChatChoice
-from router.openai.response.choices import Choice, CompletionChoice, Json, ToldPrompt, joined
-from router.openai.response.encoding import MAX_POSITIONS_AT_ONCE, LongList, as_json, encoded
-from router.openai.response.forced_calls import NamedCallReader, RequiredCallsReader
-from router.openai.response.logprobs import Spell, prompt_logprobs
-from router.openai.response.output_parsers import ALL_IS_CONTENT, FirstCallReader, Parsing, Reader
+from router.openai.response.choices import (
+    CompletionChoice,
+    EchoedPrompt,
+    Json,
+    ResponseChoice,
+    joined,
+)
+from router.openai.response.encoding import MAX_POSITIONS_PER_SLICE, LazyArray, as_json, encoded
+from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
+from router.openai.response.logprobs import TokenSpeller, prompt_logprobs
+from router.openai.response.output_parsers import NO_PARSING, FirstCallFilter, OutputParser, Parsing
 from router.openai.response.request_warnings import Warnings
-from router.values import Ending, Piece
+from router.values import CompletionSummary, TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ResponseHeader:
     """Fields that all messages of one answer share."""
 
     id: str
@@ -31,7 +37,7 @@ class Heading:
     created: int
     model: str
 
-    def over(self, choices: Sequence[Json] | LongList, **more: Any) -> Json:
+    def over(self, choices: Sequence[Json] | LazyArray, **more: Any) -> Json:
         return {
             "id": self.id,
             "object": self.object,
@@ -42,20 +48,22 @@ class Heading:
         }
 
 
-def heading_of(parsed: Asked, request_id: str, created: int, model: str) -> Heading:
+def make_heading(
+    parsed: ParsedRequest, request_id: str, created: int, model: str
+) -> ResponseHeader:
     options = parsed.telling
     if not options.is_chat:
-        return Heading(f"cmpl-{request_id}", "text_completion", created, model)
+        return ResponseHeader(f"cmpl-{request_id}", "text_completion", created, model)
     kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
-    return Heading(f"chatcmpl-{request_id}", kind, created, model)
+    return ResponseHeader(f"chatcmpl-{request_id}", kind, created, model)
 
 
-def choices_of(
-    parsed: Asked,
-    prompts: Sequence[ToldPrompt],
-    spell: Spell,
-    parsing: Parsing = ALL_IS_CONTENT,
-) -> list[Choice]:
+def make_choices(
+    parsed: ParsedRequest,
+    prompts: Sequence[EchoedPrompt],
+    spell: TokenSpeller,
+    parsing: Parsing = NO_PARSING,
+) -> list[ResponseChoice]:
     """Return a choice for each call. `prompts` has one entry per call."""
     options = parsed.telling
     if options.is_chat:
@@ -66,29 +74,29 @@ def choices_of(
     return [CompletionChoice(*each, options, spell) for each in enumerate(prompts)]
 
 
-def _reader(options: Telling, parsing: Parsing) -> Reader:
+def _reader(options: ResponseOptions, parsing: Parsing) -> OutputParser:
     match options.calling:
-        case Calling.NAMED:
-            return NamedCallReader(options.function)
-        case Calling.REQUIRED:
-            return RequiredCallsReader()
+        case ToolCallMode.NAMED:
+            return NamedCallParser(options.function)
+        case ToolCallMode.REQUIRED:
+            return RequiredCallsParser()
     if options.has_form:
-        return ALL_IS_CONTENT.reader(with_tools=False)
-    reader = parsing.reader(with_tools=options.calling is Calling.BY_MODEL)
-    return FirstCallReader(reader) if options.with_one_call else reader
+        return NO_PARSING.reader(with_tools=False)
+    reader = parsing.reader(with_tools=options.calling is ToolCallMode.BY_MODEL)
+    return FirstCallFilter(reader) if options.with_one_call else reader
 
 
-class Usage:
+class UsageTotals:
     """Token usage. Each prompt counts once, regardless of the number of its answers."""
 
-    def __init__(self, parsed: Asked) -> None:
+    def __init__(self, parsed: ParsedRequest) -> None:
         self._num_each = parsed.num_each
         self._with_answer = parsed.telling.with_answer
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
         self._num_cached_by_prompt: dict[int, int | None] = {}
 
-    def ended(self, index: int, ending: Ending) -> None:
+    def ended(self, index: int, ending: CompletionSummary) -> None:
         if index % self._num_each == 0:
             self._num_prompt_tokens += ending.num_prompt_tokens
         prompt, num_cached = index // self._num_each, ending.served.num_cached_prompt_tokens
@@ -121,10 +129,10 @@ class WholeAnswer:
 
     def __init__(
         self,
-        parsed: Asked,
-        heading: Heading,
-        choices: Sequence[Choice],
-        spell: Spell,
+        parsed: ParsedRequest,
+        heading: ResponseHeader,
+        choices: Sequence[ResponseChoice],
+        spell: TokenSpeller,
         warnings: Warnings,
     ) -> None:
         self._parsed = parsed
@@ -133,12 +141,12 @@ class WholeAnswer:
         self._heading = heading
         self._choices = choices
         self._spell = spell
-        self._pieces: list[list[Piece]] = [[] for _ in choices]
-        self._endings: dict[int, Ending] = {}
-        self._usage = Usage(parsed)
+        self._pieces: list[list[TokenChunk]] = [[] for _ in choices]
+        self._endings: dict[int, CompletionSummary] = {}
+        self._usage = UsageTotals(parsed)
 
-    def take(self, index: int, part: Piece | Ending) -> None:
-        if isinstance(part, Ending):
+    def take(self, index: int, part: TokenChunk | CompletionSummary) -> None:
+        if isinstance(part, CompletionSummary):
             self._endings[index] = part
             self._usage.ended(index, part)
         else:
@@ -154,7 +162,7 @@ class WholeAnswer:
             for place, index in enumerate(self._returned_indices())
         )
         return self._heading.over(
-            LongList(choices, has_long_items=True),
+            LazyArray(choices, has_long_items=True),
             usage=self._usage.totals,
             **self._prompt_fields(),
             **self._warnings.of(*self._endings.values()),
@@ -188,10 +196,10 @@ class StreamedAnswer:
 
     def __init__(
         self,
-        parsed: Asked,
-        heading: Heading,
-        choices: Sequence[Choice],
-        prompts: Sequence[ToldPrompt],
+        parsed: ParsedRequest,
+        heading: ResponseHeader,
+        choices: Sequence[ResponseChoice],
+        prompts: Sequence[EchoedPrompt],
         warnings: Warnings,
     ) -> None:
         self._options = parsed.telling
@@ -199,12 +207,12 @@ class StreamedAnswer:
         self._heading = heading
         self._choices = choices
         self._prompts = prompts
-        self._usage = Usage(parsed)
+        self._usage = UsageTotals(parsed)
 
-    async def events(self, index: int, part: Piece | Ending) -> bytes:
+    async def events(self, index: int, part: TokenChunk | CompletionSummary) -> bytes:
         """Return the next events; empty if there is nothing to send yet."""
         choice = self._choices[index]
-        if isinstance(part, Ending):
+        if isinstance(part, CompletionSummary):
             self._usage.ended(index, part)
             warnings = self._warnings.of(part)
             last_chunk = choice.last_chunk(part)
@@ -213,9 +221,9 @@ class StreamedAnswer:
         if choice_json is None:
             return b""
         chunk = self._chunk(index, choice_json, part.first_index + len(part.token_ids))
-        if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_AT_ONCE:
+        if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
             return event(chunk)
-        choices = LongList(chunk["choices"], has_long_items=True)
+        choices = LazyArray(chunk["choices"], has_long_items=True)
         return b"".join((b"data: ", *await encoded({**chunk, "choices": choices}), b"\n\n"))
 
     def end(self) -> bytes:

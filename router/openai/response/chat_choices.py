@@ -6,18 +6,20 @@ import secrets
 from collections.abc import Sequence
 
 from engine.request import FinishReason
-from router.openai.request.parsed_request import Telling
-from router.openai.request.tool_choice import Calling
-from router.openai.response.choices import Json, how_ended, joined
-from router.openai.response.logprobs import Spell, chat_logprobs
-from router.openai.response.output_parsers import Delta, Reader, ToolCall
-from router.values import Ending, Piece
+from router.openai.request.parsed_request import ResponseOptions
+from router.openai.request.tool_choice import ToolCallMode
+from router.openai.response.choices import Json, finish_fields, joined
+from router.openai.response.logprobs import TokenSpeller, chat_logprobs
+from router.openai.response.output_parsers import Delta, OutputParser, ToolCall
+from router.values import CompletionSummary, TokenChunk
 
 ID_BYTES = 12
 
 
 class ChatChoice:
-    def __init__(self, index: int, options: Telling, spell: Spell, reader: Reader) -> None:
+    def __init__(
+        self, index: int, options: ResponseOptions, spell: TokenSpeller, reader: OutputParser
+    ) -> None:
         self._index = index
         self._options = options
         self._spell = spell
@@ -25,7 +27,7 @@ class ChatChoice:
         self._num_calls = 0
         self._has_begun = False
 
-    def chunk(self, piece: Piece) -> Json | None:
+    def chunk(self, piece: TokenChunk) -> Json | None:
         delta = self._delta(self._reader.push(piece.text))
         extra = self._extra_fields(piece)
         if not self._has_begun:
@@ -35,7 +37,7 @@ class ChatChoice:
         self._has_begun = True
         return {"index": self._index, "delta": delta, **extra, "finish_reason": None}
 
-    def last_chunk(self, ending: Ending) -> Json:
+    def last_chunk(self, ending: CompletionSummary) -> Json:
         delta = self._delta(self._reader.finish(is_cut_off=_is_cut_off(ending)))
         return {
             "index": self._index,
@@ -44,7 +46,7 @@ class ChatChoice:
             **self._finish_fields(ending),
         }
 
-    def whole(self, pieces: Sequence[Piece], ending: Ending) -> Json:
+    def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json:
         piece = joined(pieces)
         parsed = self._reader.push(piece.text)
         parsed += self._reader.finish(is_cut_off=_is_cut_off(ending))
@@ -83,17 +85,17 @@ class ChatChoice:
             "function": function,
         }
 
-    def _finish_fields(self, ending: Ending) -> Json:
+    def _finish_fields(self, ending: CompletionSummary) -> Json:
         """Return the finish reason. OpenAI and vLLM use "stop" if the client named the function."""
-        how = how_ended(ending)
+        how = finish_fields(ending)
         calling = self._options.calling
-        is_whole = calling is Calling.BY_MODEL or ending.finish.stop_string is None
-        has_called = self._num_calls > 0 and is_whole and calling is not Calling.NAMED
+        is_whole = calling is ToolCallMode.BY_MODEL or ending.finish.stop_string is None
+        has_called = self._num_calls > 0 and is_whole and calling is not ToolCallMode.NAMED
         if has_called and how["finish_reason"] == "stop":
             how["finish_reason"] = "tool_calls"
         return how
 
-    def _extra_fields(self, piece: Piece) -> Json:
+    def _extra_fields(self, piece: TokenChunk) -> Json:
         """Return the fields next to the text: logprobs and token ids."""
         num_top, logprobs = self._options.num_logprobs, None
         if num_top is not None and piece.logprobs:
@@ -103,5 +105,5 @@ class ChatChoice:
         return {"logprobs": logprobs}
 
 
-def _is_cut_off(ending: Ending) -> bool:
+def _is_cut_off(ending: CompletionSummary) -> bool:
     return ending.finish.reason is FinishReason.LENGTH

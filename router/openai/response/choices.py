@@ -7,34 +7,36 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kv_transfer.types import TokenLogprobs
-from router.openai.request.parsed_request import Telling
-from router.openai.response.logprobs import Spell, completion_logprobs, prompt_logprobs
-from router.values import Ending, Piece
+from router.openai.request.parsed_request import ResponseOptions
+from router.openai.response.logprobs import TokenSpeller, completion_logprobs, prompt_logprobs
+from router.values import CompletionSummary, TokenChunk
 
 Json = dict[str, Any]
-NOTHING = Piece(0)
+NOTHING = TokenChunk(0)
 
 
 @dataclass(frozen=True, slots=True)
-class ToldPrompt:
+class EchoedPrompt:
     """Parts of the prompt that the answer can repeat."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
 
 
-class Choice(Protocol):
-    def chunk(self, piece: Piece) -> Json | None:
+class ResponseChoice(Protocol):
+    def chunk(self, piece: TokenChunk) -> Json | None:
         """Return None if there is nothing to send yet."""
         ...
 
-    def last_chunk(self, ending: Ending) -> Json: ...
+    def last_chunk(self, ending: CompletionSummary) -> Json: ...
 
-    def whole(self, pieces: Sequence[Piece], ending: Ending) -> Json: ...
+    def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json: ...
 
 
 class CompletionChoice:
-    def __init__(self, index: int, prompt: ToldPrompt, options: Telling, spell: Spell) -> None:
+    def __init__(
+        self, index: int, prompt: EchoedPrompt, options: ResponseOptions, spell: TokenSpeller
+    ) -> None:
         self._index = index
         self._options = options
         self._prompt = prompt
@@ -42,7 +44,7 @@ class CompletionChoice:
         self._offset = 0  # of the next token in the text
         self._has_begun = False
 
-    def chunk(self, piece: Piece) -> Json | None:
+    def chunk(self, piece: TokenChunk) -> Json | None:
         fields = self._fields(piece)
         is_first, self._has_begun = not self._has_begun, True
         if not (is_first or fields["text"] or fields["logprobs"] or "token_ids" in fields):
@@ -51,12 +53,12 @@ class CompletionChoice:
             fields["prompt_token_ids"] = self._prompt.token_ids
         return {**fields, "finish_reason": None, "stop_reason": None}
 
-    def last_chunk(self, ending: Ending) -> Json:
-        return {"index": self._index, "text": "", "logprobs": None, **how_ended(ending)}
+    def last_chunk(self, ending: CompletionSummary) -> Json:
+        return {"index": self._index, "text": "", "logprobs": None, **finish_fields(ending)}
 
-    def whole(self, pieces: Sequence[Piece], ending: Ending) -> Json:
+    def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json:
         piece = joined(pieces)
-        fields = {**self._fields(piece), **how_ended(ending)}
+        fields = {**self._fields(piece), **finish_fields(ending)}
         num_top = self._options.num_prompt_logprobs
         if num_top is not None:
             fields["prompt_logprobs"] = prompt_logprobs(piece.prompt_logprobs, num_top, self._spell)
@@ -64,7 +66,7 @@ class CompletionChoice:
             fields["prompt_token_ids"] = self._prompt.token_ids
         return fields
 
-    def _fields(self, piece: Piece) -> Json:
+    def _fields(self, piece: TokenChunk) -> Json:
         options = self._options
         echoes = options.echoes and not self._has_begun
         text = piece.text if options.with_answer else ""
@@ -77,7 +79,7 @@ class CompletionChoice:
             fields["token_ids"] = piece.token_ids if options.with_answer else ()
         return fields
 
-    def _logprobs(self, piece: Piece, *, echoes: bool) -> Json | None:
+    def _logprobs(self, piece: TokenChunk, *, echoes: bool) -> Json | None:
         num_top = self._options.num_logprobs
         if num_top is None:
             return None
@@ -94,16 +96,16 @@ class CompletionChoice:
         return logprobs
 
 
-def how_ended(ending: Ending) -> Json:
+def finish_fields(ending: CompletionSummary) -> Json:
     finish = ending.finish
     stopped_by = finish.stop_string if finish.stop_token_id is None else finish.stop_token_id
     return {"finish_reason": finish.reason.value, "stop_reason": stopped_by}
 
 
-def joined(pieces: Iterable[Piece]) -> Piece:
+def joined(pieces: Iterable[TokenChunk]) -> TokenChunk:
     """Concatenate the pieces."""
     pieces = list(pieces)
-    return Piece(
+    return TokenChunk(
         first_index=0,
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         text="".join(piece.text for piece in pieces),

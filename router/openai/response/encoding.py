@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 SLICE_CHARACTERS = 1 << 16  # takes a few milliseconds to encode
 # Positions with logprobs, at most 65 entries each, that are encoded without yielding.
-MAX_POSITIONS_AT_ONCE = 256
+MAX_POSITIONS_PER_SLICE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class LongList:
+class LazyArray:
     """JSON array whose items are created lazily while it is encoded, once."""
 
     items: Iterable[object]
-    has_long_items: bool = False  # items may hold a LongList
+    has_long_items: bool = False  # items may hold a LazyArray
 
 
 def as_json(value: object) -> bytes:
-    """Encode at once a value that contains no LongList."""
+    """Encode at once a value that contains no LazyArray."""
     return _dumps(value).encode()
 
 
@@ -42,7 +42,7 @@ async def encoded(value: object) -> list[bytes]:
 
 def _fragments(value: object) -> Iterator[str]:
     match value:
-        case LongList(items, has_long_items):
+        case LazyArray(items, has_long_items):
             yield "["
             for place, item in enumerate(items):
                 if place:

@@ -17,7 +17,7 @@ _BEGINNING = re.compile(
 )
 
 
-class NamedCallReader:
+class NamedCallParser:
     """Parses an answer that consists of one function's arguments."""
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,7 @@ class NamedCallReader:
         return NOTHING
 
 
-class RequiredCallsReader:
+class RequiredCallsParser:
     """Parses `[{"name": …, "arguments": …}, …]`. A call is emitted once its arguments begin."""
 
     def __init__(self) -> None:

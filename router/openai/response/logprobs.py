@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kv_transfer.types import TokenLogprobs
-from router.openai.response.encoding import MAX_POSITIONS_AT_ONCE, LongList
+from router.openai.response.encoding import MAX_POSITIONS_PER_SLICE, LazyArray
 from text.token_text import TokenText
 
 LOWEST = -9999.0  # replaces -inf, which JSON lacks; the same value as in vLLM
 
-Spell = Callable[[int], TokenText]
+TokenSpeller = Callable[[int], TokenText]
 Position = TypeVar("Position")
 
 
@@ -20,7 +20,7 @@ def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[TokenLogprobs | None],
     num_top: int,
-    spell: Spell,
+    spell: TokenSpeller,
     offset: int,
 ) -> dict[str, Any]:
     """Return logprobs of the completions API: parallel lists. A prompt's first entry is None."""
@@ -36,7 +36,9 @@ def completion_logprobs(
     }
 
 
-def _by_text(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[str, float] | None:
+def _by_text(
+    entry: TokenLogprobs | None, num_top: int, spell: TokenSpeller
+) -> dict[str, float] | None:
     """Return top logprobs by text, with the sampled token. Equal texts keep the likelier one."""
     if entry is None:
         return None
@@ -46,31 +48,33 @@ def _by_text(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[st
     return top
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], num_top: int, spell: Spell) -> dict[str, Any]:
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs], num_top: int, spell: TokenSpeller
+) -> dict[str, Any]:
     position = partial(_of_chat, num_top=num_top, spell=spell)
     return {"content": _map_positions(position, entries), "refusal": None}
 
 
-def _of_chat(entry: TokenLogprobs, num_top: int, spell: Spell) -> dict[str, Any]:
+def _of_chat(entry: TokenLogprobs, num_top: int, spell: TokenSpeller) -> dict[str, Any]:
     return {
         **_token(entry.token_id, entry.logprob, spell),
         "top_logprobs": [_token(*top, spell) for top in entry.top[:num_top]],
     }
 
 
-def _token(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:
+def _token(token_id: int, logprob: float, spell: TokenSpeller) -> dict[str, Any]:
     spelled = spell(token_id)
     return {"token": spelled.text, "logprob": _finite(logprob), "bytes": list(spelled.raw)}
 
 
 def prompt_logprobs(
-    entries: Sequence[TokenLogprobs | None], num_top: int, spell: Spell
-) -> list[Any] | LongList:
+    entries: Sequence[TokenLogprobs | None], num_top: int, spell: TokenSpeller
+) -> list[Any] | LazyArray:
     """Return prompt logprobs by token id, in vLLM's format."""
     return _map_positions(partial(_by_id, num_top=num_top, spell=spell), entries)
 
 
-def _by_id(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[str, Any] | None:
+def _by_id(entry: TokenLogprobs | None, num_top: int, spell: TokenSpeller) -> dict[str, Any] | None:
     if entry is None:
         return None
     ranked = enumerate(entry.top[:num_top], 1)
@@ -88,10 +92,10 @@ def _by_id(entry: TokenLogprobs | None, num_top: int, spell: Spell) -> dict[str,
 
 def _map_positions(
     to_json: Callable[[Position], object], entries: Sequence[Position]
-) -> list[Any] | LongList:
-    """Return a list, or a LongList if building it at once would block the event loop."""
+) -> list[Any] | LazyArray:
+    """Return a list, or a LazyArray if building it at once would block the event loop."""
     positions: Iterable[object] = map(to_json, entries)
-    return list(positions) if len(entries) <= MAX_POSITIONS_AT_ONCE else LongList(positions)
+    return list(positions) if len(entries) <= MAX_POSITIONS_PER_SLICE else LazyArray(positions)
 
 
 def _finite(logprob: float) -> float:

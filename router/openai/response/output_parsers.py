@@ -50,7 +50,7 @@ def _joined_calls(calls: tuple[ToolCall, ...], more: tuple[ToolCall, ...]) -> tu
 NOTHING = Delta()
 
 
-class Reader(Protocol):
+class OutputParser(Protocol):
     def push(self, text: str) -> Delta: ...
 
     def finish(self, *, is_cut_off: bool = False) -> Delta:
@@ -58,7 +58,7 @@ class Reader(Protocol):
         ...
 
 
-class PlainReader:
+class PlainTextParser:
     def push(self, text: str) -> Delta:
         return Delta(text)
 
@@ -66,7 +66,7 @@ class PlainReader:
         return NOTHING
 
 
-class ThinkReader:
+class ThinkTagParser:
     """Parses a leading `<think>…</think>` as reasoning."""
 
     class _At(Enum):
@@ -74,7 +74,7 @@ class ThinkReader:
         REASONING = auto()
         CONTENT = auto()
 
-    def __init__(self, content: Reader, *, begins_inside: bool) -> None:
+    def __init__(self, content: OutputParser, *, begins_inside: bool) -> None:
         self._content = content  # reader of the text after the reasoning
         self._otherwise = self._At.REASONING if begins_inside else self._At.CONTENT
         self._at = self._At.START
@@ -142,7 +142,7 @@ class _Content:
         return self._has_called
 
 
-class HermesReader:
+class HermesToolParser:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen and others.
 
     A call is emitted when it is complete; at the end, the closing mark can be missing. Calls that
@@ -217,7 +217,7 @@ class HermesReader:
         return self._content.text(CALL + first + END_CALL)
 
 
-class LlamaReader:
+class LlamaToolParser:
     """A call in JSON, or several with `;` between, to the end of the answer: Llama 3.
 
     Calls are the whole answer, or follow `<|python_tag|>`. They are emitted at the end, since they
@@ -265,10 +265,10 @@ def _begins_like_call(text: str) -> bool | None:
     return behind.startswith("{") if behind else None
 
 
-class FirstCallReader:
+class FirstCallFilter:
     """Drops calls after the first, for `parallel_tool_calls: false`, as vLLM does."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: OutputParser) -> None:
         self._reader = reader
         self._has_called = False
 
@@ -339,7 +339,10 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-TOOL_READERS: dict[str, Callable[[], Reader]] = {"hermes": HermesReader, "llama3_json": LlamaReader}
+TOOL_READERS: dict[str, Callable[[], OutputParser]] = {
+    "hermes": HermesToolParser,
+    "llama3_json": LlamaToolParser,
+}
 TOOL_MARKS = {"hermes": (CALL, END_CALL), "llama3_json": (PYTHON_TAG,)}
 # True if the chat template ends with `<think>`.
 REASONING_BEGINS_INSIDE = {"qwen3": False, "deepseek_r1": True}
@@ -366,14 +369,14 @@ class Parsing:
         of_tools = TOOL_MARKS.get(self.tools, ()) if with_tools else ()
         return (*of_tools, *((THINK, END_THINK) if self.reasoning else ()))
 
-    def reader(self, *, with_tools: bool) -> Reader:
+    def reader(self, *, with_tools: bool) -> OutputParser:
         """Return a new reader, one for each choice."""
-        content: Reader = PlainReader()
+        content: OutputParser = PlainTextParser()
         if with_tools and self.tools:
             content = TOOL_READERS[self.tools]()
         if not self.reasoning:
             return content
-        return ThinkReader(content, begins_inside=REASONING_BEGINS_INSIDE[self.reasoning])
+        return ThinkTagParser(content, begins_inside=REASONING_BEGINS_INSIDE[self.reasoning])
 
 
-ALL_IS_CONTENT = Parsing()
+NO_PARSING = Parsing()

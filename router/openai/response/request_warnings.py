@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.openai.request.parsed_request import Telling
-from router.openai.request.tool_choice import Calling
+from router.openai.request.parsed_request import ResponseOptions
+from router.openai.request.tool_choice import ToolCallMode
 from router.openai.response.choices import Json
 from router.openai.response.output_parsers import Parsing
-from router.values import Ending
+from router.values import CompletionSummary
 
 
 class Warnings:
     """Warnings of one request."""
 
-    def __init__(self, options: Telling, parsing: Parsing, *, shows_tools: bool) -> None:
+    def __init__(self, options: ResponseOptions, parsing: Parsing, *, supports_tools: bool) -> None:
         self._options = options
-        self._of_tools = _of_tools(options, parsing, shows_tools=shows_tools)
+        self._of_tools = _of_tools(options, parsing, supports_tools=supports_tools)
 
-    def of(self, *endings: Ending) -> Json:
+    def of(self, *endings: CompletionSummary) -> Json:
         """Return the field `warnings`, or no field if there are none."""
         capped = (self._capped(each.num_prompt_tokens) for each in endings)
         warnings = [*self._of_tools, *dict.fromkeys(filter(None, capped))]
@@ -40,13 +40,13 @@ class Warnings:
         )
 
 
-def _of_tools(options: Telling, parsing: Parsing, *, shows_tools: bool) -> Sequence[str]:
-    if options.calling is Calling.NONE:
+def _of_tools(options: ResponseOptions, parsing: Parsing, *, supports_tools: bool) -> Sequence[str]:
+    if options.calling is ToolCallMode.NONE:
         return ()
     warnings = []
-    if not shows_tools:
+    if not supports_tools:
         warnings.append("tools: this model's chat template does not show them to the model")
-    if options.calling is Calling.BY_MODEL:
+    if options.calling is ToolCallMode.BY_MODEL:
         if options.has_form:
             warnings.append(
                 "tools: structured output contains no calls unless tool_choice forces one"
