@@ -39,7 +39,7 @@ check: $(VENV)/.dev $(STUBS)
 	$(BIN)/buf lint protos
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(PYTEST) -m "not slow and not gpu" tests/unit tests/properties
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" tests/unit tests/properties
 
 sanitize: $(VENV)/.dev $(STUBS)
 	$(BIN)/python -m tools.sanitize_kernels -n $(WORKERS) --max-worker-restart 0

@@ -21,7 +21,14 @@ from baton.bench.chaos_faults import (
     TargetRole,
     faults,
 )
-from baton.bench.chaos_leaks import SPARE, Footprint, grown, held, parse
+from baton.bench.chaos_leaks import (
+    SPARE_DESCRIPTORS,
+    SPARE_THREADS,
+    Footprint,
+    grown,
+    held,
+    parse,
+)
 from baton.bench.chaos_load import AnswerOutcome, RequestOutcome
 from baton.bench.chaos_report import Attempts, Report, report
 from baton.bench.hostile_bodies import Attack, attacks, posts
@@ -118,9 +125,9 @@ def test_what_is_held_for_nobody_is_named() -> None:
 def test_descriptors_and_threads_that_stay_are_named_beyond_a_few() -> None:
     before = Footprint(20, 10, 0)
 
-    assert list(grown(before, Footprint(20 + SPARE, 10 + SPARE, 10**9))) == []
-    assert list(grown(before, Footprint(20, 11 + SPARE, 0))) == [
-        f"{SPARE + 1} more threads than the 10 at the start"
+    assert list(grown(before, Footprint(20 + SPARE_DESCRIPTORS, 10 + SPARE_THREADS, 10**9))) == []
+    assert list(grown(before, Footprint(20, 11 + SPARE_THREADS, 0))) == [
+        f"{SPARE_THREADS + 1} more threads than the 10 at the start"
     ]
 
 
