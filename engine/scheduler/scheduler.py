@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now; False while all requests wait for KV."""
+        """True if a step could do something now; False while all requests wait for KV."""
         state = self._state
         num_schedulable = len(state.waiting) - state.waiting.num_followers
         has_requests = state.batch.running or len(state.ready) or num_schedulable
@@ -141,7 +141,7 @@ class Scheduler:
 
     @property
     def awaits_kv(self) -> bool:
-        """Whether hand-offs are in progress, so that the KV worker must be polled."""
+        """True if hand-offs are in progress, so that the KV worker must be polled."""
         return bool(self._state.handoffs.num_receiving or self._state.handoffs.num_sending)
 
     def stats(self) -> SchedulerStats:
