@@ -364,14 +364,14 @@ def test_d_closes_with_words_of_the_other_end_unread_and_keeps_nothing_of_it(
 @pytest.mark.parametrize(
     ("modules", "transport"),
     [
-        ("nixl_cu12 nixl_cu13", "nixl_transport.NixlTransport"),
-        ("ucxx", "ucxx_transport.UcxxTransport"),
+        ("nixl_cu12 nixl_cu13", "transports.nixl.NixlTransport"),
+        ("ucxx", "transports.ucxx.UcxxTransport"),
     ],
 )
 def test_a_missing_library_is_one_line_that_says_what_to_install(
     modules: str, transport: str
 ) -> None:
-    file, name = transport.split(".")
+    file, name = transport.rsplit(".", 1)
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({modules.split()}))\n"
         f"from kv_transfer.protocol.messages import Region\n"

@@ -100,7 +100,7 @@ def test_a_whole_model_folder_is_told_with_what_it_takes(tmp_path: Path) -> None
             "weights",
             "corrupt or cut short",
         ),
-        (shutil.rmtree, "model", "is no folder"),
+        (shutil.rmtree, "model", "is neither a folder"),
     ],
 )
 def test_what_a_model_folder_lacks_fails_by_name(
