@@ -160,7 +160,7 @@ ENDLESS = {
     "$ref": "#/$defs/n",
 }
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"json": "{"}, "no JSON"),
+    ({"json": "{"}, "is not JSON"),
     ({"json": {"type": "strnig"}}, "strnig"),
     ({"json": {"not": {}}}, "not"),
     ({"json": ENDLESS}, "never ends"),
