@@ -271,7 +271,7 @@ def region_of(memory: KvMemory) -> Region:
 
 
 class CudaEvent:
-    """What the runner uses of torch.cuda.Event."""
+    """Fake of the parts of torch.cuda.Event that the runner uses."""
 
     def __init__(self) -> None:
         self.is_over = False

@@ -55,7 +55,7 @@ class HeldLibrary:
 
 
 def is_whole(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the text may be written, and the answer may end behind it."""
+    """Return whether the grammar accepts the text as a complete answer."""
     matcher = grammar.matcher()
     for token in tokenizer.encode(text, add_special_tokens=False):
         if token not in allowed_by(matcher):

@@ -63,7 +63,7 @@ class Memory:
         return ctypes.string_at(self.region.base + block_id * size, size)
 
     def computed(self, block_id: BlockId) -> bytes:
-        """What it holds once everything that was launched is done."""
+        """Return the contents after all launched work has completed."""
         return self.get(block_id)
 
     def fence(self) -> Fence:

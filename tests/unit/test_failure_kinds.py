@@ -1,4 +1,4 @@
-"""What a failed call tells of its node: it reported a failure, went away, or was never there."""
+"""Failure kinds of a call: the node reported a failure, vanished, or was never reachable."""
 
 from __future__ import annotations
 

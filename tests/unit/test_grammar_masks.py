@@ -76,7 +76,7 @@ class Batch:
         self._masks.apply(Plan(started=started))
 
     def step(self) -> tuple[dict[RequestId, str], float]:
-        """Who was refused, and how long the masks took."""
+        """Return the refused requests and the time that the masks took."""
         refusals: dict[RequestId, str] = {}
         known = np.zeros(1 + self._num_written, dtype=np.int64)
         asked = [SampleRow(row.sampling, 0, known, 1) for row in self._rows]

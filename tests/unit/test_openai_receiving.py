@@ -36,7 +36,7 @@ documents = st.recursive(
 
 
 def weight_of(value: Any) -> int:
-    """What is counted for one value, by its own marks and what it holds."""
+    """Count of one JSON value: its own tokens and those of its contents."""
     if isinstance(value, list):
         return 4 + max(0, len(value) - 1) + sum(map(weight_of, value))
     if isinstance(value, dict):
