@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
 from tests.support.models import save_tokenizer
-from tests.unit.test_text import metaspace_tokenizer
+from tests.unit.text.test_tokenizer import metaspace_tokenizer
 from text.tokenizer import Tokenizer
 
 # Enough of both kinds: words, and lone bytes that are whole characters now and then.

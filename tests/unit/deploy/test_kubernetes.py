@@ -31,7 +31,7 @@ from tests.support.manifests import (
 # The oldest that knows every field here without a feature gate, and the newest with a schema.
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 COMPONENTS = ("router", *NODES)
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 FIND_EVERY_S = inspect.signature(router_options).parameters["find_every_s"].default
 SERVICES_HEAR_WITHIN_S = 5  # by when proxies and DNS know that a pod is on its way out
 SETTINGS = sorted(manifests.ROOT.rglob("baton.toml"))

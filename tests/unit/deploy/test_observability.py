@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.command_lines import option
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy/observability"
 DASHBOARD = FOLDER / "grafana/dashboards/baton.json"
 METRIC = re.compile(r"\b(?:baton|gen_ai)_\w+\b")

@@ -8,7 +8,7 @@ import pytest
 
 from baton.bench.limits import Work, batch_of, prompt_of, work_of
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
 WORK = Work(layer_numbers=100, head_numbers=50, bytes_of_number=2, slot_numbers=10, pair_products=5)

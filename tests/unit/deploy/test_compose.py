@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.command_lines import complaint_about, option
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "docker-compose.yml"
 # An innermost ${NAME:-default} or ${NAME-default}.
 VARIABLE = re.compile(r"\$\{(\w+):?-([^${}]*)\}")
