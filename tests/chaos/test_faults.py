@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.bench.chaos import ONCE, Chaos
-from baton.bench.chaos_asks import KnownAnswer, asks, known
-from baton.bench.chaos_clock import can_jump
-from baton.bench.chaos_faults import (
+from baton.client import AsyncClient
+from benchmarks.chaos.benchmark import ONCE, Chaos
+from benchmarks.chaos.clock import can_jump
+from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
+from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     TRANSFER_FAULTS,
     Fault,
@@ -19,11 +20,10 @@ from baton.bench.chaos_faults import (
     Phase,
     TargetRole,
 )
-from baton.bench.chaos_hostile import HostileProcesses
-from baton.bench.chaos_report import Report
-from baton.bench.chaos_stage import ChaosCluster, ChaosClusterConfig
-from baton.bench.hostile_bodies import Attack
-from baton.client import AsyncClient
+from benchmarks.chaos.hostile.processes import HostileProcesses
+from benchmarks.chaos.hostile.requests import Attack
+from benchmarks.chaos.report import Report
+from benchmarks.chaos.workload import KnownAnswer, asks, known
 from telemetry.metrics.names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
 from telemetry.names import MIGRATE
 from tests.support.models import VARIANTS, make_model_folder

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from baton.bench.staying import staying
-from baton.bench.streams import CompletionsApi, EngineFailed
+from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
+from benchmarks.peers.warm_engines import staying
 
 
 class Waiting:

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from baton.bench.processes import others
 from baton.interruptible_stream import stream_interruptibly
-from baton.interrupts import defer_signals
+from benchmarks.processes import defer_signals, others
 
 TIMEOUT_S = 60.0
 # Presses Ctrl-C in the middle of the imports of `baton nodes`.
@@ -27,7 +26,7 @@ import signal, sys
 from importlib.abc import MetaPathFinder
 class Presses(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "baton.cli.bench":
+        if name == "baton.cli.commands.bench":
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Presses())
 sys.argv = ["baton", "nodes", "--once"]

@@ -9,10 +9,8 @@ from itertools import islice
 
 import pytest
 
-from baton.bench.bystander import ObservedWait, Wait
-from baton.bench.chaos_asks import ChaosRequest, KnownAnswer, difference_of
-from baton.bench.chaos_bystander import InjectedFault, bystanders, memory
-from baton.bench.chaos_faults import (
+from baton.generation import Answer, Finish, Generation, Served
+from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     Fault,
     FaultKind,
@@ -21,7 +19,10 @@ from baton.bench.chaos_faults import (
     TargetRole,
     faults,
 )
-from baton.bench.chaos_leaks import (
+from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
+from benchmarks.chaos.hostile.latencies import InjectedFault, bystanders, memory
+from benchmarks.chaos.hostile.requests import Attack, attacks, posts
+from benchmarks.chaos.leaks import (
     SPARE_DESCRIPTORS,
     SPARE_THREADS,
     Footprint,
@@ -29,10 +30,9 @@ from baton.bench.chaos_leaks import (
     held,
     parse,
 )
-from baton.bench.chaos_load import AnswerOutcome, RequestOutcome
-from baton.bench.chaos_report import Attempts, Report, report
-from baton.bench.hostile_bodies import Attack, attacks, posts
-from baton.generation import Answer, Finish, Generation, Served
+from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
+from benchmarks.chaos.report import Attempts, Report, report
+from benchmarks.chaos.workload import ChaosRequest, KnownAnswer, difference_of
 from engine.errors import InvalidConfig
 from kv_transfer.types import TokenLogprobs
 from router.openai.body_receiving import MAX_BODY_BYTES

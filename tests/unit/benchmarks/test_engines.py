@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.streams import CompletionsApi
-from baton.cli.bench_engines import announced, chosen_engines, keep_engines_warm
+from benchmarks.peers.completions_api import CompletionsApi
+from benchmarks.peers.engine_options import announced, chosen_engines, keep_engines_warm
 from engine.errors import InvalidConfig
 
 two_cores = pytest.mark.usefixtures("cores")

@@ -13,7 +13,16 @@ from typing import cast
 
 import pytest
 
-from baton.bench.frontier import (
+from baton.bench.serve.load import plan
+from benchmarks.cli.frontier import measure
+from benchmarks.peers.completions_api import (
+    VOCAB_SIZE,
+    CompletionsApi,
+    EngineFailed,
+    ServedModel,
+    StreamedCompletion,
+)
+from benchmarks.peers.frontier import (
     AnswerLatencies,
     Goodput,
     RateRun,
@@ -23,17 +32,8 @@ from baton.bench.frontier import (
     run,
     seen,
 )
-from baton.bench.frontier_plot import draw
-from baton.bench.serve_load import plan
-from baton.bench.staying import Start
-from baton.bench.streams import (
-    VOCAB_SIZE,
-    CompletionsApi,
-    EngineFailed,
-    ServedModel,
-    StreamedCompletion,
-)
-from baton.cli.bench_frontier import measure
+from benchmarks.peers.warm_engines import Start
+from benchmarks.plots.frontier import draw
 from engine.errors import InvalidConfig
 
 

@@ -11,10 +11,15 @@ from typing import cast
 
 import pytest
 
-from baton.bench.handover import NUM_WARM_UP, Handover, TimedPair, Times, added, run
-from baton.bench.staying import Start
-from baton.bench.streams import CompletionsApi, EngineFailed, ServedModel, StreamedCompletion
-from baton.cli.bench_handover import measure
+from benchmarks.cli.handover import measure
+from benchmarks.peers.completions_api import (
+    CompletionsApi,
+    EngineFailed,
+    ServedModel,
+    StreamedCompletion,
+)
+from benchmarks.peers.handover import NUM_WARM_UP, Handover, TimedPair, Times, added, run
+from benchmarks.peers.warm_engines import Start
 from engine.errors import InvalidConfig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.chaos_leaks import Footprint
-from baton.bench.memory import MIB, Held, Look, line_through
+from benchmarks.chaos.leaks import Footprint
+from benchmarks.cluster.memory import MIB, Held, Look, line_through
 
 
 def test_a_line_goes_through_points_that_lie_on_one() -> None:

@@ -1,0 +1,158 @@
+"""Latencies of bystanders of a hostile client, checked against their limits. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.chaos.faults import Fault, FaultKind
+from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
+
+MAX_GAP_S = MAX_HEALTH_S = 1.0
+BOUND_S = {Wait.GAP: MAX_GAP_S, Wait.HEALTH: MAX_HEALTH_S}
+# Effects of a fault or attack may last a little longer than itself.
+AFTERMATH_S = 3.0
+
+
+@dataclass(slots=True)
+class InjectedFault:
+    """An injected fault."""
+
+    fault: Fault
+    victim: str
+    at_s: float
+    listens_s: float = 0.0  # start of listening of the process that replaces a killed one
+    healed_s: float = 0.0
+    attack: str = ""  # attack of the hostile client
+    outcomes: Mapping[str, int] | None = None  # of the attack's requests
+
+
+@dataclass(frozen=True, slots=True)
+class WorstWaits:
+    """Longest waits during one attack, without other faults."""
+
+    attack: str
+    gap_s: float
+    first_token_s: float
+    health_s: float
+    outcomes: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bystanders:
+    num_gaps: int
+    num_health: int
+    worst_gap_s: float  # outside of faults other than attacks
+    worst_health_s: float
+    worst_quiet_gap_s: float  # without fault and attack
+    worst_quiet_health_s: float
+    worst_lag_s: float  # of the measuring process
+    by_attack: Sequence[WorstWaits]
+    missed: Sequence[str]  # exceeded limits
+
+
+def bystanders(
+    waits: Sequence[ObservedWait], counts: Mapping[str, int], struck: Sequence[InjectedFault]
+) -> Bystanders:
+    attacks = [one for one in struck if one.fault.kind is FaultKind.HOSTILE]
+    faults = [one for one in struck if one.fault.kind is not FaultKind.HOSTILE]
+    counted = [one for one in waits if not any(_overlap(one, fault) for fault in faults)]
+    quiet = [one for one in counted if not any(_overlap(one, attack) for attack in attacks)]
+    return Bystanders(
+        num_gaps=counts.get(Wait.GAP.value, 0),
+        num_health=counts.get(Wait.HEALTH.value, 0),
+        worst_gap_s=_worst(counted, Wait.GAP),
+        worst_health_s=_worst(counted, Wait.HEALTH),
+        worst_quiet_gap_s=_worst(quiet, Wait.GAP),
+        worst_quiet_health_s=_worst(quiet, Wait.HEALTH),
+        worst_lag_s=_worst(waits, Wait.LAG),
+        by_attack=list(_by_attack(counted, attacks)),
+        missed=list(_missed(counted, attacks)),
+    )
+
+
+def _by_attack(
+    waits: Sequence[ObservedWait], attacks: Sequence[InjectedFault]
+) -> Iterator[WorstWaits]:
+    for name in sorted({one.attack for one in attacks}):
+        matching = [one for one in attacks if one.attack == name]
+        during = [wait for wait in waits if any(_overlap(wait, one) for one in matching)]
+        outcomes: dict[str, int] = {}
+        for one in matching:
+            for outcome, count in (one.outcomes or {}).items():
+                outcomes[outcome] = outcomes.get(outcome, 0) + count
+        yield WorstWaits(
+            name,
+            gap_s=_worst(during, Wait.GAP),
+            first_token_s=_worst(during, Wait.FIRST_TOKEN),
+            health_s=_worst(during, Wait.HEALTH),
+            outcomes=", ".join(f"{count} {what}" for what, count in sorted(outcomes.items())),
+        )
+
+
+def _missed(waits: Sequence[ObservedWait], attacks: Sequence[InjectedFault]) -> Iterator[str]:
+    """Yield each wait above its limit, and failures by reason."""
+    failures: Counter[str] = Counter()
+    for wait in waits:
+        kind, wait_s = Wait(wait.kind), wait.ended_s - wait.began_s
+        bound_s = BOUND_S.get(kind)
+        names = sorted({one.attack for one in attacks if _overlap(wait, one)})
+        context = f"during: {', '.join(names) or 'nothing'}"
+        if kind is Wait.FAILURE:
+            failures[f"{wait.reason}; {context}"] += 1
+        elif bound_s is not None and wait_s > bound_s:
+            yield f"{kind.value} of {wait_s:.2f} s, {bound_s:g} s allowed; {context}"
+    for failure, count in failures.items():
+        yield f"failed {count} times: {failure}"
+
+
+def _overlap(wait: ObservedWait, struck: InjectedFault) -> bool:
+    return wait.began_s <= struck.healed_s + AFTERMATH_S and struck.at_s <= wait.ended_s
+
+
+def _worst(waits: Sequence[ObservedWait], kind: Wait) -> float:
+    return max((one.ended_s - one.began_s for one in waits if one.kind == kind.value), default=0.0)
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+MAX_GROWTH = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Resident memory of a process that ran from the middle of the run to its end."""
+
+    process: str
+    start_mib: float | None  # None: restarted since
+    middle_mib: float
+    end_mib: float
+
+    @property
+    def growth(self) -> float:
+        return self.end_mib / self.middle_mib - 1
+
+    @property
+    def is_within(self) -> bool:
+        return self.growth <= MAX_GROWTH
+
+
+Rss = Mapping[str, tuple[int, int]]  # pid and bytes by process name
+
+
+def memory(start: Rss, middle: Rss, end: Rss) -> list[ProcessMemory]:
+    """Return the memory of the processes that ran both in the middle and at the end."""
+    return [
+        ProcessMemory(
+            name,
+            start[name][1] / MIB if name in start and start[name][0] == pid else None,
+            middle[name][1] / MIB,
+            num_bytes / MIB,
+        )
+        for name, (pid, num_bytes) in end.items()
+        if name in middle and middle[name][0] == pid
+    ]
+
+
+MIB = 1 << 20
