@@ -68,7 +68,7 @@ def _announced(process: subprocess.Popen[str], command: Sequence[str]) -> str:
 
 
 @contextmanager
-def others(
+def external_process(
     command: Sequence[str],
     environment: Mapping[str, str],
     *,

@@ -19,9 +19,8 @@ from benchmarks.chaos.clock import Clocks, build
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
 from benchmarks.chaos.hostile.client import AttackTarget
-from benchmarks.chaos.hostile.latencies import Rss
-from benchmarks.chaos.leaks import Footprint, Scrape, footprint, scrape
-from benchmarks.chaos.proxy import NodeGate
+from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, scrape
+from benchmarks.chaos.proxy import NodeProxy
 from telemetry.metrics import names
 
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
@@ -61,7 +60,7 @@ class ChaosCluster:
     def __init__(self, setting: ChaosClusterConfig) -> None:
         self._setting = setting
         self._loop = asyncio.get_running_loop()
-        self._door_by_name: dict[str, NodeGate] = {}
+        self._proxy_by_name: dict[str, NodeProxy] = {}
         self._metrics_by_pid: dict[int, str] = {}
         self._killed_pids: set[int] = set()
         self._lifetime = AsyncExitStack()
@@ -131,10 +130,10 @@ class ChaosCluster:
             case TargetRole.DECODE:
                 return self._cluster.decodes[place]
 
-    def door(self, child: Child) -> NodeGate:
-        return self._door_by_name[child.name]
+    def proxy(self, child: Child) -> NodeProxy:
+        return self._proxy_by_name[child.name]
 
-    def weather(self, child: Child) -> FaultSwitch:
+    def fault_switch(self, child: Child) -> FaultSwitch:
         """Return the fault switch of a node's KV transfer; it outlives restarts."""
         return FaultSwitch(self._folder / child.name)
 
@@ -215,15 +214,15 @@ class ChaosCluster:
         """Return the address to publish: for prefill nodes that of their proxy, which persists."""
         if not child.name.startswith(TargetRole.PREFILL.value):
             return child.address
-        door = self._door_by_name.get(child.name)
-        if door is None:
-            door = self._door_by_name[child.name] = NodeGate(child.address)
-            asyncio.run_coroutine_threadsafe(self._open(door), self._loop).result()
-        return door.address
+        proxy = self._proxy_by_name.get(child.name)
+        if proxy is None:
+            proxy = self._proxy_by_name[child.name] = NodeProxy(child.address)
+            asyncio.run_coroutine_threadsafe(self._open(proxy), self._loop).result()
+        return proxy.address
 
-    async def _open(self, door: NodeGate) -> None:
-        await door.open()
-        self._lifetime.push_async_callback(door.close)
+    async def _open(self, proxy: NodeProxy) -> None:
+        await proxy.open()
+        self._lifetime.push_async_callback(proxy.close)
 
 
 def _free_port() -> int:

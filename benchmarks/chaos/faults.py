@@ -80,6 +80,19 @@ class Fault:
         return self.kind.value if self.kind in CLIENT_FAULTS else f"{self.kind.value} {who}"
 
 
+@dataclass(slots=True)
+class InjectedFault:
+    """A fault with its victim and times."""
+
+    fault: Fault
+    victim: str
+    at_s: float
+    listening_s: float = 0.0  # start of listening of the process that replaces a killed one
+    recovered_s: float = 0.0
+    attack: str = ""  # attack of the hostile client
+    outcomes: Mapping[str, int] | None = None  # of the attack's requests
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     seed: int = 0

@@ -1,11 +1,11 @@
-"""Leak detection: resources of processes from their metrics and from /proc."""
+"""Leak detection: resources and memory of processes from their metrics and from /proc."""
 
 from __future__ import annotations
 
 import os
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ SPARE_DESCRIPTORS = 3
 # Thread pools start their threads at first use: asyncio's default executor has up to 6 on two
 # cores, and gRPC, the grammar compiler and the pool for large bodies have a few each.
 SPARE_THREADS = 12
+MAX_GROWTH = 0.2  # of resident memory in the second half of a run
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,38 @@ def grown(before: Footprint, after: Footprint) -> Iterator[str]:
         more = getattr(after, name) - getattr(before, name)
         if more > spare:
             yield f"{more} more {label} than the {getattr(before, name)} at the start"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Resident memory of a process that ran from the middle of the run to its end."""
+
+    process: str
+    start_mib: float | None  # None: restarted since
+    middle_mib: float
+    end_mib: float
+
+    @property
+    def growth(self) -> float:
+        return self.end_mib / self.middle_mib - 1
+
+    @property
+    def is_within(self) -> bool:
+        return self.growth <= MAX_GROWTH
+
+
+Rss = Mapping[str, tuple[int, int]]  # pid and bytes by process name
+
+
+def memory_growth(start: Rss, middle: Rss, end: Rss) -> list[ProcessMemory]:
+    """Return the memory of the processes that ran both in the middle and at the end."""
+    return [
+        ProcessMemory(
+            name,
+            start[name][1] / MIB if name in start and start[name][0] == pid else None,
+            middle[name][1] / MIB,
+            num_bytes / MIB,
+        )
+        for name, (pid, num_bytes) in end.items()
+        if name in middle and middle[name][0] == pid
+    ]

@@ -66,8 +66,8 @@ class ChaosLoad:
         self._numbers = 0
         self._changed = asyncio.Event()
         self._last_reached: Phase | None = None
-        self.told: list[AnswerOutcome] = []
-        self.num_under_way = 0
+        self.outcomes: list[AnswerOutcome] = []
+        self.num_in_flight = 0
 
     async def run(self, num_clients: int, stop: asyncio.Event) -> None:
         """Run clients until `stop` is set and their requests have ended."""
@@ -105,17 +105,19 @@ class ChaosLoad:
         salt = "" if shares else str(self._numbers)
         cancels = self._draw.random() < CANCEL_SHARE
         cancel_after_s = self._draw.random() * MAX_CANCEL_AFTER_S if cancels else None
-        record = AnswerOutcome(one.ask.tag, one.ask.kind, time.monotonic(), self._patience_s())
-        self.num_under_way += 1
+        record = AnswerOutcome(
+            one.request.tag, one.request.kind, time.monotonic(), self._patience_s()
+        )
+        self.num_in_flight += 1
         try:
             async with asyncio.timeout(cancel_after_s):
-                await self._receive(one, with_salt(one.ask, salt), record)
+                await self._receive(one, with_salt(one.request, salt), record)
         except TimeoutError:
-            _judge(record, RequestOutcome.CANCELLED)
+            _set_outcome(record, RequestOutcome.CANCELLED)
         finally:
-            self.num_under_way -= 1
+            self.num_in_flight -= 1
         record.ended_s = time.monotonic()
-        self.told.append(record)
+        self.outcomes.append(record)
         return record
 
     def _patience_s(self) -> float:
@@ -128,12 +130,12 @@ class ChaosLoad:
     ) -> None:
         answer = Answer()
         self._note(Phase.ASKED)
-        stream = self._client.stream(one.ask.prompt, generation, timeout_s=record.patience_s)
+        stream = self._client.stream(one.request.prompt, generation, timeout_s=record.patience_s)
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.first_index != len(answer.token_ids):
-                        _judge(
+                        _set_outcome(
                             record,
                             RequestOutcome.WRONG,
                             f"token {chunk.first_index} is out of order",
@@ -158,7 +160,7 @@ class ChaosLoad:
     def _judge_answer(self, one: KnownAnswer, answer: Answer, record: AnswerOutcome) -> None:
         difference = difference_of(one, answer)
         if difference is not None:
-            _judge(record, RequestOutcome.WRONG, difference)
+            _set_outcome(record, RequestOutcome.WRONG, difference)
         if answer.finish is not None:
             record.attempts = answer.finish.served.attempts
             record.is_local = not answer.finish.served.is_prefill_remote
@@ -166,16 +168,16 @@ class ChaosLoad:
     def _judge_error(self, record: AnswerOutcome, error: BatonError) -> None:
         reason = error.reason or error.code.name
         if reason == "DEADLINE_EXCEEDED" and record.has_short_deadline:
-            _judge(record, RequestOutcome.LATE)
+            _set_outcome(record, RequestOutcome.LATE)
         elif reason == "DEADLINE_EXCEEDED":
-            _judge(record, RequestOutcome.HUNG, f"no end within {record.patience_s:.0f} s")
+            _set_outcome(record, RequestOutcome.HUNG, f"no end within {record.patience_s:.0f} s")
         else:
-            _judge(
+            _set_outcome(
                 record,
                 RequestOutcome.BROKEN if record.arrivals_s else RequestOutcome.REFUSED,
                 reason,
             )
 
 
-def _judge(record: AnswerOutcome, outcome: RequestOutcome, reason: str = "") -> None:
+def _set_outcome(record: AnswerOutcome, outcome: RequestOutcome, reason: str = "") -> None:
     record.outcome, record.reason = outcome, reason

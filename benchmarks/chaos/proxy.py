@@ -26,7 +26,7 @@ class _Passage:
             writer.transport.abort()
 
 
-class NodeGate:
+class NodeProxy:
     """Forwards connections to a node. KV links of decode nodes can be cut or stalled."""
 
     def __init__(self, inside: str) -> None:

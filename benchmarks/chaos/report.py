@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.chaos.faults import Fault, FaultKind, TargetRole
-from benchmarks.chaos.hostile.latencies import Bystanders, InjectedFault, ProcessMemory
-from benchmarks.chaos.leaks import Scrape
+from benchmarks.chaos.faults import Fault, FaultKind, InjectedFault, TargetRole
+from benchmarks.chaos.hostile.latencies import BystanderLatencies
+from benchmarks.chaos.leaks import ProcessMemory, Scrape
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
 from rpc.channel import MAX_RECONNECT_S
 from telemetry import names
@@ -62,7 +62,7 @@ class Report:
     leaks: Sequence[str]
     died: Sequence[str]
     memory: Sequence[ProcessMemory] = ()
-    bystanders: Bystanders | None = None  # None: no hostile client
+    bystanders: BystanderLatencies | None = None  # None: no hostile client
 
     @property
     def is_good(self) -> bool:
@@ -77,17 +77,17 @@ class Report:
 
 def report(
     records: Sequence[AnswerOutcome],
-    struck: Sequence[InjectedFault],
+    injected: Sequence[InjectedFault],
     attempts: Attempts,
     *,
     elapsed_s: float,
     leaks: Sequence[str],
     died: Sequence[str],
     memory: Sequence[ProcessMemory] = (),
-    bystanders: Bystanders | None = None,
+    bystanders: BystanderLatencies | None = None,
 ) -> Report:
     by_outcome = Counter(one.outcome for one in records)
-    lost = [one for one in records if _is_lost(one, struck)]
+    lost = [one for one in records if _is_lost(one, injected)]
     overdue = [one for one in records if _is_overdue(one)]
     failed = (
         one for one in records if one.outcome in (RequestOutcome.REFUSED, RequestOutcome.BROKEN)
@@ -108,15 +108,15 @@ def report(
         counts["missed bounds"] = len(bystanders.missed)
     return Report(
         elapsed_s=elapsed_s,
-        num_faults=len(struck),
+        num_faults=len(injected),
         counts=counts,
-        recoveries=list(_recoveries(records, struck)),
+        recoveries=list(_recoveries(records, injected)),
         reasons=dict(Counter(f"{one.outcome.value}: {one.reason}" for one in failed)),
-        num_by_fault=dict(Counter(_kind(one.fault) for one in struck)),
-        wrong=[_line(one, struck) for one in records if one.outcome is RequestOutcome.WRONG],
-        hung=[_line(one, struck) for one in records if one.outcome is RequestOutcome.HUNG],
-        lost=[_line(one, struck) for one in lost],
-        overdue=[_line(one, struck) for one in overdue],
+        num_by_fault=dict(Counter(_kind(one.fault) for one in injected)),
+        wrong=[_line(one, injected) for one in records if one.outcome is RequestOutcome.WRONG],
+        hung=[_line(one, injected) for one in records if one.outcome is RequestOutcome.HUNG],
+        lost=[_line(one, injected) for one in lost],
+        overdue=[_line(one, injected) for one in overdue],
         leaks=leaks,
         died=died,
         memory=memory,
@@ -124,7 +124,7 @@ def report(
     )
 
 
-def _is_lost(record: AnswerOutcome, struck: Sequence[InjectedFault]) -> bool:
+def _is_lost(record: AnswerOutcome, injected: Sequence[InjectedFault]) -> bool:
     """Return whether a request failed without a killed router or a fair refusal."""
     fair = FAIR_REASONS + (FAIR_TO_THE_HURRIED if record.has_short_deadline else ())
     if (
@@ -133,8 +133,8 @@ def _is_lost(record: AnswerOutcome, struck: Sequence[InjectedFault]) -> bool:
     ):
         return False
     return not any(
-        record.began_s <= one.healed_s + MAX_RECONNECT_S and one.at_s <= record.ended_s
-        for one in struck
+        record.began_s <= one.recovered_s + MAX_RECONNECT_S and one.at_s <= record.ended_s
+        for one in injected
         if _is_router_gone(one)
     )
 
@@ -143,23 +143,23 @@ def _is_overdue(record: AnswerOutcome) -> bool:
     return record.ended_s - record.began_s > record.patience_s + OVERDUE_S
 
 
-def _is_router_gone(struck: InjectedFault) -> bool:
-    return struck.fault.kind is FaultKind.KILL and struck.fault.role is TargetRole.ROUTER
+def _is_router_gone(injected: InjectedFault) -> bool:
+    return injected.fault.kind is FaultKind.KILL and injected.fault.role is TargetRole.ROUTER
 
 
-def _overlap(record: AnswerOutcome, struck: InjectedFault) -> bool:
-    return record.began_s <= struck.healed_s and struck.at_s <= record.ended_s
+def _overlap(record: AnswerOutcome, injected: InjectedFault) -> bool:
+    return record.began_s <= injected.recovered_s and injected.at_s <= record.ended_s
 
 
 def _kind(fault: Fault) -> str:
     return f"{fault.kind.value} {fault.role.value}"
 
 
-def _line(record: AnswerOutcome, struck: Sequence[InjectedFault]) -> str:
+def _line(record: AnswerOutcome, injected: Sequence[InjectedFault]) -> str:
     faults = ", ".join(
         f"{one.fault.kind.value} {one.victim} from {one.at_s - record.began_s:.1f} "
-        f"to {one.healed_s - record.began_s:.1f} s"
-        for one in struck
+        f"to {one.recovered_s - record.began_s:.1f} s"
+        for one in injected
         if _overlap(record, one)
     )
     lasted_s = record.ended_s - record.began_s
@@ -170,18 +170,18 @@ def _line(record: AnswerOutcome, struck: Sequence[InjectedFault]) -> str:
 
 
 def _recoveries(
-    records: Sequence[AnswerOutcome], struck: Sequence[InjectedFault]
+    records: Sequence[AnswerOutcome], injected: Sequence[InjectedFault]
 ) -> Iterator[Recovery]:
     for role in (TargetRole.PREFILL, TargetRole.DECODE):
         waits_s = [
             next_s - one.at_s
-            for one in struck
+            for one in injected
             if one.fault.kind is FaultKind.KILL and one.fault.role is role
             for next_s in _next_tokens(records, one)
         ]
         if waits_s:
             yield _recovery(f"{role.value} death to next token", waits_s)
-    lives = [one for one in struck if _is_router_gone(one)]
+    lives = [one for one in injected if _is_router_gone(one)]
     ends_s = [*(one.at_s for one in lives[1:]), math.inf]
     waits_s = [
         wait_s
@@ -192,23 +192,23 @@ def _recoveries(
         yield _recovery("router restart to first token", waits_s)
 
 
-def _next_tokens(records: Sequence[AnswerOutcome], struck: InjectedFault) -> Iterator[float]:
+def _next_tokens(records: Sequence[AnswerOutcome], injected: InjectedFault) -> Iterator[float]:
     """Yield the waits of running streams that were retried or computed locally."""
     for one in records:
         is_touched = one.attempts > 1 or one.is_local
-        if is_touched and one.began_s < struck.at_s < one.ended_s:
-            later = [arrival_s for arrival_s in one.arrivals_s if arrival_s > struck.at_s]
+        if is_touched and one.began_s < injected.at_s < one.ended_s:
+            later = [arrival_s for arrival_s in one.arrivals_s if arrival_s > injected.at_s]
             yield from later[:1]
 
 
 def _first_tokens(
-    records: Sequence[AnswerOutcome], struck: InjectedFault, end_s: float
+    records: Sequence[AnswerOutcome], injected: InjectedFault, end_s: float
 ) -> Iterator[float]:
     """Yield the wait for the first token after a router restart, if there was one."""
     arrivals_s = (
         one.arrivals_s[0] for one in records if one.arrivals_s and one.arrivals_s[0] < end_s
     )
-    later = [arrival_s - struck.listens_s for arrival_s in arrivals_s]
+    later = [arrival_s - injected.listening_s for arrival_s in arrivals_s]
     yield from sorted(wait_s for wait_s in later if wait_s > 0)[:1]
 
 

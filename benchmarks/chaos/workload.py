@@ -36,18 +36,18 @@ class ChaosRequest:
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    ask: ChaosRequest
+    request: ChaosRequest
     answer: Answer
 
 
-async def asks(client: AsyncClient, seed: int, count: int) -> list[ChaosRequest]:
+async def draw_requests(client: AsyncClient, seed: int, count: int) -> list[ChaosRequest]:
     """Return the requests, deterministic for a seed and a model."""
     vocab_size = (await client.model()).vocab_size
     draw = random.Random(seed)
-    return [_ask(draw, tag, vocab_size) for tag in range(count)]
+    return [_draw_request(draw, tag, vocab_size) for tag in range(count)]
 
 
-def _ask(draw: random.Random, tag: int, vocab_size: int) -> ChaosRequest:
+def _draw_request(draw: random.Random, tag: int, vocab_size: int) -> ChaosRequest:
     plain = range(FIRST_PLAIN_TOKEN, vocab_size)
     length = round(MIN_PROMPT_LEN * (MAX_PROMPT_LEN / MIN_PROMPT_LEN) ** draw.random())
     tagged = (plain[tag % len(plain)], plain[tag // len(plain) % len(plain)])
@@ -66,26 +66,29 @@ def _ask(draw: random.Random, tag: int, vocab_size: int) -> ChaosRequest:
     return ChaosRequest(tag, kind, prompt, Generation(kinds[kind]))
 
 
-async def known(client: AsyncClient, requests: Sequence[ChaosRequest]) -> list[KnownAnswer]:
+async def reference_answers(
+    client: AsyncClient, requests: Sequence[ChaosRequest]
+) -> list[KnownAnswer]:
     """Return reference answers, generated alone. Raises UnstableAnswer if a batch gives others."""
     alone: list[KnownAnswer] = []
-    for ask in requests:
-        answer = await client.generate(ask.prompt, ask.generation)
-        if ask.kind == "stop":
-            ask = replace(ask, generation=_stopped(ask.generation, answer.text))  # noqa: PLW2901
-            answer = await client.generate(ask.prompt, ask.generation)
-        alone.append(KnownAnswer(ask, answer))
-    crowd = (client.generate(one.ask.prompt, with_salt(one.ask, "crowd")) for one in alone)
+    for drawn in requests:
+        answer = await client.generate(drawn.prompt, drawn.generation)
+        request = drawn
+        if drawn.kind == "stop":
+            request = replace(drawn, generation=_stopped(drawn.generation, answer.text))
+            answer = await client.generate(request.prompt, request.generation)
+        alone.append(KnownAnswer(request, answer))
+    crowd = (client.generate(one.request.prompt, with_salt(one.request, "crowd")) for one in alone)
     for one, answer in zip(alone, await asyncio.gather(*crowd), strict=True):
         difference = difference_of(one, answer)
         if difference is not None:
-            raise UnstableAnswer(f"request {one.ask.tag} ({one.ask.kind}): {difference}")
+            raise UnstableAnswer(f"request {one.request.tag} ({one.request.kind}): {difference}")
     return alone
 
 
-def with_salt(ask: ChaosRequest, salt: str) -> Generation:
+def with_salt(request: ChaosRequest, salt: str) -> Generation:
     """Return the request with a cache salt: prompts of another salt share no cached KV."""
-    return replace(ask.generation, cache_salt=salt)
+    return replace(request.generation, cache_salt=salt)
 
 
 def _stopped(generation: Generation, text: str) -> Generation:

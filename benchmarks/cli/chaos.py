@@ -19,7 +19,8 @@ from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from benchmarks.chaos.benchmark import ChaosBench, ChaosProgress, OnProgress
-    from benchmarks.chaos.hostile.latencies import Bystanders, ProcessMemory
+    from benchmarks.chaos.hostile.latencies import BystanderLatencies
+    from benchmarks.chaos.leaks import ProcessMemory
     from benchmarks.chaos.report import Report
 
 EVERYTHING = "all"
@@ -154,10 +155,10 @@ def _progress(what: ChaosBench) -> Iterator[OnProgress]:
     with console(stderr=True).status("starting the cluster; running without faults") as status:
 
         def on_progress(now: ChaosProgress) -> None:
-            counts = Counter(one.outcome.value for one in now.told)
+            counts = Counter(one.outcome.value for one in now.outcomes)
             outcomes = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
             clock = f"{now.elapsed_s:.0f}/{what.script.duration_s:.0f} s"
-            status.update(f"{clock}, {now.num_struck} faults ({now.latest}): {outcomes}")
+            status.update(f"{clock}, {now.num_injected} faults ({now.latest}): {outcomes}")
 
         yield on_progress
 
@@ -181,7 +182,7 @@ def _show(found: Report, what: ChaosBench) -> None:
         _list(name, getattr(found, name))
 
 
-def _show_bystanders(found: Bystanders) -> None:
+def _show_bystanders(found: BystanderLatencies) -> None:
     named = {
         "worst gap": found.worst_gap_s,
         "worst /health": found.worst_health_s,

@@ -34,10 +34,10 @@ def handover(
     Prompts are sent one at a time. The single node has the same cores as the prefill node: half of
     those of this process. Shares are disaggregated over single node minus one, per pair.
     """
-    from benchmarks.peers.engines import baton_colocated, baton_disaggregated, halves
+    from benchmarks.peers.engines import baton_colocated, baton_disaggregated, core_halves
     from benchmarks.peers.handover import Handover
 
-    cpus, _ = halves()
+    cpus, _ = core_halves()
     one_node = partial(baton_colocated, model, cpus)
     two_nodes = partial(baton_disaggregated, model)
     measure(Handover(prompt, pairs, seed), one_node, two_nodes, len(cpus), json_file)

@@ -12,7 +12,7 @@ from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
 
 if TYPE_CHECKING:
-    from benchmarks.cluster.memory import Held, Look, MemoryBench
+    from benchmarks.cluster.memory import MemoryBench, MemoryRun, MemorySample
 
 
 def memory(
@@ -69,18 +69,18 @@ def memory(
     write_json(json_file, values)
 
 
-def _run(what: MemoryBench) -> Held:
+def _run(what: MemoryBench) -> MemoryRun:
     import asyncio
 
     from benchmarks.cluster.memory import run
 
-    async def until_interrupted() -> Held:
+    async def until_interrupted() -> MemoryRun:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
             with console(stderr=True).status("starting the cluster") as status:
 
-                def on_look(look: Look) -> None:
+                def on_look(look: MemorySample) -> None:
                     status.update(f"{look.num_ended}/{what.num_requests} requests")
 
                 return await run(what, stop, on_look)

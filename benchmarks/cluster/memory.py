@@ -31,7 +31,7 @@ class MemoryBench:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class MemorySample:
     """Footprint of all processes after `num_ended` requests."""
 
     num_ended: int
@@ -61,13 +61,13 @@ class Growth:
 
 
 @dataclass(slots=True)
-class Held:
+class MemoryRun:
     """Result of a run."""
 
     elapsed_s: float = 0.0
     num_ended: int = 0
     num_failed: int = 0
-    looks: list[Look] = field(default_factory=list)
+    looks: list[MemorySample] = field(default_factory=list)
 
     @property
     def growths(self) -> list[Growth]:
@@ -75,10 +75,10 @@ class Held:
         return [_growth(name, self.looks) for name in names]
 
 
-OnLook = Callable[[Look], None]
+OnLook = Callable[[MemorySample], None]
 
 
-async def run(what: MemoryBench, stop: asyncio.Event, on_look: OnLook) -> Held:
+async def run(what: MemoryBench, stop: asyncio.Event, on_look: OnLook) -> MemoryRun:
     """Run until done or until `stop` is set. Raises named errors."""
     cluster = LocalCluster(what.cluster)
     await asyncio.to_thread(cluster.__enter__)
@@ -95,8 +95,8 @@ async def _measure(
     client: AsyncClient,
     stop: asyncio.Event,
     on_look: OnLook,
-) -> Held:
-    held, numbers = Held(), itertools.count()
+) -> MemoryRun:
+    held, numbers = MemoryRun(), itertools.count()
     plain = range(FIRST_PLAIN_TOKEN, (await client.model()).vocab_size)
     draw = random.Random(0)
     sampling = SamplingParams(max_tokens=what.answer_tokens, temperature=0.0, ignore_eos=True)
@@ -122,12 +122,12 @@ async def _measure(
 
 @asynccontextmanager
 async def _sampled(
-    held: Held, pids: Mapping[str, int], every_s: float, on_look: OnLook
+    held: MemoryRun, pids: Mapping[str, int], every_s: float, on_look: OnLook
 ) -> AsyncIterator[None]:
     async def sample() -> None:
         while True:
             found = {name: footprint(pid) for name, pid in pids.items()}
-            held.looks.append(Look(held.num_ended, found))
+            held.looks.append(MemorySample(held.num_ended, found))
             on_look(held.looks[-1])
             await asyncio.sleep(every_s)
 
@@ -138,7 +138,7 @@ async def _sampled(
         sampling.cancel()
 
 
-def _growth(name: str, looks: Sequence[Look]) -> Growth:
+def _growth(name: str, looks: Sequence[MemorySample]) -> Growth:
     half = [one for one in looks if 2 * one.num_ended >= looks[-1].num_ended]
     line = line_through(
         [(one.num_ended, one.footprint_by_name[name].rss_bytes / MIB) for one in half]

@@ -1,4 +1,4 @@
-"""StreamedCompletion completions from any engine with an OpenAI-compatible HTTP API.
+"""Streamed completions from any engine with an OpenAI-compatible HTTP API.
 
 All engines are measured with this one plain client.
 """

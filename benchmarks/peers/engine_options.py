@@ -50,7 +50,7 @@ def chosen_engines(
     from benchmarks.peers import engines
     from benchmarks.peers.settings import python_of
 
-    engines.halves()
+    engines.core_halves()
     starts: dict[str, Start] = {
         "baton, prefill and decode": partial(engines.baton_disaggregated, model)
     }
@@ -87,7 +87,7 @@ def _vllm_engines(model: str, venv: Path, chunks: str, apart: str) -> Iterator[t
         if kind not in (SHIPPED, PATCHED):
             raise InvalidConfig(f"--vllm-apart {kind!r}: write shipped, patched or both")
         name = f"vllm, prefill and decode, {kind}"
-        yield name, partial(engines.vllm_apart, model, venv, is_patched=kind == PATCHED)
+        yield name, partial(engines.vllm_disaggregated, model, venv, is_patched=kind == PATCHED)
 
 
 def _parts(written: str) -> list[str]:
@@ -102,12 +102,12 @@ def keep_engines_warm(
     Baton's start fast, and freezing would expire their leases. Raises InvalidConfig if the servers
     together need more memory than is free: the OOM killer would end one during the run.
     """
-    from benchmarks.peers.warm_engines import staying
+    from benchmarks.peers.warm_engines import keep_warm
 
     names = [name for name in engines if name.startswith("vllm")]
     _need_memory_for(names, model)
     return {
-        name: staying(start, lifetime) if name in names else start
+        name: keep_warm(start, lifetime) if name in names else start
         for name, start in engines.items()
     }
 
@@ -134,9 +134,9 @@ def announced(engines: dict[str, Start], report: Callable[[str], None]) -> dict[
         def turn() -> Iterator[CompletionsApi]:
             report(f"{name}: starting")
             try:
-                with start() as door:
+                with start() as api:
                     report(f"{name}: measuring")
-                    yield door
+                    yield api
             except BaseException as error:
                 error.add_note(f"in the turn of {name}")
                 raise

@@ -17,7 +17,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.units import GIB
 from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
 from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
-from benchmarks.processes import others
+from benchmarks.processes import external_process
 from engine.errors import InvalidConfig
 
 START_TIMEOUT_S = 600.0
@@ -32,7 +32,7 @@ VLLM_KV_GIB = 2
 VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MAX_NUM_SEQS)
 
 
-def halves() -> tuple[Sequence[int], Sequence[int]]:
+def core_halves() -> tuple[Sequence[int], Sequence[int]]:
     """Return the cores for prefill and for decode. Raises InvalidConfig with a single core."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
@@ -46,9 +46,9 @@ def halves() -> tuple[Sequence[int], Sequence[int]]:
 @contextmanager
 def baton_disaggregated(model: str) -> Iterator[CompletionsApi]:
     """Start a prefill node on one half of the cores, a decode node on the other."""
-    prefill, decode = halves()
+    prefill, decode = core_halves()
     options = replace(
-        _options(model), prefill_arguments=_own(prefill), decode_arguments=_own(decode)
+        _options(model), prefill_arguments=_on_cores(prefill), decode_arguments=_on_cores(decode)
     )
     with LocalCluster(options) as cluster:
         yield CompletionsApi(f"http://{cluster.router.http_address}")
@@ -59,7 +59,7 @@ def baton_colocated(
     model: str, cpus: Sequence[int] | None = None, step_ms: int | None = None
 ) -> Iterator[CompletionsApi]:
     """Start one node that prefills and decodes, on `cpus` or on all cores."""
-    own = _own(cpus or [*halves()[0], *halves()[1]])
+    own = _on_cores(cpus or [*core_halves()[0], *core_halves()[1]])
     pace = () if step_ms is None else ("--target-step-ms", str(step_ms))
     options = replace(_options(model), num_prefill=0, decode_arguments=(*own, *pace))
     with LocalCluster(options) as cluster:
@@ -70,27 +70,28 @@ def baton_colocated(
 def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[CompletionsApi]:
     """Start one server on all cores. `chunk`: token budget of a step; None: vLLM's default."""
     more = () if chunk is None else ("--max-num-batched-tokens", str(chunk))
-    cpus = [*halves()[0], *halves()[1]]
+    cpus = [*core_halves()[0], *core_halves()[1]]
     with (
         TemporaryDirectory(prefix="baton-vllm-") as logs,
         _vllm(model, venv, cpus, Path(logs, "server"), more, {}) as server,
     ):
-        yield server.door()
+        yield server.wait_until_ready()
 
 
 @contextmanager
-def vllm_apart(model: str, venv: Path, *, is_patched: bool) -> Iterator[CompletionsApi]:
+def vllm_disaggregated(model: str, venv: Path, *, is_patched: bool) -> Iterator[CompletionsApi]:
     """Start a prefill and a decode server, each on half of the cores, with KV over NIXL."""
     patches = {"PYTHONPATH": str(PATCHES)} if is_patched else {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")))
         servers = []
-        for name, cpus in zip(("prefill", "decode"), halves(), strict=True):
+        for name, cpus in zip(("prefill", "decode"), core_halves(), strict=True):
             settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()), **patches}
             more = ("--kv-transfer-config", OVER_NIXL)
             server = _vllm(model, venv, cpus, logs / name, more, settings)
             servers.append(stack.enter_context(server))
-        prefill, decode = [server.door() for server in servers]  # both start at the same time
+        # Both start at the same time.
+        prefill, decode = [server.wait_until_ready() for server in servers]
         yield replace(decode, prefill_url=prefill.url, groups=prefill.groups + decode.groups)
 
 
@@ -101,7 +102,7 @@ def vllm_server_bytes(model: str) -> int:
     return VLLM_KV_GIB * GIB + 2 * weights + processes
 
 
-def _own(cpus: Sequence[int]) -> tuple[str, ...]:
+def _on_cores(cpus: Sequence[int]) -> tuple[str, ...]:
     return ("--cpus", ",".join(map(str, cpus)), "--threads", str(len(cpus)))
 
 
@@ -135,7 +136,7 @@ def _vllm(
     environment = clean_environment() | vllm_settings(venv, cpus, kv_gib=VLLM_KV_GIB) | settings
     with (
         log.open("w") as output,
-        others(
+        external_process(
             ["taskset", "-c", ",".join(map(str, cpus)), *command],
             environment | {"VLLM_HOST_IP": "127.0.0.1"},
             stdout=output,
@@ -151,7 +152,7 @@ class _Server:
     process: subprocess.Popen[str]
     log: Path
 
-    def door(self) -> CompletionsApi:
+    def wait_until_ready(self) -> CompletionsApi:
         """Wait until it serves. Raises EngineFailed."""
         until_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < until_s and self.process.poll() is None:

@@ -118,19 +118,19 @@ class SweepResult:
 def run(what: Sweep, engines: Mapping[str, Start], on_run: Callable[[RateRun], None]) -> None:
     """Run the sweep; `on_run` is called with each run. Raises EngineFailed."""
     for name, start in engines.items():
-        with start() as door:
-            for one in _swept(what, name, door):
+        with start() as api:
+            for one in _swept(what, name, api):
                 on_run(one)
                 if _is_overloaded(what, one):
                     break  # higher rates would miss the limits, too
 
 
-def _swept(what: Sweep, name: str, door: CompletionsApi) -> Iterator[RateRun]:
-    model = door.model().name
+def _swept(what: Sweep, name: str, api: CompletionsApi) -> Iterator[RateRun]:
+    model = api.model().name
     for request in warm_up(what.load(what.rates[0]), VOCAB_SIZE):
-        door.stream(model, _ids(request), request.max_tokens)
+        api.stream(model, _ids(request), request.max_tokens)
     for rate in sorted(what.rates):
-        outcomes = _sent(door, model, plan(what.load(rate), VOCAB_SIZE))
+        outcomes = _sent(api, model, plan(what.load(rate), VOCAB_SIZE))
         answers = [one for one in outcomes if isinstance(one, AnswerLatencies)]
         errors = [one for one in outcomes if isinstance(one, str)]
         if not answers:
@@ -144,7 +144,7 @@ def _is_overloaded(what: Sweep, one: RateRun) -> bool:
 
 
 def _sent(
-    door: CompletionsApi, model: str, requests: Sequence[PlannedRequest]
+    api: CompletionsApi, model: str, requests: Sequence[PlannedRequest]
 ) -> list[AnswerLatencies | str]:
     """Send the requests open-loop at their times."""
     began_s = time.monotonic()
@@ -153,16 +153,16 @@ def _sent(
         for request in requests:
             due_s = began_s + request.at_s
             time.sleep(max(0.0, due_s - time.monotonic()))
-            sent.append(threads.submit(_send, door, model, request, due_s))
+            sent.append(threads.submit(_send, api, model, request, due_s))
         return [one.result() for one in sent]
 
 
 def _send(
-    door: CompletionsApi, model: str, request: PlannedRequest, due_s: float
+    api: CompletionsApi, model: str, request: PlannedRequest, due_s: float
 ) -> AnswerLatencies | str:
     """Return the latencies of a request, or its error."""
     try:
-        return seen(door.stream(model, _ids(request), request.max_tokens), due_s)
+        return seen(api.stream(model, _ids(request), request.max_tokens), due_s)
     except EngineFailed as error:
         return str(error)
 

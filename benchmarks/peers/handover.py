@@ -70,27 +70,27 @@ def run(
     """Run both setups and call `on_pair` with each pair. Raises EngineFailed."""
     draw = random.Random(what.seed)
     with together() as one_node, apart() as two_nodes:
-        doors = [(door, door.model()) for door in (one_node, two_nodes)]
-        for door, model in doors * NUM_WARM_UP:
-            _timed(door, model, random_prompt(draw, what.prompt_tokens))
+        apis = [(api, api.model()) for api in (one_node, two_nodes)]
+        for api, model in apis * NUM_WARM_UP:
+            _timed(api, model, random_prompt(draw, what.prompt_tokens))
         for number in range(what.num_pairs):
             prompt = random_prompt(draw, what.prompt_tokens)
-            on_pair(_pair(doors, prompt, is_reversed=number % 2 == 1))
+            on_pair(_pair(apis, prompt, is_reversed=number % 2 == 1))
 
 
 def _pair(
-    doors: Sequence[tuple[CompletionsApi, ServedModel]], prompt: Sequence[int], *, is_reversed: bool
+    apis: Sequence[tuple[CompletionsApi, ServedModel]], prompt: Sequence[int], *, is_reversed: bool
 ) -> TimedPair:
     """Measure a prompt on both setups, the second one first if `is_reversed`."""
-    order = doors[::-1] if is_reversed else doors
-    times = [_timed(door, model, prompt) for door, model in order]
+    order = apis[::-1] if is_reversed else apis
+    times = [_timed(api, model, prompt) for api, model in order]
     return TimedPair(*(times[::-1] if is_reversed else times))
 
 
-def _timed(door: CompletionsApi, model: ServedModel, prompt: Sequence[int]) -> Times:
-    streamed = door.stream(model.name, prompt, ANSWER_TOKENS)
+def _timed(api: CompletionsApi, model: ServedModel, prompt: Sequence[int]) -> Times:
+    streamed = api.stream(model.name, prompt, ANSWER_TOKENS)
     if len(streamed.arrivals) < 2:
-        raise EngineFailed(f"{door.url} sent its whole answer at once")
+        raise EngineFailed(f"{api.url} sent its whole answer at once")
     (first_s, _), (second_s, _) = streamed.arrivals[:2]
     return Times((first_s - streamed.sent_s) * 1e3, (second_s - first_s) * 1e3)
 

@@ -87,13 +87,13 @@ def run(what: Interference, engines: Mapping[str, Start], on_turn: Callable[[Tur
     """Run each engine once per round, one at a time; `on_turn` is called with each turn."""
     for number in range(what.num_rounds):
         for name, start in engines.items():
-            with start() as door:
-                on_turn(Turn(name, number, measured(what, door)))
+            with start() as api:
+                on_turn(Turn(name, number, measured(what, api)))
 
 
-def measured(what: Interference, door: CompletionsApi) -> Figures:
+def measured(what: Interference, api: CompletionsApi) -> Figures:
     """Put load on an engine and return its figures. Raises EngineFailed."""
-    load = _InterferenceLoad(what, door)
+    load = _InterferenceLoad(what, api)
     load.warm_up()
     with load.steady():
         began_s = time.monotonic()
@@ -105,7 +105,7 @@ def measured(what: Interference, door: CompletionsApi) -> Figures:
 @dataclass(slots=True)
 class _InterferenceLoad:
     what: Interference
-    door: CompletionsApi
+    api: CompletionsApi
     model: ServedModel = field(init=False)
     streams: list[StreamedCompletion] = field(default_factory=list)
     draw: random.Random = field(init=False)
@@ -113,14 +113,14 @@ class _InterferenceLoad:
     warm: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def __post_init__(self) -> None:
-        self.model = self.door.model()
+        self.model = self.api.model()
         self.draw = random.Random(self.what.seed)
 
     def warm_up(self) -> None:
         """Send one prompt of each kind, for page faults and compiled shapes."""
         for num_tokens in (self.what.stream_prompt_tokens, self.what.prompt_tokens):
             prompt = random_prompt(self.draw, num_tokens)
-            self.door.stream(self.model.name, prompt, ANSWER_TOKENS)
+            self.api.stream(self.model.name, prompt, ANSWER_TOKENS)
 
     @contextmanager
     def steady(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class _InterferenceLoad:
             try:
                 for _ in running:
                     if not self.warm.acquire(timeout=WARM_TIMEOUT_S):
-                        raise EngineFailed(f"{self.door.url} does not decode")
+                        raise EngineFailed(f"{self.api.url} does not decode")
                 yield
             finally:
                 self.is_over.set()
@@ -154,7 +154,7 @@ class _InterferenceLoad:
 
         try:
             while not self.is_over.is_set():
-                streamed = self.door.stream(self.model.name, prompt, num_tokens, is_over)
+                streamed = self.api.stream(self.model.name, prompt, num_tokens, is_over)
                 self.streams.append(streamed)
         finally:
             self.warm.release()  # do not wait for a failed stream
@@ -167,7 +167,7 @@ class _InterferenceLoad:
             sent: list[Future[StreamedCompletion]] = []
             for number, prompt in enumerate(drawn):
                 time.sleep(max(0.0, began_s + number * what.every_s - time.monotonic()))
-                sent.append(threads.submit(self.door.stream, name, prompt, ANSWER_TOKENS))
+                sent.append(threads.submit(self.api.stream, name, prompt, ANSWER_TOKENS))
             return [one.result() for one in sent]
 
 

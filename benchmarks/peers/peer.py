@@ -19,7 +19,7 @@ from typing import Protocol
 
 from baton.bench.engine.benchmark import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
 from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
-from benchmarks.processes import others
+from benchmarks.processes import external_process
 from engine.errors import EngineError, InvalidConfig
 
 ENDS = Path(__file__).resolve().parent / "workers"
@@ -172,7 +172,7 @@ def _cpus(num_threads: int | None) -> Sequence[int]:
 def _started(
     venv: Path, script: str, settings: dict[str, object], environment: dict[str, str]
 ) -> AbstractContextManager[subprocess.Popen[str]]:
-    return others(
+    return external_process(
         _command(python_of(venv), ENDS / script, settings),
         clean_environment() | environment,
         stdin=subprocess.PIPE,

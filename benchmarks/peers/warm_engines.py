@@ -16,27 +16,27 @@ from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
 Start = Callable[[], AbstractContextManager[CompletionsApi]]
 
 
-def staying(start: Start, lifetime: ExitStack) -> Start:
+def keep_warm(start: Start, lifetime: ExitStack) -> Start:
     """Wrap `start`: the engine starts at its first turn and runs until `lifetime` ends."""
-    doors: list[CompletionsApi] = []
+    apis: list[CompletionsApi] = []
 
     @contextmanager
     def turn() -> Iterator[CompletionsApi]:
-        if not doors:
-            doors.append(lifetime.enter_context(start()))
-        door = doors[0]
-        _signal(door, signal.SIGCONT)
+        if not apis:
+            apis.append(lifetime.enter_context(start()))
+        api = apis[0]
+        _signal(api, signal.SIGCONT)
         try:
-            yield door
+            yield api
         finally:
-            _signal(door, signal.SIGSTOP)
+            _signal(api, signal.SIGSTOP)
 
     return turn
 
 
-def _signal(door: CompletionsApi, number: signal.Signals) -> None:
-    for group in door.groups:
+def _signal(api: CompletionsApi, number: signal.Signals) -> None:
+    for group in api.groups:
         try:
             os.killpg(group, number)
         except ProcessLookupError:
-            raise EngineFailed(f"the engine at {door.url} has ended") from None
+            raise EngineFailed(f"the engine at {api.url} has ended") from None

@@ -6,26 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.faults import Fault, FaultKind
+from benchmarks.chaos.faults import FaultKind, InjectedFault
 from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
 
 MAX_GAP_S = MAX_HEALTH_S = 1.0
 BOUND_S = {Wait.GAP: MAX_GAP_S, Wait.HEALTH: MAX_HEALTH_S}
 # Effects of a fault or attack may last a little longer than itself.
 AFTERMATH_S = 3.0
-
-
-@dataclass(slots=True)
-class InjectedFault:
-    """An injected fault."""
-
-    fault: Fault
-    victim: str
-    at_s: float
-    listens_s: float = 0.0  # start of listening of the process that replaces a killed one
-    healed_s: float = 0.0
-    attack: str = ""  # attack of the hostile client
-    outcomes: Mapping[str, int] | None = None  # of the attack's requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +27,7 @@ class WorstWaits:
 
 
 @dataclass(frozen=True, slots=True)
-class Bystanders:
+class BystanderLatencies:
     num_gaps: int
     num_health: int
     worst_gap_s: float  # outside of faults other than attacks
@@ -52,14 +39,14 @@ class Bystanders:
     missed: Sequence[str]  # exceeded limits
 
 
-def bystanders(
-    waits: Sequence[ObservedWait], counts: Mapping[str, int], struck: Sequence[InjectedFault]
-) -> Bystanders:
-    attacks = [one for one in struck if one.fault.kind is FaultKind.HOSTILE]
-    faults = [one for one in struck if one.fault.kind is not FaultKind.HOSTILE]
+def bystander_latencies(
+    waits: Sequence[ObservedWait], counts: Mapping[str, int], injected: Sequence[InjectedFault]
+) -> BystanderLatencies:
+    attacks = [one for one in injected if one.fault.kind is FaultKind.HOSTILE]
+    faults = [one for one in injected if one.fault.kind is not FaultKind.HOSTILE]
     counted = [one for one in waits if not any(_overlap(one, fault) for fault in faults)]
     quiet = [one for one in counted if not any(_overlap(one, attack) for attack in attacks)]
-    return Bystanders(
+    return BystanderLatencies(
         num_gaps=counts.get(Wait.GAP.value, 0),
         num_health=counts.get(Wait.HEALTH.value, 0),
         worst_gap_s=_worst(counted, Wait.GAP),
@@ -107,52 +94,9 @@ def _missed(waits: Sequence[ObservedWait], attacks: Sequence[InjectedFault]) -> 
         yield f"failed {count} times: {failure}"
 
 
-def _overlap(wait: ObservedWait, struck: InjectedFault) -> bool:
-    return wait.began_s <= struck.healed_s + AFTERMATH_S and struck.at_s <= wait.ended_s
+def _overlap(wait: ObservedWait, injected: InjectedFault) -> bool:
+    return wait.began_s <= injected.recovered_s + AFTERMATH_S and injected.at_s <= wait.ended_s
 
 
 def _worst(waits: Sequence[ObservedWait], kind: Wait) -> float:
     return max((one.ended_s - one.began_s for one in waits if one.kind == kind.value), default=0.0)
-
-
-# --- Memory ---------------------------------------------------------------------------------------
-
-MAX_GROWTH = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Resident memory of a process that ran from the middle of the run to its end."""
-
-    process: str
-    start_mib: float | None  # None: restarted since
-    middle_mib: float
-    end_mib: float
-
-    @property
-    def growth(self) -> float:
-        return self.end_mib / self.middle_mib - 1
-
-    @property
-    def is_within(self) -> bool:
-        return self.growth <= MAX_GROWTH
-
-
-Rss = Mapping[str, tuple[int, int]]  # pid and bytes by process name
-
-
-def memory(start: Rss, middle: Rss, end: Rss) -> list[ProcessMemory]:
-    """Return the memory of the processes that ran both in the middle and at the end."""
-    return [
-        ProcessMemory(
-            name,
-            start[name][1] / MIB if name in start and start[name][0] == pid else None,
-            middle[name][1] / MIB,
-            num_bytes / MIB,
-        )
-        for name, (pid, num_bytes) in end.items()
-        if name in middle and middle[name][0] == pid
-    ]
-
-
-MIB = 1 << 20

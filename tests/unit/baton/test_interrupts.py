@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from baton.interruptible_stream import stream_interruptibly
-from benchmarks.processes import defer_signals, others
+from benchmarks.processes import defer_signals, external_process
 
 TIMEOUT_S = 60.0
 # Presses Ctrl-C in the middle of the imports of `baton nodes`.
@@ -82,7 +82,7 @@ def test_a_program_ends_with_us_though_we_are_told_to_end_while_it_starts(
     monkeypatch.setattr(Told, "pids", [])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
-    with pytest.raises(SystemExit), others(["sleep", "1000"], os.environ, **quiet):
+    with pytest.raises(SystemExit), external_process(["sleep", "1000"], os.environ, **quiet):
         pass
 
     [process] = Told.pids

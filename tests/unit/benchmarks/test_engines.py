@@ -88,7 +88,7 @@ def test_who_waits_hears_what_goes_on() -> None:
         told.append("started")
         yield CompletionsApi("http://nowhere")
 
-    with announced({"one": start}, told.append)["one"]() as door:
-        told.append(door.url)
+    with announced({"one": start}, told.append)["one"]() as api:
+        told.append(api.url)
 
     assert told == ["one: starting", "started", "one: measuring", "http://nowhere"]

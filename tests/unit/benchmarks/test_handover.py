@@ -24,7 +24,7 @@ from engine.errors import InvalidConfig
 
 
 class Answers:
-    """A door that notes who was asked for what, and answers at times of its own."""
+    """An API that notes who was asked for what, and answers at times of its own."""
 
     def __init__(self, name: str, asked: list[tuple[str, list[int]]], *times_s: float) -> None:
         self.url = name

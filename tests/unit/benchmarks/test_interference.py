@@ -98,7 +98,7 @@ def test_ratios_are_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Steady:
-    """A door whose answers come as fast as they can."""
+    """An API whose answers come as fast as they can."""
 
     url = "made up"
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from baton.bench.serve.figures import ServeFigures
     from baton.cluster import ClusterOptions
 
-LOAD_PANEL = "ServeLoad"
+LOAD_PANEL = "Load"
 TARGET_PANEL = "Target"
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 LENGTHS = "128, uniform:64:256, lognormal:128:0.5 or mix:64x9,2048x1"
