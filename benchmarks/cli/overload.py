@@ -40,7 +40,7 @@ def overload(
     """Measure the peak rate, send a multiple of it, and count served, refused and unserved."""
     import asyncio
 
-    from baton.cli.commands.serve import parse_cpus
+    from baton.cli.options.lists import parse_cpus
     from baton.cluster import ClusterOptions
     from benchmarks.cluster.overload import OverloadBench, run
 

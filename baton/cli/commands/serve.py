@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from baton.cli.options.kv_cache import (
     RemoteHeadroom,
     Transport,
 )
+from baton.cli.options.lists import parse_cpus
 from baton.cli.options.model import (
     Cpus,
     Device,
@@ -67,7 +67,6 @@ from baton.cli.options.security import RouterTokenFile, tls_config
 from baton.cli.options.telemetry import TraceStepRatio, telemetry_options
 from baton.cli.signatures import inherit_options, split
 from baton.units import AUTO, parse_kv_memory
-from engine.errors import InvalidConfig
 from rpc.descriptors import raise_descriptor_limit
 from rpc.grace_period import DRAIN_TIMEOUT_S
 from rpc.parent_process import end_with_parent, exit_on_sigterm
@@ -78,7 +77,6 @@ if TYPE_CHECKING:
     from router.__main__ import RouterOptions
 
 LONG_PREFILL_TOKEN_THRESHOLD = 512
-CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 serve = typer.Typer(help="Run one process of a cluster.", no_args_is_help=True)
 
@@ -299,14 +297,3 @@ def _begin(role: str, parent_pid: int, log_format: str, log_level: str) -> None:
         end_with_parent(parent_pid)
     configure_logging(role, log_format, log_level)
     raise_descriptor_limit()
-
-
-def parse_cpus(written: str) -> tuple[int, ...]:
-    """Parse a list of CPU cores: `0-3,6` names five."""
-    cpus: list[int] = []
-    for part in filter(None, written.split(",")):
-        match = CPU_RANGE.fullmatch(part.strip())
-        if match is None:
-            raise InvalidConfig(f"--cpus {written!r}: write it like 0-3,6")
-        cpus.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(cpus)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.cli.commands.bench.serve_tables import name_of_run, show_runs
 from baton.cli.commands.cluster import SET_PER_PROCESS, shared_memory
 from baton.cli.commands.serve import node_options, router_options
 from baton.cli.options.output import OUTPUT_PANEL, JsonFile, check_creatable_folder
 from baton.cli.options.security import ClientTokenFile, client_tls
 from baton.cli.show import console, show_table, write_json
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of, split
-from baton.units import format_bytes
 from engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         ServeBench,
         ServeProgress,
     )
-    from baton.bench.serve.figures import ServeFigures
     from baton.cluster import ClusterOptions
 
 LOAD_PANEL = "Load"
@@ -265,14 +264,7 @@ def _report(
 
     if any(one.figures.is_cut_short for one in measured) or not measured:
         console(stderr=True).print("interrupted: these are the requests completed so far")
-    if len(measured) == 1:
-        _show_one(measured[0])
-    elif measured:
-        show_table("rates", [_head(one) | _rates_of(one.figures) for one in measured])
-        rows = [_head(one) | row for one in measured for row in _latencies(one.figures)]
-        show_table("latencies, ms", rows)
-        show_table("service", [_head(one) | _service(one.figures) for one in measured])
-    _show_errors(measured)
+    show_runs(measured)
     ratios = compare(measured, DISAGGREGATED, COLOCATED) if is_comparison else []
     if ratios:
         title = (
@@ -281,67 +273,9 @@ def _report(
         show_table(title, [asdict(one) for one in ratios])
     values = {
         "what": asdict(what),
-        "runs": [_head(one) | asdict(one.figures) for one in measured],
+        "runs": [name_of_run(one) | asdict(one.figures) for one in measured],
         "ratios": [asdict(one) for one in ratios],
     }
     write_json(json_file, values)
     for path in draw(measured, plots) if plots is not None else ():
         print(path)
-
-
-def _show_one(one: MeasuredRun) -> None:
-    """Show one run in tables narrow enough for any terminal."""
-    figures = _rates_of(one.figures) | _service(one.figures)
-    rows = [{"what": name, "figure": cell} for name, cell in figures.items()]
-    show_table(f"{one.name}, {one.rate:g} requests/s", rows)
-    show_table("latencies, ms", list(_latencies(one.figures)))
-
-
-def _head(one: MeasuredRun) -> dict[str, object]:
-    return {"cluster": one.name, "rate": one.rate}
-
-
-def _rates_of(figures: ServeFigures) -> dict[str, object]:
-    return {
-        "answered": f"{figures.num_answered}/{figures.num_planned}",
-        "failed": figures.num_failed,
-        "requests/s": figures.requests_per_s,
-        "tokens in/s": figures.input_tokens_per_s,
-        "tokens out/s": figures.output_tokens_per_s,
-        "good/s": figures.goodput_per_s,
-        "good %": figures.good_share * 100,
-    }
-
-
-def _latencies(figures: ServeFigures) -> Iterator[dict[str, object]]:
-    for name, quantiles in (
-        ("first token", figures.ttft_ms),
-        ("gap", figures.itl_ms),
-        ("per token", figures.tpot_ms),
-        ("whole answer", figures.e2e_ms),
-    ):
-        if quantiles is not None:
-            yield {"time": name} | asdict(quantiles)
-
-
-def _service(figures: ServeFigures) -> dict[str, object]:
-    return {
-        "remote": figures.num_remote,
-        "local": figures.num_local,
-        "retried": figures.num_retried,
-        "KV moved": format_bytes(figures.kv_bytes),
-        "prefix tokens hit": figures.prefix_hit_tokens,
-        "late sends": figures.num_late,
-        "client lag p99 ms": figures.client_lag_p99_ms,
-        "client CPU %": figures.client_cpu_share * 100,
-    }
-
-
-def _show_errors(measured: Sequence[MeasuredRun]) -> None:
-    rows = [
-        _head(one) | {"reason": reason, "requests": count}
-        for one in measured
-        for reason, count in one.figures.errors.items()
-    ]
-    if rows:
-        show_table("failures", rows)

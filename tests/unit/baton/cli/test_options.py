@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from baton.cli import app
 from baton.cli.commands.cluster import GIVEN, up
-from baton.cli.commands.serve import node_options, parse_cpus, router_options
+from baton.cli.commands.serve import node_options, router_options
+from baton.cli.options.lists import parse_cpus
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
 from baton.demo_model import demo_model
