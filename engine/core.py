@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from engine.containment import Containment
 from engine.errors import EngineStopped
-from engine.kv_connector import KvWorker
-from engine.plan import Runner, RunResult, StepResult
+from engine.plan import KvWorker, Runner, RunResult, StepResult
 from engine.request import StepOutputs
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.types import KvOrders, KvReports

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from engine.core import EngineCore, NoKvWorker
-from engine.kv_connector import KvWorker
+from engine.plan import KvWorker
 from engine.runner.model_runner import TorchRunner
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Values of a step: the plan, and the results of the runner and the KV worker."""
+"""Values of a step: the plan, the results, and the Protocols of the runner and the KV worker."""
 
 from __future__ import annotations
 
@@ -80,3 +80,15 @@ class Runner(Protocol):
     """Runs the model over a plan. All code that depends on torch is behind this protocol."""
 
     def run(self, plan: Plan) -> RunResult: ...
+
+
+class KvWorker(Protocol):
+    """Transfers KV blocks without blocking a step. `now` is in monotonic seconds."""
+
+    def start(self, orders: KvOrders, now: float) -> None: ...
+
+    def poll(self, now: float) -> KvReports: ...
+
+    def next_poll_s(self, now: float) -> float | None:
+        """Return the time until the next `poll` is needed; None: not before the engine is woken."""
+        ...

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 
 from engine.core import EngineCore
-from engine.kv_connector import KvWorker
-from engine.plan import Plan, Runner, RunResult
+from engine.plan import KvWorker, Plan, Runner, RunResult
 from engine.request import RequestId, StepOutputs
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.types import KvOrders, KvReports

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from engine.core import EngineCore
-from engine.kv_connector import KvWorker
-from engine.plan import Plan, PlanRow, Runner, RunResult
+from engine.plan import KvWorker, Plan, PlanRow, Runner, RunResult
 from engine.request import EngineRequest, FinishReason, Output, RequestId
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.records import TransferRecord

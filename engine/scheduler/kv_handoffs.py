@@ -46,7 +46,14 @@ class _PendingSend:
 
 
 class HandoffManager:
-    """Implements KvScheduling: block references of hand-offs, and the orders of the next step."""
+    """Block references of hand-offs, and the orders of the next step. Transfers no data.
+
+    vLLM's V1 connector has a scheduler side and a worker side in one class. Here they are two:
+    this one and `KvWorker`. They exchange orders and reports only, so no code can call the wrong
+    side. `receive` corresponds to `get_num_new_matched_tokens` and `update_state_after_alloc`,
+    `take_orders` to the connector metadata of a step, and `withdraw` to `request_finished`.
+    Instead of a delayed free, blocks stay held until `end_receiving` or `end_sending`.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -59,7 +66,7 @@ class HandoffManager:
         self._completes: list[Complete] = []
         self._withdraws: list[Withdraw] = []
         self._layer_sends: list[SendLayers] = []
-        self.total_unknown_reports = 0
+        self.total_unknown_reports = 0  # for unknown hand-offs, such as ended ones
 
     @property
     def num_receiving(self) -> int:
@@ -79,6 +86,7 @@ class HandoffManager:
         return bool(self._receives or self._revokes or sending)
 
     def take_orders(self) -> KvOrders:
+        """Return and clear the orders for the KV worker."""
         if not self.has_orders:
             return _NO_ORDERS
         orders = KvOrders(
@@ -98,6 +106,7 @@ class HandoffManager:
         return orders
 
     def held_blocks(self) -> Iterator[BlockId]:
+        """Yield each block that a peer can write or that is sent to one, once per hand-off."""
         for receiving in self._receiving.values():
             yield from receiving.block_ids
         for sending in self._sending.values():
@@ -109,6 +118,7 @@ class HandoffManager:
         return handoff_id in self._expected or handoff_id in self._receiving
 
     def expect(self, receive: ReceiveKv) -> None:
+        """Register the hand-off of a waiting request that will receive KV."""
         self._expected.add(receive.handoff_id)
 
     def receive(self, request: Request, receive: ReceiveKv, num_hits: int) -> None:
@@ -151,6 +161,7 @@ class HandoffManager:
         return handoff_id in self._sending
 
     def open_send(self, handoff_id: HandoffId) -> None:
+        """Register the hand-off of a waiting request whose blocks will be sent."""
         self._sending[handoff_id] = _PendingSend()
 
     def has_sent(self, request: Request) -> bool:

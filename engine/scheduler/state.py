@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from engine.errors import BlocksUnaccounted, InvalidRequest
 from engine.events import RequestEvent, RequestEventKind, SchedulerStats
 from engine.kv_cache.manager import KvCache
-from engine.kv_connector import KvScheduling
 from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
 from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from engine.scheduler.kv_handoffs import HandoffManager
@@ -26,7 +25,7 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.cache = KvCache(cache_config)
-        self.handoffs: KvScheduling = HandoffManager(self.cache.pool)
+        self.handoffs = HandoffManager(self.cache.pool)
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
         self.prefixes_in_flight = PrefixesInFlight(config.max_prefix_wait_s)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from engine.core import EngineCore, NoKvWorker
-from engine.kv_connector import KvWorker
-from engine.plan import Runner
+from engine.plan import KvWorker, Runner
 from engine.request import ClientId, EngineRequest, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
