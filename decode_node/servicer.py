@@ -42,7 +42,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         context: aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
         node_id = self._state.card.node_id
-        calls = serve_calls(request_iterator, self._decode, self._state.call, node_id=node_id)
+        calls = serve_calls(request_iterator, self._decode, self._state.count_call, node_id=node_id)
         async with named_errors(context, node_id=node_id), aclosing(calls):
             async for events in calls:
                 yield node_pb2.DecodeResponse(events=events)
@@ -53,14 +53,14 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         spec = decode_spec(order, CLIENT_ID, time.monotonic())
         is_first = True
         with (
-            self._tracing.call(context, handoff_from(order.handoff_id), spec) as trace,
-            self._ledger.account(spec.request_id) as entry,
+            self._tracing.record_call(context, handoff_from(order.handoff_id), spec) as trace,
+            self._ledger.open_entry(spec.request_id) as entry,
         ):
-            async with aclosing(self._state.calls.outputs(spec)) as outputs:
+            async with aclosing(self._state.calls.stream_outputs(spec)) as outputs:
                 async for output in outputs:
                     is_first_or_last = is_first or output.finish_reason is not None
                     if is_first_or_last:
-                        trace.gave(output)
+                        trace.record_output(output)
                     summary = self._summary(entry, output.served) if is_first_or_last else None
                     yield node_pb2.CallEvent(output=output_to(output), summary=summary)
                     is_first = False
@@ -69,7 +69,7 @@ class DecodeServicer(node_pb2_grpc.DecodeServiceServicer):
         self, request: node_pb2.ConnectRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.ConnectResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
-            with self._state.call():
+            with self._state.count_call():
                 await self._connect(request.prefill.address)
         return node_pb2.ConnectResponse()
 

@@ -123,7 +123,7 @@ class _Calls:
             with self._count():
                 self._end(call, await self._serve_to_status(call, order))
                 # The server can close as soon as the last call is no longer counted.
-                await self.outbox.flushed()
+                await self.outbox.wait_until_flushed()
         except Draining as refusal:
             self._end(call, status_of(refusal, self._metadata))
 
@@ -184,7 +184,7 @@ class _Outbox:
         self._is_closed = True
         self._wakeup.set()
 
-    async def flushed(self) -> None:
+    async def wait_until_flushed(self) -> None:
         """Return when all queued events have been written."""
         await self._flushed.wait()
 

@@ -1,39 +1,42 @@
-"""Per-request output streams of the engine, on the asyncio thread."""
+"""Calls of the engine from the asyncio thread: output streams, and functions run between steps."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
-from typing import Protocol
+from typing import TypeVar
 
-from engine.engine_thread import Deliver
+from engine.engine_thread import EngineThread
 from engine.errors import EngineStopped, InvalidRequest, PassFailed
 from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
 from rpc.errors import KvLoadFailed, RequestIdInUse
 
 CLIENT_ID = ClientId("grpc")
 
+Result = TypeVar("Result")
 
-class Engine(Protocol):
-    """Engine interface that servicers use."""
 
-    @property
-    def failure(self) -> BaseException | None: ...
+async def run_on_engine(engine: EngineThread, function: Callable[[], Result]) -> Result:
+    """Run `function` on the engine's thread, between two steps, and return its result."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
 
-    def attach(self, client_id: ClientId, deliver: Deliver) -> None: ...
+    def set_result(result: Result) -> None:
+        if not future.cancelled():
+            future.set_result(result)
 
-    def detach(self, client_id: ClientId) -> None: ...
+    def run() -> None:
+        loop.call_soon_threadsafe(set_result, function())
 
-    def submit(self, spec: EngineRequest) -> None: ...
-
-    def abort(self, request_id: RequestId) -> None: ...
+    engine.post(run)
+    return await future
 
 
 class EngineCalls:
     """Submits requests to the engine and routes outputs to the stream of their request."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._inbox_by_request: dict[RequestId, asyncio.Queue[Output]] = {}
@@ -59,16 +62,16 @@ class EngineCalls:
         """Return an event that is set when a request is added or removed after this call."""
         return self._changed
 
-    def touch(self) -> None:
+    def notify_change(self) -> None:
         """Set the current `next_change` event and replace it."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def notify_from_engine(self) -> None:
-        """Like `touch`, from the engine's thread."""
-        self._loop.call_soon_threadsafe(self.touch)
+    def notify_change_from_engine(self) -> None:
+        """Like `notify_change`, from the engine's thread."""
+        self._loop.call_soon_threadsafe(self.notify_change)
 
-    async def outputs(self, spec: EngineRequest) -> AsyncGenerator[Output, None]:
+    async def stream_outputs(self, spec: EngineRequest) -> AsyncGenerator[Output, None]:
         """Yield the request's outputs until it finishes. Closing the generator early aborts it.
 
         Raises:
@@ -104,12 +107,12 @@ class EngineCalls:
             raise RequestIdInUse(f"request {request_id} is under way; choose another id")
         inbox: asyncio.Queue[Output] = asyncio.Queue()
         self._inbox_by_request[request_id] = inbox
-        self.touch()
+        self.notify_change()
         return inbox
 
     def _unregister(self, request_id: RequestId) -> None:
         del self._inbox_by_request[request_id]
-        self.touch()
+        self.notify_change()
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Called on the engine's thread."""

@@ -55,7 +55,8 @@ class RequestLedger:
         self._on_change = on_change
 
     @contextmanager
-    def account(self, request_id: RequestId) -> Iterator[Entry]:
+    def open_entry(self, request_id: RequestId) -> Iterator[Entry]:
+        """Count for a request until the block ends."""
         entry = self._entries[request_id] = Entry()
         try:
             yield entry

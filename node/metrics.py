@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.engine_thread import EngineThread
 from engine.events import SchedulerStats
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.worker import KvTransferWorker
-from node.options import NodeOptions
-from node.tracing import NodeTracing
+from node.wiring import NodeComponents
 from telemetry.metrics import names as counted
 from telemetry.metrics.instruments import Reading
 from telemetry.metrics.readers import export_metrics
@@ -19,31 +17,28 @@ from telemetry.resource import Process
 
 
 @contextmanager
-def node_metrics(
-    options: NodeOptions,
-    process: Process,
-    traced: NodeTracing,
-    engine: EngineThread,
-    scheduler: Scheduler,
-    worker: KvTransferWorker,
-) -> Iterator[None]:
+def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None]:
     """Serve the node's metrics until the block ends, if metrics are enabled."""
-    if traced.metrics is None:
+    metrics = node.tracing.metrics
+    if metrics is None:
         yield
         return
-    facts = {counted.TRANSPORT: {options.kv_transport: 1.0}}
-    on_engine = OwnerThreadReader(engine.post, lambda: read_node(scheduler, worker))
+    facts = {counted.TRANSPORT: {node.options.kv_transport: 1.0}}
+    read_on_engine = OwnerThreadReader(
+        node.engine.post, lambda: read_gauges(node.scheduler, node.worker)
+    )
 
     def read() -> Reading:
         """Gauges that need no engine are current even while the engine is busy."""
-        silence = {counted.SILENCE: engine.seconds_since_heartbeat()}
-        return {**facts, **silence, counted.TRACES_LOST: traced.num_lost, **on_engine()}
+        silence = {counted.SILENCE: node.engine.seconds_since_heartbeat()}
+        num_lost = node.tracing.num_lost
+        return {**facts, **silence, counted.TRACES_LOST: num_lost, **read_on_engine()}
 
-    with export_metrics(options.telemetry, process, traced.metrics.registry, read):
+    with export_metrics(node.options.telemetry, process, metrics.registry, read):
         yield
 
 
-def read_node(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
+def read_gauges(scheduler: Scheduler, worker: KvTransferWorker) -> Reading:
     stats, counters = scheduler.stats(), worker.counters()
     return {
         counted.RUNNING: stats.num_running,

@@ -17,6 +17,7 @@ from engine.engine_thread import EngineThread
 from engine.errors import InvalidRequest
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.worker import KvTransferWorker
+from node.engine_calls import run_on_engine
 from rpc.channel import open_channel
 from rpc.errors import TooManyConnects
 from rpc.node_info import NodeRole, card_from
@@ -78,7 +79,7 @@ class PeerWarmup:
 def role_over_grpc(tls: TlsConfig) -> RoleOf:
     async def role_of(address: str) -> NodeRole:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
+        if not (host and port.isascii() and port.isdigit()):
             raise InvalidRequest(
                 f"{address!r} is not an address; name a prefill node as host:port", "address"
             )
@@ -95,17 +96,9 @@ def role_over_grpc(tls: TlsConfig) -> RoleOf:
 
 
 def link_by_engine(engine: EngineThread, worker: KvTransferWorker) -> LinkUp:
-    """Return a function that links on the engine's thread. Call this on the asyncio loop."""
-    loop = asyncio.get_running_loop()
+    """Return a function that links on the engine's thread."""
 
     async def link_up(address: str) -> None:
-        is_done = asyncio.Event()
-
-        def connect() -> None:
-            worker.connect(address, time.monotonic())
-            loop.call_soon_threadsafe(is_done.set)
-
-        engine.post(connect)
-        await is_done.wait()
+        await run_on_engine(engine, lambda: worker.connect(address, time.monotonic()))
 
     return link_up

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 from grpc import aio
 
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
+from engine.engine_thread import EngineThread
+from engine.errors import EngineStopped
+from engine.scheduler.scheduler import Scheduler
+from node.engine_calls import run_on_engine
 from node.kv_link import GrpcLinks
 from node.state import NodeState
-from node.status_feed import ResetPrefixCache
 from rpc.node_info import card_to, update_to
 from rpc.status import named_errors
 from rpc.streaming import streamed
+
+ResetPrefixCache = Callable[[], Awaitable[int]]  # returns the number of blocks that were cached
 
 
 class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
@@ -53,14 +58,14 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def Watch(
         self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
-        async with aclosing(self._state.news()) as news:
-            async for load, changes in news:
+        async with aclosing(self._state.watch_updates()) as updates:
+            async for load, changes in updates:
                 yield update_to(load, changes)
 
     async def Drain(
         self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.DrainResponse:
-        self._state.drain()
+        self._state.request_drain()
         return node_pb2.DrainResponse(num_unfinished=self._state.num_calls)
 
     async def ResetPrefixCache(
@@ -69,3 +74,14 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         async with named_errors(context, node_id=self._state.card.node_id):
             num_blocks = await self._reset_prefix_cache()
         return node_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+
+def prefix_cache_resetter(engine: EngineThread, scheduler: Scheduler) -> ResetPrefixCache:
+    """Return a function that resets the prefix cache on the engine's thread, between steps."""
+
+    async def reset() -> int:
+        if engine.failure is not None:
+            raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
+        return await run_on_engine(engine, scheduler.reset_prefix_cache)
+
+    return reset

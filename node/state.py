@@ -3,52 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
-from node.engine_calls import EngineCalls
-from node.status_feed import ReadUpdate
+from engine.engine_thread import EngineThread
+from engine.events import KvEvent
+from engine.scheduler.scheduler import Scheduler
+from node.engine_calls import EngineCalls, run_on_engine
 from rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from rpc.errors import Draining
-from rpc.node_info import NodeCard, NodeLoad
+from rpc.node_info import NodeCard, NodeLoad, NodeTotals
 
 # Minimum interval between updates. Changes within it are sent as one.
 PACE_S = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class NodeUpdate:
+    """Current load, and changes of the prefix cache since the last read."""
+
+    load: NodeLoad
+    kv_events: tuple[KvEvent, ...] = ()
+
+
+ReadUpdate = Callable[[], Awaitable[NodeUpdate]]
+
+
 class NodeState:
-    def __init__(self, card: NodeCard, calls: EngineCalls, read_news: ReadUpdate) -> None:
+    def __init__(self, card: NodeCard, calls: EngineCalls, read_update: ReadUpdate) -> None:
         self.card = card
         self.calls = calls
-        self._read_news = read_news
+        self._read_update = read_update
         self._load = NodeLoad()
         self._prefixes = CachedPrefixes()
         self._published = asyncio.Event()
-        self._drain_wanted = asyncio.Event()
+        self._drain_requested = asyncio.Event()
         self._num_calls = 0
         self._became_idle = asyncio.Event()
         self._became_idle.set()
 
     @property
     def is_draining(self) -> bool:
-        return self._drain_wanted.is_set()
+        return self._drain_requested.is_set()
 
-    def drain(self) -> None:
+    def request_drain(self) -> None:
         """Refuse new calls from now on."""
-        self._drain_wanted.set()
-        self.calls.touch()
+        self._drain_requested.set()
+        self.calls.notify_change()
 
-    async def drain_wanted(self) -> None:
-        await self._drain_wanted.wait()
+    async def wait_for_drain_request(self) -> None:
+        await self._drain_requested.wait()
 
     @property
     def num_calls(self) -> int:
         return self._num_calls
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Count a call, for whose end a drain waits. Raises Draining."""
+    def count_call(self) -> Iterator[None]:
+        """Count a call until the block ends. A drain waits for it. Raises Draining."""
         if self.is_draining:
             raise Draining(f"node {self.card.node_id} is draining; use another node")
         self._num_calls += 1
@@ -60,28 +74,28 @@ class NodeState:
             if self._num_calls == 0:
                 self._became_idle.set()
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Return when no call is in flight. Calls that wait for their last KV write count."""
         await self._became_idle.wait()
 
-    async def follow(self) -> None:
+    async def publish_updates(self) -> None:
         """Publish the node's load and prefixes at each change, with or without watchers."""
         while True:
             changed = self.calls.next_change()
-            news = await self._read_news()
-            self._prefixes.take(news.kv_events)
-            self._load = replace(news.load, is_draining=self.is_draining)
+            update = await self._read_update()
+            self._prefixes.take(update.kv_events)
+            self._load = replace(update.load, is_draining=self.is_draining)
             self._published.set()
             self._published = asyncio.Event()
             await asyncio.sleep(PACE_S)
             await changed.wait()
 
-    async def news(self) -> AsyncGenerator[tuple[NodeLoad, PrefixChanges | None], None]:
+    async def watch_updates(self) -> AsyncGenerator[tuple[NodeLoad, PrefixChanges | None], None]:
         """Yield the current load and prefixes, then each change."""
         last_load: NodeLoad | None = None
         prefixes = PrefixWatcher(self._prefixes)
         published = self._published
-        self.calls.touch()
+        self.calls.notify_change()
         while True:
             await published.wait()
             published = self._published
@@ -89,3 +103,26 @@ class NodeState:
             if load != last_load or changes is not None:
                 yield load, changes
                 last_load = load
+
+
+def update_reader(engine: EngineThread, scheduler: Scheduler) -> ReadUpdate:
+    """Return a function that reads between engine steps.
+
+    A read consumes the KV events, so there must be a single reader.
+    """
+    return partial(run_on_engine, engine, partial(_read_scheduler, scheduler))
+
+
+def _read_scheduler(scheduler: Scheduler) -> NodeUpdate:
+    stats = scheduler.stats()
+    num_waiting = stats.num_waiting + stats.num_ready + stats.num_waiting_for_remote_kvs
+    num_waiting += stats.num_waiting_for_fsm
+    totals = NodeTotals(
+        num_prompt_tokens=stats.total_prefix_query_tokens,
+        num_hit_tokens=stats.total_prefix_hit_tokens,
+        num_sampled_tokens=stats.total_sampled_tokens,
+        num_proposed_tokens=stats.total_proposed_tokens,
+        num_accepted_tokens=stats.total_accepted_tokens,
+    )
+    load = NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)
+    return NodeUpdate(load, scheduler.take_kv_events())

@@ -39,16 +39,16 @@ class StepTracing:
         self._number = 0
         self.step: StepTimeline | None = None  # the current step, if it is traced
 
-    def core(self, scheduler: Scheduler, runner: Runner, kv_worker: KvWorker) -> EngineCore:
+    def build_core(self, scheduler: Scheduler, runner: Runner, kv_worker: KvWorker) -> EngineCore:
         around = _TimedRunner(runner, self), _TimedKvWorker(kv_worker, self)
         return _TracedCore(scheduler, *around, tracing=self)
 
-    def began(self) -> None:
+    def begin_step(self) -> None:
         if random.random() < self._ratio:
             context = TraceContext(new_trace_id(), new_span_id())
             self.step = StepTimeline(context, self._facts, time.monotonic())
 
-    def runs(self, plan: Plan) -> None:
+    def record_plan(self, plan: Plan) -> None:
         if plan.is_retry:
             return  # recorded at the failed pass
         self._number += 1
@@ -66,7 +66,7 @@ class StepTracing:
         step.requests = tuple(requests[:MAX_LINKS])
         step.num_links_left_out = len(requests) - len(step.requests)
 
-    def ended(self) -> None:
+    def end_step(self) -> None:
         step, self.step = self.step, None
         if step is not None and step.num_rows:
             step.ended_s = time.monotonic()
@@ -81,9 +81,9 @@ class _TracedCore(EngineCore):
         self._tracing = tracing
 
     def step(self) -> StepOutputs:
-        self._tracing.began()
+        self._tracing.begin_step()
         outputs = super().step()
-        self._tracing.ended()
+        self._tracing.end_step()
         return outputs
 
 
@@ -93,7 +93,7 @@ class _TimedRunner:
         self._tracing = tracing
 
     def run(self, plan: Plan) -> RunResult:
-        self._tracing.runs(plan)
+        self._tracing.record_plan(plan)
         result = self._runner.run(plan)
         if self._tracing.step is not None:
             self._tracing.step.ran_s = time.monotonic()

@@ -34,14 +34,8 @@ FAILED = {
 }
 
 
-class RecordingKvWorker(Protocol):
+class RecordingKvWorker(KvWorker, Protocol):
     """The engine's KvWorker, with records of its transfers."""
-
-    def start(self, orders: KvOrders, now: float) -> None: ...
-
-    def poll(self, now: float) -> KvReports: ...
-
-    def next_poll_s(self, now: float) -> float | None: ...
 
     def take_records(self) -> tuple[TransferRecord, ...]: ...
 
@@ -49,7 +43,7 @@ class RecordingKvWorker(Protocol):
 class CallTrace:
     """Output recorder that records nothing, for calls that are not traced."""
 
-    def gave(self, output: Output) -> None:
+    def record_output(self, output: Output) -> None:
         """Record an output. Only the first and the last output of a call are required."""
 
 
@@ -62,7 +56,7 @@ class RecordedCall(CallTrace):
         self.failed: End | None = None
         self.is_finished = False
 
-    def gave(self, output: Output) -> None:
+    def record_output(self, output: Output) -> None:
         if self._timeline.first_output_s is None:
             self._timeline.first_output_s = time.monotonic()
             self._timeline.num_given_before = output.first_index
@@ -95,21 +89,21 @@ class NodeTracing:
     def num_lost(self) -> int:
         return self._tracer.num_lost
 
-    def runner(self, runner: Runner) -> Runner:
+    def wrap_runner(self, runner: Runner) -> Runner:
         if self.metrics is not None:
             runner = CountedRunner(runner, self.metrics)
         return TracedRunner(runner, self) if self._tracer.is_on else runner
 
-    def kv_worker(self, worker: RecordingKvWorker) -> RecordingKvWorker:
+    def wrap_kv_worker(self, worker: RecordingKvWorker) -> RecordingKvWorker:
         is_on = self._tracer.is_on or self.metrics is not None
         return TracedKvWorker(worker, self) if is_on else worker
 
-    def core(self, scheduler: Scheduler, runner: Runner, kv_worker: KvWorker) -> EngineCore:
+    def build_core(self, scheduler: Scheduler, runner: Runner, kv_worker: KvWorker) -> EngineCore:
         """Return an EngineCore, with step tracing only if it is enabled."""
         if not self._tracer.is_on or not self._step_ratio:
             return EngineCore(scheduler, runner, kv_worker)
         steps = StepTracing(self._tracer, self._facts, self._step_ratio, self.context_of)
-        return steps.core(scheduler, runner, kv_worker)
+        return steps.build_core(scheduler, runner, kv_worker)
 
     def context_of(self, request_id: RequestId) -> TraceContext | None:
         """Return the trace context of a request in flight, or None if it is not traced."""
@@ -119,7 +113,7 @@ class NodeTracing:
     # --- gRPC's thread --------------------------------------------------------------------
 
     @contextmanager
-    def call(
+    def record_call(
         self, context: CallContext, handoff_id: HandoffId, spec: EngineRequest
     ) -> Iterator[CallTrace]:
         """Record a router's call until the block ends."""
@@ -159,7 +153,8 @@ class NodeTracing:
 
     # --- The engine's thread ----------------------------------------------------------------
 
-    def run(self, plan: Plan, run: Callable[[Plan], RunResult]) -> RunResult:
+    def record_run(self, plan: Plan, run: Callable[[Plan], RunResult]) -> RunResult:
+        """Run a plan, and record the requests that it starts, computes and drops."""
         now_s = time.monotonic()
         if not plan.is_retry:
             self.num_steps += 1
@@ -227,7 +222,7 @@ class TracedRunner:
         self._tracing = tracing
 
     def run(self, plan: Plan) -> RunResult:
-        return self._tracing.run(plan, self._runner.run)
+        return self._tracing.record_run(plan, self._runner.run)
 
 
 class TracedKvWorker:

@@ -18,7 +18,8 @@ class PendingSends:
         self._events: dict[HandoffId, asyncio.Event] = {}
 
     @contextmanager
-    def awaited(self, handoff_id: HandoffId) -> Iterator[asyncio.Event]:
+    def expect_send(self, handoff_id: HandoffId) -> Iterator[asyncio.Event]:
+        """Yield an event that is set after the last write."""
         event = self._events[handoff_id] = asyncio.Event()
         try:
             yield event
@@ -27,7 +28,7 @@ class PendingSends:
             if not event.is_set():
                 self._give_up(handoff_id)
 
-    def ended(self, handoff_id: HandoffId) -> None:
+    def mark_ended(self, handoff_id: HandoffId) -> None:
         """Mark a send as ended. Called on the engine thread."""
         self._loop.call_soon_threadsafe(self._set, handoff_id)
 

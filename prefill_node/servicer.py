@@ -39,7 +39,9 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         context: aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
         node_id = self._state.card.node_id
-        calls = serve_calls(request_iterator, self._prefill, self._state.call, node_id=node_id)
+        calls = serve_calls(
+            request_iterator, self._prefill, self._state.count_call, node_id=node_id
+        )
         async with named_errors(context, node_id=node_id), aclosing(calls):
             async for events in calls:
                 yield node_pb2.PrefillResponse(events=events)
@@ -51,14 +53,14 @@ class PrefillServicer(node_pb2_grpc.PrefillServiceServicer):
         spec = prefill_spec(order, CLIENT_ID, time.monotonic())
         handoff_id = handoff_from(order.handoff_id)
         with (
-            self._tracing.call(context, handoff_id, spec) as trace,
-            self._sends.awaited(handoff_id) as sent,
+            self._tracing.record_call(context, handoff_id, spec) as trace,
+            self._sends.expect_send(handoff_id) as sent,
         ):
             reason = None
-            async with aclosing(self._state.calls.outputs(spec)) as outputs:
+            async with aclosing(self._state.calls.stream_outputs(spec)) as outputs:
                 async for output in outputs:
                     reason = output.finish_reason
-                    trace.gave(output)
+                    trace.record_output(output)
                     yield node_pb2.CallEvent(
                         output=output_to(output), prefill_summary=_summary(spec, output)
                     )

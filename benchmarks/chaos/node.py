@@ -26,7 +26,7 @@ GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
 
 def run(folder: Path, role: str, options: NodeOptions) -> None:
     from benchmarks.chaos.faulty_transport import FaultSwitch, FaultyLink, FaultyTransport
-    from node.wiring import Around
+    from node.kv_worker import Around
 
     fault_switch = FaultSwitch(folder / options.node_id)
     around = Around(

@@ -134,7 +134,7 @@ def test_a_resolver_that_fails_takes_nobody_away() -> None:
         async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
             await view.until_open("d1")
             del view.named[DECODES]  # from now on it fails
-            node.state.drain()
+            node.state.request_drain()
             await view.until_open()  # and the node is still heard
 
             assert [known.address for known in view.table.nodes] == [node.address]

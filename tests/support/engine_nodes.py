@@ -1,8 +1,8 @@
 """Whole nodes in processes of their own, whose forward passes a test can hold up.
 
-The processes run `serve` of the prefill and the decode node as the command line does. All that
-a test adds is a gate in front of the runner: it makes moments that last microseconds last until
-the test has done what it wants to do in them.
+The processes run `node.run.serve` as the command line does. All that a test adds is a gate in
+front of the runner: it makes moments that last microseconds last until the test has done what it
+wants to do in them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any, cast
 
 import grpc
 
-import decode_node.__main__
 import kv_transfer.transports.nixl
-import node.wiring
-import prefill_node.__main__
+import node.kv_worker
 from baton.cluster import await_serving
+from decode_node.__main__ import DECODE
 from engine.plan import Plan, RunResult
 from engine.runner.load import load_runner
 from engine.runner.model_info import KvMemory, ModelInfo, PassHook
@@ -40,7 +39,9 @@ from kv_transfer.transports.nixl import NixlChannel
 from kv_transfer.types import HandoffId, KvOrders, KvReports
 from kv_transfer.worker import KvTransferWorker
 from node.options import NodeOptions
+from node.run import serve
 from node.wiring import identify
+from prefill_node.__main__ import PREFILL
 from rpc.node_info import NodeRole
 from telemetry.tracing.tracer import NO_TRACER
 
@@ -281,9 +282,8 @@ def _serve(
 
 def _node(role: NodeRole, options: NodeOptions, runner: TorchRunner) -> Coroutine[Any, Any, None]:
     identity = identify(options, role, runner)
-    if role is NodeRole.PREFILL:
-        return prefill_node.__main__.serve(options, runner, identity, NO_TRACER)
-    return decode_node.__main__.serve(options, runner, identity, NO_TRACER)
+    wiring = PREFILL if role is NodeRole.PREFILL else DECODE
+    return serve(wiring, options, runner, identity, NO_TRACER)
 
 
 def _put_gate_before_posts(gate: Gate) -> None:
@@ -298,4 +298,4 @@ def _put_gate_before_posts(gate: Gate) -> None:
 
 
 def _leave_out_the_fence() -> None:
-    setattr(node.wiring, "KvTransferWorker", UnfencedWorker)  # noqa: B010
+    setattr(node.kv_worker, "KvTransferWorker", UnfencedWorker)  # noqa: B010

@@ -17,8 +17,7 @@ from kv_transfer.types import Incarnation
 from node.engine_calls import EngineCalls
 from node.ledger import RequestLedger
 from node.servicer import NodeServicer
-from node.state import NodeState
-from node.status_feed import NodeUpdate
+from node.state import NodeState, NodeUpdate
 from node.tracing import NO_TRACING, NodeTracing
 from rpc.health import Health
 from rpc.node_info import NodeLoad, NodeRole
@@ -69,7 +68,7 @@ async def a_node_server(
                 lambda server: node_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server),
             )
         )
-    following = asyncio.ensure_future(state.follow())
+    following = asyncio.ensure_future(state.publish_updates())
     try:
         async with serving("127.0.0.1", port, services) as server:
             await server.health.set_ready(True)

@@ -29,7 +29,7 @@ def spec_of(name: str, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3)
 
 
 async def collect(calls: EngineCalls, spec: EngineRequest) -> list[Output]:
-    return [output async for output in calls.outputs(spec)]
+    return [output async for output in calls.stream_outputs(spec)]
 
 
 async def serve_and_wait(*specs: EngineRequest) -> list[list[Output]]:
@@ -56,7 +56,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
 
     async def leave() -> None:
         with EngineThread(core) as engine, EngineCalls(engine) as calls:
-            async with aclosing(calls.outputs(spec_of("a", max_tokens=LONG))) as outputs:
+            async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 await anext(outputs)
             by_client = core.scheduler.request_ids_by_client
             engine.post(lambda: alive.put(by_client().get(CLIENT_ID, [])))
@@ -71,7 +71,7 @@ def test_leaving_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
 def test_an_id_under_way_is_refused_and_the_one_under_way_goes_on() -> None:
     async def twice() -> list[Output]:
         with EngineThread(an_engine()) as engine, EngineCalls(engine) as calls:
-            async with aclosing(calls.outputs(spec_of("a", max_tokens=LONG))) as outputs:
+            async with aclosing(calls.stream_outputs(spec_of("a", max_tokens=LONG))) as outputs:
                 first = await anext(outputs)
                 with pytest.raises(RequestIdInUse):
                     await collect(calls, spec_of("a"))

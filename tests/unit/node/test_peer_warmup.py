@@ -113,7 +113,9 @@ def test_a_server_that_is_no_node_is_found_out_over_grpc() -> None:
     run(scene)
 
 
-@pytest.mark.parametrize("address", ["", "prefill-0", ":50051", "prefill-0:port"])
+@pytest.mark.parametrize(
+    "address", ["", "prefill-0", ":50051", "prefill-0:port", "prefill-0:\u0665"]
+)
 def test_an_address_without_host_or_port_is_refused_before_it_is_dialled(address: str) -> None:
     async def scene(_nodes: Nodes) -> None:
         with pytest.raises(InvalidRequest, match="host:port"):

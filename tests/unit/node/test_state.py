@@ -11,8 +11,7 @@ from engine.engine_thread import EngineThread
 from engine.events import BlockStored, KvEvent
 from engine.kv_cache.block_hashes import BlockHash
 from node.engine_calls import EngineCalls
-from node.state import NodeState
-from node.status_feed import NodeUpdate
+from node.state import NodeState, NodeUpdate
 from rpc.cached_prefixes import PrefixChanges
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.engines import an_engine
@@ -42,7 +41,7 @@ class FakeNews:
 @asynccontextmanager
 async def followed(news: FakeNews) -> AsyncIterator[NodeState]:
     state = NodeState(a_card(NodeRole.DECODE), EngineCalls(EngineThread(an_engine())), news.read)
-    following = asyncio.ensure_future(state.follow())
+    following = asyncio.ensure_future(state.publish_updates())
     try:
         yield state
     finally:
@@ -55,10 +54,10 @@ def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> N
         async with followed(news) as state:
             for name in (ONE, TWO):
                 news.store(name)
-                state.calls.touch()
+                state.calls.notify_change()
                 while news.events:
                     await asyncio.sleep(0)
-            async with aclosing(state.news()) as told:
+            async with aclosing(state.watch_updates()) as told:
                 return await anext(told)
 
     load, changes = asyncio.run(asyncio.wait_for(late(), PATIENCE_S))
@@ -70,14 +69,14 @@ def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> N
 def test_a_watcher_hears_of_changes_alone_and_of_those_that_come_together_at_once() -> None:
     async def watched() -> list[tuple[NodeLoad, PrefixChanges | None]]:
         news = FakeNews()
-        async with followed(news) as state, aclosing(state.news()) as told:
+        async with followed(news) as state, aclosing(state.watch_updates()) as told:
             first = await anext(told)
             for name in (ONE, TWO):  # the pace holds the second reading back
                 news.store(name)
-                state.calls.touch()
+                state.calls.notify_change()
             second = await anext(told)
             news.num_running = 1
-            state.calls.touch()
+            state.calls.notify_change()
             return [first, second, await anext(told)]
 
     first, second, third = asyncio.run(asyncio.wait_for(watched(), PATIENCE_S))
@@ -89,9 +88,9 @@ def test_a_watcher_hears_of_changes_alone_and_of_those_that_come_together_at_onc
 
 def test_a_drain_is_told_at_once() -> None:
     async def drained() -> NodeLoad:
-        async with followed(FakeNews()) as state, aclosing(state.news()) as told:
+        async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as told:
             await anext(told)
-            state.drain()
+            state.request_drain()
             load, _ = await anext(told)
             return load
 

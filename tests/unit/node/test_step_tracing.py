@@ -83,7 +83,7 @@ def a_world(*, ratio: float = 1.0, traced: tuple[str, ...] = (), most_tokens: in
     )
     scheduler = Scheduler(config, CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
     runner = SlowRunner(FakeRunner(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE))
-    return World(tracer, steps.core(scheduler, runner, NoWorker()), runner)
+    return World(tracer, steps.build_core(scheduler, runner, NoWorker()), runner)
 
 
 def test_a_step_tells_who_was_in_it_and_what_was_computed() -> None:
@@ -175,7 +175,9 @@ def test_nothing_stands_around_the_step_when_no_step_is_traced(
     tracing = NodeTracing(tracer, FACTS, step_ratio=ratio)
     scheduler = Scheduler(SchedulerConfig(vocab_size=VOCAB_SIZE), CacheConfig(8, BLOCK_SIZE))
 
-    core = tracing.core(scheduler, FakeRunner(KvTensor(8, BLOCK_SIZE), VOCAB_SIZE), NoWorker())
+    core = tracing.build_core(
+        scheduler, FakeRunner(KvTensor(8, BLOCK_SIZE), VOCAB_SIZE), NoWorker()
+    )
 
     assert type(core) is EngineCore
 

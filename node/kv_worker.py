@@ -1,0 +1,75 @@
+"""KV worker of a node: its transport, its region of KV memory, and its hook in the forward pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.errors import InvalidConfig
+from engine.runner.model_runner import TorchRunner
+from kv_transfer.fence import Fence
+from kv_transfer.link import Link
+from kv_transfer.pairs import Identity
+from kv_transfer.protocol.messages import Region
+from kv_transfer.transports.base import Transport
+from kv_transfer.transports.nixl import NixlConfig, NixlTransport
+from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
+from kv_transfer.worker import KvTransferWorker
+from node.options import KV_TRANSPORTS, NodeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Decorators of a node's link and transport, such as fault injection."""
+
+    link: Callable[[Link], Link] = lambda link: link
+    transport: Callable[[Transport, Region], Transport] = lambda transport, _: transport
+
+
+NO_NODE_DECORATORS = Around()
+
+
+def make_kv_worker(
+    options: NodeOptions,
+    identity: Identity,
+    runner: TorchRunner,
+    link: Link,
+    around: Around = NO_NODE_DECORATORS,
+) -> KvTransferWorker:
+    """Raises TransportMissing if the transport's library is not installed."""
+    memory = runner.kv_memory
+    region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
+    config = replace(options.kv_worker, verify=options.kv_verify, busy_s=options.stuck_after_s)
+    transport = around.transport(_open_transport(options, region), region)
+    read = None if region.device == "cpu" else runner.read_blocks
+    return KvTransferWorker(
+        identity, region, transport, around.link(link), config, read_blocks=read
+    )
+
+
+def _open_transport(options: NodeOptions, region: Region) -> Transport:
+    if options.kv_transport == "nixl":
+        return NixlTransport(region, NixlConfig(options.kv_tls, options.kv_device))
+    if options.kv_transport == "ucxx":
+        return UcxxTransport(region, UcxxConfig(options.kv_tls, options.kv_device))
+    known = ", ".join(KV_TRANSPORTS)
+    raise InvalidConfig(
+        f"no KV transport is called {options.kv_transport!r}; choose one of: {known}"
+    )
+
+
+class KvPassHook:
+    """Forward-pass hook that drives KV transfers and the heartbeat during long steps."""
+
+    def __init__(self, worker: KvTransferWorker, beat: Callable[[], None]) -> None:
+        self._worker = worker
+        self._beat = beat
+
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        self._beat()
+        self._worker.layer_done(layer, time.monotonic(), fence)
+
+    def pass_done(self) -> None:
+        self._beat()
+        self._worker.pass_done(time.monotonic())

@@ -1,0 +1,172 @@
+"""Life of a node, the same for both roles: load the model, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from baton.v1 import node_pb2_grpc
+from engine.errors import EngineStopped, InvalidConfig
+from engine.runner.load import load_runner
+from engine.runner.model_runner import TorchRunner
+from kv_transfer.pairs import Identity
+from node.heartbeat import follow_heartbeat
+from node.kv_worker import NO_NODE_DECORATORS, Around
+from node.metrics import export_node_metrics
+from node.options import NodeOptions
+from node.servicer import NodeServicer, prefix_cache_resetter
+from node.state import NodeState
+from node.wiring import NodeComponents, build_components, identify
+from rpc.grace_period import ShutdownDeadline
+from rpc.listening import check_port
+from rpc.node_info import NodeRole
+from rpc.server import Running, Service, announce, serving, stop_signal
+from telemetry.resource import Process
+from telemetry.tracing.tracer import Tracer, tracing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Difference between prefill and decode nodes."""
+
+    name: NodeRole
+    # Services besides NodeService. Called on the asyncio loop before the engine starts.
+    build_services: Callable[[NodeComponents], Sequence[Service]]
+    speculates: bool
+
+
+def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
+    """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
+    check_port(options.host, options.port)  # before the model is loaded
+    _pin(options.cpus)
+    config = options.runner if role.speculates else replace(options.runner, speculation=None)
+    with load_runner(config) as runner:
+        identity = identify(options, role.name, runner)
+        process = _process_of(role, identity)
+        with tracing(options.telemetry, process) as tracer:
+            asyncio.run(serve(role, options, runner, identity, tracer, around))
+
+
+async def serve(
+    role: Role,
+    options: NodeOptions,
+    runner: TorchRunner,
+    identity: Identity,
+    tracer: Tracer,
+    around: Around = NO_NODE_DECORATORS,
+) -> None:
+    node = build_components(role.name, options, runner, identity, tracer, around)
+    _log_start(node.state, runner)
+    services = (*role.build_services(node), _node_service(node))
+    metrics = export_node_metrics(_process_of(role, identity), node)
+    # On exit, the worker stops before links and server, which carry its last messages.
+    with ShutdownDeadline(options.drain_timeout_s) as grace:
+        async with (
+            serving(options.host, options.port, services, tls=options.tls) as server,
+            node.links,
+        ):
+            with node.worker, node.compiler, node.engine, node.state.calls, metrics:
+                await _serve_until_drained(server, node, grace)
+
+
+async def _serve_until_drained(
+    server: Running, node: NodeComponents, grace: ShutdownDeadline
+) -> None:
+    """Serve until a signal, a drain request or an engine failure; then drain.
+
+    The drain starts the time limit of `grace`, which covers the rest of the process's life.
+    Raises EngineStopped if the engine fails.
+    """
+    state, engine, stuck_after_s = node.state, node.engine, node.options.stuck_after_s
+    async with stop_signal() as stop_requested:
+        heartbeat = asyncio.ensure_future(follow_heartbeat(engine, server.health, stuck_after_s))
+        publishing = asyncio.ensure_future(state.publish_updates())
+        try:
+            announce(state.card.role.value, server.address)
+            await _wait_for_first(
+                stop_requested.wait(),
+                state.wait_for_drain_request(),
+                _wait_until_done(heartbeat),
+                _wait_until_done(publishing),
+            )
+            if publishing.done():
+                publishing.result()  # raises: it ends only by a bug
+            grace.begin(lambda: state.num_calls)
+            if not heartbeat.done():
+                heartbeat.cancel()
+                await _drain(server, state)
+        finally:
+            heartbeat.cancel()
+            publishing.cancel()
+    if engine.failure is not None:
+        raise EngineStopped(f"the engine failed: {engine.failure!r}")
+
+
+async def _drain(server: Running, state: NodeState) -> None:
+    state.request_drain()
+    await server.health.set_ready(False)
+    await state.wait_until_idle()
+
+
+async def _wait_until_done(future: asyncio.Future[Any]) -> None:
+    await asyncio.wait([future])
+
+
+async def _wait_for_first(*waits: Awaitable[object]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _pin(cpus: tuple[int, ...]) -> None:
+    """Set the process's CPU affinity. Raises InvalidConfig.
+
+    Call it before any thread starts, since threads inherit the affinity.
+    """
+    if not cpus:
+        return
+    allowed = os.sched_getaffinity(0)
+    with suppress(OSError):  # raised if no CPU of them exists; single missing ones are ignored
+        os.sched_setaffinity(0, cpus)
+    if os.sched_getaffinity(0) != set(cpus):
+        wanted, free = (",".join(map(str, sorted(some))) for some in (cpus, allowed))
+        raise InvalidConfig(f"--cpus {wanted}: not all are available; choose from {free}")
+
+
+def _node_service(node: NodeComponents) -> Service:
+    servicer = NodeServicer(node.state, prefix_cache_resetter(node.engine, node.scheduler))
+    add_to = partial(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
+    return Service("baton.v1.NodeService", add_to)
+
+
+def _process_of(role: Role, identity: Identity) -> Process:
+    return Process(role.name.value, identity.node_id, identity.incarnation)
+
+
+def _log_start(state: NodeState, runner: TorchRunner) -> None:
+    card, memory = state.card, runner.kv_memory
+    log.info(
+        "%s serves %s (%s on %s); KV cache: %.1f MiB, %d blocks, %d tokens; "
+        "at most %d tokens a request, prompt and answer (the model: %d); KV over %s",
+        card.node_id,
+        card.model,
+        memory.dtype,
+        memory.device,
+        memory.num_bytes / 2**20,
+        memory.num_blocks,
+        memory.num_tokens,
+        card.max_sequence_length,
+        card.max_model_len,
+        card.kv_transport,
+    )
