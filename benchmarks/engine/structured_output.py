@@ -19,9 +19,8 @@ import torch
 
 from engine.model_folder import read_generation_defaults, resolve_model_folder
 from engine.runner.model.config import read_model_config
-from engine.runner.sampling.constraints import constrain
+from engine.runner.sampling.constraints import SampleRow, constrain
 from engine.runner.sampling.grammar_masks import unpacked
-from engine.runner.sampling.sampler import SampleRow
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Grammar
 from engine.structured_output.llguidance_backend import GrammarLibrary, num_words

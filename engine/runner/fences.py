@@ -1,4 +1,7 @@
-"""Completion fences of the runner's device: no-ops on the CPU, CUDA events on a GPU."""
+"""Completion fences of the runner's device: no-ops on the CPU, CUDA events on a GPU.
+
+A pass hook gets one with each layer.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from engine.errors import PassHookFailed
+from engine.runner.model_info import NO_LAYER, PassHook
 from kv_transfer.fence import PASSED, Fence
 
 
@@ -58,3 +63,30 @@ class CudaFences:
 
 def make_fences(device: torch.device) -> Fences:
     return CudaFences(device) if device.type == "cuda" else SynchronousFences()
+
+
+class FencedHook:
+    """Calls a pass hook with a completion fence per layer.
+
+    Exceptions of the hook are raised as PassHookFailed, to tell them from failures of the pass.
+    In a retry, layers are reported as NO_LAYER, so that none of them is sent.
+    """
+
+    def __init__(self, hook: PassHook, fences: Fences, is_retry: bool) -> None:
+        self._hook = hook
+        self._fences = fences
+        self._is_retry = is_retry
+
+    def layer_done(self, layer: int) -> None:
+        try:
+            # Other rows of the plan may not have run yet, and their blocks wait for this layer.
+            fence = self._fences.record()
+            self._hook.layer_done(NO_LAYER if self._is_retry else layer, fence)
+        except Exception as root:
+            raise PassHookFailed(root) from root
+
+    def pass_done(self) -> None:
+        try:
+            self._hook.pass_done()
+        except Exception as root:
+            raise PassHookFailed(root) from root

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import PassHookFailed
 from engine.plan import Plan, RunResult
 from engine.runner.attention.kv_tensor import describe
 from engine.runner.attention.paged_attention import PagedAttention
-from engine.runner.fences import Fences, make_fences
+from engine.runner.fences import FencedHook, make_fences
 from engine.runner.input_batch import NO_DRAFTS, BatchRow, PersistentBatch, Step
 from engine.runner.model.decoder import Decoder, Ends
 from engine.runner.model.rope import Rope
-from engine.runner.model_info import NO_LAYER, KvMemory, ModelInfo, PassHook
+from engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from engine.runner.sampling.constraints import SampleRow
 from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.prompt_logprobs import PromptLogprobs
-from engine.runner.sampling.sampler import Sampler, SampleRow, SamplingResult
+from engine.runner.sampling.sampler import Sampler, SamplingResult
 from engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
 from engine.spec_decode.config import Speculation
 from kv_transfer.types import BlockId
@@ -132,7 +132,7 @@ class TorchRunner:
             torch.from_numpy(step.token_ids).to(device),
             self._rope.angles(positions, seen),
             self._attention.begin(step.layout),
-            None if self.hook is None else _FencedHook(self.hook, self.fences, is_retry),
+            None if self.hook is None else FencedHook(self.hook, self.fences, is_retry),
             self._sampled_tokens(step),
         )
 
@@ -183,33 +183,6 @@ class TorchRunner:
     def _sample_row(self, row: BatchRow, num_known: int) -> SampleRow:
         known = self._batch.known_tokens(row, num_known)
         return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
-
-
-class _FencedHook:
-    """Calls a pass hook with a completion fence per layer.
-
-    Exceptions of the hook are raised as PassHookFailed, to tell them from failures of the pass.
-    In a retry, layers are reported as NO_LAYER, so that none of them is sent.
-    """
-
-    def __init__(self, hook: PassHook, fences: Fences, is_retry: bool) -> None:
-        self._hook = hook
-        self._fences = fences
-        self._is_retry = is_retry
-
-    def layer_done(self, layer: int) -> None:
-        try:
-            # Other rows of the plan may not have run yet, and their blocks wait for this layer.
-            fence = self._fences.record()
-            self._hook.layer_done(NO_LAYER if self._is_retry else layer, fence)
-        except Exception as root:
-            raise PassHookFailed(root) from root
-
-    def pass_done(self) -> None:
-        try:
-            self._hook.pass_done()
-        except Exception as root:
-            raise PassHookFailed(root) from root
 
 
 def _add_logprobs(

@@ -13,6 +13,7 @@ from engine.errors import InvalidConfig, InvalidRequest
 from engine.extra_args import Arguments
 from engine.runner.layout import Ints
 from engine.runner.sampling import logits_processors as processors
+from engine.runner.sampling.constraints import SampleRow
 from engine.runner.sampling.logits_processors import (
     NEVER,
     ModelView,
@@ -20,7 +21,7 @@ from engine.runner.sampling.logits_processors import (
     load_processors,
     versions,
 )
-from engine.runner.sampling.sampler import Sampler, SampleRow
+from engine.runner.sampling.sampler import Sampler
 from engine.sampling import Argument, SamplingParams
 
 MODEL = ModelView("somewhere", 8)

@@ -16,14 +16,13 @@ from torch import Tensor
 from transformers.generation import logits_process as generation
 
 from engine.runner.sampling import sampler as sampler_module
-from engine.runner.sampling.constraints import constrain
+from engine.runner.sampling.constraints import SampleRow, constrain
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.randomness import exponential_numbers
 from engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
     NOT_FINITE,
     Sampler,
-    SampleRow,
     SamplingResult,
 )
 from engine.sampling import SamplingParams

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
+from engine.runner.fences import FencedHook
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layers
 from engine.runner.model.ops import Angles, Linear, Ops, Peaks
-
-
-class LayerHook(Protocol):
-    """Callbacks between the layers of a pass."""
-
-    def layer_done(self, layer: int) -> None: ...
-
-    def pass_done(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ class Decoder:
         token_ids: Tensor,
         angles: Angles,
         attention: AttentionPass,
-        hook: LayerHook | None,
+        hook: FencedHook | None,
         ends: Ends | None = None,
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +14,14 @@ from engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Proce
 from engine.sampling import SamplingParams
 
 
-class ConstrainedRow(Protocol):
-    @property
-    def sampling(self) -> SamplingParams: ...
+class SampleRow(NamedTuple):
+    """Inputs of the choice of one token, in addition to the logits."""
 
-    @property
-    def known_tokens(self) -> Ints: ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def allowed(self) -> Tensor | None: ...
+    sampling: SamplingParams
+    seed: int
+    known_tokens: Ints  # prompt and outputs; their number is the new token's position
+    num_prompt_tokens: int
+    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,7 @@ class Constrained:
 
 def constrain(
     logits: Tensor,
-    rows: Sequence[ConstrainedRow],
+    rows: Sequence[SampleRow],
     eos_token_ids: tuple[int, ...],
     processors: Processors = NO_PROCESSORS,
 ) -> Constrained:
@@ -59,16 +55,14 @@ def constrain(
     return Constrained(logits, _process(logits, rows, constrained, processors))
 
 
-def _apply_grammar_masks(
-    logits: Tensor, rows: Sequence[ConstrainedRow], indices: list[int]
-) -> None:
+def _apply_grammar_masks(logits: Tensor, rows: Sequence[SampleRow], indices: list[int]) -> None:
     allowed = torch.stack([mask for index in indices if (mask := rows[index].allowed) is not None])
     logits[indices] = logits[indices].masked_fill(~allowed.to(logits.device), NEVER)
 
 
 def _process(
     logits: Tensor,
-    rows: Sequence[ConstrainedRow],
+    rows: Sequence[SampleRow],
     indices: Sequence[int],
     processors: Processors,
 ) -> dict[int, str]:
@@ -84,7 +78,7 @@ def _process(
     return failures
 
 
-def _is_constrained(row: ConstrainedRow) -> bool:
+def _is_constrained(row: SampleRow) -> bool:
     sampling = row.sampling
     return bool(
         sampling.allowed_token_ids is not None
@@ -97,7 +91,7 @@ def _is_constrained(row: ConstrainedRow) -> bool:
     )
 
 
-def _num_outputs(row: ConstrainedRow) -> int:
+def _num_outputs(row: SampleRow) -> int:
     return len(row.known_tokens) - row.num_prompt_tokens
 
 
@@ -109,7 +103,7 @@ def _has_penalty(sampling: SamplingParams) -> bool:
     )
 
 
-def _forbid(scores: Tensor, row: ConstrainedRow, eos_token_ids: tuple[int, ...]) -> None:
+def _forbid(scores: Tensor, row: SampleRow, eos_token_ids: tuple[int, ...]) -> None:
     sampling = row.sampling
     if sampling.allowed_token_ids is not None:
         allowed = _indices(sampling.allowed_token_ids, scores)
@@ -140,7 +134,7 @@ def _forbid_ending(scores: Tensor, ending: Tensor, *, has_grammar: bool) -> None
         scores[ending] = kept
 
 
-def _penalise(scores: Tensor, row: ConstrainedRow) -> None:
+def _penalise(scores: Tensor, row: SampleRow) -> None:
     """Apply penalties: repetition to prompt and outputs, presence and frequency to outputs only."""
     sampling = row.sampling
     if not _has_penalty(sampling):

@@ -14,8 +14,8 @@ from engine.errors import InvalidRequest
 from engine.plan import Plan
 from engine.request import RequestId
 from engine.runner.input_batch import BatchRow
+from engine.runner.sampling.constraints import SampleRow
 from engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
-from engine.runner.sampling.sampler import SampleRow
 from engine.structured_output.grammar import Bits, Grammar, Matcher
 from engine.structured_output.params import FIELD
 

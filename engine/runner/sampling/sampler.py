@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runner.layout import Ints
 from engine.runner.model.ops import Peaks, TorchOps
-from engine.runner.sampling.constraints import constrain
+from engine.runner.sampling.constraints import SampleRow, constrain
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from engine.runner.sampling.randomness import exponential_numbers
 from engine.sampling import SamplingParams
@@ -32,16 +31,6 @@ GRAMMAR_TOKENS_FORBIDDEN = (
     "no token may be chosen: all tokens that the grammar allows are banned or not allowed"
 )
 NOT_FINITE = "the model's logits are not finite"
-
-
-class SampleRow(NamedTuple):
-    """Inputs of the choice of one token, in addition to the logits."""
-
-    sampling: SamplingParams
-    seed: int
-    known_tokens: Ints  # prompt and outputs; their number is the new token's position
-    num_prompt_tokens: int
-    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
 
 
 class SamplingResult(NamedTuple):

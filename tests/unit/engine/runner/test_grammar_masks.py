@@ -10,9 +10,9 @@ import numpy as np
 from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.input_batch import BatchRow
+from engine.runner.sampling.constraints import SampleRow
 from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.mask_budget import EXEMPT_S, MAX_STEP_S
-from engine.runner.sampling.sampler import SampleRow
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Matcher
 
