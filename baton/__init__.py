@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from baton.llm import LLM
     from engine.sampling import SamplingParams
     from engine.structured_output.params import StructuredOutputs
+    from errors import InvalidConfig, InvalidRequest, ModelError
 
 __all__ = [
     "LLM",
@@ -23,6 +24,9 @@ __all__ = [
     "Client",
     "Completion",
     "Generation",
+    "InvalidConfig",
+    "InvalidRequest",
+    "ModelError",
     "Retries",
     "SamplingParams",
     "StructuredOutputs",
@@ -36,6 +40,9 @@ _MODULES = {
     "BatonError": "baton.client",
     "Client": "baton.client",
     "Generation": "baton.client",
+    "InvalidConfig": "errors",
+    "InvalidRequest": "errors",
+    "ModelError": "errors",
     "Retries": "baton.client",
     "SamplingParams": "engine.sampling",
     "StructuredOutputs": "engine.structured_output.params",

@@ -37,7 +37,7 @@ from baton.interruptible_stream import stream_interruptibly
 from baton.node_status import NodeStatus, statuses_from
 from baton.retries import DEFAULT_RETRIES, BatonError, Retries, Tries
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.channel import open_blocking_channel, open_channel
 from rpc.router_address import router_target
 from rpc.security.tls import PLAIN, TlsConfig

@@ -22,8 +22,8 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from errors import NamedError
 from rpc.channel import open_blocking_channel
-from rpc.errors import ServiceError
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.tls_diagnosis import tls_trouble
 from rpc.server import parse_announcement
@@ -34,7 +34,7 @@ TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a proce
 ERROR_PREFIX = "baton: error: "
 
 
-class ClusterFailed(ServiceError):
+class ClusterFailed(NamedError):
     """A process of the cluster did not start, or ended too early."""
 
 

@@ -40,7 +40,7 @@ class DemoResult:
 
 
 def run(model: str, trace_dir: Path) -> None:
-    """Run the demo to its end. Raises ServiceError and EngineError."""
+    """Run the demo to its end. Raises NamedError."""
     console = Console()
     with TemporaryDirectory(prefix="baton-demo-") as folder:
         results, log = _serve(console, _options(model, trace_dir, folder), Path(folder))

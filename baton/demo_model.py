@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import ModelError
+from errors import ModelError
 
 # A checkout, the working folder, the container image.
 PLACES = (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from typing import Any, TypedDict
 
 from baton.encoding import reject_invalid_text
 from baton.v1 import inference_pb2, sampling_pb2
-from engine.errors import InvalidRequest
 from engine.extra_args import parse_argument
 from engine.sampling import Argument, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
+from errors import InvalidRequest
 from kv_transfer.types import TokenLogprobs
 from rpc.messages.conversion import (
     argument_to,

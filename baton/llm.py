@@ -15,7 +15,6 @@ from baton.completion import Completion, CompletionBuilder
 from baton.interrupts import defer_interrupts
 from baton.progress import generation_bar, loading_bar
 from baton.units import AUTO, parse_kv_memory
-from engine.errors import InvalidRequest
 from engine.factory import EngineOptions, build_engine, build_grammars
 from engine.request import EngineRequest, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
@@ -24,6 +23,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.spec_decode.config import parse_speculation
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from text.stop_strings import StopRule
 from text.tokenizer import Tokenizer
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import grpc
 from grpc import StatusCode
 
-from engine.errors import InvalidConfig
-from rpc.errors import ServiceError
+from errors import InvalidConfig, NamedError
 from rpc.router_address import unreachable
 from rpc.security.tls import TlsConfig
 from rpc.security.tls_diagnosis import PROBE_TIMEOUT_S, tls_trouble
 from rpc.status import RemoteError, remote_error
 
 
-class BatonError(ServiceError):
+class BatonError(NamedError):
     """The router refused or failed a call, or could not be reached."""
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 GIB = 2**30
 AUTO = "auto"

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from engine.core import EngineCore
-from engine.errors import EngineGone, InvalidRequest
+from engine.errors import EngineGone
 from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.params import FIELD
+from errors import InvalidRequest
 
 Compiler = GrammarCompiler[Grammar]
 # Called on the engine thread with one client's outputs of one step; must not block.

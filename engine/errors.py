@@ -1,26 +1,12 @@
-"""Exceptions of the engine. Messages give the cause and the remedy."""
+"""Exceptions of the engine."""
 
 from __future__ import annotations
 
+from errors import NamedError
 
-class EngineError(Exception):
+
+class EngineError(NamedError):
     """Base class of the engine's exceptions."""
-
-
-class InvalidRequest(EngineError):
-    """The request is invalid. It alone is rejected; the engine continues."""
-
-    def __init__(self, message: str = "", field: str | None = None) -> None:
-        super().__init__(message)
-        self.field = field  # the invalid field, if it is a single one
-
-
-class InvalidConfig(EngineError):
-    """A setting is invalid; the process exits at start."""
-
-
-class ModelError(EngineError):
-    """The model folder is missing, incomplete, corrupt or not supported."""
 
 
 class NonFiniteLogits(EngineError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from engine.errors import InvalidRequest
 from engine.sampling import Argument, Scalar
+from errors import InvalidRequest
 
 FIELD = "extra_args"
 MAX_ARGUMENT_ENTRIES = 1 << 12  # per list; routers bound all lists of a request together

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ModelError
 from engine.sampling import SamplingDefaults
+from errors import ModelError
 
 # Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")

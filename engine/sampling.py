@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, TypeAlias
 
-from engine.errors import InvalidRequest
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 
 MAX_LOGPROBS = 64
 MAX_BANNED_SEQUENCES = 1024

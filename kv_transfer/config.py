@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from kv_transfer.errors import InvalidKvSetting
+from errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class KvWorkerConfig:
         )
         for name in times:
             if not getattr(self, name) > 0:
-                raise InvalidKvSetting(f"{name} is {getattr(self, name)}; it must be above 0")
+                raise InvalidConfig(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
 def _check_positive(config: ReceiverConfig | SenderConfig) -> None:
     for limit in fields(config):
         value = getattr(config, limit.name)
         if not value > 0:
-            raise InvalidKvSetting(f"{limit.name} is {value}; it must be above 0")
+            raise InvalidConfig(f"{limit.name} is {value}; it must be above 0")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from errors import NamedError
 
-class KvTransferError(Exception):
+
+class KvTransferError(NamedError):
     """Base class of all errors of this package."""
-
-
-class InvalidKvSetting(KvTransferError):
-    """Invalid setting of the hand-off or of its transport. The process stops at startup."""
 
 
 class TransportMissing(KvTransferError):

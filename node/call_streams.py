@@ -18,9 +18,10 @@ from typing import Any
 from google.rpc import code_pb2, status_pb2
 
 from baton.v1 import node_pb2
+from errors import NamedError
 from rpc.errors import DeadlineExceeded, Draining, MessageTooLarge, UnsupportedInput
 from rpc.messages.limits import MAX_BATCH_BYTES, MAX_EVENT_BYTES
-from rpc.status import NAMED, TOO_LARGE, TOO_LARGE_ADVICE, status_of
+from rpc.status import TOO_LARGE, TOO_LARGE_ADVICE, status_of
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class _Calls:
         """Serve the call. Return the status of its failure, or None if it succeeded."""
         try:
             await self._forward_events(call, order)
-        except NAMED as error:
+        except NamedError as error:
             return status_of(error, self._metadata)
         except Exception as bug:
             log.exception("a call ended on a bug")

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import TypeVar
 
 from engine.engine_thread import EngineThread
-from engine.errors import EngineStopped, InvalidRequest, PassFailed
+from engine.errors import EngineStopped, PassFailed
 from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
+from errors import InvalidRequest
 from rpc.errors import KvLoadFailed, RequestIdInUse
 
 CLIENT_ID = ClientId("grpc")

@@ -17,13 +17,14 @@ from typing import Any
 from grpc import RpcError, StatusCode
 
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
+from errors import NamedError
 from kv_transfer.link import LinkEvents, LinkId
 from kv_transfer.protocol.messages import LinkMessage
 from node.kv_link_messages import link_message_from, link_message_to
 from rpc.channel import open_channel
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.tls_diagnosis import tls_trouble
-from rpc.status import NAMED, remote_error
+from rpc.status import remote_error
 
 # Time for links to close in order before their streams are cancelled.
 CLOSE_TIMEOUT_S = 1.0
@@ -147,7 +148,7 @@ class GrpcLinks:
             if not is_made and dialled is not None and error.code() is StatusCode.UNAVAILABLE:
                 trouble = await asyncio.to_thread(tls_trouble, dialled, self._tls)
                 reason = trouble or reason
-        except NAMED as error:
+        except NamedError as error:
             reason = str(error)
             if dialled is None:
                 raise  # becomes the status that the dialling peer receives

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.errors import InvalidConfig
 from engine.runner.model_runner import TorchRunner
+from errors import InvalidConfig
 from kv_transfer.fence import Fence
 from kv_transfer.link import Link
 from kv_transfer.pairs import Identity

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from engine.engine_thread import HEARTBEAT_S
-from engine.errors import InvalidConfig
 from engine.runner.config import RunnerConfig
 from engine.scheduler.config import SchedulerConfig
+from errors import InvalidConfig
 from kv_transfer.config import KvWorkerConfig
 from rpc.grace_period import DRAIN_TIMEOUT_S
 from rpc.security.tls import PLAIN, TlsConfig

@@ -14,7 +14,7 @@ from grpc import RpcError
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.engine_thread import EngineThread
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.worker import KvTransferWorker
 from node.engine_calls import run_on_engine

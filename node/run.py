@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 from baton.v1 import node_pb2_grpc
-from engine.errors import EngineStopped, InvalidConfig
+from engine.errors import EngineStopped
 from engine.runner.load import load_runner
 from engine.runner.model_runner import TorchRunner
+from errors import InvalidConfig
 from kv_transfer.pairs import Identity
 from node.heartbeat import follow_heartbeat
 from node.kv_worker import NO_NODE_DECORATORS, Around

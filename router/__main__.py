@@ -15,10 +15,10 @@ from functools import partial
 from grpc import aio
 
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc
-from engine.errors import InvalidConfig
 from engine.model_folder import resolve_model_folder
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.llguidance_backend import GrammarValidator
+from errors import InvalidConfig
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.cluster_servicer import ClusterServicer
 from router.discovery.readiness import PREFILL_PATIENCE_S, Readiness

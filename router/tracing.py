@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Route, RoutingPolicy
 from router.values import ChatPrompt, CompletionSummary, GenerateCall, PrefillPlace

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.v1 import inference_pb2, sampling_pb2
-from engine.errors import InvalidRequest
 from engine.extra_args import MAX_ARGUMENT_ENTRIES
 from engine.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
@@ -19,6 +18,7 @@ from engine.sampling import (
     SamplingDefaults,
 )
 from engine.structured_output.params import MAX_CHOICES
+from errors import InvalidRequest
 from router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_EXTRA_ARGS,

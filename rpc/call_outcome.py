@@ -8,8 +8,9 @@ from typing import Protocol
 
 import grpc
 
+from errors import NamedError
 from rpc.errors import ClientGone, DeadlineExceeded
-from rpc.status import NAMED, RemoteFailure, code_and_reason, remote_error
+from rpc.status import RemoteFailure, code_and_reason, remote_error
 from telemetry.tracing.spans import End, SpanOutcome
 
 MAX_DEADLINE_ROUNDING = 0.01  # maximum rounding error, as a share of the deadline
@@ -35,7 +36,7 @@ def end_of(error: BaseException, *, is_late: bool = False, is_refused: bool = Fa
         remote = remote_error(error)
         code = remote.code.name
         return End(now_s, SpanOutcome.FAILED, remote.reason or code, remote.message, code)
-    if isinstance(error, NAMED):
+    if isinstance(error, NamedError):
         status, reason = code_and_reason(error)
         outcome = SpanOutcome.REFUSED if is_refused else SpanOutcome.FAILED
         return End(now_s, outcome, reason, str(error), status.name)

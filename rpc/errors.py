@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 
+from errors import NamedError
 
-class ServiceError(Exception):
-    """Base class of all errors that a service raises on purpose, except the engine's own."""
+
+class ServiceError(NamedError):
+    """Base class of the errors of a service."""
 
 
 class UnknownModel(ServiceError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ipaddress import AddressValueError, IPv6Address
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 DEFAULT_PORT = 50051
 MAX_PORT = 65535

@@ -14,8 +14,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
-from engine.errors import EngineError, EngineGone, EngineStopped, InvalidRequest, PassFailed
-from kv_transfer.errors import InvalidMessage, KvTransferError, PeerUnreachable
+from engine.errors import EngineGone, EngineStopped, PassFailed
+from errors import InvalidRequest, NamedError
+from kv_transfer.errors import InvalidMessage, PeerUnreachable
 from rpc.errors import (
     BodyTimeout,
     ClientGone,
@@ -33,7 +34,6 @@ from rpc.errors import (
     PoisonedRequest,
     QueueFull,
     RequestIdInUse,
-    ServiceError,
     TooLate,
     TooManyConnects,
     Unauthenticated,
@@ -80,7 +80,6 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     PassFailed: (StatusCode.INTERNAL, "PASS_FAILED"),
     GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),
 }
-NAMED = (ServiceError, EngineError, KvTransferError)
 # A status is sent in a header, which is limited in size. Texts that quote a client can be long.
 MAX_ERROR_CHARACTERS, MAX_ERROR_FIELD_CHARACTERS = 1000, 200
 
@@ -111,7 +110,7 @@ async def named_errors(
     """Abort the call with the status of a named error. Other exceptions propagate unchanged."""
     try:
         yield
-    except NAMED as error:
+    except NamedError as error:
         await context.abort_with_status(rpc_status.to_status(status_of(error, metadata)))
 
 

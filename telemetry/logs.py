@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from telemetry.tracing.spans import AttributeValue
 
 FORMATS = ("auto", "text", "json")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 MIB = 1 << 20
 

@@ -15,8 +15,8 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.errors import InvalidRequest, ModelError
 from engine.model_folder import JsonFields, read_generation_defaults
+from errors import InvalidRequest, ModelError
 from text.token_text import TokenText, spelled
 
 # Decoded from bytes that are not a complete character (yet).

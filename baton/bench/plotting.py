@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 def need_matplotlib() -> Any:

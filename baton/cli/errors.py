@@ -8,21 +8,18 @@ import sys
 import typer
 
 from baton.cli.command import origin
-from engine.errors import EngineError, InvalidConfig, InvalidRequest
-from kv_transfer.errors import InvalidKvSetting, KvTransferError
-from rpc.errors import ServiceError
+from errors import InvalidConfig, InvalidRequest, NamedError
 
 FAILED = 1
 WRONG_USAGE = 2
-NAMED = (EngineError, KvTransferError, ServiceError)
-USAGE = (InvalidConfig, InvalidKvSetting, InvalidRequest)
+USAGE = (InvalidConfig, InvalidRequest)
 
 
 def print_error(message: str) -> None:
     print(f"baton: error: {message}", file=sys.stderr)
 
 
-def print_named_error(error: Exception) -> int:
+def print_named_error(error: NamedError) -> int:
     """Print an error that Baton raised; return the exit code."""
     print_error(str(error))
     return WRONG_USAGE if isinstance(error, USAGE) else FAILED

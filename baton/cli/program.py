@@ -8,8 +8,9 @@ import os
 import typer
 
 from baton.cli.command import hide_variables
-from baton.cli.errors import NAMED, print_named_error, print_no_space, print_usage_error
+from baton.cli.errors import print_named_error, print_no_space, print_usage_error
 from baton.encoding import defer_stdin_errors
+from errors import NamedError
 
 
 def prepare() -> None:
@@ -33,7 +34,7 @@ def run_program(app: typer.Typer, name: str, variable_prefix: str) -> int:
         code = command.main(
             prog_name=name, standalone_mode=False, auto_envvar_prefix=variable_prefix
         )
-    except NAMED as error:
+    except NamedError as error:
         return print_named_error(error)
     except typer.TyperException as error:
         return print_usage_error(error)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.units import format_bytes
-from engine.errors import ModelError
 from engine.model_folder import resolve_model_folder
+from errors import ModelError
 from text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16

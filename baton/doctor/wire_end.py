@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kv_transfer.errors import KvTransferError
+from errors import NamedError
 from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import (
     Arrived,
@@ -53,7 +53,7 @@ def serve_end(pipe: Connection) -> None:
             os._exit(0)  # skip destructors: the memory is still registered
         try:
             pipe.send(EndReply(getattr(end, command)(*arguments)))
-        except (KvTransferError, TransferFailed) as error:
+        except (NamedError, TransferFailed) as error:
             pipe.send(EndReply(error=str(error)))
 
 

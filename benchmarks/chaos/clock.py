@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 SOURCE = Path(__file__).with_name("clock.c")
 FOLDER_VARIABLE = "BATON_CHAOS_CLOCKS"

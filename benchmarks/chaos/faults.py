@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 class FaultKind(Enum):

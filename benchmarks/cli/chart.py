@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.options.output import check_writable_file
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 def chart(

@@ -21,7 +21,7 @@ from benchmarks.peers.engine_options import (
     announced,
     chosen_engines,
 )
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 if TYPE_CHECKING:
     from benchmarks.peers.frontier import Goodput, RateRun, Sweep, SweepResult

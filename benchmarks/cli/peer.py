@@ -14,7 +14,7 @@ from baton.cli.options.model import Quantize, Threads
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
 from benchmarks.partial_results import report_on_exit
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 def peer(

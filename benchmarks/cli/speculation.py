@@ -11,7 +11,7 @@ from rich.console import Console
 from baton.cli.options.model import Dtype, Threads
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 def speculation(

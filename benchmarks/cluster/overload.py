@@ -16,8 +16,8 @@ from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import AsyncClient, BatonError, Generation, Retries
 from baton.cluster import ClusterOptions, LocalCluster
 from benchmarks.processes import cpu_s
-from engine.errors import InvalidConfig
 from engine.sampling import SamplingParams
+from errors import InvalidConfig
 
 ORDINARY, URGENT = 0, -1  # priorities; lower values run earlier
 CLIENTS = "clients"

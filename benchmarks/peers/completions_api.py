@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from baton.bench.serve.load import random_tokens
-from engine.errors import EngineError
+from errors import NamedError
 
 Stop = Callable[[], bool]
 Body: TypeAlias = Mapping[str, object]
@@ -25,7 +25,7 @@ END = "[DONE]"
 VOCAB_SIZE = 2000  # a lower bound for all models
 
 
-class EngineFailed(EngineError):
+class EngineFailed(NamedError):
     """An engine returned an error or fewer tokens than requested."""
 
 

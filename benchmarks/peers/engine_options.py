@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 if TYPE_CHECKING:
     from benchmarks.peers.completions_api import CompletionsApi

@@ -24,7 +24,7 @@ from benchmarks.peers.completions_api import (
     detached_threads,
 )
 from benchmarks.peers.warm_engines import Start
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 MEAN, P99 = "mean", "p99"
 

@@ -18,7 +18,7 @@ from benchmarks.peers.completions_api import (
     random_prompt,
 )
 from benchmarks.peers.warm_engines import Start
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 ANSWER_TOKENS = 4
 NUM_WARM_UP = 2  # prompts per setup

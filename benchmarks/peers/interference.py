@@ -26,7 +26,7 @@ from benchmarks.peers.completions_api import (
     random_prompt,
 )
 from benchmarks.peers.warm_engines import Start
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 ANSWER_TOKENS = 8  # of the arriving prompts
 WARM_TOKENS = 8  # received by each stream before the first prompt

@@ -20,7 +20,7 @@ from typing import Protocol
 from baton.bench.engine.benchmark import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
 from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
 from benchmarks.processes import external_process
-from engine.errors import EngineError, InvalidConfig
+from errors import InvalidConfig, NamedError
 
 ENDS = Path(__file__).resolve().parent / "workers"
 MARK = "BATON "
@@ -56,7 +56,7 @@ class PeerMeter(Protocol):
     def decode(self, batch_size: int) -> float: ...
 
 
-class PeerFailed(EngineError):
+class PeerFailed(NamedError):
     """A peer process ended before it answered."""
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 def python_of(venv: Path) -> Path:

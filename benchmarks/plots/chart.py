@@ -16,7 +16,7 @@ from baton.bench.plotting import drawn
 from benchmarks.peers.interference import FigureRow, Figures
 from benchmarks.peers.peer import Comparison
 from benchmarks.plots.interference import draw_gaps
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 COLOURS = {"baton": "tab:blue", "vllm": "tab:orange", "llamacpp": "tab:grey"}
 NAMES = {"baton": "Baton", "vllm": "vLLM", "llamacpp": "llama.cpp"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from engine.errors import InvalidConfig
 from engine.spec_decode.config import Speculation
+from errors import InvalidConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KERNEL_NAMES = ("auto", "native", "torch")

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.errors import InvalidConfig, RowOverflow
+from engine.errors import RowOverflow
 from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.layout import Ints, PassLayout
 from engine.sampling import SamplingParams
+from errors import InvalidConfig
 from kv_transfer.types import BlockId
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import InvalidConfig
 from engine.model_folder import read_generation_defaults, resolve_model_folder
 from engine.runner.attention.kv_budget import auto_kv_bytes
 from engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
@@ -21,6 +20,7 @@ from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from engine.runner.weights.decoder_loading import LoadTarget, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
+from errors import InvalidConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

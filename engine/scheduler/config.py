@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from engine.errors import InvalidConfig
 from engine.extra_args import Check, reject_extra_args
 from engine.kv_cache.block_hashes import PrefixNaming
+from errors import InvalidConfig
 
 Choice = TypeVar("Choice", bound=Enum)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.errors import BlocksUnaccounted, InvalidRequest
+from engine.errors import BlocksUnaccounted
 from engine.events import RequestEvent, RequestEventKind, SchedulerStats
 from engine.kv_cache.manager import KvCache
 from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId
@@ -16,6 +16,7 @@ from engine.scheduler.request import Rank, Request, RequestStatus
 from engine.scheduler.running_batch import Batch
 from engine.scheduler.validation import max_num_tokens
 from engine.structured_output.grammar import Grammar
+from errors import InvalidRequest
 from kv_transfer.types import BlockId
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from engine.errors import InvalidRequest
 from engine.structured_output.params import FIELD, StructuredOutputs
+from errors import InvalidRequest
 
 NUM_THREADS = 2
 MOST_REMEMBERED = 64

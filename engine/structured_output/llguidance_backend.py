@@ -19,12 +19,12 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.errors import InvalidRequest
 from engine.structured_output.grammar import Bits
 from engine.structured_output.params import FIELD, StructuredOutputs
 from engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from engine.structured_output.schema_rewrite import prepared
+from errors import InvalidRequest
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from engine.errors import InvalidRequest
 from engine.structured_output.params import FIELD
+from errors import InvalidRequest
 
 Schema = Mapping[str, Any]
 

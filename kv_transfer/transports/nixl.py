@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.errors import InvalidKvSetting, PeerUnreachable, TransportMissing
+from errors import InvalidConfig
+from kv_transfer.errors import PeerUnreachable, TransportMissing
 from kv_transfer.process_identity import ProcessIdentity, current_process_mark
 from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import (
@@ -47,7 +48,7 @@ class NixlConfig:
     def __post_init__(self) -> None:
         for name, value in (("tls", self.tls), ("net_devices", self.net_devices)):
             if "," in value:
-                raise InvalidKvSetting(
+                raise InvalidConfig(
                     f"{name}={value}: NIXL takes one item; for a list set UCX_{name.upper()}"
                 )
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.errors import InvalidKvSetting, PeerUnreachable
+from errors import InvalidConfig
+from kv_transfer.errors import PeerUnreachable
 from kv_transfer.protocol.messages import Region
 from kv_transfer.transports.base import ChannelEvent, Write
 from kv_transfer.transports.staging import BlockRows, Staging
@@ -66,7 +67,7 @@ class UcxxTransport:
 
     def __init__(self, region: Region, config: UcxxConfig = UcxxConfig()) -> None:
         if region.device != "cpu":
-            raise InvalidKvSetting(
+            raise InvalidConfig(
                 f"the ucxx transport supports CPU memory only, not {region.device}; use nixl"
             )
         self._ucxx = ucxx = Ucxx()

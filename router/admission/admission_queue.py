@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.errors import QueueFull
 
 # Weight of the newest interval between two ends in the moving average.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 class RetryBudget:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from router.discovery.sources import (
     DnsName,
     FixedNode,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.node_info import NodeRole
 
 DNS, FILE = "dns:", "file:"

@@ -11,8 +11,9 @@ import grpc
 from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.errors import EngineGone, EngineStopped, InvalidRequest, PassFailed
+from engine.errors import EngineGone, EngineStopped, PassFailed
 from engine.request import FinishReason, Output, RequestId
+from errors import InvalidRequest
 from kv_transfer.types import HandoffId, Peer
 from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
 from router.dispatch.node_stream import NodeStream

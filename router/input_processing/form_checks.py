@@ -9,10 +9,10 @@ import asyncio
 from contextlib import suppress
 from typing import Protocol
 
-from engine.errors import InvalidRequest
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.llguidance_backend import Checked
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from rpc.errors import QueueFull
 
 MOST_WAITING = 1024

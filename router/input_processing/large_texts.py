@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.errors import QueueFull
 
 RETRY_AFTER_S = 1.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
+from errors import InvalidRequest
 
 MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
 MAX_CHAT_MESSAGES = 1 << 14

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from rpc.messages.limits import MAX_MESSAGE_BYTES
 
 # Upper bounds of protobuf's bytes for an entry of TokenLogprobs.top, and for the rest of a token.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from router.answer import IncrementalDetokenizer, NoDetokenizer
 from router.values import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from rpc.errors import UnsupportedInput

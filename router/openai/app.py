@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from errors import NamedError
 from router.openai.body_parsing import Bodies
 from router.openai.endpoints import PrefixCacheEndpoint, ProbeEndpoints, Scrape, Tokens, models_of
 from router.openai.errors import error_response, handle_bug, tell_named
@@ -25,7 +26,7 @@ from rpc.errors import Unauthenticated
 from rpc.health import Health
 from rpc.security.token import HEADER, AcceptedTokens
 from rpc.security.token_gate import ignore_refusal
-from rpc.status import NAMED, reason_of
+from rpc.status import reason_of
 
 # Paths without authentication: probes send no tokens.
 PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
@@ -62,7 +63,7 @@ def http_app(
             Route("/version", probes.version),
         ],
         exception_handlers={
-            **dict.fromkeys(NAMED, tell_named),
+            NamedError: tell_named,
             HTTPException: handle_http_exception,
             Exception: handle_bug,
         },

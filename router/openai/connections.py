@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from router.openai.errors import error_body
 
 ACCEPT_RETRY_S = 0.05

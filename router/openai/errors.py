@@ -8,7 +8,7 @@ from grpc import StatusCode
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from router.openai.response.choices import Json
 from rpc.errors import (
     BodyTimeout,

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from errors import NamedError
 from router.input_processing.limits import check_name, is_valid_name
 from router.input_processing.tokenization import by_id
 from router.merging import IndexedParts, merged
@@ -30,7 +31,6 @@ from router.pipeline import Pipeline
 from router.request_scope import RequestScope, RequestScopes, new_request_context
 from router.routing.node_table import NodeTable
 from router.values import TextPrompt
-from rpc.status import NAMED
 
 ID_BYTES = 12
 REQUEST_ID, TRACE_ID = "x-request-id", "x-trace-id"
@@ -76,7 +76,7 @@ class GenerationEndpoint:
                 with visit.ending_on_error():
                     check_name(REQUEST_ID, client_request_id)
                     body = await self._bodies.read(request, lease)
-            except NAMED as error:
+            except NamedError as error:
                 await reply.send_error(error)
                 return
             await run_while_connected(receive, self._serve(visit, request_id, body, reply))
@@ -88,7 +88,7 @@ class GenerationEndpoint:
                 prompts = await self._repeated_prompts(parsed)
             with tool_schema_errors(parsed.telling.calling):
                 await self._answer(parsed, prompts, visit, request_id, reply)
-        except NAMED as error:
+        except NamedError as error:
             await reply.send_error(error)
 
     async def _parse(self, body: bytes, request_id: str) -> ParsedRequest:

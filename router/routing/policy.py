@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from engine.errors import InvalidConfig
 from engine.kv_cache.block_hashes import BlockHash
+from errors import InvalidConfig
 from router.routing.node_table import Node, NodeGroup, NodeTable, Revision
 from rpc.errors import IncompatibleNodes, NoNodes
 from rpc.node_info import NodeRole

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.v1 import node_pb2
-from engine.errors import InvalidRequest
 from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
+from errors import InvalidRequest
 from kv_transfer.types import HandoffId, Peer
 from rpc.errors import UnsupportedInput
 from rpc.messages.conversion import handoff_from, handoff_to, peer_from, sampling_from, sampling_to

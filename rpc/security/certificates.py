@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.security.tls import TlsConfig
 
 # For each file: inode, modification time, size.

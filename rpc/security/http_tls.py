@@ -6,7 +6,7 @@ import logging
 import ssl
 from collections.abc import Callable
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.security.certificates import CertificateReloader
 from rpc.security.tls import TlsConfig
 

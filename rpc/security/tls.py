@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)

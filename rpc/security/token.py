@@ -6,7 +6,7 @@ import hmac
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.errors import Unauthenticated
 
 HEADER = "authorization"

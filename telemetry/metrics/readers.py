@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from telemetry.metrics.instruments import Read, ScrapeCollector
 from telemetry.metrics.server import metrics_server
 from telemetry.options import TelemetryOptions

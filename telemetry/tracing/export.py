@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 
-from engine.errors import EngineError
+from errors import NamedError
 from telemetry.tracing.otlp import OtlpExport, readable, resource_of
 from telemetry.tracing.otlp_json import ExportedSpan
 from telemetry.tracing.outlet import ExportFailed
@@ -17,7 +17,7 @@ MAX_BATCH = 512
 ResourceKey = tuple[tuple[str, AttributeValue], ...]
 
 
-class CollectorUnreachable(EngineError):
+class CollectorUnreachable(NamedError):
     """The collector did not accept the spans."""
 
 

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
-from engine.errors import InvalidConfig
 from engine.sampling import SamplingDefaults, SamplingParams
+from errors import InvalidConfig
 from router.dispatch.node_rpcs import Leg
 from rpc.channel import open_channel
 from rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import InvalidConfig, InvalidRequest
 from engine.extra_args import Arguments
 from engine.runner.layout import Ints
 from engine.runner.sampling import logits_processors as processors
@@ -23,6 +22,7 @@ from engine.runner.sampling.logits_processors import (
 )
 from engine.runner.sampling.sampler import Sampler
 from engine.sampling import Argument, SamplingParams
+from errors import InvalidConfig, InvalidRequest
 
 MODEL = ModelView("somewhere", 8)
 EOS = (7,)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from baton.llm import LLM
-from engine.errors import InvalidConfig, ModelError
 from engine.runner.load import RunnerConfig, load_runner
 from engine.sampling import SamplingParams
+from errors import InvalidConfig, ModelError
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import FORMATS, write_quantized

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import InvalidRequest
 from engine.request import RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
@@ -20,6 +19,7 @@ from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Grammar, Matcher
 from engine.structured_output.llguidance_backend import GrammarLibrary
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from tests.support.driving import Drive, Driver
 from tests.support.models import (
     EOS_TOKEN_ID,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.errors import InvalidConfig, ModelError
 from engine.model_folder import GenerationDefaults, read_generation_defaults, resolve_model_folder
 from engine.runner.attention.kv_tensor import free_bytes, num_blocks_within
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model.config import ModelConfig, RopeConfig, read_model_config
 from engine.runner.model_info import LoadProgress
+from errors import InvalidConfig, ModelError
 from tests.support.models import VARIANTS, make_model_folder
 
 BUDGET = 1 << 20

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import InvalidConfig
 from engine.runner.kernels.build import (
     VARIANTS,
     KernelsUnavailable,
@@ -24,6 +23,7 @@ from engine.runner.kernels.choose import TORCH, choose_parts
 from engine.runner.kernels.native import Kernels, NativeOps
 from engine.runner.model.ops import TorchOps
 from engine.runner.weights.quantize import Quantize, Quantized, to_int4, to_int8
+from errors import InvalidConfig
 from tests.support.kernels import kernels_by_variant
 
 EPSILON = 1e-6

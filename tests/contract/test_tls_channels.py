@@ -11,7 +11,7 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Client
 from baton.cluster import ClusterFailed, await_serving
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import Authority, make_authority
 from tests.support.routers import a_router

@@ -14,7 +14,7 @@ from baton.bench.engine.benchmark import EngineBench
 from benchmarks.cli.peer import peer
 from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
 from benchmarks.plots.chart import read_peer
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 ANSWERS = """#!/bin/sh

@@ -13,8 +13,9 @@ import pytest
 
 import baton
 from baton import LLM, SamplingParams
-from engine.errors import EngineStopped, InvalidRequest, ModelError
+from engine.errors import EngineStopped
 from engine.request import FinishReason
+from errors import InvalidRequest, ModelError
 from tests.support.models import VOCAB_SIZE, prompt_of, reference_greedy
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

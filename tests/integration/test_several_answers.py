@@ -13,8 +13,8 @@ import pytest
 
 from baton.client import Answer, BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
-from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
+from errors import InvalidRequest
 from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer

@@ -18,10 +18,10 @@ from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.llm import LLM
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from engine.errors import InvalidRequest
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from rpc.status import remote_error
 from tests.support.life import standing_still
 from tests.support.load import Ask, tell_all

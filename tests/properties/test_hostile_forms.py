@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import InvalidRequest
 from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator, num_words
 from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
+from errors import InvalidRequest
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
 KEYWORDS = [

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sampling import NO_SAMPLING_DEFAULTS
+from errors import NamedError
 from kv_transfer.types import HandoffId
 from router.openai.errors import status_of
 from router.openai.request.bodies import ChatBody, CompletionBody, json_object
@@ -21,7 +22,6 @@ from router.openai.request.parsed_request import (
 )
 from router.values import TokenPrompt
 from rpc.messages.sequences import Sequence, prefill_order
-from rpc.status import NAMED
 
 ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 numbers = st.integers() | st.sampled_from(
@@ -90,7 +90,7 @@ def refusal_of(read: Callable[[], ParsedRequest]) -> Exception | None:
     """None: it was taken, and fits. A bug passes through."""
     try:
         check(read())
-    except NAMED as refusal:
+    except NamedError as refusal:
         return refusal
     return None
 

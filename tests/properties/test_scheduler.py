@@ -14,9 +14,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
+from errors import InvalidRequest
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.random_histories import run_history
 

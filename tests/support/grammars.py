@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.errors import InvalidRequest
 from engine.structured_output.grammar import Bits, Matcher
 from engine.structured_output.llguidance_backend import CompiledGrammar, num_words
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE
 from text.tokenizer import Tokenizer
 

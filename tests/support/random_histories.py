@@ -12,10 +12,10 @@ from contextlib import suppress
 from functools import partial
 
 from engine.containment import MAX_CRASHES_IN_A_ROW
-from engine.errors import InvalidRequest
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
+from errors import InvalidRequest
 from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
 

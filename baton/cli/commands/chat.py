@@ -17,7 +17,7 @@ from baton.cli.options.sampling import MaxTokens, StopStrings, sampling
 from baton.cli.show import for_terminal
 from baton.cli.signatures import inherit_options, split
 from baton.conversation import PLAIN_STOP, Conversation
-from rpc.errors import ServiceError
+from errors import NamedError
 
 if TYPE_CHECKING:
     import asyncio
@@ -91,7 +91,7 @@ async def _opened(for_connection: dict[str, Any]) -> AsyncClient:
     return client
 
 
-class TurnFailed(ServiceError):
+class TurnFailed(NamedError):
     """A turn was refused or failed; the conversation is unchanged."""
 
 

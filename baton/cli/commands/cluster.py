@@ -15,7 +15,7 @@ from baton.cli.options.security import tls_config
 from baton.cli.options.telemetry import TraceDir, trace_folder
 from baton.cli.signatures import forwarded_arguments, inherit_options, is_set, parameters_of, split
 from baton.demo_model import demo_model
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.listening import check_port
 from telemetry.options import default_trace_dir
 

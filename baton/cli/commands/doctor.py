@@ -21,7 +21,7 @@ from baton.cli.options.output import OUTPUT_PANEL
 from baton.cli.options.telemetry import TraceDir, trace_folder
 from baton.cli.show import console
 from baton.units import AUTO, parse_kv_memory
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 if TYPE_CHECKING:
     from baton.doctor.findings import Finding

@@ -18,7 +18,7 @@ from baton.cli.options.sampling import BadWords, IncludeStop, StopStrings, sampl
 from baton.cli.show import console, for_terminal, table_of
 from baton.cli.signatures import inherit_options, split
 from baton.units import format_bytes
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 
 if TYPE_CHECKING:
     from baton.client import Answer, AsyncClient, Finish

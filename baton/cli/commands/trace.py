@@ -11,7 +11,7 @@ import typer
 from baton.cli.examples import examples
 from baton.cli.options.output import check_writable_file
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, trace_folder
-from engine.errors import EngineError, InvalidConfig
+from errors import InvalidConfig, NamedError
 from telemetry.tracing.store import read_spans
 from telemetry.tracing.traces import Trace, find_trace, traces_of
 
@@ -36,7 +36,7 @@ Wanted = Annotated[
 ]
 
 
-class NoSuchTrace(EngineError):
+class NoSuchTrace(NamedError):
     """No stored trace has that id."""
 
 

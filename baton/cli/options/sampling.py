@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.errors import InvalidRequest
 from engine.sampling import SamplingParams
 from engine.structured_output.params import parse_structured_outputs
+from errors import InvalidRequest
 
 if TYPE_CHECKING:
     from baton.generation import Sampling

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import InvalidConfig
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.model.config import ModelConfig
 from engine.runner.model_info import KvMemory
 from engine.runner.weights.host_memory import free_host_bytes
+from errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.errors import InvalidConfig
 from engine.runner.attention.paged_attention import PagedAttention, TorchPagedAttention
 from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_features, library
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
@@ -18,6 +17,7 @@ from engine.runner.kernels.native_layers import native_layers
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
 from engine.runner.model.ops import Ops, TorchOps
+from errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 

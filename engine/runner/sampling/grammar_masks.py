@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import InvalidRequest
 from engine.plan import Plan
 from engine.request import RequestId
 from engine.runner.input_batch import BatchRow
@@ -18,6 +17,7 @@ from engine.runner.sampling.constraints import SampleRow
 from engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
 from engine.structured_output.grammar import Bits, Grammar, Matcher
 from engine.structured_output.params import FIELD
+from errors import InvalidRequest
 
 BITS_PER_WORD = 32
 

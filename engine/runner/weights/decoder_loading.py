@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import ModelError
 from engine.runner.kernels.choose import Parts
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.decoder import Decoder
@@ -27,6 +26,7 @@ from engine.runner.weights.quantize import (
 )
 from engine.runner.weights.safetensors import Shape, WeightFiles
 from engine.runner.weights.tensor_names import check_tensors, expected_tensors
+from errors import ModelError
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.errors import ModelError
 from engine.runner.weights.quantization import Packing, Quantization
 from engine.runner.weights.quantize import Quantized
+from errors import ModelError
 
 Shape = tuple[int, ...]
 ReadTensor = Callable[[str], Tensor]  # by name

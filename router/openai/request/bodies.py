@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from engine.errors import InvalidRequest
 from engine.sampling import MAX_LISTED_TOKEN_IDS, MAX_STOP_TOKEN_IDS
+from errors import InvalidRequest
 from router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_TOKENS_TO_DETOKENIZE,

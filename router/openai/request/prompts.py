@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from router.input_processing.limits import check_count, check_prompt_length
 from router.openai.request.bodies import MAX_INT32, TemplateFields
 from router.translate import MAX_ANSWERS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from engine.errors import InvalidRequest
 from engine.structured_output.params import StructuredOutputs, parse_structured_outputs
+from errors import InvalidRequest
 from router.openai.request.bodies import GenerationBody
 from rpc.errors import UnsupportedInput
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from engine.errors import InvalidRequest
 from engine.structured_output.params import FIELD, StructuredOutputs, parse_structured_outputs
 from engine.structured_output.subschemas import rewritten
+from errors import InvalidRequest
 from router.openai.request.bodies import ChatBody
 from rpc.errors import UnsupportedInput
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from router.openai.response.json_scan import JsonScan
 
 THINK, END_THINK = "<think>", "</think>"

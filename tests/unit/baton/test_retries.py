@@ -6,7 +6,7 @@ import pytest
 from grpc import StatusCode
 
 from baton.retries import Retries
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.status import RemoteError
 
 UNAVAILABLE = RemoteError(StatusCode.UNAVAILABLE, "gone", "NO_NODES")

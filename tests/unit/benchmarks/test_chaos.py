@@ -35,7 +35,7 @@ from benchmarks.chaos.leaks import (
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.workload import ChaosRequest, KnownAnswer, difference_of
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from kv_transfer.types import TokenLogprobs
 from router.openai.body_receiving import MAX_BODY_BYTES
 

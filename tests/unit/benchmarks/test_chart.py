@@ -18,7 +18,7 @@ from benchmarks.plots.chart import (
     read_interference,
     read_peer,
 )
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 COMPARED = [
     Comparison(peer, phase, size, rate, rate / 2, 2.0, 1.9, 2.1)

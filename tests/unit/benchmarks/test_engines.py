@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.peers.completions_api import CompletionsApi
 from benchmarks.peers.engine_options import announced, chosen_engines, keep_engines_warm
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 two_cores = pytest.mark.usefixtures("cores")
 

@@ -34,7 +34,7 @@ from benchmarks.peers.frontier import (
 )
 from benchmarks.peers.warm_engines import Start
 from benchmarks.plots.frontier import draw
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 def swept(rate: float, first_token_s: float, itl_ms: float, *, num_failed: int = 0) -> RateRun:

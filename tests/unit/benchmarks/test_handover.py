@@ -20,7 +20,7 @@ from benchmarks.peers.completions_api import (
 )
 from benchmarks.peers.handover import NUM_WARM_UP, Handover, TimedPair, Times, added, run
 from benchmarks.peers.warm_engines import Start
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 class Answers:

@@ -31,7 +31,7 @@ from benchmarks.peers.interference import (
 from benchmarks.peers.warm_engines import Start
 from benchmarks.plots.chart import read_interference
 from benchmarks.plots.interference import draw
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 
 def stream(*arrivals_s: float, tokens: int = 1) -> StreamedCompletion:

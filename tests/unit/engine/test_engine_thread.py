@@ -10,10 +10,11 @@ import pytest
 
 from engine.core import EngineCore
 from engine.engine_thread import Compiler, EngineThread
-from engine.errors import EngineStopped, InvalidRequest
+from engine.errors import EngineStopped
 from engine.plan import Plan, RunResult
 from engine.request import ClientId, FinishReason, Output, RequestId
 from engine.structured_output.compiler import GrammarCompiler
+from errors import InvalidRequest
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
 from tests.support.fake_runner import tokens_alone
 from tests.support.grammars import BAD, GOOD, SLOW, HeldLibrary

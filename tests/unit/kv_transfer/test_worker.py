@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from errors import InvalidConfig
 from kv_transfer.config import KvWorkerConfig
-from kv_transfer.errors import InvalidKvSetting
 from kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
 from kv_transfer.process_identity import ProcessIdentity, current_process_mark
 from kv_transfer.protocol.messages import Hello, find_mismatch
@@ -409,7 +409,7 @@ def test_closing_a_node_tells_its_peers(is_direct: bool) -> None:
 
 
 def test_a_poll_interval_of_zero_is_refused() -> None:
-    with pytest.raises(InvalidKvSetting, match="poll_s is 0"):
+    with pytest.raises(InvalidConfig, match="poll_s is 0"):
         KvWorkerConfig(poll_s=0)
 
 

@@ -11,9 +11,9 @@ import pytest
 from grpc import StatusCode
 
 from engine.engine_thread import EngineThread
-from engine.errors import InvalidRequest
 from engine.request import EngineRequest, Output, ReceiveKv, RequestId
 from engine.scheduler.config import LoadFailurePolicy
+from errors import InvalidRequest
 from kv_transfer.types import HandoffId, KvOrders, KvReports, Lost, NodeId, Peer
 from node.engine_calls import CLIENT_ID, EngineCalls
 from rpc.errors import KvLoadFailed, RequestIdInUse

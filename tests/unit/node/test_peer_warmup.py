@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from kv_transfer.errors import PeerUnreachable
 from node.peer_warmup import PeerWarmup, role_over_grpc
 from rpc.errors import TooManyConnects

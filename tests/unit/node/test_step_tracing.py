@@ -9,12 +9,12 @@ import pytest
 
 from engine.core import EngineCore
 from engine.core import NoKvWorker as NoWorker
-from engine.errors import InvalidConfig
 from engine.plan import Plan, RunResult
 from engine.request import RequestId
 from engine.runner.config import RunnerConfig
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
+from errors import InvalidConfig
 from node.options import NodeOptions
 from node.step_tracing import MAX_LINKS, StepTracing
 from node.tracing import NodeTracing

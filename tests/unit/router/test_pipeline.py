@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.request import Output, RequestId
 from engine.sampling import SamplingParams
+from errors import InvalidRequest
 from kv_transfer.types import TokenLogprobs
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.context import RequestContext

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.sampling import MAX_LOGPROBS, SamplingParams
+from errors import InvalidRequest
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import NoTokenizer
 from router.merging import merged

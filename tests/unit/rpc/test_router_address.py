@@ -9,7 +9,7 @@ from grpc import StatusCode
 
 from baton.client import AsyncClient, BatonError, Client
 from baton.health import ask
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.router_address import router_target, unreachable
 from rpc.security.tls import PLAIN
 from rpc.server import serving

@@ -5,19 +5,19 @@ from __future__ import annotations
 from google.rpc import error_details_pb2
 from grpc import StatusCode
 
-from engine import errors as engine_errors
+from errors import InvalidConfig, InvalidRequest, ModelError
 from rpc import errors as service_errors
 from rpc.status import CODE_AND_REASON, code_and_reason, status_of
 
 STOP_THE_PROCESS = {
-    engine_errors.InvalidConfig,
-    engine_errors.ModelError,
+    InvalidConfig,
+    ModelError,
     service_errors.AddressInUse,
 }
 
 
 def test_the_status_carries_code_message_and_reason() -> None:
-    status = status_of(engine_errors.InvalidRequest("top_p is 2"), {"request_id": "a"})
+    status = status_of(InvalidRequest("top_p is 2"), {"request_id": "a"})
 
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
@@ -45,7 +45,7 @@ def test_reasons_are_not_shared() -> None:
 
 
 def test_a_special_case_of_a_named_error_is_told_as_that_error() -> None:
-    class TooLong(engine_errors.InvalidRequest):
+    class TooLong(InvalidRequest):
         pass
 
     assert code_and_reason(TooLong("x")) == (StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")

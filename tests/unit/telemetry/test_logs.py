@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from telemetry.logs import (
     FIELDS,
     TEXT,

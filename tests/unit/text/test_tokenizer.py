@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from engine.errors import InvalidRequest, ModelError
+from errors import InvalidRequest, ModelError
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 from text.tokenizer import Tokenizer
 

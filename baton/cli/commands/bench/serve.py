@@ -18,7 +18,7 @@ from baton.cli.options.output import OUTPUT_PANEL, JsonFile, check_creatable_fol
 from baton.cli.options.security import ClientTokenFile, client_tls
 from baton.cli.show import console, show_table, write_json
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of, split
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 if TYPE_CHECKING:
     from baton.bench.serve.benchmark import (

@@ -16,7 +16,7 @@ from baton.bench.serve.load import (
     read_prompts,
     warm_up,
 )
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 VOCAB_SIZE = 500
 LOAD = ServeLoad(rate=10, num_requests=200, prompt=parse_lengths("uniform:4:9"))

@@ -16,10 +16,9 @@ from baton.cli.options.lists import parse_cpus
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
 from baton.demo_model import demo_model
-from engine.errors import InvalidConfig
 from engine.scheduler.config import LoadFailurePolicy
 from engine.scheduler.config import SchedulingPolicy as SchedulingPolicy
-from kv_transfer.errors import InvalidKvSetting
+from errors import InvalidConfig
 from router.__main__ import RouterOptions
 from router.discovery.sources import DnsName, FixedNode, parse_sources
 from rpc.node_info import NodeRole
@@ -153,7 +152,7 @@ def test_leases_and_patience_reach_the_kv_worker() -> None:
 
     receiver = options.kv_worker.receiver
     assert (receiver.lease_s, receiver.silence_s) == (2.0, 3.0)
-    with pytest.raises(InvalidKvSetting, match="lease_s"):
+    with pytest.raises(InvalidConfig, match="lease_s"):
         node_options("m", kv_lease_s=0.0)
 
 

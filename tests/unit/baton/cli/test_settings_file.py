@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.settings_file import CommandOptions, GroupOptions, Node, Option, read_settings
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 
 PORT = Option("port", int)
 MEMORY = Option("kv_cache_memory", str)

@@ -9,8 +9,8 @@ import pytest
 
 from baton.cli.options.sampling import sampling
 from baton.generation import Generation, request_from
-from engine.errors import InvalidRequest
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from rpc.messages.conversion import sampling_from
 
 

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from engine.errors import InvalidConfig
 from engine.runner.kernels import choose
 from engine.runner.kernels.build import KernelsUnavailable, Variant
+from errors import InvalidConfig
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidConfig
 from engine.scheduler.config import CacheConfig, SchedulerConfig
+from errors import InvalidConfig
 
 
 def test_the_defaults_work() -> None:

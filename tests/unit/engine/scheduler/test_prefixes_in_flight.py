@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidConfig
 from engine.request import FinishReason, RequestId
 from engine.scheduler.config import SchedulerConfig, SchedulingPolicy
+from errors import InvalidConfig
 from kv_transfer.types import HandoffId, Receive
 from tests.support.engine_world import OTHER_SOURCE, EngineWorld
 

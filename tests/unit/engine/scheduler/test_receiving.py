@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.events import RequestEventKind
 from engine.plan import Plan, RunResult, StepResult
 from engine.request import FinishReason, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
+from errors import InvalidRequest
 from kv_transfer.types import BlockId, FirstToken, HandoffId, KvReports, Landed, Receive, Revoke
 from tests.support.engine_world import SOURCE, EngineWorld
 from tests.support.requests import make_spec

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.plan import Plan
 from engine.request import FinishReason, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
+from errors import InvalidRequest
 from kv_transfer.types import BlockId, HandoffId, KvOrders, Send, SendLayers, Withdraw
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import logprob_of

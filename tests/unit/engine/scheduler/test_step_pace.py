@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from engine.core import EngineCore, NoKvWorker
-from engine.errors import InvalidConfig
 from engine.plan import Plan, RunResult
 from engine.request import ClientId
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_pace import LEAST_TOKENS, StepPace
+from errors import InvalidConfig
 from tests.support.fake_runner import FakeRunner, KvTensor
 from tests.support.requests import make_spec
 

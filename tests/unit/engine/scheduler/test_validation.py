@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.request import EngineRequest, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.validation import max_num_tokens, max_sequence_length, validate_request
+from errors import InvalidRequest
 from kv_transfer.types import HandoffId, NodeId, Peer
 from tests.support.requests import make_spec
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.errors import InvalidConfig
 from engine.request import RequestId
 from engine.spec_decode.config import Speculation, parse_speculation
 from engine.spec_decode.drafter import (
@@ -15,6 +14,7 @@ from engine.spec_decode.drafter import (
     Drafter,
     TokensFrom,
 )
+from errors import InvalidConfig
 
 NAME = RequestId("r")
 REPEATING = [1, 2, 3, 4] * 4

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.llguidance_backend import (
     CompiledGrammar,
@@ -17,6 +16,7 @@ from engine.structured_output.llguidance_backend import (
     GrammarValidator,
 )
 from engine.structured_output.params import MAX_CHOICES, StructuredOutputs
+from errors import InvalidRequest
 from tests.support.grammars import PATIENCE_S, allowed_by, is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 from text.tokenizer import Tokenizer

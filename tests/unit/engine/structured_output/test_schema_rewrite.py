@@ -9,10 +9,10 @@ from typing import Any
 import llguidance
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.structured_output.llguidance_backend import GrammarValidator
 from engine.structured_output.params import MAX_CHARACTERS, StructuredOutputs
 from engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepared
+from errors import InvalidRequest
 
 
 def kind(name: str, **more: Any) -> dict[str, Any]:

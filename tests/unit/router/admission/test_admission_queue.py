@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from router.admission.admission import AdmissionGate
 from router.admission.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, AdmissionQueueConfig
 from rpc.errors import QueueFull

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from router.admission.retry_budget import RetryBudget
 
 

@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.structured_output.compiler import GrammarCompiler
 from engine.structured_output.llguidance_backend import Checked
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from router.input_processing.form_checks import ThreadedFormChecks
 from rpc.errors import QueueFull
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from baton.v1 import inference_pb2, sampling_pb2
-from engine.errors import InvalidRequest
+from errors import InvalidRequest
 from router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from router.input_processing.tokenization import ModelText
 from router.translate import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, call_from

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from baton.v1 import inference_pb2, sampling_pb2
-from engine.errors import InvalidRequest
 from engine.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_LOGIT_BIASES,
@@ -16,6 +15,7 @@ from engine.sampling import (
     NO_SAMPLING_DEFAULTS,
     SamplingParams,
 )
+from errors import InvalidRequest
 from kv_transfer.types import HandoffId
 from router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
 from router.openai.request.parsed_request import ModelContext, chat_completion_from, completion_from

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from router.openai.response.output_parsers import Delta, Parsing, ToolCall
 
 CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'

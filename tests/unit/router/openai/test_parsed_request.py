@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from router.input_processing.logprob_limits import MAX_LOGPROBS_PER_REQUEST
 from router.openai.request.bodies import json_object
 from router.openai.request.parsed_request import (

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.sampling import SamplingDefaults
 from engine.structured_output.llguidance_backend import GrammarLibrary, GrammarValidator
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from router.openai.request.parsed_request import ModelContext, ParsedRequest, chat_completion_from
 from router.openai.request.tool_choice import ToolCallMode, tool_schema_errors
 from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser

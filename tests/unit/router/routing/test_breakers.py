@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from router.routing.breakers import BreakerConfig, CircuitBreakers
 
 CONFIG = BreakerConfig(num_failures=2, first_pause_s=1.0, max_pause_s=4.0)

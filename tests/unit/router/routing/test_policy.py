@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import InvalidConfig
 from engine.kv_cache.block_hashes import PrefixNaming
+from errors import InvalidConfig
 from router.routing.assignment import Assignment
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import (

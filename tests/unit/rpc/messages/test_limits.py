@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.request import Output, RequestId
 from engine.sampling import MAX_LOGPROBS
+from errors import InvalidRequest
 from kv_transfer.types import TokenLogprobs
 from router.input_processing.logprob_limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
 from rpc.messages.conversion import output_to

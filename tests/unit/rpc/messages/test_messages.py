@@ -11,11 +11,11 @@ from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 
 from baton.generation import Generation, request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
-from engine.errors import InvalidRequest
 from engine.kv_cache.block_hashes import PrefixNaming
 from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
+from errors import InvalidRequest
 from kv_transfer.errors import PeerUnreachable
 from kv_transfer.protocol.done_message import decode_done, note_of
 from kv_transfer.protocol.messages import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.channel import channel_credentials, server_credentials
 from rpc.security.tls import TlsConfig
 from tests.support.certificates import Authority, lock_key, make_authority

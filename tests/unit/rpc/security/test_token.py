@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import InvalidConfig
+from errors import InvalidConfig
 from rpc.errors import Unauthenticated
 from rpc.security.token import AcceptedTokens, authorization, read_tokens
 

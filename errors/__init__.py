@@ -1,0 +1,26 @@
+"""Base class of all named errors, and the errors that every room raises. Imports no other room."""
+
+from __future__ import annotations
+
+
+class NamedError(Exception):
+    """Base class of the errors that Baton raises on purpose.
+
+    The message gives the cause and the remedy.
+    """
+
+
+class InvalidRequest(NamedError):
+    """The request is invalid. It alone is rejected."""
+
+    def __init__(self, message: str = "", field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field  # the invalid field, if it is a single one
+
+
+class InvalidConfig(NamedError):
+    """A setting or an argument is invalid. A process that starts with it exits."""
+
+
+class ModelError(NamedError):
+    """The model folder is missing, incomplete, corrupt or not supported."""
