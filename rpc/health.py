@@ -1,9 +1,16 @@
-"""Readiness and liveness of this process, with a stream of readiness changes."""
+"""Readiness and liveness of this process, and the servicer of grpc.health.v1."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rpc.streaming import streamed
 
 HEALTH = "grpc.health.v1.Health"
 # Service name of liveness probes, which restart the process when they fail. Readiness does not
@@ -39,3 +46,35 @@ class Health:
                 while is_ready is self._is_ready:
                     await self._changed.wait()
                 is_ready = self._is_ready
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Health of a process. The packaged servicer loses watchers when another one disconnects."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service == LIVENESS:
+            return _response(self._health.is_alive)
+        if request.service not in self._health.services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+        return _response(self._health.is_ready)
+
+    @streamed
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        if request.service not in self._health.services:
+            unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            yield health_pb2.HealthCheckResponse(status=unknown)
+            await asyncio.Event().wait()  # the protocol requires an open stream
+        async for is_ready in self._health.changes():
+            yield _response(is_ready)
+
+
+def _response(is_well: bool) -> health_pb2.HealthCheckResponse:
+    kinds = health_pb2.HealthCheckResponse
+    return kinds(status=kinds.SERVING if is_well else kinds.NOT_SERVING)

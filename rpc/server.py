@@ -20,8 +20,7 @@ from rpc.channel import (
     server_options,
 )
 from rpc.errors import AddressInUse
-from rpc.health import HEALTH, Health
-from rpc.health_servicer import HealthServicer
+from rpc.health import HEALTH, Health, HealthServicer
 from rpc.listening import check_port
 from rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from rpc.messages.unreadable import InvalidMessageInterceptor
