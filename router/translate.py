@@ -22,6 +22,7 @@ from errors import InvalidRequest
 from router.input_processing.limits import (
     MAX_CHAT_MESSAGES,
     MAX_EXTRA_ARGS,
+    MAX_POSITIONS_PER_SLICE,
     check_count,
     check_name,
     check_prompt_length,
@@ -56,7 +57,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_ENTRIES = 1024  # including empty ones, which are ignored
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
-MAX_POSITIONS_PER_SLICE = 256  # with logprobs, converted before the event loop gets a turn
 MAX_COUNTS = {
     "logit_bias": MAX_LOGIT_BIASES,
     "banned_token_ids": MAX_LISTED_TOKEN_IDS,

@@ -15,6 +15,8 @@ MAX_TOKENS_TO_DETOKENIZE = 1 << 20
 # Total size of the sampling parameters of all answers, each of which has its own copy.
 MAX_SAMPLING_SIZE = 1 << 18
 MAX_LOGPROBS_PER_POSITION = 1 << 11  # of all answers together, that one step can return
+# Positions with logprobs, at most 65 entries each, converted before the event loop gets a turn.
+MAX_POSITIONS_PER_SLICE = 256
 
 
 def is_valid_name(value: str) -> bool:

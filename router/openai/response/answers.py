@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.input_processing.limits import MAX_POSITIONS_PER_SLICE
 from router.openai.request.parsed_request import ParsedRequest, ResponseOptions
 from router.openai.request.tool_choice import ToolCallMode
 from router.openai.response.chat_choices import ChatChoice
@@ -18,7 +19,7 @@ from router.openai.response.choices import (
     ResponseChoice,
     joined,
 )
-from router.openai.response.encoding import MAX_POSITIONS_PER_SLICE, LazyArray, as_json, encoded
+from router.openai.response.encoding import LazyArray, as_json, encoded
 from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
 from router.openai.response.logprobs import TokenSpeller, prompt_logprobs
 from router.openai.response.output_parsers import NO_PARSING, FirstCallFilter, OutputParser, Parsing

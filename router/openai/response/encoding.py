@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 SLICE_CHARACTERS = 1 << 16  # takes a few milliseconds to encode
-# Positions with logprobs, at most 65 entries each, that are encoded without yielding.
-MAX_POSITIONS_PER_SLICE = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kv_transfer.types import TokenLogprobs
-from router.openai.response.encoding import MAX_POSITIONS_PER_SLICE, LazyArray
+from router.input_processing.limits import MAX_POSITIONS_PER_SLICE
+from router.openai.response.encoding import LazyArray
 from text.token_text import TokenText
 
 LOWEST = -9999.0  # replaces -inf, which JSON lacks; the same value as in vLLM
