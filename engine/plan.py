@@ -1,4 +1,4 @@
-"""Values of a step: the plan, and the results of the runner and the KV worker."""
+"""Values of a step: the plan, and the result of the runner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
-from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
+from kv_transfer.types import BlockId, KvOrders, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,6 @@ class RunResult:
     crashes: dict[RequestId, str] = field(default_factory=dict)  # rows that failed a whole pass
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    run: RunResult
-    kv: KvReports = KvReports()
 
 
 class Runner(Protocol):
