@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-NOT_PRODUCT = ("tests/", "tools/", "protos/", "deploy/", "setup.py")
+BENCHMARKS = "benchmarks/"
+NOT_PRODUCT = ("tests/", "tools/", "protos/", "deploy/", "setup.py", BENCHMARKS)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -27,11 +28,18 @@ def parse_module(path: Path, source: str) -> Module:
     return Module(path, source.count("\n"), ast.parse(source))
 
 
-def product_modules(root: Path) -> Iterator[Module]:
+def product_modules(root: Path) -> list[Module]:
     """Parse every tracked Python file that the wheel ships."""
+    return [each for each in _tracked_modules(root) if not str(each.path).startswith(NOT_PRODUCT)]
+
+
+def benchmark_modules(root: Path) -> list[Module]:
+    return [each for each in _tracked_modules(root) if str(each.path).startswith(BENCHMARKS)]
+
+
+def _tracked_modules(root: Path) -> Iterator[Module]:
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.split()
     for name in listed:
-        if not name.startswith(NOT_PRODUCT):
-            yield parse_module(Path(name), (root / name).read_text(encoding="utf-8"))
+        yield parse_module(Path(name), (root / name).read_text(encoding="utf-8"))

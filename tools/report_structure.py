@@ -27,7 +27,7 @@ from tools.import_layers import (
     upward_imports,
     upward_packages,
 )
-from tools.product_code import FUNCTIONS, Module, product_modules
+from tools.product_code import FUNCTIONS, Module, benchmark_modules, product_modules
 from tools.request_shapes import Shape, class_shapes, message_shapes, read_protos
 
 QUESTION_WORDS = {"What", "Who", "Whose", "Whom", "Which", "How", "Whether", "Where", "When", "Why"}
@@ -60,6 +60,8 @@ class Figures:
     output_shapes: int
     output_wrappers: int
     output_messages: int
+    benchmark_files: int  # not shipped
+    benchmark_lines: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--list", action="store_true", help="list what was counted")
     options = parser.parse_args()
-    modules = list(product_modules(options.checkout))
+    modules = product_modules(options.checkout)
     layers = read_layers(options.checkout / "pyproject.toml")
     findings = find(modules, layers, read_protos(options.checkout))
-    figures = asdict(figures_of(modules, findings))
+    figures = asdict(figures_of(modules, findings, benchmark_modules(options.checkout)))
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
@@ -123,7 +125,9 @@ def find(modules: Sequence[Module], layers: Layers, protos: Mapping[str, str]) -
     )
 
 
-def figures_of(modules: Sequence[Module], findings: Findings) -> Figures:
+def figures_of(
+    modules: Sequence[Module], findings: Findings, benchmarks: Sequence[Module]
+) -> Figures:
     lengths = sorted(function_lengths(modules))
     folders = Counter(str(module.path.parent) for module in modules)
     folder, num_files = folders.most_common(1)[0]
@@ -152,6 +156,8 @@ def figures_of(modules: Sequence[Module], findings: Findings) -> Figures:
         output_shapes=len(findings.output_shapes),
         output_wrappers=len(findings.output_wrappers),
         output_messages=len(findings.output_messages),
+        benchmark_files=len(benchmarks),
+        benchmark_lines=sum(module.num_lines for module in benchmarks),
     )
 
 
