@@ -24,12 +24,13 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # pip stays in /pip; what it installs goes to /opt/baton, which is all that is taken over.
 RUN python3 -m venv /pip && python3 -m venv --without-pip /opt/baton
 ENV PIP="/pip/bin/pip --python /opt/baton/bin/python"
-RUN ${PIP} install ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} "${TORCH}"
+WORKDIR /src
+COPY constraints.txt ./
+RUN ${PIP} install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} "${TORCH}"
 
 # Extras of pyproject.toml, such as ucxx. Not above: other extras do not fetch torch again.
 ARG EXTRAS
 # What Baton needs, told by pyproject.toml alone: a change of code does not fetch it again.
-WORKDIR /src
 COPY pyproject.toml ./
 COPY deploy/image/requirements.py deploy/image/slim.sh deploy/image/
 RUN python3 deploy/image/requirements.py project.dependencies > /tmp/run.txt \
@@ -37,8 +38,8 @@ RUN python3 deploy/image/requirements.py project.dependencies > /tmp/run.txt \
         python3 deploy/image/requirements.py "project.optional-dependencies.${extra}" \
             >> /tmp/run.txt || exit 1; done \
     && python3 deploy/image/requirements.py build-system.requires > /tmp/build.txt \
-    && ${PIP} install -r /tmp/run.txt \
-    && /pip/bin/pip install -r /tmp/build.txt \
+    && ${PIP} install -c constraints.txt -r /tmp/run.txt \
+    && /pip/bin/pip install -c constraints.txt -r /tmp/build.txt \
     && sh deploy/image/slim.sh /opt/baton
 
 COPY . .

@@ -4,6 +4,9 @@
 #   make test         all tests that need no GPU, with WORKERS (2) processes: most tests wait
 #   make check        format, lint, import rules, types and the fast tests, about a minute and a half
 #   make breaking     compares the protos with those of main for incompatible changes
+#   make docs         the documentation as a site in build/docs; broken links and anchors are errors
+#   make dist         wheel and sdist in dist/, tried in an empty environment
+#   make constraints  writes the versions in .venv to constraints.txt
 #   make bench        benchmarks of scheduler and engine
 #   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
 #   make arm64        compares emulated arm64 kernels with the host's; needs a cross compiler
@@ -24,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize arm64 soak containers breaking bench format clean
+.PHONY: demo test check sanitize arm64 soak containers breaking docs dist constraints bench format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/baton demo
@@ -57,6 +60,22 @@ breaking: $(VENV)/.dev
 	$(BIN)/buf breaking protos \
 		--against "$$(git rev-parse --git-common-dir)#branch=main,subdir=protos"
 
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q docs build/docs
+
+dist: $(VENV)/.dev $(STUBS)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(PYTEST) tests/packaging
+
+# Of the newest versions, after `rm -rf .venv` and `: > constraints.txt`. Without cuda-*: the default
+# build of torch needs other versions of these than the extra ucxx.
+constraints: $(VENV)/.dev
+	echo "# The versions that Baton is tested with, written by \`make constraints\`." > $@.txt
+	$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \
+		--exclude cuda-bindings --exclude cuda-core --exclude cuda-pathfinder \
+		| sed 's/+.*//' >> $@.txt
+
 bench: $(VENV)/.runtime
 	$(BIN)/python -m benchmarks scheduler
 	$(BIN)/baton bench engine
@@ -66,14 +85,14 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV)/.runtime: pyproject.toml setup.py tools/install.sh $(PROTOS)
+$(VENV)/.runtime: pyproject.toml setup.py constraints.txt tools/install.sh $(PROTOS)
 	tools/install.sh
 	touch $@
 
-$(VENV)/.dev: pyproject.toml setup.py tools/install.sh
+$(VENV)/.dev: pyproject.toml setup.py constraints.txt tools/install.sh
 	tools/install.sh dev
 	touch $@ $(VENV)/.runtime
 

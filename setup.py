@@ -1,7 +1,8 @@
-"""Everything about the package is in pyproject.toml; this only adds a step to the build."""
+"""Build steps that pyproject.toml cannot express; everything else about the package is there."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,17 +10,21 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+ROOT = Path(__file__).resolve().parent
 
-class GenerateThenBuild(build_py):
-    """Generates the gRPC stubs before the build collects the modules."""
+
+class BuildPackages(build_py):
+    """Generates the gRPC stubs before the modules are collected, and adds the demo model."""
 
     def run(self) -> None:
-        generate = Path(__file__).resolve().parent / "protos" / "generate.py"
-        subprocess.run([sys.executable, str(generate)], check=True)
+        subprocess.run([sys.executable, str(ROOT / "protos" / "generate.py")], check=True)
         super().run()
+        if not self.editable_mode:
+            packaged = Path(self.build_lib, "baton", "models", "demo")
+            shutil.copytree(ROOT / "models" / "demo", packaged, dirs_exist_ok=True)
 
 
 setup(
-    cmdclass={"build_py": GenerateThenBuild},
+    cmdclass={"build_py": BuildPackages},
     package_data={"baton.v1": ["*.pyi"]},
 )

@@ -6,12 +6,9 @@ from pathlib import Path
 
 from errors import ModelError
 
-# A checkout, the working folder, the container image.
-PLACES = (
-    Path(__file__).resolve().parent.parent / "models" / "demo",
-    Path("models/demo"),
-    Path("/models/demo"),
-)
+PACKAGE = Path(__file__).resolve().parent
+# In a wheel, where setup.py puts it, and in a checkout.
+PLACES = (PACKAGE / "models" / "demo", PACKAGE.parent / "models" / "demo")
 
 
 def demo_model() -> str:

@@ -1,8 +1,9 @@
 #!/bin/sh
-# Create .venv and install Baton into it: `tools/install.sh [EXTRA]` with EXTRA test or dev.
+# Create .venv and install Baton into it: `tools/install.sh [EXTRA]`, EXTRA as in pyproject.toml.
 #
-# Without an NVIDIA GPU, the CPU build of torch is installed, which needs no CUDA libraries. TORCH
-# selects another build, TORCH_INDEX the package index to install it from.
+# constraints.txt has the versions. Without an NVIDIA GPU, the CPU build of torch is installed, which
+# needs no CUDA libraries. TORCH selects another build, TORCH_INDEX the package index to install it
+# from.
 set -eu
 
 extra=${1:-}
@@ -17,18 +18,18 @@ if sys.version_info < (3, 11):
 PYTHON
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip="$venv/bin/python -m pip --disable-pip-version-check"
+install="$venv/bin/python -m pip --disable-pip-version-check install"
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
 
-install_torch() {
+install_torch() { # without what it needs, which the index of a build may lack
     index=${TORCH_INDEX:+--index-url $TORCH_INDEX}
     if [ -n "${TORCH:-}" ]; then
-        $pip install $index "$TORCH"
+        $install --no-deps $index "$TORCH"
     elif [ "$(uname -sm)" != "Linux x86_64" ] || has_gpu; then
-        $pip install $index torch==2.13.0
-    elif ! $pip install $index "torch==2.13.0+cpu" &&
-        ! $pip install --index-url "$cpu_builds" "torch==2.13.0+cpu"; then
+        $install --no-deps $index torch==2.13.0
+    elif ! $install --no-deps $index "torch==2.13.0+cpu" &&
+        ! $install --no-deps --index-url "$cpu_builds" "torch==2.13.0+cpu"; then
         echo "The package index has no CPU build of torch 2.13.0, and the default build needs" >&2
         echo "gigabytes of CUDA libraries. Set TORCH_INDEX to an index with the CPU build, or" >&2
         echo "TORCH=torch==2.13.0 to install the default build anyway." >&2
@@ -37,4 +38,4 @@ install_torch() {
 }
 
 "$venv/bin/python" -c 'import torch' 2>/dev/null || install_torch
-$pip install --quiet --editable ".${extra:+[$extra]}"
+$install --quiet --constraint constraints.txt --editable ".${extra:+[$extra]}"

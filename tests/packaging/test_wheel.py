@@ -1,0 +1,117 @@
+"""The wheel, built as `make dist` does and tried in an environment without the checkout."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import CTRL_C, Terminal
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+PACKAGES = [
+    pattern.rstrip("*") for pattern in SETTINGS["setuptools"]["packages"]["find"]["include"]
+]
+NOT_BUILT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*_pb2*", "__pycache__")
+WHERE_THEY_ARE = f"""
+import {", ".join(PACKAGES)}
+from baton.demo_model import demo_model
+print(*(package.__path__[0] for package in ({", ".join(PACKAGES)},)), demo_model(), sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from an sdist of a copy of the checkout, without network."""
+    folder = tmp_path_factory.mktemp("build")
+    shutil.copytree(ROOT, folder / "checkout", ignore=NOT_BUILT)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    built = subprocess.run(
+        command, cwd=folder / "checkout", capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    [path] = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, which finds the dependencies in the one of the tests.
+
+    The .pth files of the latter are not read, so that an editable install of Baton has no effect.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    subprocess.run([*pip, "install", "-q", "--no-index", "--no-deps", str(wheel)], check=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    dependencies = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(dependencies), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def baton(environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The installed command, to be run from another folder."""
+    monkeypatch.chdir(tmp_path)
+    return str(environment / "bin" / "baton")
+
+
+def test_the_wheel_contains_the_packages_with_their_data_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    folders = {name.partition("/")[0] for name in names}
+    sources = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in {".c", ".cpp", ".css", ".h", ".py"} and "_pb2" not in path.name
+    }
+
+    assert {name for name in folders if not name.endswith(".dist-info")} == set(PACKAGES)
+    assert not folders & {"benchmarks", "models", "tests", "tools"}
+    assert names >= sources
+    assert names >= {"baton/v1/inference_pb2.py", "baton/v1/inference_pb2.pyi"}
+    assert names >= {f"baton/models/demo/{path.name}" for path in (ROOT / "models/demo").iterdir()}
+
+
+@pytest.mark.usefixtures("baton")
+def test_packages_and_demo_model_are_those_of_the_wheel(environment: Path) -> None:
+    command = [str(environment / "bin" / "python"), "-c", WHERE_THEY_ARE]
+
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+
+    assert len(found) == len(PACKAGES) + 1
+    assert all(Path(path).is_relative_to(environment) for path in found)
+
+
+def test_the_installed_demo_hands_kv_over_and_ends_by_itself(baton: str) -> None:
+    ended = subprocess.run([baton, "demo"], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "the decode node computed no" in ended.stdout
+
+
+def test_the_installed_up_serves_the_demo_model_until_ctrl_c(baton: str) -> None:
+    command = [baton, "up", "--port", "0", "--kv-cache-memory", "4MiB", "--threads", "1"]
+    with Terminal(command, {"NO_COLOR": "1", "COLUMNS": "150"}) as screen:
+        router = re.search(r"│ router\s.*│ (\S+:\d+)", screen.await_text("┘"))
+        assert router is not None
+        generate = [baton, "generate", "import os", "--max-tokens", "4", "--address", router[1]]
+
+        answer = subprocess.run(generate, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+        screen.type(CTRL_C)
+        screen.await_end()
+        assert answer.strip()
+        assert screen.process.returncode == 0
