@@ -24,6 +24,7 @@ from router.cluster_servicer import ClusterServicer
 from router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
 from router.discovery.sources import NodeSource, check_single_role
 from router.discovery.watcher import NodeDiscovery, watching
+from router.dispatch.config import DispatchConfig
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.input_processing.form_checks import ThreadedFormChecks
 from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
@@ -71,7 +72,7 @@ class RouterOptions:
     parsing: Parsing = NO_PARSING
     model: str = ""  # folder or name of the tokenizer; empty: accept token ids only
     routing: Routing = field(default_factory=Routing)
-    line: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
+    admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     tls: TlsConfig = PLAIN
     tokens: AcceptedTokens | None = None  # None: no authentication
     telemetry: TelemetryOptions = TelemetryOptions()
@@ -113,7 +114,10 @@ async def serve(
         text=text,
         clock=time.monotonic,
         config=PipelineConfig(
-            node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
+            dispatch=DispatchConfig(
+                node_patience_s=options.node_patience_s, routing=options.routing
+            ),
+            admission_queue=options.admission_queue,
         ),
         forms=ThreadedFormChecks(compiler),
     )

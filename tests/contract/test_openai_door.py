@@ -286,7 +286,9 @@ def test_a_full_queue_tells_when_to_come_again() -> None:
         assert refusal.value.code == "QUEUE_FULL"
         assert int(refusal.value.response.headers["retry-after"]) >= 1
 
-    through_the_door(scene, nodes, line=AdmissionQueueConfig(max_in_flight=1, max_queue=0))
+    through_the_door(
+        scene, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
+    )
 
 
 def test_a_poisoned_request_fails_by_name_and_clients_are_told_not_to_send_it_again() -> None:
@@ -731,4 +733,6 @@ def test_both_doors_share_one_line() -> None:
             await client.completions.create(model="tiny", prompt=PROMPT)
         await parts.aclose()
 
-    through_the_door(scene, nodes, line=AdmissionQueueConfig(max_in_flight=1, max_queue=0))
+    through_the_door(
+        scene, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
+    )

@@ -66,7 +66,7 @@ def test_whoever_leaves_the_line_gives_up_the_place_and_no_node_hears_of_it(leav
 
     async def scene() -> None:
         async with (
-            a_router(node_calls=nodes, line=ONE_AT_A_TIME) as (router, address),
+            a_router(node_calls=nodes, admission_queue=ONE_AT_A_TIME) as (router, address),
             AsyncClient(address) as client,
         ):
             async with aclosing(client.stream(FIRST, named("first"))) as first:

@@ -18,6 +18,7 @@ from engine.sampling import SamplingParams
 from kv_transfer.types import TokenLogprobs
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.context import RequestContext
+from router.dispatch.config import DispatchConfig
 from router.dispatch.node_rpcs import MOST_WAITING, Events, Leg, LegOutput
 from router.input_processing.tokenization import NoTokenizer, TextBoundary
 from router.pipeline import Pipeline, PipelineConfig
@@ -78,11 +79,13 @@ def a_pipeline(
         text=text or NoTokenizer(),
         clock=clock or (lambda: float(next(ticks))),
         config=PipelineConfig(
-            max_attempts=3,
-            node_patience_s=node_patience_s,
-            retry_pause_s=0.0,
-            routing=Routing(RoutingPolicy.ROUND_ROBIN),
-            line=AdmissionQueueConfig(max_in_flight),
+            DispatchConfig(
+                max_attempts=3,
+                node_patience_s=node_patience_s,
+                retry_pause_s=0.0,
+                routing=Routing(RoutingPolicy.ROUND_ROBIN),
+            ),
+            AdmissionQueueConfig(max_in_flight),
         ),
     )
 

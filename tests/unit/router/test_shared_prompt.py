@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.sampling import MAX_LOGPROBS, SamplingParams
+from router.dispatch.config import DispatchConfig
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import NoTokenizer
 from router.merging import merged
@@ -46,13 +47,13 @@ def calls_of(
 
 def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
     ticks = itertools.count()
-    config = PipelineConfig(retry_pause_s=0.0, routing=Routing(RoutingPolicy.ROUND_ROBIN))
+    dispatch = DispatchConfig(retry_pause_s=0.0, routing=Routing(RoutingPolicy.ROUND_ROBIN))
     return Pipeline(
         table=table,
         node_calls=nodes,
         text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
-        config=config,
+        config=PipelineConfig(dispatch),
     )
 
 
@@ -306,7 +307,7 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
         node_calls=nodes,
         text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
-        config=PipelineConfig(node_patience_s=30, retry_pause_s=0.0),
+        config=PipelineConfig(DispatchConfig(node_patience_s=30, retry_pause_s=0.0)),
     )
 
     async def scene(pipeline: Pipeline) -> None:
