@@ -106,8 +106,8 @@ class RequestScopes:
         """
         visits = [visit, *(self._begin_child(visit, call.request_id) for call in calls[1:])]
         num_prompts = len(calls) // num_each
-        shared = [SharedPrompt(num_each) if num_each > 1 else None for _ in range(num_prompts)]
-        budget = LogprobBudget()
+        shared = [SharedPrompt() if num_each > 1 else None for _ in range(num_prompts)]
+        budget = LogprobBudget(num_each)
         return [
             scope.answering(call, is_late, shared[place // num_each], budget)
             for place, (scope, call) in enumerate(zip(visits, calls, strict=True))

@@ -69,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         async with named_errors(context):
-            token_ids = await self._pipeline.token_ids(tokenize_input_from(request))
+            token_ids = await self._pipeline.inputs.token_ids(tokenize_input_from(request))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
@@ -77,7 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         async with named_errors(context):
             check_count("token_ids", len(request.token_ids), MAX_TOKENS_TO_DETOKENIZE)
-            text = await self._pipeline.spelled(tuple(request.token_ids))
+            text = await self._pipeline.inputs.text(tuple(request.token_ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(

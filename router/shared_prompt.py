@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
 from kv_transfer.types import TokenLogprobs
 from router.dispatch.quarantine import PromptGroup
 from router.routing.node_table import Node, Revision
-from router.values import CompletionSummary, TokenChunk
+from router.values import CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
 
 
 class SharedPrompt:
     """State shared by the answers to one prompt."""
 
-    def __init__(self, num_answers: int = 1) -> None:
-        self.num_answers = num_answers
+    def __init__(self) -> None:
         self._has_first = False
         self._is_settled = asyncio.Event()
         self._decode: Node | None = None
@@ -46,6 +46,14 @@ class SharedPrompt:
         finally:
             if is_first_answer:
                 self._is_settled.set()
+
+    def reuse(self, call: GenerateCall) -> GenerateCall:
+        """Return the call without the work on its prompt that has been done for another answer."""
+        if self.token_ids is not None:
+            call = replace(call, prompt=TokenPrompt(self.token_ids))
+        if self.prompt_logprobs:
+            call = replace(call, sampling=replace(call.sampling, prompt_logprobs=None))
+        return call
 
     async def with_prompt_logprobs(
         self, parts: AsyncGenerator[TokenChunk | CompletionSummary, None]

@@ -41,14 +41,12 @@ class DispatchedRequest:
     def __init__(
         self,
         call: GenerateCall,
-        prompt: tuple[int, ...],
         context: RequestContext,
         shared: SharedPrompt,
         shared_decode: Node | None,
         answer: AnswerAssembler,
     ) -> None:
         self.call = call
-        self.prompt = prompt
         self.context = context
         self.shared = shared
         self.shared_decode = shared_decode  # the node that computed the prompt for another answer
@@ -90,17 +88,14 @@ class Dispatcher:
     async def run(
         self,
         call: GenerateCall,
-        prompt: tuple[int, ...],
         context: RequestContext,
         shared: SharedPrompt,
         shared_decode: Node | None,
     ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
-        wants_prompt = call.sampling.prompt_logprobs is not None
-        answer = AnswerAssembler(
-            self._text.create_detokenizer(call.shown_tokens), call.stop, len(prompt) * wants_prompt
-        )
-        request = DispatchedRequest(call, prompt, context, shared, shared_decode, answer)
+        self._retry_budget.note_request()
+        answer = self._create_answer(call)
+        request = DispatchedRequest(call, context, shared, shared_decode, answer)
         for number in itertools.count(1):
             num_before = len(answer.token_ids)
             context.trace.note_attempt_began(number, num_before)
@@ -128,10 +123,15 @@ class Dispatcher:
             finally:
                 self._quarantine.end(tracked)
 
+    def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
+        detokenizer = self._text.create_detokenizer(call.shown_tokens)
+        wants_prompt = call.sampling.prompt_logprobs is not None
+        return AnswerAssembler(detokenizer, call.stop, len(call.prompt_token_ids) * wants_prompt)
+
     async def _find_route(self, request: DispatchedRequest, number: int) -> Route:
         """Choose the nodes of an attempt. All attempts keep to the model revision of the first."""
         ask = RoutingRequest(
-            prompt_token_ids=request.prompt,
+            prompt_token_ids=request.call.prompt_token_ids,
             prior_output_token_ids=request.answer.token_ids,
             model=request.call.model,
             cache_salt=request.call.cache_salt,
@@ -161,7 +161,7 @@ class Dispatcher:
             route=route,
             handoff_id=HandoffId(request.own_id, number),
             sequence=replace(
-                _sequence(request.call, request.prompt, request.seed, request.answer.token_ids),
+                _sequence(request.call, request.seed, request.answer.token_ids),
                 age_s=max(0.0, self._clock() - request.context.received_s),
                 is_paced=route.is_paced,
             ),
@@ -226,7 +226,6 @@ class Dispatcher:
         return failures.is_paid or self._retry_budget.spend()
 
 
-def _sequence(
-    call: GenerateCall, prompt: tuple[int, ...], seed: int, prior: tuple[int, ...]
-) -> Sequence:
+def _sequence(call: GenerateCall, seed: int, prior: tuple[int, ...]) -> Sequence:
+    prompt = call.prompt_token_ids
     return Sequence(prompt, call.sampling, seed, prior, call.priority, call.cache_salt)

@@ -45,7 +45,7 @@ def http_app(
 ) -> ASGIApp:
     bodies = Bodies(table)
     kitchen = GenerationDependencies(pipeline, table, visits, parsing, bodies)
-    models, texts = models_of(table), Tokens(pipeline, table, bodies)
+    models, texts = models_of(table), Tokens(pipeline.inputs, table, bodies)
     probes = ProbeEndpoints(health, pipeline, scrape)
     app = Starlette(
         routes=[

@@ -105,13 +105,14 @@ class GenerationEndpoint:
         """Return the prompt of each call; empty unless the answer repeats it."""
         if not parsed.telling.needs_prompt_ids:
             return [EchoedPrompt()] * len(parsed.calls)
+        inputs = self._pipeline.inputs
         prompts: list[EchoedPrompt] = []
         for call in parsed.calls[:: parsed.num_each]:
-            token_ids = await self._pipeline.token_ids(call.prompt, call.model)
+            token_ids = await inputs.token_ids(call.prompt, call.model)
             if isinstance(call.prompt, TextPrompt):
                 text = call.prompt.text
             else:
-                text = await self._pipeline.spelled(token_ids) if parsed.telling.echoes else ""
+                text = await inputs.text(token_ids) if parsed.telling.echoes else ""
             prompts += [EchoedPrompt(token_ids, text)] * parsed.num_each
         return prompts
 
@@ -124,10 +125,10 @@ class GenerationEndpoint:
         reply: Reply,
     ) -> None:
         heading = make_heading(parsed, request_id, int(time.time()), self._model(parsed))
-        spell = by_id if parsed.telling.tokens_by_id else self._pipeline.token
+        spell = by_id if parsed.telling.tokens_by_id else self._pipeline.inputs.token
         choices = make_choices(parsed, prompts, spell, self._parsing)
         warnings = Warnings(
-            parsed.telling, self._parsing, supports_tools=self._pipeline.supports_tools
+            parsed.telling, self._parsing, supports_tools=self._pipeline.inputs.supports_tools
         )
         async with aclosing(self._parts(parsed, visit)) as parts:
             if not parsed.telling.is_streamed:
