@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kv_transfer.types import HandoffId
+from engine.request import EngineRequest, ReceiveKv
+from kv_transfer.types import HandoffId, Peer
 from router.answer import AnswerAssembler
 from router.context import RequestContext
 from router.dispatch.node_rpcs import (
@@ -34,7 +36,6 @@ from router.values import (
     TokenChunk,
 )
 from rpc.errors import NodeFailed
-from rpc.messages.sequences import Sequence
 
 
 def _ignore() -> None:
@@ -47,7 +48,7 @@ class Attempt:
         *,
         route: Route,
         handoff_id: HandoffId,
-        sequence: Sequence,
+        request: EngineRequest,
         answer: AnswerAssembler,
         context: RequestContext,
         clock: Callable[[], float],
@@ -56,7 +57,7 @@ class Attempt:
     ) -> None:
         self._route = route
         self._handoff_id = handoff_id
-        self._sequence = sequence
+        self._request = request
         self._answer = answer
         self._context = context
         self._clock = clock
@@ -90,18 +91,18 @@ class Attempt:
             yield ending
 
     def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
-        route, handoff_id = self._route, self._handoff_id
-        sequence, trace = self._sequence, self._context.trace
+        request, prefill, decode = self._request, self._route.prefill, self._route.decode
         timeout_s = self._context.remaining_s(self._clock())
-        options: dict[str, Any] = {"timeout_s": timeout_s, "trace": trace}
-        peer = route.prefill
-        decode = partial(
-            node_calls.decode, route.decode, handoff_id, sequence, peer, deliver, **options
-        )
-        if peer is None:
-            return {Leg.DECODE: decode}
-        prefill = partial(node_calls.prefill, peer, handoff_id, sequence, deliver, **options)
-        return {Leg.PREFILL: prefill, Leg.DECODE: decode}
+        options: dict[str, Any] = {"timeout_s": timeout_s, "trace": self._context.trace}
+        if prefill is None:
+            return {Leg.DECODE: partial(node_calls.decode, decode, request, deliver, **options)}
+        source = Peer(prefill.card.node_id, prefill.address)
+        sender = replace(request, send_to=self._handoff_id)
+        receiver = replace(request, receive_from=ReceiveKv(self._handoff_id, source))
+        return {
+            Leg.PREFILL: partial(node_calls.prefill, prefill, sender, deliver, **options),
+            Leg.DECODE: partial(node_calls.decode, decode, receiver, deliver, **options),
+        }
 
     def _handle(self, event: LegEvent) -> TokenChunk | None:
         if isinstance(event, LegOutput):
@@ -123,7 +124,7 @@ class Attempt:
     @property
     def _has_decode_progressed(self) -> bool:
         """True if decode computed a second token: it has all KV and prefill is no longer needed."""
-        num_new = len(self._answer.token_ids) - len(self._sequence.prior_output_token_ids)
+        num_new = len(self._answer.token_ids) - len(self._request.prior_output_token_ids)
         return num_new > 1
 
     def _end_leg(self, leg: Leg) -> None:
@@ -161,7 +162,7 @@ class Attempt:
     def _build_ending(self, finish: FinishStatus) -> CompletionSummary:
         return CompletionSummary(
             finish=finish,
-            num_prompt_tokens=len(self._sequence.prompt_token_ids),
+            num_prompt_tokens=len(self._request.prompt_token_ids),
             num_completion_tokens=len(self._answer.token_ids),
             timings=Timings(
                 self._dispatched_s,

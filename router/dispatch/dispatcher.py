@@ -6,9 +6,9 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
-from dataclasses import replace
 from functools import partial
 
+from engine.request import EngineRequest
 from kv_transfer.types import HandoffId
 from router.admission.retry_budget import RetryBudget
 from router.answer import AnswerAssembler
@@ -27,7 +27,7 @@ from router.routing.policy import Route, RoutingRequest
 from router.shared_prompt import SharedPrompt
 from router.values import CompletionSummary, GenerateCall, TokenChunk
 from rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
-from rpc.messages.sequences import Sequence
+from rpc.messages.sequences import node_request_id
 
 SEED_BITS = 63
 NONCE_BYTES = 8
@@ -157,12 +157,19 @@ class Dispatcher:
             if route.prefill is not None:
                 self._quarantine.release_node(tracked, route.prefill.address)
 
+        handoff_id, call = HandoffId(request.own_id, number), request.call
         return Attempt(
             route=route,
-            handoff_id=HandoffId(request.own_id, number),
-            sequence=replace(
-                _sequence(request.call, request.seed, request.answer.token_ids),
+            handoff_id=handoff_id,
+            request=EngineRequest(
+                request_id=node_request_id(handoff_id),
+                prompt_token_ids=call.prompt_token_ids,
+                sampling=call.sampling,
+                seed=request.seed,
                 age_s=max(0.0, self._clock() - request.context.received_s),
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+                prior_output_token_ids=request.answer.token_ids,
                 is_paced=route.is_paced,
             ),
             answer=request.answer,
@@ -224,8 +231,3 @@ class Dispatcher:
         if failures.num >= self._config.max_attempts:
             return False
         return failures.is_paid or self._retry_budget.spend()
-
-
-def _sequence(call: GenerateCall, seed: int, prior: tuple[int, ...]) -> Sequence:
-    prompt = call.prompt_token_ids
-    return Sequence(prompt, call.sampling, seed, prior, call.priority, call.cache_salt)

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from engine.request import Output
-from kv_transfer.types import HandoffId
+from engine.request import EngineRequest, Output
 from router.routing.node_table import Node
 from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary, PrefillSummary
 from rpc.errors import ClientTooSlow
-from rpc.messages.sequences import Sequence as TokenSequence
 
 # Steps of an answer buffered for a client that does not read: enough for minutes.
-MOST_WAITING = 8192
+MAX_WAITING = 8192
 
 
 class Leg(Enum):
@@ -68,8 +66,7 @@ class NodeCalls(Protocol):
     async def prefill(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: TokenSequence,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
@@ -79,9 +76,7 @@ class NodeCalls(Protocol):
     async def decode(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: TokenSequence,
-        prefill: Node | None,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
@@ -102,8 +97,8 @@ class Events:
 
     def put(self, event: LegEvent) -> None:
         """Append an event. Raises ClientTooSlow, which ends the leg, if too many outputs wait."""
-        if len(self._waiting) >= MOST_WAITING and isinstance(event, LegOutput):
-            raise ClientTooSlow(f"the client left {MOST_WAITING} steps of its answer unread")
+        if len(self._waiting) >= MAX_WAITING and isinstance(event, LegOutput):
+            raise ClientTooSlow(f"the client left {MAX_WAITING} steps of its answer unread")
         self._waiting.append(event)
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)

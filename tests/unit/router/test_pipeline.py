@@ -13,13 +13,13 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.request import Output, RequestId
+from engine.request import Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
-from kv_transfer.types import TokenLogprobs
+from kv_transfer.types import NodeId, Peer, TokenLogprobs
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.context import RequestContext
 from router.dispatch.config import DispatchConfig
-from router.dispatch.node_rpcs import MOST_WAITING, Events, Leg, LegOutput
+from router.dispatch.node_rpcs import MAX_WAITING, Events, Leg, LegOutput
 from router.input_processing.tokenization import NoTokenizer, TextBoundary
 from router.pipeline import Pipeline, PipelineConfig
 from router.routing.node_table import NodeTable
@@ -136,7 +136,7 @@ def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
 
 
 def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
-    return [token_at(nodes.asked[0].sequence, index) for index in range(count)]
+    return [token_at(nodes.asked[0].request, index) for index in range(count)]
 
 
 def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
@@ -145,9 +145,11 @@ def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
 
     prefill, decode = sorted(nodes.asked, key=lambda asked: asked.leg is Leg.DECODE)
-    assert (prefill.leg, decode.leg, decode.prefill) == (Leg.PREFILL, Leg.DECODE, "prefill")
-    assert prefill.handoff_id == decode.handoff_id
-    assert prefill.sequence.seed == decode.sequence.seed
+    source = Peer(NodeId("prefill"), "prefill:1")
+    assert (prefill.leg, decode.leg) == (Leg.PREFILL, Leg.DECODE)
+    assert prefill.request.send_to == prefill.handoff_id
+    assert decode.request.receive_from == ReceiveKv(prefill.handoff_id, source)
+    assert prefill.request.seed == decode.request.seed
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.REMOTE
     assert ending.served.summary.kv_bytes == 2048
@@ -164,7 +166,7 @@ def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
 
     asyncio.run(three())
 
-    seeds = [asked.sequence.seed for asked in nodes.asked if asked.leg is Leg.DECODE]
+    seeds = [asked.request.seed for asked in nodes.asked if asked.leg is Leg.DECODE]
     assert seeds[0] == 5
     assert seeds[1] != seeds[2]
 
@@ -181,9 +183,9 @@ def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> N
     assert token_ids == expected_tokens(nodes)
     assert (first.handoff_id.attempt, second.handoff_id.attempt) == (1, 2)
     assert first.node != second.node
-    assert second.sequence.prior_output_token_ids == tuple(token_ids[:3])
-    assert second.sequence.seed == first.sequence.seed
-    assert second.sequence.age_s > first.sequence.age_s > 0  # its place by arrival goes with it
+    assert second.request.prior_output_token_ids == tuple(token_ids[:3])
+    assert second.request.seed == first.request.seed
+    assert second.request.age_s > first.request.age_s > 0  # its place by arrival goes with it
     assert ending.served.attempts == 2
 
 
@@ -250,7 +252,7 @@ def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
 
     first, *others = asyncio.run(pieces())
 
-    assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.asked[0].sequence)
+    assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.asked[0].request)
     assert [piece for piece in others if piece.prompt_logprobs] == []
     token_ids = [token for piece in (first, *others) for token in piece.token_ids]
     assert token_ids == expected_tokens(nodes)
@@ -270,7 +272,7 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
     assert token_ids == expected_tokens(nodes, 8)
     assert len(told) < 8
     again = [asked for asked in nodes.asked if asked.handoff_id.attempt == 2]
-    assert again[-1].sequence.prior_output_token_ids == tuple(token_ids[:4])
+    assert again[-1].request.prior_output_token_ids == tuple(token_ids[:4])
 
 
 def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() -> None:
@@ -278,7 +280,7 @@ def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() ->
     told: list[TokenChunk] = []
 
     async def read() -> None:
-        call = a_call(max_tokens=2 * MOST_WAITING)
+        call = a_call(max_tokens=2 * MAX_WAITING)
         async for part in a_pipeline(nodes).generate(call, RequestContext(0.0)):
             assert isinstance(part, TokenChunk)
             told.append(part)
@@ -288,7 +290,7 @@ def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() ->
 
     token_ids = [token_id for piece in told for token_id in piece.token_ids]
     # The first token of prefill, its end and both summaries wait there as well.
-    assert MOST_WAITING - 4 <= len(token_ids) <= MOST_WAITING
+    assert MAX_WAITING - 4 <= len(token_ids) <= MAX_WAITING
     assert token_ids == expected_tokens(nodes, len(token_ids))
     assert len(nodes.asked) == 2  # and no second try
 

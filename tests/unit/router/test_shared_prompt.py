@@ -97,7 +97,7 @@ def answered(
 
 
 def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
-    return [token_at(nodes.asked[0].sequence, index) for index in range(count)]
+    return [token_at(nodes.asked[0].request, index) for index in range(count)]
 
 
 def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
@@ -119,7 +119,7 @@ def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() ->
     assert len({asked.node for asked in nodes.asked if asked.leg is Leg.DECODE}) == 1
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 4
     assert len({asked.handoff_id for asked in nodes.asked}) == 4
-    assert sorted(asked.sequence.seed for asked in nodes.asked if asked.leg is Leg.DECODE) == [
+    assert sorted(asked.request.seed for asked in nodes.asked if asked.leg is Leg.DECODE) == [
         *range(4)
     ]
     places = [ending.served.prefill for _, ending in answers.values()]
@@ -217,10 +217,10 @@ def test_logprobs_of_the_prompt_are_computed_once_and_told_with_each_answer() ->
     parts = [part for _, part in parts_of(nodes, with_prompt_logprobs(calls_of(3)))]
 
     assert legs(nodes) == (1, 3)
-    asked = [one.sequence.sampling.prompt_logprobs for one in nodes.asked]
+    asked = [one.request.sampling.prompt_logprobs for one in nodes.asked]
     assert asked == [1, 1, None, None]
     told = [part.prompt_logprobs for part in parts if isinstance(part, TokenChunk)]
-    assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].sequence))) == 3
+    assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].request))) == 3
     assert len(told) - told.count(()) == 3
 
 
