@@ -124,8 +124,8 @@ async def serve(
     is_counted = options.telemetry.counts or options.http_port is not None
     metrics = RouterMetrics() if is_counted else None
     request_tracing = Tracing(tracer, metrics)
-    visits = RequestScopes(pipeline, request_tracing, by_token=options.tokens is not None)
-    servicer = InferenceServicer(pipeline, table, visits)
+    scopes = RequestScopes(request_tracing, by_token=options.tokens is not None)
+    servicer = InferenceServicer(pipeline, table, scopes)
     resets = PrefixResets(table, node_calls.channel)
     cluster_servicer = ClusterServicer(table, resets)
     services = (
@@ -168,7 +168,7 @@ async def serve(
         ):
             with compiler, _metrics(options, process, metrics, read):
                 async with _http_server(
-                    options, metrics, pipeline, table, visits, server.health, resets
+                    options, metrics, pipeline, table, scopes, server.health, resets
                 ):
                     await _until_drained(server, pipeline, options.drain_timeout_s)
 
@@ -206,7 +206,7 @@ async def _http_server(
     metrics: RouterMetrics | None,
     pipeline: Pipeline,
     table: NodeTable,
-    visits: RequestScopes,
+    scopes: RequestScopes,
     health: Health,
     resets: PrefixResets,
 ) -> AsyncIterator[None]:
@@ -221,7 +221,7 @@ async def _http_server(
     app = http_app(
         pipeline=pipeline,
         table=table,
-        visits=visits,
+        scopes=scopes,
         health=health,
         resets=resets,
         scrape=partial(exposition, metrics.registry),

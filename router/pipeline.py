@@ -19,7 +19,6 @@ from router.input_processing.input_processor import InputProcessor
 from router.input_processing.large_texts import LargeTextConfig
 from router.input_processing.tokenization import TextBoundary
 from router.routing.node_table import NodeTable
-from router.shared_prompt import SharedPrompt
 from router.values import CompletionSummary, GenerateCall, TokenChunk
 from rpc.errors import Draining, RequestIdInUse
 
@@ -77,29 +76,12 @@ class Pipeline:
         self.is_draining = True
         await self._became_idle.wait()
 
-    async def generate(
-        self, call: GenerateCall, context: RequestContext
-    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
-        """Yield the parts of the answer; the last one is its CompletionSummary.
-
-        Closing the generator early cancels the request on all nodes.
-        """
-        with self._reserve_id(call.request_id), _sharing(context) as (shared, is_first):
-            wants_prompt = call.sampling.prompt_logprobs is not None
-            shared_decode = None if is_first else await shared.decode_node()
-            call = await self.inputs.process(shared.reuse(call), context)
-            shared.token_ids = call.prompt_token_ids
-            answer = self._dispatcher.run(call, context, shared, shared_decode)
-            if wants_prompt:
-                answer = shared.with_prompt_logprobs(answer)
-            async with self._admission.turn(call, context) as note_part, aclosing(answer) as parts:
-                async for part in parts:
-                    note_part(part)
-                    yield part
-
     @contextmanager
-    def _reserve_id(self, request_id: str) -> Iterator[None]:
-        """Reserve a request id until the end of the block. Raises Draining and RequestIdInUse."""
+    def accept(self, request_id: str) -> Iterator[None]:
+        """Reserve a request id until the end of the block, which `drain` awaits.
+
+        Raises Draining and RequestIdInUse.
+        """
         if self.is_draining:
             raise Draining("this router is shutting down; send the request to another one")
         if request_id in self._ids_in_use:
@@ -113,10 +95,16 @@ class Pipeline:
             if not self._ids_in_use:
                 self._became_idle.set()
 
+    async def generate(
+        self, call: GenerateCall, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+        """Yield the parts of the answer; the last one is its CompletionSummary.
 
-@contextmanager
-def _sharing(context: RequestContext) -> Iterator[tuple[SharedPrompt, bool]]:
-    """Yield the state shared by all answers to the prompt, and whether this is the first."""
-    shared = context.shared or SharedPrompt()
-    with shared.first_answer() as is_first:
-        yield shared, is_first
+        Closing the generator early cancels the request on all nodes. Use it within `accept`.
+        """
+        call = await self.inputs.process(call, context)
+        answer = self._dispatcher.run(call, context)
+        async with self._admission.turn(call, context) as note_part, aclosing(answer) as parts:
+            async for part in parts:
+                note_part(part)
+                yield part

@@ -6,13 +6,14 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
+from dataclasses import replace
 from functools import partial
 
 from engine.request import EngineRequest
 from kv_transfer.types import HandoffId
 from router.admission.retry_budget import RetryBudget
 from router.answer import AnswerAssembler
-from router.context import RequestContext
+from router.context import PromptPlacement, RequestContext
 from router.dispatch.attempt import Attempt
 from router.dispatch.config import DispatchConfig
 from router.dispatch.failures import AttemptFailures
@@ -22,9 +23,8 @@ from router.dispatch.route_finder import RouteFinder
 from router.input_processing.tokenization import TextBoundary
 from router.routing.assignment import Assignment
 from router.routing.breakers import CircuitBreakers
-from router.routing.node_table import Node, NodeTable
+from router.routing.node_table import NodeTable, Revision
 from router.routing.policy import Route, RoutingRequest
-from router.shared_prompt import SharedPrompt
 from router.values import CompletionSummary, GenerateCall, TokenChunk
 from rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
 from rpc.messages.sequences import node_request_id
@@ -39,25 +39,25 @@ class DispatchedRequest:
     """State of a request that is kept across its attempts."""
 
     def __init__(
-        self,
-        call: GenerateCall,
-        context: RequestContext,
-        shared: SharedPrompt,
-        shared_decode: Node | None,
-        answer: AnswerAssembler,
+        self, call: GenerateCall, context: RequestContext, answer: AnswerAssembler
     ) -> None:
         self.call = call
         self.context = context
-        self.shared = shared
-        self.shared_decode = shared_decode  # the node that computed the prompt for another answer
         self.answer = answer
         seed = call.sampling.seed
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self.failures = AttemptFailures()
-        self.suspicion = Suspicion((context.shared or shared).group)
+        self.suspicion = Suspicion(context.quarantine_group)
+        self.revision = self.pinned_revision
         # Unique across routers: clients choose request ids, and hand-offs of different requests
         # must not share an id.
         self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
+
+    @property
+    def pinned_revision(self) -> Revision | None:
+        """Model revision of other answers to the prompt. None: any may begin the answer."""
+        placement = self.context.placement
+        return None if placement is None else placement.decode.revision
 
 
 class Dispatcher:
@@ -86,16 +86,12 @@ class Dispatcher:
         self._routes.wake()
 
     async def run(
-        self,
-        call: GenerateCall,
-        context: RequestContext,
-        shared: SharedPrompt,
-        shared_decode: Node | None,
+        self, call: GenerateCall, context: RequestContext
     ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
         self._retry_budget.note_request()
         answer = self._create_answer(call)
-        request = DispatchedRequest(call, context, shared, shared_decode, answer)
+        request = DispatchedRequest(call, context, answer)
         for number in itertools.count(1):
             num_before = len(answer.token_ids)
             context.trace.note_attempt_began(number, num_before)
@@ -135,13 +131,15 @@ class Dispatcher:
             prior_output_token_ids=request.answer.token_ids,
             model=request.call.model,
             cache_salt=request.call.cache_salt,
-            revision=request.shared.revision,
+            revision=request.revision,
         )
-        prompt_node = request.shared_decode if number == 1 else None
+        placement, prompt_node = request.context.placement, None
+        if number == 1 and placement is not None and placement.has_kv:
+            prompt_node = placement.decode
         route = await self._routes.find(
             ask, request.failures.addresses, request.suspicion, prompt_node
         )
-        request.shared.revision = route.decode.revision
+        request.revision = route.decode.revision
         return route
 
     def _create_attempt(
@@ -158,6 +156,8 @@ class Dispatcher:
                 self._quarantine.release_node(tracked, route.prefill.address)
 
         handoff_id, call = HandoffId(request.own_id, number), request.call
+        placement = PromptPlacement(call.prompt_token_ids, route.decode)
+        request.context.note_placement(placement)
         return Attempt(
             route=route,
             handoff_id=handoff_id,
@@ -176,7 +176,7 @@ class Dispatcher:
             context=request.context,
             clock=self._clock,
             on_prefilled=note_prompt_done,
-            on_decoded=partial(request.shared.set_decode_node, route.decode),
+            on_decoded=partial(request.context.note_placement, replace(placement, has_kv=True)),
         )
 
     def _note_failure(
@@ -199,8 +199,8 @@ class Dispatcher:
         request.failures.note(attempt.failed_addresses, num_new_tokens, is_free=is_free)
         if not is_drained:
             self._breakers.failed(attempt.failed_addresses, self._clock())
-        elif not request.answer.token_ids and request.context.shared is None:
-            request.shared.revision = None  # the answer has no token yet
+        elif not request.answer.token_ids:
+            request.revision = request.pinned_revision  # no token yet: it may begin with another
 
     def _judge(
         self,

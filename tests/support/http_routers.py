@@ -73,7 +73,7 @@ async def an_http_router(
     app = http_app(
         pipeline=pipeline,
         table=table,
-        visits=RequestScopes(pipeline, tracing),
+        scopes=RequestScopes(tracing),
         health=health,
         resets=PrefixResets(table, channel or open_channel),
         scrape=partial(exposition, CollectorRegistry()),

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -102,12 +102,22 @@ def a_call(
     return GenerateCall(request_id, TokenPrompt(prompt), sampling, model=model)
 
 
+async def generated(
+    pipeline: Pipeline, call: GenerateCall, context: RequestContext
+) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+    """The parts of an answer whose id is reserved meanwhile."""
+    with pipeline.accept(call.request_id):
+        async with aclosing(pipeline.generate(call, context)) as parts:
+            async for part in parts:
+                yield part
+
+
 async def run(
     pipeline: Pipeline, call: GenerateCall, context: RequestContext = NO_DEADLINE
 ) -> tuple[list[int], CompletionSummary]:
     token_ids: list[int] = []
     ending = None
-    async for part in pipeline.generate(call, context):
+    async for part in generated(pipeline, call, context):
         if isinstance(part, TokenChunk):
             assert part.first_index == len(token_ids)
             token_ids += part.token_ids
@@ -204,7 +214,7 @@ def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> N
     nodes = FakeNodeCalls(breaks_when_decoded=True, is_endless=True)
 
     async def three_pieces_of_an_endless_answer() -> None:
-        async for _ in a_pipeline(nodes).generate(a_call(max_tokens=3), NO_DEADLINE):
+        async for _ in generated(a_pipeline(nodes), a_call(max_tokens=3), NO_DEADLINE):
             pass
 
     async def meanwhile() -> None:
@@ -247,7 +257,7 @@ def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
     call = GenerateCall("a", TokenPrompt(PROMPT), sampling)
 
     async def pieces() -> list[TokenChunk]:
-        parts = [part async for part in a_pipeline(nodes).generate(call, NO_DEADLINE)]
+        parts = [part async for part in generated(a_pipeline(nodes), call, NO_DEADLINE)]
         return [part for part in parts if isinstance(part, TokenChunk)]
 
     first, *others = asyncio.run(pieces())
@@ -263,7 +273,7 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
 
     async def pieces() -> list[TokenChunk]:
         call = a_call(max_tokens=8)
-        parts = [part async for part in a_pipeline(nodes).generate(call, RequestContext(0.0))]
+        parts = [part async for part in generated(a_pipeline(nodes), call, RequestContext(0.0))]
         return [part for part in parts if isinstance(part, TokenChunk)]
 
     told = asyncio.run(pieces())
@@ -281,7 +291,7 @@ def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() ->
 
     async def read() -> None:
         call = a_call(max_tokens=2 * MAX_WAITING)
-        async for part in a_pipeline(nodes).generate(call, RequestContext(0.0)):
+        async for part in generated(a_pipeline(nodes), call, RequestContext(0.0)):
             assert isinstance(part, TokenChunk)
             told.append(part)
 
@@ -374,7 +384,7 @@ def test_who_would_wait_beyond_its_deadline_is_refused_at_once_and_told_when_to_
     )
 
     async def scene() -> TooLate:
-        async with aclosing(pipeline.generate(a_call("first"), NO_DEADLINE)) as first:
+        async with aclosing(generated(pipeline, a_call("first"), NO_DEADLINE)) as first:
             await anext(first)  # several ticks pass until its first token
             second = asyncio.ensure_future(run(pipeline, a_call("second")))
             patient = RequestContext(0.0, deadline_s=1e6)
@@ -399,7 +409,7 @@ def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:
     pipeline = a_pipeline(nodes)
 
     async def leave_then_drain() -> None:
-        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call(), RequestContext(0.0))) as parts:
             async for _ in parts:
                 break
         await pipeline.drain()
@@ -432,7 +442,7 @@ def test_whose_answer_would_not_be_whole_by_its_deadline_is_refused_before_it_be
 
     async def scene() -> TooLate:
         await run(pipeline, a_call("shows how long an answer takes"))
-        async with aclosing(pipeline.generate(a_call("under way"), NO_DEADLINE)) as under_way:
+        async with aclosing(generated(pipeline, a_call("under way"), NO_DEADLINE)) as under_way:
             await anext(under_way)
             hurried = RequestContext(0.0, deadline_s=next(ticks) + 3.0)
             with pytest.raises(TooLate, match=r"the answer take .* 25% in reserve") as refusal:
@@ -449,11 +459,11 @@ def test_who_waited_for_too_long_to_be_served_whole_asks_nothing_of_nodes() -> N
 
     async def scene() -> None:
         nonlocal slept_s
-        async for _ in pipeline.generate(a_call("takes a hundred seconds"), NO_DEADLINE):
+        async for _ in generated(pipeline, a_call("takes a hundred seconds"), NO_DEADLINE):
             slept_s += 100.0
-        beside = pipeline.generate(a_call("beside"), NO_DEADLINE)
+        beside = generated(pipeline, a_call("beside"), NO_DEADLINE)
         await anext(beside)
-        async with aclosing(pipeline.generate(a_call("under way"), NO_DEADLINE)) as under_way:
+        async with aclosing(generated(pipeline, a_call("under way"), NO_DEADLINE)) as under_way:
             await anext(under_way)
             patient = RequestContext(0.0, deadline_s=10_000.0)
             waiting = asyncio.ensure_future(run(pipeline, a_call("waits"), patient))
@@ -477,7 +487,7 @@ def test_who_is_alone_is_served_as_far_as_its_deadline_lets_it_be() -> None:
 
     async def scene() -> list[int]:
         nonlocal slept_s
-        async for _ in pipeline.generate(a_call("takes a hundred seconds"), NO_DEADLINE):
+        async for _ in generated(pipeline, a_call("takes a hundred seconds"), NO_DEADLINE):
             slept_s += 100.0
         hurried = RequestContext(0.0, deadline_s=slept_s + next(ticks) + 50.0)
         return (await run(pipeline, a_call("alone"), hurried))[0]
@@ -528,7 +538,7 @@ def test_an_id_is_refused_only_while_it_is_in_use() -> None:
     pipeline = a_pipeline(nodes)
 
     async def twice_at_once_then_again() -> None:
-        async with aclosing(pipeline.generate(a_call("x"), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call("x"), RequestContext(0.0))) as parts:
             await anext(parts)
             with pytest.raises(RequestIdInUse):
                 await run(pipeline, a_call("x"))
@@ -578,7 +588,7 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
 
     async def restart_under_way() -> list[int]:
         token_ids: list[int] = []
-        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call(), RequestContext(0.0))) as parts:
             async for part in parts:
                 if isinstance(part, TokenChunk):
                     token_ids += part.token_ids
@@ -620,7 +630,7 @@ def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
 
     async def restart_under_way() -> list[int]:
         token_ids: list[int] = []
-        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call(), RequestContext(0.0))) as parts:
             async for part in parts:
                 if isinstance(part, TokenChunk):
                     token_ids += part.token_ids
@@ -647,7 +657,7 @@ def test_an_answer_whose_revision_does_not_come_back_ends_by_name() -> None:
     pipeline = a_pipeline(nodes, table, node_patience_s=0.01)
 
     async def lost_under_way() -> None:
-        async for _ in pipeline.generate(a_call(), RequestContext(0.0)):
+        async for _ in generated(pipeline, a_call(), RequestContext(0.0)):
             table.lose(d1.address)
 
     with pytest.raises(IncompatibleNodes, match="must not go on"):

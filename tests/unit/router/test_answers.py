@@ -11,16 +11,16 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.sampling import MAX_LOGPROBS, SamplingParams
+from router.answers import generate_answers
 from router.dispatch.config import DispatchConfig
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import NoTokenizer
-from router.merging import merged
 from router.pipeline import Pipeline, PipelineConfig
 from router.request_scope import RequestScopes, new_request_context
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Routing, RoutingPolicy
 from router.values import CompletionSummary, GenerateCall, PrefillPlace, TokenChunk, TokenPrompt
-from rpc.errors import NodeFailed, PoisonedRequest
+from rpc.errors import NodeDraining, NodeFailed, PoisonedRequest
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.mortal_nodes import MortalNodes, Poison
 from tests.support.node_calls import (
@@ -68,10 +68,10 @@ def parts_of(
     """All parts of all answers, in the order they came."""
 
     async def run() -> list[tuple[int, TokenChunk | CompletionSummary]]:
-        visits = RequestScopes(a_pipeline(nodes, table or a_table()))
-        visit = visits.begin("a", None, new_request_context(remaining_s))
-        answers = visits.answering(visit, calls, num_each or len(calls))
-        async with aclosing(merged(answers)) as parts:
+        pipeline = a_pipeline(nodes, table or a_table())
+        scope = RequestScopes().begin("a", None, new_request_context(remaining_s))
+        answers = generate_answers(pipeline, scope, calls, num_each or len(calls))
+        async with aclosing(answers) as parts:
             return [indexed async for indexed in parts]
 
     return asyncio.run(asyncio.wait_for(run(), 30))
@@ -295,6 +295,43 @@ def test_all_answers_come_from_one_revision_of_the_model() -> None:
     assert [asked.node for asked in nodes.asked] == ["d1"] * 4
 
 
+def test_answers_begin_with_another_revision_while_none_has_a_token() -> None:
+    other = replace(FINGERPRINT, model="the same in int8")
+    p1, p2 = (
+        a_node(NodeRole.PREFILL, "p1"),
+        a_node(NodeRole.PREFILL, "p2", fingerprint=other),
+    )
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=other)
+    nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out")])
+
+    answered(nodes, calls_of(3), a_table(p1, p2, d1, d2))
+
+    assert decodes_of(nodes) == ["d1", "d2", "d2", "d2"]
+
+
+def test_a_draining_router_finishes_answers_that_wait_for_the_first() -> None:
+    may_decode = asyncio.Event()
+
+    class Waiting(FakeNodeCalls):
+        async def decode(self, *args: object, **more: object) -> None:
+            await may_decode.wait()
+            await super().decode(*args, **more)  # type: ignore[arg-type]
+
+    async def drain_after_the_first_part() -> int:
+        pipeline = a_pipeline(Waiting(), a_table())
+        scope = RequestScopes().begin("a", None, new_request_context())
+        async with aclosing(generate_answers(pipeline, scope, calls_of(3), 3)) as parts:
+            await anext(parts)  # by prefill: nobody has the KV yet
+            draining = asyncio.ensure_future(pipeline.drain())
+            await asyncio.sleep(0)
+            may_decode.set()
+            num_ended = sum([isinstance(part, CompletionSummary) async for _, part in parts])
+        await draining
+        return num_ended
+
+    assert asyncio.run(asyncio.wait_for(drain_after_the_first_part(), 30)) == 3
+
+
 @pytest.mark.parametrize("num_prefill", [0, 1])
 def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) -> None:
     prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
@@ -311,9 +348,8 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     )
 
     async def scene(pipeline: Pipeline) -> None:
-        visits = RequestScopes(pipeline)
-        visit = visits.begin("a", None, new_request_context(None))
-        async with aclosing(merged(visits.answering(visit, calls_of(6), 6))) as parts:
+        scope = RequestScopes().begin("a", None, new_request_context(None))
+        async with aclosing(generate_answers(pipeline, scope, calls_of(6), 6)) as parts:
             async for _ in parts:
                 pass
 
