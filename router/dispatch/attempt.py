@@ -16,11 +16,8 @@ from router.dispatch.node_rpcs import (
     Events,
     Leg,
     LegCall,
-    LegEnded,
     LegEvent,
-    LegFailed,
     LegOutput,
-    LegSummary,
     NodeCalls,
     under_way,
 )
@@ -74,7 +71,7 @@ class Attempt:
     async def run(
         self, node_calls: NodeCalls
     ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
-        """Run both legs and yield the pieces of the answer, then its `GenerationEnd`.
+        """Run both legs and yield the parts of the answer; the last is its CompletionSummary.
 
         Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
         """
@@ -107,18 +104,13 @@ class Attempt:
     def _handle(self, event: LegEvent) -> TokenChunk | None:
         if isinstance(event, LegOutput):
             return self._take_output(event)
-        match event:
-            case LegSummary(DecodeSummary() as summary):
-                self._summary = summary
-            case LegSummary(PrefillSummary() as prefill_summary):
-                self._prefill_summary = prefill_summary
-            case LegFailed(Leg.PREFILL, NodeFailed()) if self._has_decode_progressed:
-                self._end_leg(Leg.PREFILL)
-            case LegFailed(leg, error):
-                self._blame(leg)
-                raise error
-            case LegEnded(leg):
-                self._end_leg(leg)
+        leg, failure = event
+        if isinstance(failure, NodeFailed) and leg is Leg.PREFILL and self._has_decode_progressed:
+            failure = None  # the answer no longer needs the prefill node
+        if failure is not None:
+            self._blame(leg)
+            raise failure
+        self._end_leg(leg)
         return None
 
     @property
@@ -141,11 +133,19 @@ class Attempt:
     def _take_output(self, event: LegOutput) -> TokenChunk | None:
         if event.leg is Leg.PREFILL or self._route.prefill is None:
             self._on_prefilled()  # a token means that the prompt is computed
+        if event.summary is not None:
+            self._note_summary(event.summary)
         piece = self._answer.take(*event.outputs)
         if piece is not None and piece.token_ids:
             self._context.trace.note_tokens(len(piece.token_ids))
             self._note_time(event.leg)
         return piece
+
+    def _note_summary(self, summary: DecodeSummary | PrefillSummary) -> None:
+        if isinstance(summary, DecodeSummary):
+            self._summary = summary
+        else:
+            self._prefill_summary = summary
 
     def _note_time(self, leg: Leg) -> None:
         if self._first_token_s is None:

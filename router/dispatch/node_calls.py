@@ -13,7 +13,7 @@ from grpc import aio
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.errors import EngineGone, EngineStopped, InvalidRequest, PassFailed
 from engine.request import EngineRequest, FinishReason, Output, RequestId
-from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
+from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
 from router.dispatch.node_stream import NodeStream
 from router.routing.node_table import Node
 from router.tracing import UNTRACED, RequestTrace
@@ -129,10 +129,11 @@ class GrpcNodeCalls:
             order.context.metadata.update(leg.metadata)
 
             def handle(event: node_pb2.CallEvent) -> None:
+                summary = None
                 if event.HasField("prefill_summary"):
-                    num_cached = event.prefill_summary.prompt_tokens_cached
-                    deliver(LegSummary(PrefillSummary(num_cached)))
-                deliver(LegOutput(Leg.PREFILL, (_parse_output(event.output, request.request_id),)))
+                    summary = PrefillSummary(event.prefill_summary.prompt_tokens_cached)
+                output = _parse_output(event.output, request.request_id)
+                deliver(LegOutput(Leg.PREFILL, (output,), summary))
 
             await self._connection(node.address).prefill.call(order, handle, timeout_s)
 
@@ -150,12 +151,11 @@ class GrpcNodeCalls:
             order.context.metadata.update(leg.metadata)
 
             def handle(event: node_pb2.CallEvent) -> None:
-                if event.HasField("summary"):
-                    deliver(LegSummary(_parse_summary(event.summary)))
+                summary = _parse_summary(event.summary) if event.HasField("summary") else None
                 output = _parse_output(event.output, request.request_id)
                 if output.finish_reason is not None:
                     leg.finished()
-                deliver(LegOutput(Leg.DECODE, (output,)))
+                deliver(LegOutput(Leg.DECODE, (output,), summary))
 
             await self._connection(node.address).decode.call(order, handle, timeout_s)
 

@@ -7,11 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.request import EngineRequest, FinishReason, Output
-from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
+from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
 from router.pipeline import Pipeline
 from router.routing.node_table import Node, NodeTable
 from router.tracing import UNTRACED, RequestTrace
-from router.values import DecodeSummary
 from rpc.errors import FailureKind, NodeFailed
 from tests.support.node_calls import token_at
 
@@ -64,7 +63,6 @@ class MortalNodes:
     ) -> None:
         life = self._begin(node)
         first, last = len(request.prior_output_token_ids), request.sampling.max_tokens
-        deliver(LegSummary(DecodeSummary()))
         for index in range(first, last):
             if request.receive_from is None and index == first:
                 await self._tick(node, life, request, Leg.PREFILL, 0)

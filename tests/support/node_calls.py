@@ -10,7 +10,7 @@ from engine.kv_cache.block_hashes import PrefixNaming
 from engine.request import EngineRequest, FinishReason, Output
 from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import HandoffId, Incarnation, NodeId, TokenLogprobs
-from router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput, LegSummary
+from router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput
 from router.routing.node_table import Node, NodeTable
 from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary, PrefillSummary
@@ -106,9 +106,9 @@ class FakeNodeCalls:
         first = len(request.prior_output_token_ids)
         token_id = token_at(request, first)
         output = _output(request, first, token_id, FinishReason.HANDED_OFF)
-        if self.num_cached_on_prefill is not None:
-            deliver(LegSummary(PrefillSummary(self.num_cached_on_prefill)))
-        deliver(LegOutput(Leg.PREFILL, (output,)))
+        num_cached = self.num_cached_on_prefill
+        summary = None if num_cached is None else PrefillSummary(num_cached)
+        deliver(LegOutput(Leg.PREFILL, (output,), summary))
         if self.breaks_when_decoded:
             await self.decode_told_all.wait()
             raise NodeFailed("the prefill node went away")
@@ -154,9 +154,7 @@ class FakeNodeCalls:
             is_last = index == last - 1 and not self.is_endless
             reason = self.ends_by if is_last else None
             output = _output(request, index, token_at(request, index), reason)
-            if count == 0:
-                yield LegSummary(self.summary)
-            yield LegOutput(Leg.DECODE, (output,))
+            yield LegOutput(Leg.DECODE, (output,), self.summary if count == 0 else None)
 
 
 def prompt_logprobs_of(request: EngineRequest) -> list[TokenLogprobs | None]:
