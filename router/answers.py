@@ -23,11 +23,10 @@ from router.dispatch.quarantine import PromptGroup
 from router.input_processing.logprob_limits import LogprobBudget
 from router.pipeline import Pipeline
 from router.request_scope import RequestScope, never_late
-from router.values import CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
+from router.values import AnswerPart, CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
 
-Part = TokenChunk | CompletionSummary
-Parts = AsyncGenerator[Part, None]
-IndexedParts = AsyncGenerator[tuple[int, Part], None]
+Parts = AsyncGenerator[AnswerPart, None]
+IndexedParts = AsyncGenerator[tuple[int, AnswerPart], None]
 Answer = AbstractAsyncContextManager[Parts]
 
 
@@ -148,7 +147,7 @@ class SharedPrompt:
 
 async def _merge(answers: Sequence[Answer]) -> IndexedParts:
     # A queue of one: answers that are faster than the client wait, as with a single answer.
-    queue: asyncio.Queue[tuple[int, Part | Exception]] = asyncio.Queue(1)
+    queue: asyncio.Queue[tuple[int, AnswerPart | Exception]] = asyncio.Queue(1)
 
     async def forward(index: int, answer: Answer) -> None:
         try:

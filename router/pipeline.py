@@ -19,7 +19,7 @@ from router.input_processing.input_processor import InputProcessor
 from router.input_processing.large_texts import LargeTextConfig
 from router.input_processing.tokenization import TextBoundary
 from router.routing.node_table import NodeTable
-from router.values import CompletionSummary, GenerateCall, TokenChunk
+from router.values import AnswerPart, GenerateCall
 from rpc.errors import Draining, RequestIdInUse
 
 
@@ -97,7 +97,7 @@ class Pipeline:
 
     async def generate(
         self, call: GenerateCall, context: RequestContext
-    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+    ) -> AsyncGenerator[AnswerPart, None]:
         """Yield the parts of the answer; the last one is its CompletionSummary.
 
         Closing the generator early cancels the request on all nodes. Use it within `accept`.

@@ -173,3 +173,6 @@ class CompletionSummary:
     num_completion_tokens: int
     timings: Timings
     served: ServedBy
+
+
+AnswerPart = TokenChunk | CompletionSummary

@@ -10,7 +10,7 @@ from router.admission.admission_queue import AdmissionQueue, AdmissionQueueConfi
 from router.admission.answer_forecast import AnswerForecast
 from router.admission.wait_forecast import FirstTokenForecast
 from router.context import RequestContext
-from router.values import CompletionSummary, GenerateCall, TokenChunk
+from router.values import AnswerPart, CompletionSummary, GenerateCall
 from rpc.errors import TooLate
 
 MARGIN = 1.25  # forecasts are inexact, and requests of a higher priority overtake
@@ -30,7 +30,7 @@ class AnswerMeter:
         self.num_tokens = 0
         self.last_s = 0.0  # time of the last token, or of the admission before the first one
 
-    def note_part(self, part: TokenChunk | CompletionSummary) -> None:
+    def note_part(self, part: AnswerPart) -> None:
         if not self.has_begun:
             self.has_begun = True
             self._first_tokens.began(self._priority, self._clock())
@@ -64,7 +64,7 @@ class Admission:
     @asynccontextmanager
     async def turn(
         self, call: GenerateCall, context: RequestContext
-    ) -> AsyncIterator[Callable[[TokenChunk | CompletionSummary], None]]:
+    ) -> AsyncIterator[Callable[[AnswerPart], None]]:
         """Wait for admission, and hold the place until the end of the block.
 
         Yields a callback for each part of the answer. Raises TooLate and QueueFull.

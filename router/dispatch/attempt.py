@@ -23,6 +23,7 @@ from router.dispatch.node_rpcs import (
 )
 from router.routing.policy import Route
 from router.values import (
+    AnswerPart,
     CompletionSummary,
     DecodeSummary,
     FinishStatus,
@@ -68,9 +69,7 @@ class Attempt:
         self._first_decoded_token_s: float | None = None
         self.failed_addresses: frozenset[str] = frozenset()
 
-    async def run(
-        self, node_calls: NodeCalls
-    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+    async def run(self, node_calls: NodeCalls) -> AsyncGenerator[AnswerPart, None]:
         """Run both legs and yield the parts of the answer; the last is its CompletionSummary.
 
         Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
@@ -80,9 +79,9 @@ class Attempt:
         events = Events()
         async with under_way(events, self._build_calls(node_calls, events.put)):
             while self._answer.finish is None:
-                piece = self._handle(await events.next())
-                if piece is not None:
-                    yield piece
+                part = self._handle(await events.next())
+                if part is not None:
+                    yield part
             ending = self._build_ending(self._answer.finish)
             self._context.trace.note_completed(ending)
             yield ending
@@ -105,8 +104,8 @@ class Attempt:
         if isinstance(event, LegOutput):
             return self._take_output(event)
         leg, failure = event
-        if isinstance(failure, NodeFailed) and leg is Leg.PREFILL and self._has_decode_progressed:
-            failure = None  # the answer no longer needs the prefill node
+        if isinstance(failure, NodeFailed) and leg is Leg.PREFILL and self.num_new_tokens > 1:
+            failure = None  # decode computed a second token: it has all KV
         if failure is not None:
             self._blame(leg)
             raise failure
@@ -114,10 +113,8 @@ class Attempt:
         return None
 
     @property
-    def _has_decode_progressed(self) -> bool:
-        """True if decode computed a second token: it has all KV and prefill is no longer needed."""
-        num_new = len(self._answer.token_ids) - len(self._request.prior_output_token_ids)
-        return num_new > 1
+    def num_new_tokens(self) -> int:
+        return len(self._answer.token_ids) - len(self._request.prior_output_token_ids)
 
     def _end_leg(self, leg: Leg) -> None:
         """Record the end of a leg. Raises NodeFailed if both ended without finishing the answer.
@@ -135,11 +132,11 @@ class Attempt:
             self._on_prefilled()  # a token means that the prompt is computed
         if event.summary is not None:
             self._note_summary(event.summary)
-        piece = self._answer.take(*event.outputs)
-        if piece is not None and piece.token_ids:
-            self._context.trace.note_tokens(len(piece.token_ids))
+        part = self._answer.take(*event.outputs)
+        if part is not None and part.token_ids:
+            self._context.trace.note_tokens(len(part.token_ids))
             self._note_time(event.leg)
-        return piece
+        return part
 
     def _note_summary(self, summary: DecodeSummary | PrefillSummary) -> None:
         if isinstance(summary, DecodeSummary):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from router.routing.assignment import Assignment
 from router.routing.breakers import CircuitBreakers
 from router.routing.node_table import NodeTable, Revision
 from router.routing.policy import Route, RoutingRequest
-from router.values import CompletionSummary, GenerateCall, TokenChunk
+from router.values import AnswerPart, GenerateCall, TokenChunk
 from rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
 from rpc.messages.sequences import node_request_id
 
@@ -59,6 +59,23 @@ class DispatchedRequest:
         placement = self.context.placement
         return None if placement is None else placement.decode.revision
 
+    def to_engine_request(
+        self, handoff_id: HandoffId, now: float, *, is_paced: bool
+    ) -> EngineRequest:
+        """Return the request of an attempt, which continues the answer so far."""
+        call = self.call
+        return EngineRequest(
+            request_id=node_request_id(handoff_id),
+            prompt_token_ids=call.prompt_token_ids,
+            sampling=call.sampling,
+            seed=self.seed,
+            age_s=max(0.0, now - self.context.received_s),
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            prior_output_token_ids=self.answer.token_ids,
+            is_paced=is_paced,
+        )
+
 
 class Dispatcher:
     def __init__(
@@ -87,37 +104,27 @@ class Dispatcher:
 
     async def run(
         self, call: GenerateCall, context: RequestContext
-    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+    ) -> AsyncGenerator[AnswerPart, None]:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
         self._retry_budget.note_request()
-        answer = self._create_answer(call)
-        request = DispatchedRequest(call, context, answer)
+        request = DispatchedRequest(call, context, self._create_answer(call))
         for number in itertools.count(1):
-            num_before = len(answer.token_ids)
-            context.trace.note_attempt_began(number, num_before)
+            context.trace.note_attempt_began(number, len(request.answer.token_ids))
             route = await self._find_route(request, number)
-            context.trace.note_routed(route, self._config.routing.policy, self._table)
-            assignment = Assignment(self._table, route)
-            tracked = self._quarantine.track(request.suspicion, route)
-            self._breakers.sent(route.addresses, self._clock())
-            attempt = self._create_attempt(request, number, route, assignment, tracked)
-            try:
-                with closing(assignment):
+            with self._on_nodes(request, route) as (assignment, tracked):
+                attempt = self._create_attempt(request, number, route, assignment, tracked)
+                try:
                     async with aclosing(attempt.run(self._node_calls)) as parts:
                         async for part in parts:
                             if isinstance(part, TokenChunk):
                                 self._quarantine.note_tokens(tracked, len(part.token_ids))
                             yield part
-                self._breakers.succeeded(route.addresses)
-                return
-            except NodeFailed as failure:
-                context.trace.note_attempt_failed()
-                num_new = len(answer.token_ids) - num_before
-                self._note_failure(request, attempt, tracked, failure, num_new)
-                if number == MAX_TOTAL_ATTEMPTS or not self._may_retry(request.failures):
-                    raise
-            finally:
-                self._quarantine.end(tracked)
+                    self._breakers.succeeded(route.addresses)
+                    return
+                except NodeFailed as failure:
+                    self._note_failure(request, attempt, tracked, failure)
+                    if number == MAX_TOTAL_ATTEMPTS or not self._may_retry(request.failures):
+                        raise
 
     def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
         detokenizer = self._text.create_detokenizer(call.shown_tokens)
@@ -140,7 +147,22 @@ class Dispatcher:
             ask, request.failures.addresses, request.suspicion, prompt_node
         )
         request.revision = route.decode.revision
+        request.context.trace.note_routed(route, self._config.routing.policy, self._table)
         return route
+
+    @contextmanager
+    def _on_nodes(
+        self, request: DispatchedRequest, route: Route
+    ) -> Iterator[tuple[Assignment, TrackedAttempt]]:
+        """Account for an attempt on its nodes until the end of the block."""
+        assignment = Assignment(self._table, route)
+        tracked = self._quarantine.track(request.suspicion, route)
+        self._breakers.sent(route.addresses, self._clock())
+        try:
+            yield assignment, tracked
+        finally:
+            assignment.close()
+            self._quarantine.end(tracked)
 
     def _create_attempt(
         self,
@@ -155,23 +177,13 @@ class Dispatcher:
             if route.prefill is not None:
                 self._quarantine.release_node(tracked, route.prefill.address)
 
-        handoff_id, call = HandoffId(request.own_id, number), request.call
-        placement = PromptPlacement(call.prompt_token_ids, route.decode)
+        handoff_id = HandoffId(request.own_id, number)
+        placement = PromptPlacement(request.call.prompt_token_ids, route.decode)
         request.context.note_placement(placement)
         return Attempt(
             route=route,
             handoff_id=handoff_id,
-            request=EngineRequest(
-                request_id=node_request_id(handoff_id),
-                prompt_token_ids=call.prompt_token_ids,
-                sampling=call.sampling,
-                seed=request.seed,
-                age_s=max(0.0, self._clock() - request.context.received_s),
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-                prior_output_token_ids=request.answer.token_ids,
-                is_paced=route.is_paced,
-            ),
+            request=request.to_engine_request(handoff_id, self._clock(), is_paced=route.is_paced),
             answer=request.answer,
             context=request.context,
             clock=self._clock,
@@ -185,9 +197,9 @@ class Dispatcher:
         attempt: Attempt,
         tracked: TrackedAttempt,
         failure: NodeFailed,
-        num_new_tokens: int,
     ) -> None:
         """Record a failed attempt with the request and the breakers. Raises PoisonedRequest."""
+        request.context.trace.note_attempt_failed()
         is_drained = isinstance(failure, NodeDraining)
         verdict = self._judge(request, attempt, tracked, failure)
         # Engine failures need no retry limit here: the quarantine limits them for each request.
@@ -196,7 +208,7 @@ class Dispatcher:
             and failure.kind is not FailureKind.PASS_FAILED
         )
         is_free = is_drained or is_ended
-        request.failures.note(attempt.failed_addresses, num_new_tokens, is_free=is_free)
+        request.failures.note(attempt.failed_addresses, attempt.num_new_tokens, is_free=is_free)
         if not is_drained:
             self._breakers.failed(attempt.failed_addresses, self._clock())
         elif not request.answer.token_ids:

@@ -43,7 +43,7 @@ class RouteFinder:
 
     async def find(
         self,
-        ask: RoutingRequest,
+        request: RoutingRequest,
         failed: frozenset[str],
         suspicion: Suspicion,
         prompt_node: Node | None = None,
@@ -53,14 +53,14 @@ class RouteFinder:
         `prompt_node` is the decode node that has the prompt's KV for another answer. It is used if
         it has room. Raises NoNodes, IncompatibleNodes and PoisonedRequest.
         """
-        route = None if prompt_node is None else self._route_to(prompt_node, ask)
+        route = None if prompt_node is None else self._route_to(prompt_node, request)
         closed = self._quarantine.closed_addresses(suspicion)
         if route is not None and route.decode.address not in closed and not suspicion.is_suspect:
             return route
-        ask = replace(ask, number=next(self._numbers))
-        return await self._find_open(ask, failed, suspicion)
+        request = replace(request, number=next(self._numbers))
+        return await self._find_open(request, failed, suspicion)
 
-    def _route_to(self, decode: Node, ask: RoutingRequest) -> Route | None:
+    def _route_to(self, decode: Node, request: RoutingRequest) -> Route | None:
         """Return the route to a node that has the prompt's KV, if it has room."""
         if decode.card.prefix_naming is None:
             return None
@@ -70,11 +70,11 @@ class RouteFinder:
         if capacity and self._table.node_load(decode).num_requests >= capacity:
             return None
         block_size = decode.card.fingerprint.block_size
-        num_missing = 1 + (len(ask.prompt_token_ids) - 1) % block_size
+        num_missing = 1 + (len(request.prompt_token_ids) - 1) % block_size
         return Route(decode, None, "its prompt is there, for another answer", num_missing)
 
     async def _find_open(
-        self, ask: RoutingRequest, failed: frozenset[str], suspicion: Suspicion
+        self, request: RoutingRequest, failed: frozenset[str], suspicion: Suspicion
     ) -> Route:
         """Choose nodes that the quarantine does not close to this request.
 
@@ -83,14 +83,14 @@ class RouteFinder:
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._config.quarantine_patience_s
         while True:
-            route = await self._choose(ask, failed)
+            route = await self._choose(request, failed)
             if suspicion.group.is_poisoned:
                 raise PoisonedRequest("nodes fail when they run another answer to the same prompt")
             closed = self._quarantine.closed_addresses(suspicion)
             is_held = self._quarantine.is_group_tested(suspicion) or self._is_group_lost(suspicion)
             if loop.time() >= give_up_s or not (is_held or closed & set(route.addresses)):
                 return route
-            detour = None if is_held else self._route_around(ask, route, failed, closed)
+            detour = None if is_held else self._route_around(request, route, failed, closed)
             if detour is not None:
                 return detour
             changed = self._changed
@@ -104,17 +104,17 @@ class RouteFinder:
         return bool(addresses) and not addresses <= {node.address for node in self._table.nodes}
 
     def _route_around(
-        self, ask: RoutingRequest, route: Route, failed: frozenset[str], closed: frozenset[str]
+        self, request: RoutingRequest, route: Route, failed: frozenset[str], closed: frozenset[str]
     ) -> Route | None:
         """Return a route around `closed` that has a prefill node if and only if `route` has one."""
         for without in (closed | failed, closed):
             with suppress(NoNodes, IncompatibleNodes):
-                detour = choose(self._table, self._config.routing, ask, without)
+                detour = choose(self._table, self._config.routing, request, without)
                 if (detour.prefill is None) == (route.prefill is None):
                     return detour
         return None
 
-    async def _choose(self, ask: RoutingRequest, failed: frozenset[str]) -> Route:
+    async def _choose(self, request: RoutingRequest, failed: frozenset[str]) -> Route:
         """Choose nodes, avoiding those that failed where possible.
 
         Raises NoNodes and IncompatibleNodes if there are none for `node_patience_s`.
@@ -122,19 +122,19 @@ class RouteFinder:
         avoided = self._breakers.avoided(self._clock())
         for without in dict.fromkeys(filter(None, (failed | avoided, failed))):
             with suppress(NoNodes, IncompatibleNodes):
-                return choose(self._table, self._config.routing, ask, without)
+                return choose(self._table, self._config.routing, request, without)
         if failed:
             # A node that failed is better than none. Pause so that a lost one can leave the table.
             await asyncio.sleep(self._config.retry_pause_s)
-        return await self._wait_for_any(ask)
+        return await self._wait_for_any(request)
 
-    async def _wait_for_any(self, ask: RoutingRequest) -> Route:
+    async def _wait_for_any(self, request: RoutingRequest) -> Route:
         """Choose again at each change of the table, such as for a node that restarts."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.node_patience_s):
                 while True:
                     changed = self._changed
                     with suppress(NoNodes, IncompatibleNodes):
-                        return choose(self._table, self._config.routing, ask)
+                        return choose(self._table, self._config.routing, request)
                     await changed.wait()
-        return choose(self._table, self._config.routing, ask)
+        return choose(self._table, self._config.routing, request)
