@@ -17,7 +17,7 @@ def reject_invalid_text() -> Iterator[None]:
         yield
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"the text is no valid UTF-8 (at character {error.start}); convert it first"
+            f"the text is not valid UTF-8 (at character {error.start}); convert it first"
         ) from error
 
 

@@ -30,7 +30,7 @@ def folder_error(folder: Path) -> str | None:
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
-            return f"{existing} is no folder; name another"
+            return f"{existing} is not a folder; name another"
         with tempfile.TemporaryDirectory(dir=existing):
             return None
     except OSError as error:

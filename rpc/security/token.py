@@ -29,7 +29,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InvalidConfig(
             f"--token-file {path} cannot be read: {reason}; give one token in a line"
         ) from error

@@ -201,7 +201,7 @@ def test_input_in_another_encoding_is_refused_by_name(command: list[str]) -> Non
 
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr == (
-        b"baton: error: the text is no valid UTF-8 (at character 2); convert it first\n"
+        b"baton: error: the text is not valid UTF-8 (at character 2); convert it first\n"
     )
 
 

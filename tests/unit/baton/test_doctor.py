@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     readless = folder_finding("traces", Path("/proc/traces"), "name another")  # for root, too
 
     assert (fine.status, bad.status, readless.status) == (Status.OK, Status.WARN, Status.WARN)
-    assert "is no folder" in bad.found
+    assert "is not a folder" in bad.found
     assert "cannot be written to" in readless.found
     assert not (tmp_path / "not").exists()
 

@@ -97,7 +97,7 @@ def test_a_folder_for_plots_is_looked_at_before_the_load(tmp_path: Path) -> None
         ended = CliRunner().invoke(app, load, env={"COLUMNS": "400"})
 
         assert ended.exit_code == 2
-        assert f"{tmp_path / 'file'} is no folder" in ended.output
+        assert f"{tmp_path / 'file'} is not a folder" in ended.output
 
 
 @pytest.mark.parametrize("written", ["x", "99999", "-1", "1,,70000"])
