@@ -24,6 +24,7 @@ from router.cluster_servicer import ClusterServicer
 from router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
 from router.discovery.sources import NodeSource, check_single_role
 from router.discovery.watcher import NodeDiscovery, watching
+from router.dispatch.config import DispatchConfig
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.input_processing.form_checks import ThreadedFormChecks
 from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
@@ -71,7 +72,7 @@ class RouterOptions:
     parsing: Parsing = NO_PARSING
     model: str = ""  # folder or name of the tokenizer; empty: accept token ids only
     routing: Routing = field(default_factory=Routing)
-    line: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
+    admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     tls: TlsConfig = PLAIN
     tokens: AcceptedTokens | None = None  # None: no authentication
     telemetry: TelemetryOptions = TelemetryOptions()
@@ -113,15 +114,18 @@ async def serve(
         text=text,
         clock=time.monotonic,
         config=PipelineConfig(
-            node_patience_s=options.node_patience_s, routing=options.routing, line=options.line
+            dispatch=DispatchConfig(
+                node_patience_s=options.node_patience_s, routing=options.routing
+            ),
+            admission_queue=options.admission_queue,
         ),
         forms=ThreadedFormChecks(compiler),
     )
     is_counted = options.telemetry.counts or options.http_port is not None
     metrics = RouterMetrics() if is_counted else None
     request_tracing = Tracing(tracer, metrics)
-    visits = RequestScopes(pipeline, request_tracing, by_token=options.tokens is not None)
-    servicer = InferenceServicer(pipeline, table, visits)
+    scopes = RequestScopes(request_tracing, by_token=options.tokens is not None)
+    servicer = InferenceServicer(pipeline, table, scopes)
     resets = PrefixResets(table, node_calls.channel)
     cluster_servicer = ClusterServicer(table, resets)
     services = (
@@ -164,7 +168,7 @@ async def serve(
         ):
             with compiler, _metrics(options, process, metrics, read):
                 async with _http_server(
-                    options, metrics, pipeline, table, visits, server.health, resets
+                    options, metrics, pipeline, table, scopes, server.health, resets
                 ):
                     await _until_drained(server, pipeline, options.drain_timeout_s)
 
@@ -202,7 +206,7 @@ async def _http_server(
     metrics: RouterMetrics | None,
     pipeline: Pipeline,
     table: NodeTable,
-    visits: RequestScopes,
+    scopes: RequestScopes,
     health: Health,
     resets: PrefixResets,
 ) -> AsyncIterator[None]:
@@ -217,7 +221,7 @@ async def _http_server(
     app = http_app(
         pipeline=pipeline,
         table=table,
-        visits=visits,
+        scopes=scopes,
         health=health,
         resets=resets,
         scrape=partial(exposition, metrics.registry),

@@ -1,13 +1,28 @@
-"""Context of a request in the pipeline: deadline, trace, and state shared between answers."""
+"""Context of a request in the pipeline: deadline, trace, and links to answers to its prompt."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.dispatch.quarantine import PromptGroup
 from router.input_processing.logprob_limits import LogprobBudget
-from router.shared_prompt import SharedPrompt
+from router.routing.node_table import Node
 from router.tracing import UNTRACED, RequestTrace
 from rpc.errors import DeadlineExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlacement:
+    """Decode node of a prompt that several answers share."""
+
+    token_ids: tuple[int, ...]
+    decode: Node
+    has_kv: bool = False  # it has the KV of the whole prompt
+
+
+def _ignore(placement: PromptPlacement) -> None:
+    """Drop the placement: no other answer needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +30,13 @@ class RequestContext:
     received_s: float
     deadline_s: float | None = None  # on the same clock; None: no deadline
     trace: RequestTrace = UNTRACED
-    shared: SharedPrompt | None = None  # by all answers to its prompt; None: there is one
     logprob_budget: LogprobBudget | None = None  # of the whole client request; None: separate
+    quarantine_group: PromptGroup | None = None  # of all answers to the prompt; None: separate
+    # Of the prompt, by another answer. The request keeps to its model revision, and uses the node
+    # if that has the KV and room.
+    placement: PromptPlacement | None = None
+    # Called when nodes are chosen, and again when the decode node has the KV.
+    note_placement: Callable[[PromptPlacement], None] = _ignore
 
     def remaining_s(self, now: float) -> float | None:
         """Return the time until the deadline. Raises DeadlineExceeded if it has passed."""

@@ -11,13 +11,13 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.answers import generate_answers
 from router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
     check_name,
     is_valid_name,
 )
-from router.merging import merged
 from router.pipeline import Pipeline
 from router.request_scope import RequestScopes, new_request_context
 from router.routing.node_table import NodeTable
@@ -35,11 +35,11 @@ ID_BYTES = 12
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
-        self, pipeline: Pipeline, table: NodeTable, visits: RequestScopes | None = None
+        self, pipeline: Pipeline, table: NodeTable, scopes: RequestScopes | None = None
     ) -> None:
         self._pipeline = pipeline
         self._table = table
-        self._visits = visits or RequestScopes(pipeline)
+        self._scopes = scopes or RequestScopes()
 
     @streamed
     async def Generate(
@@ -48,17 +48,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         client_id = request.request_id
         request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
         received = new_request_context(context.time_remaining())
-        visit = self._visits.begin(request_id, context.invocation_metadata(), received)
+        scope = self._scopes.begin(request_id, context.invocation_metadata(), received)
         is_past = partial(is_late, context, received.received_s)
-        async with named_errors(context, request_id=request_id, trace_id=visit.trace_id):
-            with visit.ending_on_error(is_past):
+        async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
+            with scope.ending_on_error(is_past):
                 check_name("request_id", client_id)
                 defaults = self._table.sampling_defaults(request.model)
                 max_model_len = self._table.max_model_len(request.model)
                 calls = calls_from(request, request_id, defaults, max_model_len)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
-            answers = self._visits.answering(visit, calls, len(calls), is_past)
-            async with aclosing(merged(answers)) as parts:
+            answers = generate_answers(self._pipeline, scope, calls, len(calls), is_past)
+            async with aclosing(answers) as parts:
                 async for index, part in parts:
                     if isinstance(part, TokenChunk) and part.prompt_logprobs:
                         yield await builders[index].build_in_slices(part)
@@ -69,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         async with named_errors(context):
-            token_ids = await self._pipeline.token_ids(tokenize_input_from(request))
+            token_ids = await self._pipeline.inputs.token_ids(tokenize_input_from(request))
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
@@ -77,7 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         async with named_errors(context):
             check_count("token_ids", len(request.token_ids), MAX_TOKENS_TO_DETOKENIZE)
-            text = await self._pipeline.spelled(tuple(request.token_ids))
+            text = await self._pipeline.inputs.text(tuple(request.token_ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(

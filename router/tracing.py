@@ -56,7 +56,9 @@ class RequestTrace:
 
     def note_call(self, call: GenerateCall) -> None: ...
 
-    def note_tokenized(self, num_tokens: int, num_ahead: int) -> None: ...
+    def note_tokenized(self, num_tokens: int) -> None: ...
+
+    def note_queued(self, num_ahead: int) -> None: ...
 
     def note_admitted(self) -> None: ...
 
@@ -110,9 +112,11 @@ class RecordedTrace(RequestTrace):
             names.TOP_P: call.sampling.top_p,
         }
 
-    def note_tokenized(self, num_tokens: int, num_ahead: int) -> None:
+    def note_tokenized(self, num_tokens: int) -> None:
         self._timeline.tokenized_s = time.monotonic()
         self._timeline.num_prompt_tokens = num_tokens
+
+    def note_queued(self, num_ahead: int) -> None:
         self._timeline.queue_position = num_ahead
 
     def note_admitted(self) -> None:

@@ -29,6 +29,7 @@ from router.input_processing.limits import (
     check_total_size,
 )
 from router.values import (
+    AnswerPart,
     ChatMessage,
     ChatPrompt,
     CompletionSummary,
@@ -213,7 +214,7 @@ def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
 
 
 def response_to(
-    request_id: str, part: TokenChunk | CompletionSummary, index: int = 0
+    request_id: str, part: AnswerPart, index: int = 0
 ) -> inference_pb2.GenerateResponse:
     if isinstance(part, CompletionSummary):
         return inference_pb2.GenerateResponse(
@@ -245,7 +246,7 @@ class ResponseBuilder:
         # Reused for every token: creating a message costs more than filling it.
         self._reused = inference_pb2.GenerateResponse(request_id=request_id, index=index)
 
-    def next(self, part: TokenChunk | CompletionSummary) -> inference_pb2.GenerateResponse:
+    def next(self, part: AnswerPart) -> inference_pb2.GenerateResponse:
         if isinstance(part, CompletionSummary) or part.logprobs or part.prompt_logprobs:
             return response_to(self._request_id, part, self._index)
         self._reused.first_index = part.first_index

@@ -77,6 +77,13 @@ class GenerateCall:
     # the KV caches, less the prompt.
     fills_context: bool = False
 
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Token ids of a prompt that has been tokenised."""
+        if not isinstance(self.prompt, TokenPrompt):
+            raise TypeError(f"request {self.request_id!r} has not been tokenised")
+        return self.prompt.token_ids
+
 
 class TokenChunk(NamedTuple):
     """Part of an answer. A tuple because one is created per token."""
@@ -166,3 +173,6 @@ class CompletionSummary:
     num_completion_tokens: int
     timings: Timings
     served: ServedBy
+
+
+AnswerPart = TokenChunk | CompletionSummary

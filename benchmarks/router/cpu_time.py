@@ -12,7 +12,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TypeAlias
 
@@ -22,12 +22,12 @@ from baton.cluster import await_serving
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from benchmarks.processes import ServerProcess, server
 from benchmarks.router.canned_node import canned_card
+from engine.request import EngineRequest, ReceiveKv
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, Peer
 from router.dispatch.node_stream import NodeStream
 from rpc.channel import open_channel
-from rpc.messages.sequences import Sequence as TokenSequence
-from rpc.messages.sequences import decode_order, prefill_order
+from rpc.messages.sequences import decode_order, node_request_id, prefill_order
 from rpc.node_info import NodeRole
 
 # The difference to a full answer separates the cost per token from that per request.
@@ -220,15 +220,17 @@ class RouterMeter:
 
     async def _direct_ttft_s(self) -> float:
         """Time the first token with the two calls that the router makes, without the router."""
-        sequence = TokenSequence(self._prompt(), _sampling(SHORT_ANSWER), seed=0)
         handoff_id = HandoffId(f"direct-{next(self._numbers)}", 1)
-        peer = Peer(canned_card(NodeRole.PREFILL).node_id, self._cluster.prefill.address)
+        source = Peer(canned_card(NodeRole.PREFILL).node_id, self._cluster.prefill.address)
+        request_id, sampling = node_request_id(handoff_id), _sampling(SHORT_ANSWER)
+        request = EngineRequest(request_id, self._prompt(), sampling, seed=0)
         began_s = perf_counter()
         first_event = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as both:
-            decode = decode_order(handoff_id, sequence, peer)
+            receiver = replace(request, receive_from=ReceiveKv(handoff_id, source))
+            decode = decode_order(receiver)
             both.create_task(self._decode.call(decode, _ignore))
-            prefill = prefill_order(handoff_id, sequence)
+            prefill = prefill_order(replace(request, send_to=handoff_id))
             both.create_task(self._prefill.call(prefill, first_event.set_result))
             await first_event
             return perf_counter() - began_s

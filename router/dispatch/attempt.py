@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kv_transfer.types import HandoffId
+from engine.request import EngineRequest, ReceiveKv
+from kv_transfer.types import HandoffId, Peer
 from router.answer import AnswerAssembler
 from router.context import RequestContext
 from router.dispatch.node_rpcs import (
@@ -14,16 +16,14 @@ from router.dispatch.node_rpcs import (
     Events,
     Leg,
     LegCall,
-    LegEnded,
     LegEvent,
-    LegFailed,
     LegOutput,
-    LegSummary,
     NodeCalls,
     under_way,
 )
 from router.routing.policy import Route
 from router.values import (
+    AnswerPart,
     CompletionSummary,
     DecodeSummary,
     FinishStatus,
@@ -34,7 +34,6 @@ from router.values import (
     TokenChunk,
 )
 from rpc.errors import NodeFailed
-from rpc.messages.sequences import Sequence
 
 
 def _ignore() -> None:
@@ -47,7 +46,7 @@ class Attempt:
         *,
         route: Route,
         handoff_id: HandoffId,
-        sequence: Sequence,
+        request: EngineRequest,
         answer: AnswerAssembler,
         context: RequestContext,
         clock: Callable[[], float],
@@ -56,7 +55,7 @@ class Attempt:
     ) -> None:
         self._route = route
         self._handoff_id = handoff_id
-        self._sequence = sequence
+        self._request = request
         self._answer = answer
         self._context = context
         self._clock = clock
@@ -70,10 +69,8 @@ class Attempt:
         self._first_decoded_token_s: float | None = None
         self.failed_addresses: frozenset[str] = frozenset()
 
-    async def run(
-        self, node_calls: NodeCalls
-    ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
-        """Run both legs and yield the pieces of the answer, then its `GenerationEnd`.
+    async def run(self, node_calls: NodeCalls) -> AsyncGenerator[AnswerPart, None]:
+        """Run both legs and yield the parts of the answer; the last is its CompletionSummary.
 
         Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
         """
@@ -82,49 +79,42 @@ class Attempt:
         events = Events()
         async with under_way(events, self._build_calls(node_calls, events.put)):
             while self._answer.finish is None:
-                piece = self._handle(await events.next())
-                if piece is not None:
-                    yield piece
+                part = self._handle(await events.next())
+                if part is not None:
+                    yield part
             ending = self._build_ending(self._answer.finish)
             self._context.trace.note_completed(ending)
             yield ending
 
     def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[Leg, LegCall]:
-        route, handoff_id = self._route, self._handoff_id
-        sequence, trace = self._sequence, self._context.trace
+        request, prefill, decode = self._request, self._route.prefill, self._route.decode
         timeout_s = self._context.remaining_s(self._clock())
-        options: dict[str, Any] = {"timeout_s": timeout_s, "trace": trace}
-        peer = route.prefill
-        decode = partial(
-            node_calls.decode, route.decode, handoff_id, sequence, peer, deliver, **options
-        )
-        if peer is None:
-            return {Leg.DECODE: decode}
-        prefill = partial(node_calls.prefill, peer, handoff_id, sequence, deliver, **options)
-        return {Leg.PREFILL: prefill, Leg.DECODE: decode}
+        options: dict[str, Any] = {"timeout_s": timeout_s, "trace": self._context.trace}
+        if prefill is None:
+            return {Leg.DECODE: partial(node_calls.decode, decode, request, deliver, **options)}
+        source = Peer(prefill.card.node_id, prefill.address)
+        sender = replace(request, send_to=self._handoff_id)
+        receiver = replace(request, receive_from=ReceiveKv(self._handoff_id, source))
+        return {
+            Leg.PREFILL: partial(node_calls.prefill, prefill, sender, deliver, **options),
+            Leg.DECODE: partial(node_calls.decode, decode, receiver, deliver, **options),
+        }
 
     def _handle(self, event: LegEvent) -> TokenChunk | None:
         if isinstance(event, LegOutput):
             return self._take_output(event)
-        match event:
-            case LegSummary(DecodeSummary() as summary):
-                self._summary = summary
-            case LegSummary(PrefillSummary() as prefill_summary):
-                self._prefill_summary = prefill_summary
-            case LegFailed(Leg.PREFILL, NodeFailed()) if self._has_decode_progressed:
-                self._end_leg(Leg.PREFILL)
-            case LegFailed(leg, error):
-                self._blame(leg)
-                raise error
-            case LegEnded(leg):
-                self._end_leg(leg)
+        leg, failure = event
+        if isinstance(failure, NodeFailed) and leg is Leg.PREFILL and self.num_new_tokens > 1:
+            failure = None  # decode computed a second token: it has all KV
+        if failure is not None:
+            self._blame(leg)
+            raise failure
+        self._end_leg(leg)
         return None
 
     @property
-    def _has_decode_progressed(self) -> bool:
-        """True if decode computed a second token: it has all KV and prefill is no longer needed."""
-        num_new = len(self._answer.token_ids) - len(self._sequence.prior_output_token_ids)
-        return num_new > 1
+    def num_new_tokens(self) -> int:
+        return len(self._answer.token_ids) - len(self._request.prior_output_token_ids)
 
     def _end_leg(self, leg: Leg) -> None:
         """Record the end of a leg. Raises NodeFailed if both ended without finishing the answer.
@@ -140,11 +130,19 @@ class Attempt:
     def _take_output(self, event: LegOutput) -> TokenChunk | None:
         if event.leg is Leg.PREFILL or self._route.prefill is None:
             self._on_prefilled()  # a token means that the prompt is computed
-        piece = self._answer.take(*event.outputs)
-        if piece is not None and piece.token_ids:
-            self._context.trace.note_tokens(len(piece.token_ids))
+        if event.summary is not None:
+            self._note_summary(event.summary)
+        part = self._answer.take(*event.outputs)
+        if part is not None and part.token_ids:
+            self._context.trace.note_tokens(len(part.token_ids))
             self._note_time(event.leg)
-        return piece
+        return part
+
+    def _note_summary(self, summary: DecodeSummary | PrefillSummary) -> None:
+        if isinstance(summary, DecodeSummary):
+            self._summary = summary
+        else:
+            self._prefill_summary = summary
 
     def _note_time(self, leg: Leg) -> None:
         if self._first_token_s is None:
@@ -161,7 +159,7 @@ class Attempt:
     def _build_ending(self, finish: FinishStatus) -> CompletionSummary:
         return CompletionSummary(
             finish=finish,
-            num_prompt_tokens=len(self._sequence.prompt_token_ids),
+            num_prompt_tokens=len(self._request.prompt_token_ids),
             num_completion_tokens=len(self._answer.token_ids),
             timings=Timings(
                 self._dispatched_s,

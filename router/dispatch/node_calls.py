@@ -12,10 +12,9 @@ from grpc import aio
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.errors import EngineGone, EngineStopped, PassFailed
-from engine.request import FinishReason, Output, RequestId
+from engine.request import EngineRequest, FinishReason, Output, RequestId
 from errors import InvalidRequest
-from kv_transfer.types import HandoffId, Peer
-from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
+from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
 from router.dispatch.node_stream import NodeStream
 from router.routing.node_table import Node
 from router.tracing import UNTRACED, RequestTrace
@@ -31,7 +30,7 @@ from rpc.errors import (
     NodeFailed,
 )
 from rpc.messages.conversion import output_from
-from rpc.messages.sequences import Sequence, decode_order, node_request_id, prefill_order
+from rpc.messages.sequences import decode_order, prefill_order
 from rpc.security.tls import PLAIN, TlsConfig
 from rpc.security.tls_diagnosis import tls_trouble
 from rpc.status import RemoteError, RemoteFailure, reason_of, remote_error
@@ -120,48 +119,44 @@ class GrpcNodeCalls:
     async def prefill(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: Sequence,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        order, request_id = prefill_order(handoff_id, sequence), node_request_id(handoff_id)
+        order = prefill_order(request)
         with _translating_errors(node), trace.leg(PREFILL, node) as leg:
             order.context.metadata.update(leg.metadata)
 
             def handle(event: node_pb2.CallEvent) -> None:
+                summary = None
                 if event.HasField("prefill_summary"):
-                    num_cached = event.prefill_summary.prompt_tokens_cached
-                    deliver(LegSummary(PrefillSummary(num_cached)))
-                deliver(LegOutput(Leg.PREFILL, (_parse_output(event.output, request_id),)))
+                    summary = PrefillSummary(event.prefill_summary.prompt_tokens_cached)
+                output = _parse_output(event.output, request.request_id)
+                deliver(LegOutput(Leg.PREFILL, (output,), summary))
 
             await self._connection(node.address).prefill.call(order, handle, timeout_s)
 
     async def decode(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: Sequence,
-        prefill: Node | None,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        peer = None if prefill is None else Peer(prefill.card.node_id, prefill.address)
-        order, request_id = decode_order(handoff_id, sequence, peer), node_request_id(handoff_id)
+        order = decode_order(request)
         with _translating_errors(node), trace.leg(DECODE, node) as leg:
             order.context.metadata.update(leg.metadata)
 
             def handle(event: node_pb2.CallEvent) -> None:
-                if event.HasField("summary"):
-                    deliver(LegSummary(_parse_summary(event.summary)))
-                output = _parse_output(event.output, request_id)
+                summary = _parse_summary(event.summary) if event.HasField("summary") else None
+                output = _parse_output(event.output, request.request_id)
                 if output.finish_reason is not None:
                     leg.finished()
-                deliver(LegOutput(Leg.DECODE, (output,)))
+                deliver(LegOutput(Leg.DECODE, (output,), summary))
 
             await self._connection(node.address).decode.call(order, handle, timeout_s)
 

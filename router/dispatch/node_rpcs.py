@@ -6,20 +6,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from engine.request import Output
-from kv_transfer.types import HandoffId
+from engine.request import EngineRequest, Output
 from router.routing.node_table import Node
 from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary, PrefillSummary
 from rpc.errors import ClientTooSlow
-from rpc.messages.sequences import Sequence as TokenSequence
 
 # Steps of an answer buffered for a client that does not read: enough for minutes.
-MOST_WAITING = 8192
+MAX_WAITING = 8192
 
 
 class Leg(Enum):
@@ -32,27 +29,15 @@ class LegOutput(NamedTuple):
 
     leg: Leg
     outputs: tuple[Output, ...]
+    summary: DecodeSummary | PrefillSummary | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LegSummary:
-    summary: DecodeSummary | PrefillSummary
-
-
-@dataclass(frozen=True, slots=True)
-class LegEnded:
-    """The call ended without an error."""
-
+class LegEnded(NamedTuple):
     leg: Leg
+    error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LegFailed:
-    leg: Leg
-    error: Exception
-
-
-LegEvent = LegOutput | LegSummary | LegEnded | LegFailed
+LegEvent = LegOutput | LegEnded
 # Receives each event of a leg as soon as it arrives; must not block.
 Deliver = Callable[[LegEvent], None]
 LegCall = Callable[[], Awaitable[None]]
@@ -68,8 +53,7 @@ class NodeCalls(Protocol):
     async def prefill(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: TokenSequence,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
@@ -79,9 +63,7 @@ class NodeCalls(Protocol):
     async def decode(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: TokenSequence,
-        prefill: Node | None,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
@@ -102,8 +84,8 @@ class Events:
 
     def put(self, event: LegEvent) -> None:
         """Append an event. Raises ClientTooSlow, which ends the leg, if too many outputs wait."""
-        if len(self._waiting) >= MOST_WAITING and isinstance(event, LegOutput):
-            raise ClientTooSlow(f"the client left {MOST_WAITING} steps of its answer unread")
+        if len(self._waiting) >= MAX_WAITING and isinstance(event, LegOutput):
+            raise ClientTooSlow(f"the client left {MAX_WAITING} steps of its answer unread")
         self._waiting.append(event)
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
@@ -118,7 +100,8 @@ class Events:
                 # As large as many plain events: let the event loop run in between.
                 await asyncio.sleep(0)
                 return event
-            return LegOutput(event.leg, event.outputs + tuple(self._pop_more(event.leg)))
+            more = tuple(self._pop_more(event.leg))
+            return LegOutput(event.leg, event.outputs + more, event.summary)
         return event
 
     def _pop_more(self, leg: Leg) -> Iterator[Output]:
@@ -126,7 +109,7 @@ class Events:
             event = self._waiting[0]
             if not isinstance(event, LegOutput) or event.leg is not leg:
                 return
-            if event.outputs[0].logprobs:
+            if event.summary is not None or event.outputs[0].logprobs:
                 return
             self._waiting.popleft()
             yield from event.outputs
@@ -145,9 +128,9 @@ async def under_way(events: Events, calls: dict[Leg, LegCall]) -> AsyncIterator[
 
 
 async def _run_leg(leg: Leg, call: LegCall, events: Events) -> None:
+    failure = None
     try:
         await call()
     except Exception as error:  # noqa: BLE001 - raised again by the consumer of the events
-        events.put(LegFailed(leg, error))
-    else:
-        events.put(LegEnded(leg))
+        failure = error
+    events.put(LegEnded(leg, failure))

@@ -15,7 +15,7 @@ from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
 from rpc.errors import QueueFull
 
-MOST_WAITING = 1024
+MAX_WAITING = 1024
 MAX_WAITING_CHARACTERS = 1 << 26
 RETRY_AFTER_S = 1.0
 
@@ -43,7 +43,7 @@ class ThreadedFormChecks:
         self,
         compiler: GrammarCompiler[Checked],
         *,
-        max_waiting: int = MOST_WAITING,
+        max_waiting: int = MAX_WAITING,
         max_waiting_characters: int = MAX_WAITING_CHARACTERS,
     ) -> None:
         self._compiler = compiler

@@ -16,16 +16,18 @@ MAX_LOGPROBS_PER_REQUEST = 1 << 19
 class LogprobBudget:
     """Remaining number of prompt logprobs that the answers of one request may return in total."""
 
-    def __init__(self, num_left: int = MAX_LOGPROBS_PER_REQUEST) -> None:
-        self._num_left = num_left
+    def __init__(self, num_answers: int = 1) -> None:
+        self._num_answers = num_answers  # to each prompt, which all repeat its logprobs
+        self._num_left = MAX_LOGPROBS_PER_REQUEST
 
-    def spend(self, num_prompt_tokens: int, prompt_logprobs: int | None, num_answers: int) -> None:
-        """Deduct the prompt's logprobs for each answer, which all repeat them.
+    def spend(self, num_prompt_tokens: int, prompt_logprobs: int | None) -> None:
+        """Deduct the logprobs of one prompt for all answers to it.
 
         Raises InvalidRequest if too few are left.
         """
         if prompt_logprobs is None:
             return
+        num_answers = self._num_answers
         num_logprobs = num_prompt_tokens * (prompt_logprobs + 1) * num_answers
         if num_logprobs > self._num_left:
             raise InvalidRequest(

@@ -36,7 +36,7 @@ def http_app(
     *,
     pipeline: Pipeline,
     table: NodeTable,
-    visits: RequestScopes,
+    scopes: RequestScopes,
     health: Health,
     resets: PrefixResets,
     scrape: Scrape,
@@ -45,13 +45,13 @@ def http_app(
     on_refusal: Callable[[str], None] = ignore_refusal,
 ) -> ASGIApp:
     bodies = Bodies(table)
-    kitchen = GenerationDependencies(pipeline, table, visits, parsing, bodies)
-    models, texts = models_of(table), Tokens(pipeline, table, bodies)
+    generation = GenerationDependencies(pipeline, table, scopes, parsing, bodies)
+    models, texts = models_of(table), Tokens(pipeline.inputs, table, bodies)
     probes = ProbeEndpoints(health, pipeline, scrape)
     app = Starlette(
         routes=[
-            _post("/v1/completions", GenerationEndpoint(kitchen, completion_from)),
-            _post("/v1/chat/completions", GenerationEndpoint(kitchen, chat_completion_from)),
+            _post("/v1/completions", GenerationEndpoint(generation, completion_from)),
+            _post("/v1/chat/completions", GenerationEndpoint(generation, chat_completion_from)),
             Route("/v1/models", models.all),
             Route("/v1/models/{model:path}", models.one),
             _post("/tokenize", texts.of_text),

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from router.input_processing.input_processor import InputProcessor
 from router.openai.body_parsing import Bodies
 from router.openai.request.bodies import (
     DetokenizeBody,
@@ -70,7 +71,7 @@ class Models:
 class Tokens:
     """`/tokenize` and `/detokenize`."""
 
-    pipeline: Pipeline
+    inputs: InputProcessor
     table: NodeTable
     bodies: Bodies
 
@@ -89,8 +90,8 @@ class Tokens:
         else:
             body = body_from(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
-        self.pipeline.check_model(body.model)
-        token_ids = await self.pipeline.token_ids(prompt, body.model)
+        self.inputs.check_model(body.model)
+        token_ids = await self.inputs.token_ids(prompt, body.model)
         response: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self.table.max_model_len(body.model),
@@ -101,7 +102,7 @@ class Tokens:
             return await self._response(raw, response)
 
         def spelled() -> list[str]:
-            return [self.pipeline.token(token_id).text for token_id in token_ids]
+            return [self.inputs.token(token_id).text for token_id in token_ids]
 
         return await self._response(
             raw, {**response, "token_strs": await self.bodies.run_for_body(raw, spelled)}
@@ -112,8 +113,8 @@ class Tokens:
             raw = await self.bodies.read(request, lease)
             fields = await self.bodies.fields(raw)
             body = await self.bodies.run_for_body(raw, partial(body_from, fields, DetokenizeBody))
-            self.pipeline.check_model(body.model)
-            text = await self.pipeline.spelled(tuple(body.tokens))
+            self.inputs.check_model(body.model)
+            text = await self.inputs.text(tuple(body.tokens))
             return await self._response(raw, {"prompt": text})
 
     async def _response(self, raw: bytes, response: Json) -> Response:

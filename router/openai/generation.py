@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from errors import NamedError
+from router.answers import generate_answers
 from router.input_processing.limits import check_name, is_valid_name
 from router.input_processing.tokenization import by_id
-from router.merging import IndexedParts, merged
 from router.openai.body_parsing import Bodies
 from router.openai.body_receiving import run_while_connected
 from router.openai.replies import Reply
@@ -44,7 +44,7 @@ class GenerationDependencies:
 
     pipeline: Pipeline
     table: NodeTable
-    visits: RequestScopes
+    scopes: RequestScopes
     parsing: Parsing
     bodies: Bodies
 
@@ -52,12 +52,12 @@ class GenerationDependencies:
 class GenerationEndpoint:
     """ASGI app of one path. A request is one task, cancelled when its client disconnects."""
 
-    def __init__(self, kitchen: GenerationDependencies, read: Read) -> None:
-        self._pipeline = kitchen.pipeline
-        self._table = kitchen.table
-        self._visits = kitchen.visits
-        self._parsing = kitchen.parsing
-        self._bodies = kitchen.bodies
+    def __init__(self, dependencies: GenerationDependencies, read: Read) -> None:
+        self._pipeline = dependencies.pipeline
+        self._table = dependencies.table
+        self._scopes = dependencies.scopes
+        self._parsing = dependencies.parsing
+        self._bodies = dependencies.bodies
         self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,28 +66,32 @@ class GenerationEndpoint:
         request_id = (
             client_request_id if is_valid_name(client_request_id) else secrets.token_hex(ID_BYTES)
         )
-        visit = self._visits.begin(request_id, request.headers.items(), new_request_context())
+        request_scope = self._scopes.begin(
+            request_id, request.headers.items(), new_request_context()
+        )
         reply = Reply(scope, receive, send)
         reply.headers[REQUEST_ID] = request_id
-        if visit.trace_id:
-            reply.headers[TRACE_ID] = visit.trace_id
+        if request_scope.trace_id:
+            reply.headers[TRACE_ID] = request_scope.trace_id
         with self._bodies.lease() as lease:
             try:
-                with visit.ending_on_error():
+                with request_scope.ending_on_error():
                     check_name(REQUEST_ID, client_request_id)
                     body = await self._bodies.read(request, lease)
             except NamedError as error:
                 await reply.send_error(error)
                 return
-            await run_while_connected(receive, self._serve(visit, request_id, body, reply))
+            await run_while_connected(receive, self._serve(request_scope, request_id, body, reply))
 
-    async def _serve(self, visit: RequestScope, request_id: str, body: bytes, reply: Reply) -> None:
+    async def _serve(
+        self, request_scope: RequestScope, request_id: str, body: bytes, reply: Reply
+    ) -> None:
         try:
-            with visit.ending_on_error():
+            with request_scope.ending_on_error():
                 parsed = await self._parse(body, request_id)
                 prompts = await self._repeated_prompts(parsed)
             with tool_schema_errors(parsed.telling.calling):
-                await self._answer(parsed, prompts, visit, request_id, reply)
+                await self._answer(parsed, prompts, request_scope, request_id, reply)
         except NamedError as error:
             await reply.send_error(error)
 
@@ -105,13 +109,14 @@ class GenerationEndpoint:
         """Return the prompt of each call; empty unless the answer repeats it."""
         if not parsed.telling.needs_prompt_ids:
             return [EchoedPrompt()] * len(parsed.calls)
+        inputs = self._pipeline.inputs
         prompts: list[EchoedPrompt] = []
         for call in parsed.calls[:: parsed.num_each]:
-            token_ids = await self._pipeline.token_ids(call.prompt, call.model)
+            token_ids = await inputs.token_ids(call.prompt, call.model)
             if isinstance(call.prompt, TextPrompt):
                 text = call.prompt.text
             else:
-                text = await self._pipeline.spelled(token_ids) if parsed.telling.echoes else ""
+                text = await inputs.text(token_ids) if parsed.telling.echoes else ""
             prompts += [EchoedPrompt(token_ids, text)] * parsed.num_each
         return prompts
 
@@ -119,17 +124,18 @@ class GenerationEndpoint:
         self,
         parsed: ParsedRequest,
         prompts: Sequence[EchoedPrompt],
-        visit: RequestScope,
+        request_scope: RequestScope,
         request_id: str,
         reply: Reply,
     ) -> None:
         heading = make_heading(parsed, request_id, int(time.time()), self._model(parsed))
-        spell = by_id if parsed.telling.tokens_by_id else self._pipeline.token
+        spell = by_id if parsed.telling.tokens_by_id else self._pipeline.inputs.token
         choices = make_choices(parsed, prompts, spell, self._parsing)
         warnings = Warnings(
-            parsed.telling, self._parsing, supports_tools=self._pipeline.supports_tools
+            parsed.telling, self._parsing, supports_tools=self._pipeline.inputs.supports_tools
         )
-        async with aclosing(self._parts(parsed, visit)) as parts:
+        answers = generate_answers(self._pipeline, request_scope, parsed.calls, parsed.num_each)
+        async with aclosing(answers) as parts:
             if not parsed.telling.is_streamed:
                 whole = WholeAnswer(parsed, heading, choices, spell, warnings)
                 async for index, part in parts:
@@ -140,9 +146,6 @@ class GenerationEndpoint:
             async for index, part in parts:
                 await reply.send_events(await streamed.events(index, part))
             await reply.send_events(streamed.end(), is_last=True)
-
-    def _parts(self, parsed: ParsedRequest, visit: RequestScope) -> IndexedParts:
-        return merged(self._visits.answering(visit, parsed.calls, parsed.num_each))
 
     def _model(self, parsed: ParsedRequest) -> str:
         return parsed.calls[0].model or next(iter(sorted(self._table.models)), "")

@@ -88,25 +88,28 @@ class Route:
 
 
 def choose(
-    table: NodeTable, routing: Routing, ask: RoutingRequest, without: frozenset[str] = frozenset()
+    table: NodeTable,
+    routing: Routing,
+    request: RoutingRequest,
+    without: frozenset[str] = frozenset(),
 ) -> Route:
     """Choose the nodes of a request, excluding the addresses in `without`.
 
     Raises NoNodes and IncompatibleNodes.
     """
-    groups = [_filter_by_model(group, ask.model) for group in table.groups(without)]
-    groups = _filter_by_revision([group for group in groups if group.decodes], ask.revision)
+    groups = [_filter_by_model(group, request.model) for group in table.groups(without)]
+    groups = _filter_by_revision([group for group in groups if group.decodes], request.revision)
     if not groups:
         raise NoNodes("no decode node is reachable and open; start one, or try again later")
     paired = [group for group in groups if group.prefills]
     if not paired:
         # Prefer revisions that have had prefill nodes before.
         groups = [group for group in groups if table.was_paired(group)] or groups
-    view = _build_view(table, routing, ask)
+    view = _build_view(table, routing, request)
     decode = pick(routing, view, _concatenate([group.decodes for group in paired or groups]))
     names = view.names
     if not paired:
-        reason = _unpaired_reason(table, groups, ask.revision)
+        reason = _unpaired_reason(table, groups, request.revision)
         return Route(decode, None, reason, view.missing(decode), names)
     prefills = next(group.prefills for group in paired if decode in group.decodes)
     prefill = pick(routing, view, prefills)
@@ -137,7 +140,7 @@ class RoutingView:
     """Node table with the prefix hits of one request."""
 
     table: NodeTable
-    ask: RoutingRequest
+    request: RoutingRequest
     names: tuple[BlockHash, ...] = ()
     # Cached tokens by address: reported ones, and those together with expected ones. None: unused.
     reported: Mapping[str, int] | None = None
@@ -147,17 +150,17 @@ class RoutingView:
         return self.table.node_load(node).num_requests
 
     def missing(self, node: Node) -> int:
-        return self.ask.num_tokens - (self.expected or {}).get(node.address, 0)
+        return self.request.num_tokens - (self.expected or {}).get(node.address, 0)
 
     def missing_from_reported(self, node: Node) -> int:
-        return self.ask.num_tokens - (self.reported or {}).get(node.address, 0)
+        return self.request.num_tokens - (self.reported or {}).get(node.address, 0)
 
     def costs(self, nodes: Sequence[Node]) -> list[int]:
         """Estimate the tokens to compute or move on each node before the request's next token.
 
         Evicted cache blocks count too, since later requests must compute them again.
         """
-        cached, num_tokens = self.expected or {}, self.ask.num_tokens
+        cached, num_tokens = self.expected or {}, self.request.num_tokens
         num_told, min_match = self.table.prefixes.num_told, MIN_MATCH * num_tokens
         costs = self._queued_costs(nodes)
         for place, node in enumerate(nodes):
@@ -178,7 +181,7 @@ class RoutingView:
                 node_load.num_sent_tokens + DECODE_COST_TOKENS * node_load.num_requests
                 for node_load in burdens
             ]
-        num_tokens = self.ask.num_tokens  # assumed for each request of other routers
+        num_tokens = self.request.num_tokens  # assumed for each request of other routers
         return [
             node_load.num_sent_tokens
             + num_tokens * max(0, node_load.num_reported - node_load.num_sent)
@@ -188,7 +191,7 @@ class RoutingView:
 
 def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
     """Choose one of `nodes`, which must not be empty and have one role."""
-    number = view.ask.number
+    number = view.request.number
     match routing.policy:
         case RoutingPolicy.ROUND_ROBIN:
             return nodes[number % len(nodes)]
@@ -231,22 +234,22 @@ def _splitmix64(number: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _build_view(table: NodeTable, routing: Routing, ask: RoutingRequest) -> RoutingView:
+def _build_view(table: NodeTable, routing: Routing, request: RoutingRequest) -> RoutingView:
     if routing.policy is not RoutingPolicy.PREFIX_AWARE and not routing.local_prefill_below:
-        return RoutingView(table, ask)
+        return RoutingView(table, request)
     reported: dict[str, int] = {}
     expected: dict[str, int] = {}
     names: list[BlockHash] = []
-    token_ids = ask.prompt_token_ids + ask.prior_output_token_ids
+    token_ids = request.prompt_token_ids + request.prior_output_token_ids
     for naming in table.namings:
         # The last token is always computed: its logits give the next one.
-        usable = naming.names(token_ids[:-1], len(ask.prompt_token_ids), ask.cache_salt)
+        usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), request.cache_salt)
         for hits, match in ((reported, table.prefixes.told), (expected, table.prefixes.likely)):
             hits.update(
                 (address, num * naming.block_size) for address, num in match(usable).items()
             )
         names += usable
-    return RoutingView(table, ask, tuple(names), reported, expected)
+    return RoutingView(table, request, tuple(names), reported, expected)
 
 
 def _filter_by_model(group: NodeGroup, model: str) -> NodeGroup:

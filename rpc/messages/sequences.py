@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from baton.v1 import node_pb2
 from engine.request import ClientId, EngineRequest, ReceiveKv, RequestId
-from engine.sampling import SamplingParams
 from errors import InvalidRequest
-from kv_transfer.types import HandoffId, Peer
+from kv_transfer.types import HandoffId
 from rpc.errors import UnsupportedInput
-from rpc.messages.conversion import handoff_from, handoff_to, peer_from, sampling_from, sampling_to
+from rpc.messages.conversion import (
+    handoff_from,
+    handoff_to,
+    peer_from,
+    peer_to,
+    sampling_from,
+    sampling_to,
+)
 
 MAX_AGE_S = 1e9
-
-
 # Clients may use 256. Routers append the attempt, the answer's index and the client's token hash.
 MAX_NAME_CHARACTERS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """Tokens and parameters of a request that the router sends to a node."""
-
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    seed: int
-    prior_output_token_ids: tuple[int, ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
-    is_paced: bool = False  # the prompt is computed in small chunks while other requests decode
-    age_s: float = 0.0  # since the router received the request
 
 
 def node_request_id(handoff_id: HandoffId) -> RequestId:
     """Return the request id inside a node. It is unique per attempt."""
     return RequestId(str(handoff_id))
+
+
+def handoff_id_of(request_id: RequestId) -> HandoffId:
+    """Return the hand-off id of an attempt: the inverse of `node_request_id`."""
+    name, _, attempt = request_id.rpartition("#")
+    return HandoffId(name, int(attempt))
 
 
 def prefill_spec(order: node_pb2.PrefillOrder, client_id: ClientId, now: float) -> EngineRequest:
@@ -51,18 +45,18 @@ def decode_spec(order: node_pb2.DecodeOrder, client_id: ClientId, now: float) ->
     return _spec(order.sequence, handoff_id, client_id, now, receive_from=receive)
 
 
-def prefill_order(handoff_id: HandoffId, sequence: Sequence) -> node_pb2.PrefillOrder:
-    return node_pb2.PrefillOrder(handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence))
+def prefill_order(request: EngineRequest) -> node_pb2.PrefillOrder:
+    handoff_id = handoff_to(handoff_id_of(request.request_id))
+    return node_pb2.PrefillOrder(handoff_id=handoff_id, sequence=_sequence_to(request))
 
 
-def decode_order(
-    handoff_id: HandoffId, sequence: Sequence, prefill: Peer | None
-) -> node_pb2.DecodeOrder:
-    peer = None
-    if prefill is not None:
-        peer = node_pb2.Peer(node_id=prefill.node_id, address=prefill.address)
+def decode_order(request: EngineRequest) -> node_pb2.DecodeOrder:
+    """Without `receive_from`, the decode node computes the prompt itself."""
+    receive = request.receive_from
     return node_pb2.DecodeOrder(
-        handoff_id=handoff_to(handoff_id), sequence=_sequence_to(sequence), prefill=peer
+        handoff_id=handoff_to(handoff_id_of(request.request_id)),
+        sequence=_sequence_to(request),
+        prefill=None if receive is None else peer_to(receive.source),
     )
 
 
@@ -100,16 +94,16 @@ def _spec(
     )
 
 
-def _sequence_to(sequence: Sequence) -> node_pb2.Sequence:
+def _sequence_to(request: EngineRequest) -> node_pb2.Sequence:
     return node_pb2.Sequence(
-        prompt_token_ids=sequence.prompt_token_ids,
-        prior_output_token_ids=sequence.prior_output_token_ids,
-        sampling=sampling_to(sequence.sampling),
-        seed=sequence.seed,
-        priority=sequence.priority,
-        cache_salt=sequence.cache_salt,
-        is_paced=sequence.is_paced,
-        age_s=sequence.age_s,
+        prompt_token_ids=request.prompt_token_ids,
+        prior_output_token_ids=request.prior_output_token_ids,
+        sampling=sampling_to(request.sampling),
+        seed=request.seed,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        is_paced=request.is_paced,
+        age_s=request.age_s,
     )
 
 

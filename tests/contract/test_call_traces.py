@@ -18,16 +18,14 @@ import pytest
 from baton.client import AsyncClient, BatonError, Generation
 from engine.core import EngineCore
 from engine.plan import Plan, RunResult
-from engine.request import EngineRequest
+from engine.request import EngineRequest, RequestId
 from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId
 from node.tracing import NodeTracing
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.dispatch.node_rpcs import LegEvent
 from router.routing.node_table import Node
 from router.tracing import LegTrace, RequestTrace, Tracing
 from router.values import Prompt
-from rpc.messages.sequences import Sequence
 from rpc.node_info import NodeRole
 from telemetry import names
 from telemetry.tracing.node_timeline import NodeFacts
@@ -168,19 +166,11 @@ class Called:
 async def calling(core: EngineCore, timeout_s: float | None = None) -> AsyncIterator[Called]:
     tracer = TakingTracer()
     tracing = NodeTracing(tracer, NodeFacts("decode", "d0", "1"))
-    sequence = Sequence((1, 2, 3), ENDLESS, seed=1)
+    request = EngineRequest(RequestId("r#1"), (1, 2, 3), ENDLESS, seed=1)
     async with a_node_server(core=core, tracing=tracing) as server, GrpcNodeCalls() as calls:
         node = Node(server.address, a_card(NodeRole.DECODE))
         call = asyncio.ensure_future(
-            calls.decode(
-                node,
-                HandoffId("r", 1),
-                sequence,
-                None,
-                _ignore,
-                timeout_s=timeout_s,
-                trace=Led(),
-            )
+            calls.decode(node, request, _ignore, timeout_s=timeout_s, trace=Led())
         )
         yield Called(call, calls, server, tracer)
         call.cancel()

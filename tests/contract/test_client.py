@@ -193,7 +193,7 @@ def test_what_a_client_leaves_to_the_model_is_as_the_node_tells_of_it() -> None:
             await client.generate(PROMPT, Generation({"max_tokens": 2, "top_k": 1}))
             await client.generate(PROMPT, SIX)
 
-        left, whole = (asked.sequence.sampling for asked in calls.asked)
+        left, whole = (asked.request.sampling for asked in calls.asked)
         assert left == SamplingParams(2, temperature=0.3, top_k=1)
         assert whole == SIX.sampling
 

@@ -13,6 +13,7 @@ from engine.core import EngineCore
 from engine.plan import Plan, RunResult
 from engine.sampling import SamplingParams
 from router.context import RequestContext
+from router.dispatch.config import DispatchConfig
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.input_processing.tokenization import NoTokenizer
 from router.pipeline import Pipeline, PipelineConfig
@@ -113,7 +114,7 @@ def ask_nodes(*engines: EngineCore) -> tuple[list[int], CompletionSummary]:
                 nodes.append(Node(node.address, a_card(NodeRole.DECODE, name)))
             node_calls = await running.enter_async_context(GrpcNodeCalls())
             routing = Routing(RoutingPolicy.ROUND_ROBIN)
-            config = PipelineConfig(retry_pause_s=0.0, routing=routing)
+            config = PipelineConfig(DispatchConfig(retry_pause_s=0.0, routing=routing))
             pipeline = Pipeline(
                 table=a_table(*nodes),
                 node_calls=node_calls,

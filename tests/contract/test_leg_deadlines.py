@@ -6,25 +6,25 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from baton.v1 import node_pb2
+from engine.request import EngineRequest, RequestId
 from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId
 from router.dispatch.node_calls import GrpcNodeCalls
 from router.dispatch.node_rpcs import LegEvent
 from router.routing.node_table import Node
 from rpc.errors import DeadlineExceeded, MessageTooLarge
 from rpc.messages.limits import MAX_MESSAGE_BYTES
-from rpc.messages.sequences import Sequence
 from rpc.node_info import NodeRole
 from tests.support.called_node import CalledNode, serving_calls
 from tests.support.node_calls import a_card
 
 PATIENCE_S = 30
-HANDOFF = HandoffId("r", 1)
-SEQUENCE = Sequence((1, 2, 3), SamplingParams(), seed=1)
+REQUEST = EngineRequest(RequestId("r#1"), (1, 2, 3), SamplingParams(), seed=1)
+OTHER = replace(REQUEST, request_id=RequestId("other#1"))
 
 
 def ignore(event: LegEvent) -> None:
@@ -44,9 +44,9 @@ def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(leg: str) -> 
         async with calls_to(called) as (calls, node):
             asked_s = time.monotonic()
             if leg == "prefill":
-                call = calls.prefill(node, HANDOFF, SEQUENCE, ignore, timeout_s=0.3)
+                call = calls.prefill(node, REQUEST, ignore, timeout_s=0.3)
             else:
-                call = calls.decode(node, HANDOFF, SEQUENCE, None, ignore, timeout_s=0.3)
+                call = calls.decode(node, REQUEST, ignore, timeout_s=0.3)
 
             with pytest.raises(DeadlineExceeded, match="decode node decode"):
                 await call
@@ -65,7 +65,7 @@ def test_without_a_deadline_a_node_is_told_of_none() -> None:
     async def scene() -> None:
         called = CalledNode()
         async with calls_to(called) as (calls, node):
-            asked = asyncio.ensure_future(calls.decode(node, HANDOFF, SEQUENCE, None, ignore))
+            asked = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
 
             told = await called.calls.get()
             assert told.context.deadline_s is None
@@ -82,10 +82,10 @@ def test_an_answer_that_is_too_large_to_send_is_not_taken_for_a_broken_node() ->
     async def scene() -> None:
         called = CalledNode()
         async with calls_to(called) as (calls, node):
-            other = calls.decode(node, HandoffId("other", 1), SEQUENCE, None, ignore)
+            other = calls.decode(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
             told_other = await called.calls.get()
-            asked = asyncio.ensure_future(calls.decode(node, HANDOFF, SEQUENCE, None, ignore))
+            asked = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
             (await called.calls.get()).script.put_nowait(too_large)
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
@@ -99,17 +99,17 @@ def test_an_answer_that_is_too_large_to_send_is_not_taken_for_a_broken_node() ->
 
 
 def test_a_prompt_that_is_too_large_to_send_leaves_the_other_calls_alone() -> None:
-    too_large = Sequence((2**31,) * (MAX_MESSAGE_BYTES // 5), SamplingParams(), seed=1)
+    too_large = replace(REQUEST, prompt_token_ids=(2**31,) * (MAX_MESSAGE_BYTES // 5))
 
     async def scene() -> None:
         called = CalledNode()
         async with calls_to(called) as (calls, node):
-            other = calls.decode(node, HandoffId("other", 1), SEQUENCE, None, ignore)
+            other = calls.decode(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
             told_other = await called.calls.get()
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
-                await calls.decode(node, HANDOFF, too_large, None, ignore)
+                await calls.decode(node, too_large, ignore)
 
             told_other.tell(0)
             told_other.end()

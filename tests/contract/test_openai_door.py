@@ -111,7 +111,7 @@ def test_a_chat_without_max_tokens_gets_what_its_prompt_leaves_of_the_kv_caches(
 
         assert answer.usage is not None
         by_default, explicit = {
-            each.handoff_id.request_id: each.sequence.sampling.max_tokens for each in nodes.asked
+            each.handoff_id.request_id: each.request.sampling.max_tokens for each in nodes.asked
         }.values()
         assert by_default == 160 - answer.usage.prompt_tokens
         assert explicit == 400  # never changed: nodes refuse it by name if it cannot fit
@@ -174,7 +174,7 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
         await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=3, seed=7)
 
         decoded = [asked for asked in nodes.asked if asked.leg is Leg.DECODE]
-        assert sorted(asked.sequence.seed for asked in decoded) == [7, 8, 9]
+        assert sorted(asked.request.seed for asked in decoded) == [7, 8, 9]
 
     through_the_door(scene, nodes)
 
@@ -286,7 +286,9 @@ def test_a_full_queue_tells_when_to_come_again() -> None:
         assert refusal.value.code == "QUEUE_FULL"
         assert int(refusal.value.response.headers["retry-after"]) >= 1
 
-    through_the_door(scene, nodes, line=AdmissionQueueConfig(max_in_flight=1, max_queue=0))
+    through_the_door(
+        scene, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
+    )
 
 
 def test_a_poisoned_request_fails_by_name_and_clients_are_told_not_to_send_it_again() -> None:
@@ -731,4 +733,6 @@ def test_both_doors_share_one_line() -> None:
             await client.completions.create(model="tiny", prompt=PROMPT)
         await parts.aclose()
 
-    through_the_door(scene, nodes, line=AdmissionQueueConfig(max_in_flight=1, max_queue=0))
+    through_the_door(
+        scene, nodes, admission_queue=AdmissionQueueConfig(max_in_flight=1, max_queue=0)
+    )

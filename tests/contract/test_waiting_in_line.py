@@ -66,7 +66,7 @@ def test_whoever_leaves_the_line_gives_up_the_place_and_no_node_hears_of_it(leav
 
     async def scene() -> None:
         async with (
-            a_router(node_calls=nodes, line=ONE_AT_A_TIME) as (router, address),
+            a_router(node_calls=nodes, admission_queue=ONE_AT_A_TIME) as (router, address),
             AsyncClient(address) as client,
         ):
             async with aclosing(client.stream(FIRST, named("first"))) as first:
@@ -87,6 +87,6 @@ def test_whoever_leaves_the_line_gives_up_the_place_and_no_node_hears_of_it(leav
 
         assert full.value.reason == "QUEUE_FULL"
         assert len(answer.token_ids) == 6
-        assert {asked.sequence.prompt_token_ids for asked in nodes.asked} == {FIRST, NEXT}
+        assert {asked.request.prompt_token_ids for asked in nodes.asked} == {FIRST, NEXT}
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

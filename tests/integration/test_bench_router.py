@@ -9,11 +9,12 @@ import pytest
 from baton.v1 import node_pb2, node_pb2_grpc
 from benchmarks.processes import server
 from benchmarks.router.cpu_time import Round, RouterBench, run
+from engine.request import EngineRequest, ReceiveKv
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
 from router.dispatch.node_stream import NodeStream
 from rpc.channel import open_channel
-from rpc.messages.sequences import Sequence, decode_order
+from rpc.messages.sequences import decode_order, node_request_id
 
 SMALL = RouterBench(
     model="",
@@ -51,11 +52,18 @@ def test_a_canned_node_gives_as_many_tokens_as_were_asked_for(
 
 
 async def _answer_of(address: str, peer: Peer | None) -> list[node_pb2.CallEvent]:
-    sequence = Sequence((1, 2), SamplingParams(max_tokens=6), seed=0)
+    handoff_id = HandoffId("a", 1)
+    request = EngineRequest(
+        node_request_id(handoff_id),
+        (1, 2),
+        SamplingParams(max_tokens=6),
+        seed=0,
+        receive_from=None if peer is None else ReceiveKv(handoff_id, peer),
+    )
     async with open_channel(address) as channel:
         method = node_pb2_grpc.DecodeServiceStub(channel).Decode
         stream = NodeStream(method, node_pb2.DecodeRequest)
-        order = decode_order(HandoffId("a", 1), sequence, peer)
+        order = decode_order(request)
         events: list[node_pb2.CallEvent] = []
         await stream.call(order, events.append)
         return events

@@ -19,9 +19,10 @@ from baton.client import AsyncClient, BatonError, Client, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.llm import LLM
 from baton.v1 import node_pb2, node_pb2_grpc
+from engine.request import EngineRequest, ReceiveKv
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
-from rpc.messages.sequences import Sequence, decode_order
+from rpc.messages.sequences import decode_order, node_request_id
 from rpc.node_info import NodeLoad
 from tests.support.health import health_of
 from tests.support.life import standing_still
@@ -227,9 +228,15 @@ def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
 
 
 def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
-    sequence = Sequence(prompt_of(20), sampling(5), seed=0)
-    peer = Peer(NodeId(prefill.name), prefill.address)
-    order = decode_order(HandoffId("a", 1), sequence, peer)
+    handoff_id, peer = HandoffId("a", 1), Peer(NodeId(prefill.name), prefill.address)
+    request = EngineRequest(
+        node_request_id(handoff_id),
+        prompt_of(20),
+        sampling(5),
+        seed=0,
+        receive_from=ReceiveKv(handoff_id, peer),
+    )
+    order = decode_order(request)
     return node_pb2.DecodeRequest(call=1, start=order)
 
 

@@ -12,10 +12,10 @@ import pytest
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.v1 import node_pb2, node_pb2_grpc
+from engine.request import EngineRequest, RequestId
 from engine.sampling import SamplingParams
-from kv_transfer.types import HandoffId
 from rpc.grace_period import CUT_OFF
-from rpc.messages.sequences import Sequence, decode_order
+from rpc.messages.sequences import decode_order
 from rpc.node_info import NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import PairOptions, greedy
@@ -52,7 +52,7 @@ def test_a_node_whose_engine_hangs_ends_by_itself(
 ) -> None:
     node.hold_before_pass(1)
     with grpc.insecure_channel(node.address) as channel:
-        order = decode_order(HandoffId("a", 1), Sequence(prompt_of(9), greedy(4), seed=0), None)
+        order = decode_order(EngineRequest(RequestId("a#1"), prompt_of(9), greedy(4), seed=0))
         requests = iter([node_pb2.DecodeRequest(call=1, start=order)])
         call = node_pb2_grpc.DecodeServiceStub(channel).Decode(requests)
         node.await_held()

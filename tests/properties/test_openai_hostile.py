@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.request import EngineRequest, RequestId
 from engine.sampling import NO_SAMPLING_DEFAULTS
 from errors import NamedError
-from kv_transfer.types import HandoffId
 from router.openai.errors import status_of
 from router.openai.request.bodies import ChatBody, CompletionBody, json_object
 from router.openai.request.parsed_request import (
@@ -21,7 +21,7 @@ from router.openai.request.parsed_request import (
     completion_from,
 )
 from router.values import TokenPrompt
-from rpc.messages.sequences import Sequence, prefill_order
+from rpc.messages.sequences import prefill_order
 
 ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 numbers = st.integers() | st.sampled_from(
@@ -82,8 +82,15 @@ def check(asked: ParsedRequest) -> None:
     for call in asked.calls:
         prompt = call.prompt.token_ids if isinstance(call.prompt, TokenPrompt) else (1,)
         sampling, seed = call.sampling, call.sampling.seed or 0
-        whole = Sequence(prompt, sampling, seed, (), call.priority, call.cache_salt)
-        prefill_order(HandoffId("id", 1), whole).SerializeToString()
+        whole = EngineRequest(
+            RequestId("id#1"),
+            prompt,
+            sampling,
+            seed,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+        )
+        prefill_order(whole).SerializeToString()
 
 
 def refusal_of(read: Callable[[], ParsedRequest]) -> Exception | None:

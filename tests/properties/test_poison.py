@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.sampling import SamplingParams
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.context import RequestContext
+from router.dispatch.config import DispatchConfig
 from router.dispatch.node_rpcs import Leg
 from router.dispatch.quarantine import PROVEN_TOKENS
 from router.input_processing.tokenization import NoTokenizer
@@ -74,11 +75,13 @@ def serve(
         text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(
-            node_patience_s=PATIENCE_S,
-            quarantine_patience_s=PATIENCE_S,
-            retry_pause_s=0.0,
-            routing=Routing(RoutingPolicy.ROUND_ROBIN),
-            line=AdmissionQueueConfig(1024),
+            DispatchConfig(
+                node_patience_s=PATIENCE_S,
+                quarantine_patience_s=PATIENCE_S,
+                retry_pause_s=0.0,
+                routing=Routing(RoutingPolicy.ROUND_ROBIN),
+            ),
+            AdmissionQueueConfig(1024),
         ),
     )
     tokens: dict[int, list[int]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from engine.request import FinishReason
+from engine.request import EngineRequest, FinishReason, ReceiveKv
 from engine.runner.config import RunnerConfig
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
@@ -22,8 +22,7 @@ from node.options import NodeOptions
 from prefill_node.servicer import FINISHED_WITH_FIRST_TOKEN
 from rpc.channel import open_blocking_channel
 from rpc.messages.conversion import FINISH_FROM_MESSAGE
-from rpc.messages.sequences import Sequence as TokenSequence
-from rpc.messages.sequences import decode_order, prefill_order
+from rpc.messages.sequences import decode_order, node_request_id, prefill_order
 from rpc.node_info import NodeCard, NodeLoad, NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.nodes import await_load, card_at, is_busy
@@ -207,7 +206,8 @@ class Pair:
         self, handoff_id: HandoffId, prompt: Sequence[int], sampling: SamplingParams
     ) -> Call:
         stub = node_pb2_grpc.PrefillServiceStub(self._channel(self.p))
-        order = prefill_order(handoff_id, _sequence(prompt, sampling))
+        request = replace(_request(handoff_id, prompt, sampling), send_to=handoff_id)
+        order = prefill_order(request)
         requests = iter([node_pb2.PrefillRequest(call=1, start=order)])
         return self._begun(stub.Prefill(requests, timeout=CALL_S, wait_for_ready=True))
 
@@ -220,8 +220,11 @@ class Pair:
         is_local: bool = False,
     ) -> Call:
         stub = node_pb2_grpc.DecodeServiceStub(self._channel(self.d))
-        peer = None if is_local else Peer(NodeId(self.p.node_id), self.p.address)
-        order = decode_order(handoff_id, _sequence(prompt, sampling), peer)
+        request = _request(handoff_id, prompt, sampling)
+        if not is_local:
+            peer = Peer(NodeId(self.p.node_id), self.p.address)
+            request = replace(request, receive_from=ReceiveKv(handoff_id, peer))
+        order = decode_order(request)
         requests = iter([node_pb2.DecodeRequest(call=1, start=order)])
         return self._begun(stub.Decode(requests, timeout=CALL_S, wait_for_ready=True))
 
@@ -296,6 +299,9 @@ def all_free(card: NodeCard) -> Callable[[NodeLoad], bool]:
     return lambda load: not is_busy(load) and load.num_free_blocks == card.num_blocks
 
 
-def _sequence(prompt: Sequence[int], sampling: SamplingParams) -> TokenSequence:
+def _request(
+    handoff_id: HandoffId, prompt: Sequence[int], sampling: SamplingParams
+) -> EngineRequest:
     seed = 0 if sampling.seed is None else sampling.seed
-    return TokenSequence(tuple(prompt), replace(sampling, seed=seed), seed)
+    request_id = node_request_id(handoff_id)
+    return EngineRequest(request_id, tuple(prompt), replace(sampling, seed=seed), seed)

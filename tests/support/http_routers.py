@@ -12,6 +12,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from router.admission.admission_queue import AdmissionQueueConfig
+from router.dispatch.config import DispatchConfig
 from router.input_processing.tokenization import NoTokenizer, TextBoundary
 from router.openai.app import http_app
 from router.openai.connections import ConnectionLimits
@@ -49,7 +50,7 @@ async def an_http_router(
     *,
     table: NodeTable | None = None,
     text: TextBoundary | None = None,
-    line: AdmissionQueueConfig = UNCROWDED,
+    admission_queue: AdmissionQueueConfig = UNCROWDED,
     tls: TlsConfig = PLAIN,
     tokens: AcceptedTokens | None = None,
     tracing: Tracing = NO_REQUEST_TRACING,
@@ -63,14 +64,16 @@ async def an_http_router(
         node_calls=node_calls or FakeNodeCalls(),
         text=text or NoTokenizer(),
         clock=time.monotonic,
-        config=PipelineConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN), line=line),
+        config=PipelineConfig(
+            DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue
+        ),
     )
     health = Health(())
     await health.set_ready(True)
     app = http_app(
         pipeline=pipeline,
         table=table,
-        visits=RequestScopes(pipeline, tracing),
+        scopes=RequestScopes(tracing),
         health=health,
         resets=PrefixResets(table, channel or open_channel),
         scrape=partial(exposition, CollectorRegistry()),

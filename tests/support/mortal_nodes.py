@@ -6,15 +6,12 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, Output, RequestId
-from kv_transfer.types import HandoffId
-from router.dispatch.node_rpcs import Deliver, Leg, LegOutput, LegSummary
+from engine.request import EngineRequest, FinishReason, Output
+from router.dispatch.node_rpcs import Deliver, Leg, LegOutput
 from router.pipeline import Pipeline
 from router.routing.node_table import Node, NodeTable
 from router.tracing import UNTRACED, RequestTrace
-from router.values import DecodeSummary
 from rpc.errors import FailureKind, NodeFailed
-from rpc.messages.sequences import Sequence
 from tests.support.node_calls import token_at
 
 NUM_TICKS_DOWN = 7  # until a node that died is back
@@ -42,40 +39,36 @@ class MortalNodes:
     async def prefill(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: Sequence,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
         life = self._begin(node)
-        await self._tick(node, life, sequence, Leg.PREFILL, 0)
-        first = len(sequence.prior_output_token_ids)
-        is_last = first == sequence.sampling.max_tokens - 1
+        await self._tick(node, life, request, Leg.PREFILL, 0)
+        first = len(request.prior_output_token_ids)
+        is_last = first == request.sampling.max_tokens - 1
         reason = FinishReason.LENGTH if is_last else FinishReason.HANDED_OFF
-        deliver(_told(Leg.PREFILL, handoff_id, sequence, first, reason))
+        deliver(_told(Leg.PREFILL, request, first, reason))
 
     async def decode(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: Sequence,
-        prefill: Node | None,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
         life = self._begin(node)
-        first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
-        deliver(LegSummary(DecodeSummary()))
+        first, last = len(request.prior_output_token_ids), request.sampling.max_tokens
         for index in range(first, last):
-            if prefill is None and index == first:
-                await self._tick(node, life, sequence, Leg.PREFILL, 0)
-            await self._tick(node, life, sequence, Leg.DECODE, index - first)
+            if request.receive_from is None and index == first:
+                await self._tick(node, life, request, Leg.PREFILL, 0)
+            await self._tick(node, life, request, Leg.DECODE, index - first)
             reason = FinishReason.LENGTH if index == last - 1 else None
-            deliver(_told(Leg.DECODE, handoff_id, sequence, index, reason))
+            deliver(_told(Leg.DECODE, request, index, reason))
 
     def _begin(self, node: Node) -> int:
         """Number of the node's present life. Raises NodeFailed while it is down."""
@@ -84,11 +77,11 @@ class MortalNodes:
         return self._num_lives[node.address]
 
     async def _tick(
-        self, node: Node, life: int, sequence: Sequence, leg: Leg, num_tokens: int
+        self, node: Node, life: int, request: EngineRequest, leg: Leg, num_tokens: int
     ) -> None:
         """One pass of this node's engine, which may be its last. Raises NodeFailed."""
         await asyncio.sleep(0)
-        name = sequence.prompt_token_ids[0]
+        name = request.prompt_token_ids[0]
         if self._num_lives[node.address] == life and self.poisons.get(name) == Poison(
             leg, num_tokens
         ):
@@ -117,9 +110,7 @@ class MortalNodes:
             self.pipeline.handle_nodes_changed()
 
 
-def _told(
-    leg: Leg, handoff_id: HandoffId, sequence: Sequence, index: int, reason: FinishReason | None
-) -> LegOutput:
-    token_id = token_at(sequence, index)
-    output = Output(RequestId(str(handoff_id)), index, (token_id,), finish_reason=reason)
+def _told(leg: Leg, request: EngineRequest, index: int, reason: FinishReason | None) -> LegOutput:
+    token_id = token_at(request, index)
+    output = Output(request.request_id, index, (token_id,), finish_reason=reason)
     return LegOutput(leg, (output,))

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.kv_cache.block_hashes import PrefixNaming
-from engine.request import FinishReason, Output, RequestId
+from engine.request import EngineRequest, FinishReason, Output
 from kv_transfer.protocol.messages import Fingerprint
 from kv_transfer.types import HandoffId, Incarnation, NodeId, TokenLogprobs
-from router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput, LegSummary
+from router.dispatch.node_rpcs import Deliver, Leg, LegEvent, LegOutput
 from router.routing.node_table import Node, NodeTable
 from router.tracing import UNTRACED, RequestTrace
 from router.values import DecodeSummary, PrefillSummary
 from rpc.errors import NodeFailed
-from rpc.messages.sequences import Sequence
+from rpc.messages.sequences import handoff_id_of
 from rpc.node_info import NodeCard, NodeRole
 
 FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)
@@ -50,9 +50,9 @@ def a_table(*nodes: Node) -> NodeTable:
     return table
 
 
-def token_at(sequence: Sequence, index: int) -> int:
+def token_at(request: EngineRequest, index: int) -> int:
     """The answer that every node gives to this prompt."""
-    return (sum(sequence.prompt_token_ids) + 7 * index) % 100
+    return (sum(request.prompt_token_ids) + 7 * index) % 100
 
 
 @dataclass(slots=True)
@@ -61,10 +61,12 @@ class Asked:
 
     leg: Leg
     node: str
-    handoff_id: HandoffId
-    sequence: Sequence
-    prefill: str | None = None
+    request: EngineRequest
     timeout_s: float | None = None
+
+    @property
+    def handoff_id(self) -> HandoffId:
+        return handoff_id_of(self.request.request_id)
 
 
 @dataclass(slots=True)
@@ -88,58 +90,50 @@ class FakeNodeCalls:
     async def prefill(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: Sequence,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        asked = Asked(Leg.PREFILL, node.card.node_id, handoff_id, sequence, timeout_s=timeout_s)
-        self.asked.append(asked)
+        self.asked.append(Asked(Leg.PREFILL, node.card.node_id, request, timeout_s))
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
         if self.is_prefill_late:
             await self.decode_told_all.wait()
-        if sequence.sampling.prompt_logprobs is not None:
-            await self._tell_prompt(handoff_id, sequence, deliver)
-        first = len(sequence.prior_output_token_ids)
-        token_id = token_at(sequence, first)
-        output = _output(handoff_id, first, token_id, FinishReason.HANDED_OFF)
-        if self.num_cached_on_prefill is not None:
-            deliver(LegSummary(PrefillSummary(self.num_cached_on_prefill)))
-        deliver(LegOutput(Leg.PREFILL, (output,)))
+        if request.sampling.prompt_logprobs is not None:
+            await self._tell_prompt(request, deliver)
+        first = len(request.prior_output_token_ids)
+        token_id = token_at(request, first)
+        output = _output(request, first, token_id, FinishReason.HANDED_OFF)
+        num_cached = self.num_cached_on_prefill
+        summary = None if num_cached is None else PrefillSummary(num_cached)
+        deliver(LegOutput(Leg.PREFILL, (output,), summary))
         if self.breaks_when_decoded:
             await self.decode_told_all.wait()
             raise NodeFailed("the prefill node went away")
 
-    async def _tell_prompt(
-        self, handoff_id: HandoffId, sequence: Sequence, deliver: Deliver
-    ) -> None:
+    async def _tell_prompt(self, request: EngineRequest, deliver: Deliver) -> None:
         if self.is_prompt_late:
             await self.decode_told_all.wait()
-        for place, entry in enumerate(prompt_logprobs_of(sequence)):
+        for place, entry in enumerate(prompt_logprobs_of(request)):
             if place > 0 and self.prompt_faults:
                 raise self.prompt_faults.pop(0)
-            deliver(LegOutput(Leg.PREFILL, (_of_prompt(handoff_id, place, entry),)))
+            deliver(LegOutput(Leg.PREFILL, (_of_prompt(request, place, entry),)))
 
     async def decode(
         self,
         node: Node,
-        handoff_id: HandoffId,
-        sequence: Sequence,
-        prefill: Node | None,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        peer = None if prefill is None else str(prefill.card.node_id)
-        asked = Asked(Leg.DECODE, node.card.node_id, handoff_id, sequence, peer, timeout_s)
-        self.asked.append(asked)
+        self.asked.append(Asked(Leg.DECODE, node.card.node_id, request, timeout_s))
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
         try:
-            for event in self._decoded(handoff_id, sequence, breaks_after, prefill):
+            for event in self._decoded(request, breaks_after):
                 deliver(event)
             self.decode_told_all.set()
             if self.is_endless:
@@ -148,41 +142,32 @@ class FakeNodeCalls:
             self.left.append(Leg.DECODE)
             raise
 
-    def _decoded(
-        self,
-        handoff_id: HandoffId,
-        sequence: Sequence,
-        breaks_after: int | None,
-        prefill: Node | None,
-    ) -> Iterator[LegEvent]:
-        first, last = len(sequence.prior_output_token_ids), sequence.sampling.max_tokens
+    def _decoded(self, request: EngineRequest, breaks_after: int | None) -> Iterator[LegEvent]:
+        first, last = len(request.prior_output_token_ids), request.sampling.max_tokens
         first += self.is_prefill_late
-        if prefill is None and sequence.sampling.prompt_logprobs is not None:
-            for place, entry in enumerate(prompt_logprobs_of(sequence)):
-                yield LegOutput(Leg.DECODE, (_of_prompt(handoff_id, place, entry),))
+        if request.receive_from is None and request.sampling.prompt_logprobs is not None:
+            for place, entry in enumerate(prompt_logprobs_of(request)):
+                yield LegOutput(Leg.DECODE, (_of_prompt(request, place, entry),))
         for count, index in enumerate(range(first, last)):
             if count == breaks_after:
                 raise NodeFailed("the decode node went away")
             is_last = index == last - 1 and not self.is_endless
             reason = self.ends_by if is_last else None
-            output = _output(handoff_id, index, token_at(sequence, index), reason)
-            if count == 0:
-                yield LegSummary(self.summary)
-            yield LegOutput(Leg.DECODE, (output,))
+            output = _output(request, index, token_at(request, index), reason)
+            yield LegOutput(Leg.DECODE, (output,), self.summary if count == 0 else None)
 
 
-def prompt_logprobs_of(sequence: Sequence) -> list[TokenLogprobs | None]:
+def prompt_logprobs_of(request: EngineRequest) -> list[TokenLogprobs | None]:
     """What every node says of this prompt, a token in a chunk."""
-    known = sequence.prompt_token_ids[1:]
+    known = request.prompt_token_ids[1:]
     return [None, *(TokenLogprobs(token, -float(token), rank=1) for token in known)]
 
 
-def _of_prompt(handoff_id: HandoffId, place: int, entry: TokenLogprobs | None) -> Output:
-    name = RequestId(str(handoff_id))
-    return Output(name, 0, prompt_logprobs=(entry,), first_prompt_index=place)
+def _of_prompt(request: EngineRequest, place: int, entry: TokenLogprobs | None) -> Output:
+    return Output(request.request_id, 0, prompt_logprobs=(entry,), first_prompt_index=place)
 
 
 def _output(
-    handoff_id: HandoffId, index: int, token_id: int, reason: FinishReason | None
+    request: EngineRequest, index: int, token_id: int, reason: FinishReason | None
 ) -> Output:
-    return Output(RequestId(str(handoff_id)), index, (token_id,), finish_reason=reason)
+    return Output(request.request_id, index, (token_id,), finish_reason=reason)

@@ -12,6 +12,7 @@ from grpc import aio
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.admission.admission_queue import AdmissionQueueConfig
+from router.dispatch.config import DispatchConfig
 from router.input_processing.tokenization import NoTokenizer
 from router.pipeline import Pipeline, PipelineConfig
 from router.request_scope import RequestScopes
@@ -48,7 +49,7 @@ class MoodyRouter(InferenceServicer):
         node_calls: FakeNodeCalls,
         faults: Sequence[Exception],
         table: NodeTable,
-        line: AdmissionQueueConfig,
+        admission_queue: AdmissionQueueConfig,
         tracing: Tracing = NO_REQUEST_TRACING,
     ) -> None:
         self.text = ToldOfPrompts()
@@ -57,9 +58,11 @@ class MoodyRouter(InferenceServicer):
             node_calls=node_calls,
             text=self.text,
             clock=time.monotonic,
-            config=PipelineConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN), line=line),
+            config=PipelineConfig(
+                DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue
+            ),
         )
-        super().__init__(self.pipeline, table, RequestScopes(self.pipeline, tracing))
+        super().__init__(self.pipeline, table, RequestScopes(tracing))
         self.faults = list(faults)
         self.num_asked = 0
         self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of requests that left nothing here
@@ -93,13 +96,13 @@ async def a_router(
     table: NodeTable | None = None,
     tls: TlsConfig = PLAIN,
     interceptors: Sequence[aio.ServerInterceptor] = (),
-    line: AdmissionQueueConfig = UNCROWDED,
+    admission_queue: AdmissionQueueConfig = UNCROWDED,
     port: int = 0,
     tracing: Tracing = NO_REQUEST_TRACING,
 ) -> AsyncIterator[tuple[MoodyRouter, str]]:
     """The router and its address."""
     nodes = node_calls or FakeNodeCalls()
-    router = MoodyRouter(nodes, faults, table or a_table(), line, tracing)
+    router = MoodyRouter(nodes, faults, table or a_table(), admission_queue, tracing)
     service = Service(
         "baton.v1.InferenceService",
         lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),

@@ -268,7 +268,7 @@ def router_options(
         parsing=Parsing(tool_parser, reasoning_parser),
         model=model,
         routing=Routing(parse_policy(policy), local_prefill_below),
-        line=AdmissionQueueConfig(max_in_flight, max_queue),
+        admission_queue=AdmissionQueueConfig(max_in_flight, max_queue),
         tls=tls_config(**for_tls),
         tokens=None if token_file is None else AcceptedTokens(read_tokens(token_file)),
         telemetry=telemetry_options(**for_telemetry),

@@ -24,7 +24,7 @@ from router.openai.response.forced_calls import NamedCallParser, RequiredCallsPa
 from router.openai.response.logprobs import TokenSpeller, prompt_logprobs
 from router.openai.response.output_parsers import NO_PARSING, FirstCallFilter, OutputParser, Parsing
 from router.openai.response.request_warnings import Warnings
-from router.values import CompletionSummary, TokenChunk
+from router.values import AnswerPart, CompletionSummary, TokenChunk
 
 DONE = b"data: [DONE]\n\n"
 
@@ -146,7 +146,7 @@ class WholeAnswer:
         self._endings: dict[int, CompletionSummary] = {}
         self._usage = UsageTotals(parsed)
 
-    def take(self, index: int, part: TokenChunk | CompletionSummary) -> None:
+    def take(self, index: int, part: AnswerPart) -> None:
         if isinstance(part, CompletionSummary):
             self._endings[index] = part
             self._usage.ended(index, part)
@@ -210,7 +210,7 @@ class StreamedAnswer:
         self._prompts = prompts
         self._usage = UsageTotals(parsed)
 
-    async def events(self, index: int, part: TokenChunk | CompletionSummary) -> bytes:
+    async def events(self, index: int, part: AnswerPart) -> bytes:
         """Return the next events; empty if there is nothing to send yet."""
         choice = self._choices[index]
         if isinstance(part, CompletionSummary):

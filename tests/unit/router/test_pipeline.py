@@ -6,19 +6,20 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
-from engine.request import Output, RequestId
+from engine.request import Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from errors import InvalidRequest
-from kv_transfer.types import TokenLogprobs
+from kv_transfer.types import NodeId, Peer, TokenLogprobs
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.context import RequestContext
-from router.dispatch.node_rpcs import MOST_WAITING, Events, Leg, LegOutput
+from router.dispatch.config import DispatchConfig
+from router.dispatch.node_rpcs import MAX_WAITING, Events, Leg, LegOutput
 from router.input_processing.tokenization import NoTokenizer, TextBoundary
 from router.pipeline import Pipeline, PipelineConfig
 from router.routing.node_table import NodeTable
@@ -78,11 +79,13 @@ def a_pipeline(
         text=text or NoTokenizer(),
         clock=clock or (lambda: float(next(ticks))),
         config=PipelineConfig(
-            max_attempts=3,
-            node_patience_s=node_patience_s,
-            retry_pause_s=0.0,
-            routing=Routing(RoutingPolicy.ROUND_ROBIN),
-            line=AdmissionQueueConfig(max_in_flight),
+            DispatchConfig(
+                max_attempts=3,
+                node_patience_s=node_patience_s,
+                retry_pause_s=0.0,
+                routing=Routing(RoutingPolicy.ROUND_ROBIN),
+            ),
+            AdmissionQueueConfig(max_in_flight),
         ),
     )
 
@@ -99,12 +102,22 @@ def a_call(
     return GenerateCall(request_id, TokenPrompt(prompt), sampling, model=model)
 
 
+async def generated(
+    pipeline: Pipeline, call: GenerateCall, context: RequestContext
+) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
+    """The parts of an answer whose id is reserved meanwhile."""
+    with pipeline.accept(call.request_id):
+        async with aclosing(pipeline.generate(call, context)) as parts:
+            async for part in parts:
+                yield part
+
+
 async def run(
     pipeline: Pipeline, call: GenerateCall, context: RequestContext = NO_DEADLINE
 ) -> tuple[list[int], CompletionSummary]:
     token_ids: list[int] = []
     ending = None
-    async for part in pipeline.generate(call, context):
+    async for part in generated(pipeline, call, context):
         if isinstance(part, TokenChunk):
             assert part.first_index == len(token_ids)
             token_ids += part.token_ids
@@ -133,7 +146,7 @@ def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
 
 
 def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
-    return [token_at(nodes.asked[0].sequence, index) for index in range(count)]
+    return [token_at(nodes.asked[0].request, index) for index in range(count)]
 
 
 def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
@@ -142,9 +155,11 @@ def test_both_legs_start_under_one_hand_off_with_one_seed() -> None:
     token_ids, ending = asyncio.run(run(a_pipeline(nodes), a_call()))
 
     prefill, decode = sorted(nodes.asked, key=lambda asked: asked.leg is Leg.DECODE)
-    assert (prefill.leg, decode.leg, decode.prefill) == (Leg.PREFILL, Leg.DECODE, "prefill")
-    assert prefill.handoff_id == decode.handoff_id
-    assert prefill.sequence.seed == decode.sequence.seed
+    source = Peer(NodeId("prefill"), "prefill:1")
+    assert (prefill.leg, decode.leg) == (Leg.PREFILL, Leg.DECODE)
+    assert prefill.request.send_to == prefill.handoff_id
+    assert decode.request.receive_from == ReceiveKv(prefill.handoff_id, source)
+    assert prefill.request.seed == decode.request.seed
     assert token_ids == expected_tokens(nodes)
     assert ending.served.prefill is PrefillPlace.REMOTE
     assert ending.served.summary.kv_bytes == 2048
@@ -161,7 +176,7 @@ def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
 
     asyncio.run(three())
 
-    seeds = [asked.sequence.seed for asked in nodes.asked if asked.leg is Leg.DECODE]
+    seeds = [asked.request.seed for asked in nodes.asked if asked.leg is Leg.DECODE]
     assert seeds[0] == 5
     assert seeds[1] != seeds[2]
 
@@ -178,9 +193,9 @@ def test_a_decode_that_breaks_off_goes_on_elsewhere_without_gap_or_repeat() -> N
     assert token_ids == expected_tokens(nodes)
     assert (first.handoff_id.attempt, second.handoff_id.attempt) == (1, 2)
     assert first.node != second.node
-    assert second.sequence.prior_output_token_ids == tuple(token_ids[:3])
-    assert second.sequence.seed == first.sequence.seed
-    assert second.sequence.age_s > first.sequence.age_s > 0  # its place by arrival goes with it
+    assert second.request.prior_output_token_ids == tuple(token_ids[:3])
+    assert second.request.seed == first.request.seed
+    assert second.request.age_s > first.request.age_s > 0  # its place by arrival goes with it
     assert ending.served.attempts == 2
 
 
@@ -199,7 +214,7 @@ def test_a_prefill_node_that_goes_when_decode_has_all_costs_no_second_try() -> N
     nodes = FakeNodeCalls(breaks_when_decoded=True, is_endless=True)
 
     async def three_pieces_of_an_endless_answer() -> None:
-        async for _ in a_pipeline(nodes).generate(a_call(max_tokens=3), NO_DEADLINE):
+        async for _ in generated(a_pipeline(nodes), a_call(max_tokens=3), NO_DEADLINE):
             pass
 
     async def meanwhile() -> None:
@@ -242,12 +257,12 @@ def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
     call = GenerateCall("a", TokenPrompt(PROMPT), sampling)
 
     async def pieces() -> list[TokenChunk]:
-        parts = [part async for part in a_pipeline(nodes).generate(call, NO_DEADLINE)]
+        parts = [part async for part in generated(a_pipeline(nodes), call, NO_DEADLINE)]
         return [part for part in parts if isinstance(part, TokenChunk)]
 
     first, *others = asyncio.run(pieces())
 
-    assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.asked[0].sequence)
+    assert list(first.prompt_logprobs) == prompt_logprobs_of(nodes.asked[0].request)
     assert [piece for piece in others if piece.prompt_logprobs] == []
     token_ids = [token for piece in (first, *others) for token in piece.token_ids]
     assert token_ids == expected_tokens(nodes)
@@ -258,7 +273,7 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
 
     async def pieces() -> list[TokenChunk]:
         call = a_call(max_tokens=8)
-        parts = [part async for part in a_pipeline(nodes).generate(call, RequestContext(0.0))]
+        parts = [part async for part in generated(a_pipeline(nodes), call, RequestContext(0.0))]
         return [part for part in parts if isinstance(part, TokenChunk)]
 
     told = asyncio.run(pieces())
@@ -267,7 +282,7 @@ def test_tokens_that_wait_go_out_as_one_piece_and_a_failure_behind_them_takes_no
     assert token_ids == expected_tokens(nodes, 8)
     assert len(told) < 8
     again = [asked for asked in nodes.asked if asked.handoff_id.attempt == 2]
-    assert again[-1].sequence.prior_output_token_ids == tuple(token_ids[:4])
+    assert again[-1].request.prior_output_token_ids == tuple(token_ids[:4])
 
 
 def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() -> None:
@@ -275,8 +290,8 @@ def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() ->
     told: list[TokenChunk] = []
 
     async def read() -> None:
-        call = a_call(max_tokens=2 * MOST_WAITING)
-        async for part in a_pipeline(nodes).generate(call, RequestContext(0.0)):
+        call = a_call(max_tokens=2 * MAX_WAITING)
+        async for part in generated(a_pipeline(nodes), call, RequestContext(0.0)):
             assert isinstance(part, TokenChunk)
             told.append(part)
 
@@ -285,7 +300,7 @@ def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() ->
 
     token_ids = [token_id for piece in told for token_id in piece.token_ids]
     # The first token of prefill, its end and both summaries wait there as well.
-    assert MOST_WAITING - 4 <= len(token_ids) <= MOST_WAITING
+    assert MAX_WAITING - 4 <= len(token_ids) <= MAX_WAITING
     assert token_ids == expected_tokens(nodes, len(token_ids))
     assert len(nodes.asked) == 2  # and no second try
 
@@ -369,7 +384,7 @@ def test_who_would_wait_beyond_its_deadline_is_refused_at_once_and_told_when_to_
     )
 
     async def scene() -> TooLate:
-        async with aclosing(pipeline.generate(a_call("first"), NO_DEADLINE)) as first:
+        async with aclosing(generated(pipeline, a_call("first"), NO_DEADLINE)) as first:
             await anext(first)  # several ticks pass until its first token
             second = asyncio.ensure_future(run(pipeline, a_call("second")))
             patient = RequestContext(0.0, deadline_s=1e6)
@@ -394,7 +409,7 @@ def test_leaving_early_leaves_both_legs_and_frees_the_id() -> None:
     pipeline = a_pipeline(nodes)
 
     async def leave_then_drain() -> None:
-        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call(), RequestContext(0.0))) as parts:
             async for _ in parts:
                 break
         await pipeline.drain()
@@ -427,7 +442,7 @@ def test_whose_answer_would_not_be_whole_by_its_deadline_is_refused_before_it_be
 
     async def scene() -> TooLate:
         await run(pipeline, a_call("shows how long an answer takes"))
-        async with aclosing(pipeline.generate(a_call("under way"), NO_DEADLINE)) as under_way:
+        async with aclosing(generated(pipeline, a_call("under way"), NO_DEADLINE)) as under_way:
             await anext(under_way)
             hurried = RequestContext(0.0, deadline_s=next(ticks) + 3.0)
             with pytest.raises(TooLate, match=r"the answer take .* 25% in reserve") as refusal:
@@ -444,11 +459,11 @@ def test_who_waited_for_too_long_to_be_served_whole_asks_nothing_of_nodes() -> N
 
     async def scene() -> None:
         nonlocal slept_s
-        async for _ in pipeline.generate(a_call("takes a hundred seconds"), NO_DEADLINE):
+        async for _ in generated(pipeline, a_call("takes a hundred seconds"), NO_DEADLINE):
             slept_s += 100.0
-        beside = pipeline.generate(a_call("beside"), NO_DEADLINE)
+        beside = generated(pipeline, a_call("beside"), NO_DEADLINE)
         await anext(beside)
-        async with aclosing(pipeline.generate(a_call("under way"), NO_DEADLINE)) as under_way:
+        async with aclosing(generated(pipeline, a_call("under way"), NO_DEADLINE)) as under_way:
             await anext(under_way)
             patient = RequestContext(0.0, deadline_s=10_000.0)
             waiting = asyncio.ensure_future(run(pipeline, a_call("waits"), patient))
@@ -472,7 +487,7 @@ def test_who_is_alone_is_served_as_far_as_its_deadline_lets_it_be() -> None:
 
     async def scene() -> list[int]:
         nonlocal slept_s
-        async for _ in pipeline.generate(a_call("takes a hundred seconds"), NO_DEADLINE):
+        async for _ in generated(pipeline, a_call("takes a hundred seconds"), NO_DEADLINE):
             slept_s += 100.0
         hurried = RequestContext(0.0, deadline_s=slept_s + next(ticks) + 50.0)
         return (await run(pipeline, a_call("alone"), hurried))[0]
@@ -523,7 +538,7 @@ def test_an_id_is_refused_only_while_it_is_in_use() -> None:
     pipeline = a_pipeline(nodes)
 
     async def twice_at_once_then_again() -> None:
-        async with aclosing(pipeline.generate(a_call("x"), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call("x"), RequestContext(0.0))) as parts:
             await anext(parts)
             with pytest.raises(RequestIdInUse):
                 await run(pipeline, a_call("x"))
@@ -573,7 +588,7 @@ def test_a_request_waits_for_the_only_decode_node_to_come_back_and_goes_on_there
 
     async def restart_under_way() -> list[int]:
         token_ids: list[int] = []
-        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call(), RequestContext(0.0))) as parts:
             async for part in parts:
                 if isinstance(part, TokenChunk):
                     token_ids += part.token_ids
@@ -615,7 +630,7 @@ def test_an_answer_waits_for_its_own_revision_to_come_back() -> None:
 
     async def restart_under_way() -> list[int]:
         token_ids: list[int] = []
-        async with aclosing(pipeline.generate(a_call(), RequestContext(0.0))) as parts:
+        async with aclosing(generated(pipeline, a_call(), RequestContext(0.0))) as parts:
             async for part in parts:
                 if isinstance(part, TokenChunk):
                     token_ids += part.token_ids
@@ -642,7 +657,7 @@ def test_an_answer_whose_revision_does_not_come_back_ends_by_name() -> None:
     pipeline = a_pipeline(nodes, table, node_patience_s=0.01)
 
     async def lost_under_way() -> None:
-        async for _ in pipeline.generate(a_call(), RequestContext(0.0)):
+        async for _ in generated(pipeline, a_call(), RequestContext(0.0)):
             table.lose(d1.address)
 
     with pytest.raises(IncompatibleNodes, match="must not go on"):

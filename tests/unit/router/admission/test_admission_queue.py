@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 
+from engine.sampling import SamplingParams
 from errors import InvalidConfig
-from router.admission.admission import AdmissionGate
+from router.admission.admission import Admission
 from router.admission.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, AdmissionQueueConfig
+from router.context import RequestContext
+from router.values import GenerateCall, TokenPrompt
 from rpc.errors import QueueFull
 
 
@@ -99,11 +102,12 @@ def test_limits_that_serve_nobody_are_refused(in_flight: int, queue: int) -> Non
 
 def test_a_request_that_is_cancelled_just_when_it_was_admitted_passes_its_turn_on() -> None:
     async def three() -> None:
-        admission = AdmissionGate(AdmissionQueueConfig(1, 5), clock=lambda: 0.0)
+        admission = Admission(AdmissionQueueConfig(1, 5), clock=lambda: 0.0)
+        call = GenerateCall("a", TokenPrompt((1,)), SamplingParams())
         done = asyncio.Event()
 
         async def take_turn(until: asyncio.Event | None = None) -> None:
-            async with admission.turn(0):
+            async with admission.turn(call, RequestContext(0.0)):
                 if until is not None:
                     await until.wait()
 

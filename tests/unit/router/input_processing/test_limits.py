@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import inference_pb2, sampling_pb2
+from engine.request import EngineRequest
 from engine.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_LOGIT_BIASES,
@@ -20,7 +21,7 @@ from kv_transfer.types import HandoffId
 from router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
 from router.openai.request.parsed_request import ModelContext, chat_completion_from, completion_from
 from router.translate import calls_from
-from rpc.messages.sequences import Sequence, decode_order, decode_spec
+from rpc.messages.sequences import decode_order, decode_spec, node_request_id
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
 ADVICE = ModelContext(NO_SAMPLING_DEFAULTS, 100)
@@ -120,8 +121,8 @@ def test_as_much_as_may_be_is_taken() -> None:
 
 @pytest.mark.parametrize(("name", "salt"), [("x" * 513, ""), ("a", "x" * 513)])
 def test_nodes_refuse_names_that_no_router_sends(name: str, salt: str) -> None:
-    sequence = Sequence((1,), SamplingParams(), 0, cache_salt=salt)
-    order = decode_order(HandoffId(name, 1), sequence, None)
+    request_id = node_request_id(HandoffId(name, 1))
+    order = decode_order(EngineRequest(request_id, (1,), SamplingParams(), 0, cache_salt=salt))
 
     with pytest.raises(InvalidRequest, match="513 characters"):
         decode_spec(order, "client", 0.0)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 from baton.generation import Generation, request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.kv_cache.block_hashes import PrefixNaming
-from engine.request import ClientId, FinishReason, Output, ReceiveKv, RequestId
+from engine.request import ClientId, EngineRequest, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
@@ -46,7 +46,14 @@ from router.translate import call_from, calls_from
 from router.values import TextPrompt
 from rpc.errors import EmptyPrompt, UnsupportedInput
 from rpc.messages.conversion import output_from, output_to, sampling_from, sampling_to
-from rpc.messages.sequences import Sequence, decode_order, decode_spec, prefill_order, prefill_spec
+from rpc.messages.sequences import (
+    decode_order,
+    decode_spec,
+    handoff_id_of,
+    node_request_id,
+    prefill_order,
+    prefill_spec,
+)
 from rpc.node_info import NodeLoad, NodeRole, card_from, card_to, load_from, update_to
 from tests.support.node_calls import FINGERPRINT, a_card
 
@@ -204,31 +211,46 @@ def test_outputs_survive_the_wire(reason: FinishReason | None) -> None:
 
 
 def test_a_node_gets_the_sequence_it_was_sent() -> None:
-    sequence = Sequence((1, 2), SAMPLINGS[2], 2**63 - 1, (3,), -4, "salt", age_s=2.5)
-    peer = Peer(NodeId("p"), "host:1")
+    alone = EngineRequest(
+        request_id=RequestId("r#3"),
+        prompt_token_ids=(1, 2),
+        sampling=SAMPLINGS[2],
+        seed=2**63 - 1,
+        age_s=2.5,
+        priority=-4,
+        cache_salt="salt",
+        prior_output_token_ids=(3,),
+        is_paced=True,
+    )
+    sender = replace(alone, send_to=HANDOFF)
+    receiver = replace(alone, receive_from=ReceiveKv(HANDOFF, Peer(NodeId("p"), "host:1")))
+    client = ClientId("c")
 
-    prefill = prefill_spec(prefill_order(HANDOFF, sequence), ClientId("c"), 1.5)
-    decode = decode_spec(decode_order(HANDOFF, sequence, peer), ClientId("c"), 1.5)
-    alone = decode_spec(decode_order(HANDOFF, sequence, None), ClientId("c"), 1.5)
+    assert prefill_spec(prefill_order(sender), client, 1.5) == _arrived(sender)
+    assert decode_spec(decode_order(receiver), client, 1.5) == _arrived(receiver)
+    assert decode_spec(decode_order(alone), client, 1.5) == _arrived(alone)
 
-    for spec in (prefill, decode, alone):
-        assert (spec.request_id, spec.prompt_token_ids, spec.seed) == ("r#3", (1, 2), 2**63 - 1)
-        assert (spec.prior_output_token_ids, spec.priority, spec.cache_salt) == ((3,), -4, "salt")
-        assert (spec.sampling, spec.arrival_s, spec.age_s) == (SAMPLINGS[2], 1.5, 2.5)
-    assert (prefill.send_to, prefill.receive_from) == (HANDOFF, None)
-    assert (decode.send_to, decode.receive_from) == (None, ReceiveKv(HANDOFF, peer))
-    assert (alone.send_to, alone.receive_from) == (None, None)
+
+def _arrived(request: EngineRequest) -> EngineRequest:
+    """The request on its node, which adds only the caller and the time."""
+    return replace(request, client_id=ClientId("c"), arrival_s=1.5)
+
+
+def test_the_hand_off_of_a_request_is_in_its_id() -> None:
+    awkward = HandoffId("a#2.b", 7)
+
+    assert handoff_id_of(node_request_id(awkward)) == awkward
 
 
 @pytest.mark.parametrize("age_s", [-1.0, math.nan, math.inf])
 def test_an_age_that_is_none_upsets_no_order(age_s: float) -> None:
-    order = prefill_order(HANDOFF, Sequence((1,), SamplingParams(), 0, age_s=age_s))
+    order = prefill_order(EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, age_s=age_s))
 
     assert prefill_spec(order, ClientId("c"), 0.0).age_s == 0.0
 
 
 def test_nodes_refuse_stop_strings() -> None:
-    order = prefill_order(HANDOFF, Sequence((1,), SamplingParams(), 0))
+    order = prefill_order(EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0))
     order.sequence.sampling.stop.append("x")
 
     with pytest.raises(UnsupportedInput):

@@ -11,15 +11,16 @@ import pytest
 
 from engine.sampling import MAX_LOGPROBS, SamplingParams
 from errors import InvalidRequest
+from router.answers import generate_answers
+from router.dispatch.config import DispatchConfig
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import NoTokenizer
-from router.merging import merged
 from router.pipeline import Pipeline, PipelineConfig
 from router.request_scope import RequestScopes, new_request_context
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Routing, RoutingPolicy
 from router.values import CompletionSummary, GenerateCall, PrefillPlace, TokenChunk, TokenPrompt
-from rpc.errors import NodeFailed, PoisonedRequest
+from rpc.errors import NodeDraining, NodeFailed, PoisonedRequest
 from rpc.node_info import NodeLoad, NodeRole
 from tests.support.mortal_nodes import MortalNodes, Poison
 from tests.support.node_calls import (
@@ -46,13 +47,13 @@ def calls_of(
 
 def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
     ticks = itertools.count()
-    config = PipelineConfig(retry_pause_s=0.0, routing=Routing(RoutingPolicy.ROUND_ROBIN))
+    dispatch = DispatchConfig(retry_pause_s=0.0, routing=Routing(RoutingPolicy.ROUND_ROBIN))
     return Pipeline(
         table=table,
         node_calls=nodes,
         text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
-        config=config,
+        config=PipelineConfig(dispatch),
     )
 
 
@@ -67,10 +68,10 @@ def parts_of(
     """All parts of all answers, in the order they came."""
 
     async def run() -> list[tuple[int, TokenChunk | CompletionSummary]]:
-        visits = RequestScopes(a_pipeline(nodes, table or a_table()))
-        visit = visits.begin("a", None, new_request_context(remaining_s))
-        answers = visits.answering(visit, calls, num_each or len(calls))
-        async with aclosing(merged(answers)) as parts:
+        pipeline = a_pipeline(nodes, table or a_table())
+        scope = RequestScopes().begin("a", None, new_request_context(remaining_s))
+        answers = generate_answers(pipeline, scope, calls, num_each or len(calls))
+        async with aclosing(answers) as parts:
             return [indexed async for indexed in parts]
 
     return asyncio.run(asyncio.wait_for(run(), 30))
@@ -96,7 +97,7 @@ def answered(
 
 
 def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
-    return [token_at(nodes.asked[0].sequence, index) for index in range(count)]
+    return [token_at(nodes.asked[0].request, index) for index in range(count)]
 
 
 def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
@@ -118,7 +119,7 @@ def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() ->
     assert len({asked.node for asked in nodes.asked if asked.leg is Leg.DECODE}) == 1
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 4
     assert len({asked.handoff_id for asked in nodes.asked}) == 4
-    assert sorted(asked.sequence.seed for asked in nodes.asked if asked.leg is Leg.DECODE) == [
+    assert sorted(asked.request.seed for asked in nodes.asked if asked.leg is Leg.DECODE) == [
         *range(4)
     ]
     places = [ending.served.prefill for _, ending in answers.values()]
@@ -216,10 +217,10 @@ def test_logprobs_of_the_prompt_are_computed_once_and_told_with_each_answer() ->
     parts = [part for _, part in parts_of(nodes, with_prompt_logprobs(calls_of(3)))]
 
     assert legs(nodes) == (1, 3)
-    asked = [one.sequence.sampling.prompt_logprobs for one in nodes.asked]
+    asked = [one.request.sampling.prompt_logprobs for one in nodes.asked]
     assert asked == [1, 1, None, None]
     told = [part.prompt_logprobs for part in parts if isinstance(part, TokenChunk)]
-    assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].sequence))) == 3
+    assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].request))) == 3
     assert len(told) - told.count(()) == 3
 
 
@@ -294,6 +295,43 @@ def test_all_answers_come_from_one_revision_of_the_model() -> None:
     assert [asked.node for asked in nodes.asked] == ["d1"] * 4
 
 
+def test_answers_begin_with_another_revision_while_none_has_a_token() -> None:
+    other = replace(FINGERPRINT, model="the same in int8")
+    p1, p2 = (
+        a_node(NodeRole.PREFILL, "p1"),
+        a_node(NodeRole.PREFILL, "p2", fingerprint=other),
+    )
+    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=other)
+    nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out")])
+
+    answered(nodes, calls_of(3), a_table(p1, p2, d1, d2))
+
+    assert decodes_of(nodes) == ["d1", "d2", "d2", "d2"]
+
+
+def test_a_draining_router_finishes_answers_that_wait_for_the_first() -> None:
+    may_decode = asyncio.Event()
+
+    class Waiting(FakeNodeCalls):
+        async def decode(self, *args: object, **more: object) -> None:
+            await may_decode.wait()
+            await super().decode(*args, **more)  # type: ignore[arg-type]
+
+    async def drain_after_the_first_part() -> int:
+        pipeline = a_pipeline(Waiting(), a_table())
+        scope = RequestScopes().begin("a", None, new_request_context())
+        async with aclosing(generate_answers(pipeline, scope, calls_of(3), 3)) as parts:
+            await anext(parts)  # by prefill: nobody has the KV yet
+            draining = asyncio.ensure_future(pipeline.drain())
+            await asyncio.sleep(0)
+            may_decode.set()
+            num_ended = sum([isinstance(part, CompletionSummary) async for _, part in parts])
+        await draining
+        return num_ended
+
+    assert asyncio.run(asyncio.wait_for(drain_after_the_first_part(), 30)) == 3
+
+
 @pytest.mark.parametrize("num_prefill", [0, 1])
 def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) -> None:
     prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
@@ -306,13 +344,12 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
         node_calls=nodes,
         text=NoTokenizer(),
         clock=lambda: float(next(ticks)),
-        config=PipelineConfig(node_patience_s=30, retry_pause_s=0.0),
+        config=PipelineConfig(DispatchConfig(node_patience_s=30, retry_pause_s=0.0)),
     )
 
     async def scene(pipeline: Pipeline) -> None:
-        visits = RequestScopes(pipeline)
-        visit = visits.begin("a", None, new_request_context(None))
-        async with aclosing(merged(visits.answering(visit, calls_of(6), 6))) as parts:
+        scope = RequestScopes().begin("a", None, new_request_context(None))
+        async with aclosing(generate_answers(pipeline, scope, calls_of(6), 6)) as parts:
             async for _ in parts:
                 pass
 

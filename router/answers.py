@@ -1,0 +1,173 @@
+"""All answers to the prompts of one client request (`n`), merged into one stream.
+
+Each answer is a request of its own in the pipeline, which can fail, stop or migrate without the
+others. The first answer to a prompt has it computed. The others wait until a decode node has its
+KV, and go there: the node's prefix cache has all blocks of the prompt but the last, partial one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import replace
+
+from kv_transfer.types import TokenLogprobs
+from router.context import PromptPlacement, RequestContext
+from router.dispatch.quarantine import PromptGroup
+from router.input_processing.logprob_limits import LogprobBudget
+from router.pipeline import Pipeline
+from router.request_scope import RequestScope, never_late
+from router.values import AnswerPart, CompletionSummary, GenerateCall, TokenChunk, TokenPrompt
+
+Parts = AsyncGenerator[AnswerPart, None]
+IndexedParts = AsyncGenerator[tuple[int, AnswerPart], None]
+Answer = AbstractAsyncContextManager[Parts]
+
+
+async def generate_answers(
+    pipeline: Pipeline,
+    scope: RequestScope,
+    calls: Sequence[GenerateCall],
+    num_each: int,
+    is_late: Callable[[], bool] = never_late,
+) -> IndexedParts:
+    """Yield the parts of the answers to all calls, each with the index of its call.
+
+    Each `num_each` consecutive calls have the same prompt. The first call is answered in `scope`,
+    the others in child scopes. If one answer fails, or the consumer stops early, all are cancelled.
+    """
+    scopes = [scope, *(scope.begin_child(call.request_id) for call in calls[1:])]
+    budget = LogprobBudget(num_each)
+    prompts = [SharedPrompt(pipeline, budget) for _ in range(0, len(calls), num_each)]
+    answers = [
+        prompts[place // num_each].answering(own, call, is_late, is_first=place % num_each == 0)
+        for place, (own, call) in enumerate(zip(scopes, calls, strict=True))
+    ]
+    if len(answers) > 1:
+        async for indexed in _merge(answers):
+            yield indexed
+        return
+    async with answers[0] as parts:
+        async for part in parts:
+            yield 0, part
+
+
+class SharedPrompt:
+    """The answers to one prompt: the first one has it computed, the others reuse its KV."""
+
+    def __init__(self, pipeline: Pipeline, budget: LogprobBudget) -> None:
+        self._pipeline = pipeline
+        self._budget = budget
+        self._group = PromptGroup()
+        self._is_settled = asyncio.Event()  # the others need not wait for the first any more
+        self._failure: Exception | None = None  # of the first answer
+        self._placement: PromptPlacement | None = None
+        self._logprobs: tuple[TokenLogprobs | None, ...] = ()  # known once the first one has them
+
+    @asynccontextmanager
+    async def answering(
+        self,
+        scope: RequestScope,
+        call: GenerateCall,
+        is_late: Callable[[], bool],
+        *,
+        is_first: bool,
+    ) -> AsyncIterator[Parts]:
+        """Yield the parts of one answer, which ends with the block."""
+        context = replace(scope.context, logprob_budget=self._budget, quarantine_group=self._group)
+        wants_logprobs = call.sampling.prompt_logprobs is not None
+        with (
+            scope.answering(call, is_late) as salted,
+            self._settling(is_first=is_first),
+            self._pipeline.accept(call.request_id),
+        ):
+            if is_first:
+                context = replace(context, note_placement=self._note_placement)
+                parts = self._pipeline.generate(salted, context)
+            else:
+                parts = self._pipeline.generate(*await self._follow(salted, context))
+            if wants_logprobs:
+                parts = self._with_prompt_logprobs(parts)
+            async with aclosing(parts):
+                yield parts
+
+    @contextmanager
+    def _settling(self, *, is_first: bool) -> Iterator[None]:
+        """Release the other answers at the end of the first one, however it ends."""
+        try:
+            yield
+        except Exception as failure:
+            if is_first:
+                self._failure = failure
+            raise
+        finally:
+            if is_first:
+                self._is_settled.set()
+
+    def _note_placement(self, placement: PromptPlacement) -> None:
+        if not self._is_settled.is_set():
+            self._placement = placement
+            if placement.has_kv:
+                self._is_settled.set()
+
+    async def _follow(
+        self, call: GenerateCall, context: RequestContext
+    ) -> tuple[GenerateCall, RequestContext]:
+        """Wait for the first answer's prompt, and return call and context of one that reuses it.
+
+        Raises the error of the first answer if it failed: a request ends with the first failure.
+        """
+        await self._is_settled.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._placement is None:
+            return call, context
+        sampling = replace(call.sampling, prompt_logprobs=None)
+        call = replace(call, prompt=TokenPrompt(self._placement.token_ids), sampling=sampling)
+        return call, replace(context, placement=self._placement)
+
+    async def _with_prompt_logprobs(self, parts: Parts) -> Parts:
+        """Add the prompt logprobs, which are computed only once, to the first part of an answer."""
+        is_first = True
+        async with aclosing(parts):
+            async for part in parts:
+                if is_first and isinstance(part, TokenChunk):
+                    is_first = False
+                    self._logprobs = part.prompt_logprobs or self._logprobs
+                    yield part._replace(prompt_logprobs=self._logprobs)
+                else:
+                    yield part
+
+
+async def _merge(answers: Sequence[Answer]) -> IndexedParts:
+    # A queue of one: answers that are faster than the client wait, as with a single answer.
+    queue: asyncio.Queue[tuple[int, AnswerPart | Exception]] = asyncio.Queue(1)
+
+    async def forward(index: int, answer: Answer) -> None:
+        try:
+            async with answer as parts:
+                async for part in parts:
+                    await queue.put((index, part))
+        except Exception as failure:  # noqa: BLE001 - raised again by the consumer
+            await queue.put((index, failure))
+
+    tasks = [asyncio.ensure_future(forward(*indexed)) for indexed in enumerate(answers)]
+    try:
+        num_ended = 0
+        while num_ended < len(answers):
+            index, part = await queue.get()
+            if isinstance(part, Exception):
+                raise part
+            num_ended += isinstance(part, CompletionSummary)
+            yield index, part
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

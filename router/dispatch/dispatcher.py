@@ -1,0 +1,245 @@
+"""Dispatches a request to nodes: attempts on changing nodes until one completes the answer."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from engine.request import EngineRequest
+from kv_transfer.types import HandoffId
+from router.admission.retry_budget import RetryBudget
+from router.answer import AnswerAssembler
+from router.context import PromptPlacement, RequestContext
+from router.dispatch.attempt import Attempt
+from router.dispatch.config import DispatchConfig
+from router.dispatch.failures import AttemptFailures
+from router.dispatch.node_rpcs import NodeCalls
+from router.dispatch.quarantine import Quarantine, QuarantineVerdict, Suspicion, TrackedAttempt
+from router.dispatch.route_finder import RouteFinder
+from router.input_processing.tokenization import TextBoundary
+from router.routing.assignment import Assignment
+from router.routing.breakers import CircuitBreakers
+from router.routing.node_table import NodeTable, Revision
+from router.routing.policy import Route, RoutingRequest
+from router.values import AnswerPart, GenerateCall, TokenChunk
+from rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
+from rpc.messages.sequences import node_request_id
+
+SEED_BITS = 63
+NONCE_BYTES = 8
+# During a rollout, many nodes in a row may refuse before they have reported that they drain.
+MAX_TOTAL_ATTEMPTS = 50
+
+
+class DispatchedRequest:
+    """State of a request that is kept across its attempts."""
+
+    def __init__(
+        self, call: GenerateCall, context: RequestContext, answer: AnswerAssembler
+    ) -> None:
+        self.call = call
+        self.context = context
+        self.answer = answer
+        seed = call.sampling.seed
+        self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
+        self.failures = AttemptFailures()
+        self.suspicion = Suspicion(context.quarantine_group)
+        self.revision = self.pinned_revision
+        # Unique across routers: clients choose request ids, and hand-offs of different requests
+        # must not share an id.
+        self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
+
+    @property
+    def pinned_revision(self) -> Revision | None:
+        """Model revision of other answers to the prompt. None: any may begin the answer."""
+        placement = self.context.placement
+        return None if placement is None else placement.decode.revision
+
+    def to_engine_request(
+        self, handoff_id: HandoffId, now: float, *, is_paced: bool
+    ) -> EngineRequest:
+        """Return the request of an attempt, which continues the answer so far."""
+        call = self.call
+        return EngineRequest(
+            request_id=node_request_id(handoff_id),
+            prompt_token_ids=call.prompt_token_ids,
+            sampling=call.sampling,
+            seed=self.seed,
+            age_s=max(0.0, now - self.context.received_s),
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            prior_output_token_ids=self.answer.token_ids,
+            is_paced=is_paced,
+        )
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        *,
+        table: NodeTable,
+        node_calls: NodeCalls,
+        text: TextBoundary,
+        retry_budget: RetryBudget,
+        clock: Callable[[], float],
+        config: DispatchConfig,
+    ) -> None:
+        self._table = table
+        self._node_calls = node_calls
+        self._text = text
+        self._retry_budget = retry_budget
+        self._clock = clock
+        self._config = config
+        self._breakers = CircuitBreakers(config.breakers)
+        self._quarantine = Quarantine(self.wake)
+        self._routes = RouteFinder(table, config, self._breakers, self._quarantine, clock)
+
+    def wake(self) -> None:
+        """Wake the requests that wait for a node."""
+        self._routes.wake()
+
+    async def run(
+        self, call: GenerateCall, context: RequestContext
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """Run attempts until one completes. Each continues the answer where the last one failed."""
+        self._retry_budget.note_request()
+        request = DispatchedRequest(call, context, self._create_answer(call))
+        for number in itertools.count(1):
+            context.trace.note_attempt_began(number, len(request.answer.token_ids))
+            route = await self._find_route(request, number)
+            with self._on_nodes(request, route) as (assignment, tracked):
+                attempt = self._create_attempt(request, number, route, assignment, tracked)
+                try:
+                    async with aclosing(attempt.run(self._node_calls)) as parts:
+                        async for part in parts:
+                            if isinstance(part, TokenChunk):
+                                self._quarantine.note_tokens(tracked, len(part.token_ids))
+                            yield part
+                    self._breakers.succeeded(route.addresses)
+                    return
+                except NodeFailed as failure:
+                    self._note_failure(request, attempt, tracked, failure)
+                    if number == MAX_TOTAL_ATTEMPTS or not self._may_retry(request.failures):
+                        raise
+
+    def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
+        detokenizer = self._text.create_detokenizer(call.shown_tokens)
+        wants_prompt = call.sampling.prompt_logprobs is not None
+        return AnswerAssembler(detokenizer, call.stop, len(call.prompt_token_ids) * wants_prompt)
+
+    async def _find_route(self, request: DispatchedRequest, number: int) -> Route:
+        """Choose the nodes of an attempt. All attempts keep to the model revision of the first."""
+        ask = RoutingRequest(
+            prompt_token_ids=request.call.prompt_token_ids,
+            prior_output_token_ids=request.answer.token_ids,
+            model=request.call.model,
+            cache_salt=request.call.cache_salt,
+            revision=request.revision,
+        )
+        placement, prompt_node = request.context.placement, None
+        if number == 1 and placement is not None and placement.has_kv:
+            prompt_node = placement.decode
+        route = await self._routes.find(
+            ask, request.failures.addresses, request.suspicion, prompt_node
+        )
+        request.revision = route.decode.revision
+        request.context.trace.note_routed(route, self._config.routing.policy, self._table)
+        return route
+
+    @contextmanager
+    def _on_nodes(
+        self, request: DispatchedRequest, route: Route
+    ) -> Iterator[tuple[Assignment, TrackedAttempt]]:
+        """Account for an attempt on its nodes until the end of the block."""
+        assignment = Assignment(self._table, route)
+        tracked = self._quarantine.track(request.suspicion, route)
+        self._breakers.sent(route.addresses, self._clock())
+        try:
+            yield assignment, tracked
+        finally:
+            assignment.close()
+            self._quarantine.end(tracked)
+
+    def _create_attempt(
+        self,
+        request: DispatchedRequest,
+        number: int,
+        route: Route,
+        assignment: Assignment,
+        tracked: TrackedAttempt,
+    ) -> Attempt:
+        def note_prompt_done() -> None:
+            assignment.note_prompt_done()
+            if route.prefill is not None:
+                self._quarantine.release_node(tracked, route.prefill.address)
+
+        handoff_id = HandoffId(request.own_id, number)
+        placement = PromptPlacement(request.call.prompt_token_ids, route.decode)
+        request.context.note_placement(placement)
+        return Attempt(
+            route=route,
+            handoff_id=handoff_id,
+            request=request.to_engine_request(handoff_id, self._clock(), is_paced=route.is_paced),
+            answer=request.answer,
+            context=request.context,
+            clock=self._clock,
+            on_prefilled=note_prompt_done,
+            on_decoded=partial(request.context.note_placement, replace(placement, has_kv=True)),
+        )
+
+    def _note_failure(
+        self,
+        request: DispatchedRequest,
+        attempt: Attempt,
+        tracked: TrackedAttempt,
+        failure: NodeFailed,
+    ) -> None:
+        """Record a failed attempt with the request and the breakers. Raises PoisonedRequest."""
+        request.context.trace.note_attempt_failed()
+        is_drained = isinstance(failure, NodeDraining)
+        verdict = self._judge(request, attempt, tracked, failure)
+        # Engine failures need no retry limit here: the quarantine limits them for each request.
+        is_ended = (
+            verdict is not QuarantineVerdict.ORDINARY
+            and failure.kind is not FailureKind.PASS_FAILED
+        )
+        is_free = is_drained or is_ended
+        request.failures.note(attempt.failed_addresses, attempt.num_new_tokens, is_free=is_free)
+        if not is_drained:
+            self._breakers.failed(attempt.failed_addresses, self._clock())
+        elif not request.answer.token_ids:
+            request.revision = request.pinned_revision  # no token yet: it may begin with another
+
+    def _judge(
+        self,
+        request: DispatchedRequest,
+        attempt: Attempt,
+        tracked: TrackedAttempt,
+        failure: NodeFailed,
+    ) -> QuarantineVerdict:
+        """Return the quarantine's verdict on a failed attempt. Raises PoisonedRequest."""
+        verdict = QuarantineVerdict.ORDINARY
+        for address in attempt.failed_addresses:
+            verdict = self._quarantine.judge(tracked, address, failure.kind)
+            if verdict is not QuarantineVerdict.ORDINARY:
+                request.context.trace.note_verdict(verdict.value, address)
+        if verdict is QuarantineVerdict.POISON:
+            raise PoisonedRequest(
+                f"nodes fail when they run this request; it is not tried again, nor should it be "
+                f"sent again before the cause is found. The last failure was: {failure}"
+            ) from failure
+        return verdict
+
+    def _may_retry(self, failures: AttemptFailures) -> bool:
+        """Return whether another attempt is allowed.
+
+        Retries after progress, and those caused by draining or by an engine's end, do not count
+        against the retry budget.
+        """
+        if failures.num >= self._config.max_attempts:
+            return False
+        return failures.is_paid or self._retry_budget.spend()

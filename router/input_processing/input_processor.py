@@ -1,0 +1,98 @@
+"""Prepares calls for the nodes: tokenised prompts, final sampling parameters, checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+from router.context import RequestContext
+from router.input_processing.form_checks import FormChecks
+from router.input_processing.large_texts import LargeTextConfig, LargeTexts
+from router.input_processing.logprob_limits import LogprobBudget, check_prompt_logprobs_fit
+from router.input_processing.tokenization import TextBoundary
+from router.routing.node_table import NodeTable
+from router.values import GenerateCall, Prompt, TokenPrompt
+from rpc.errors import EmptyPrompt, UnknownModel
+from text.token_text import TokenText
+
+MAX_REMEMBERED_BAD_WORDS = 16
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        table: NodeTable,
+        text: TextBoundary,
+        forms: FormChecks,
+        large_texts: LargeTextConfig,
+    ) -> None:
+        self._table = table
+        self._text = text
+        self._forms = forms
+        self._large_texts = LargeTexts(large_texts)
+        # All answers of a request look up the same words.
+        self._spellings = lru_cache(MAX_REMEMBERED_BAD_WORDS)(self._compute_spellings)
+
+    async def process(self, call: GenerateCall, context: RequestContext) -> GenerateCall:
+        """Return the call as nodes run it: with a TokenPrompt and final sampling parameters.
+
+        Raises UnknownModel, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
+        """
+        self.check_model(call.model)
+        call = self._ban_bad_words(call)
+        token_ids = await self.token_ids(call.prompt, call.model)
+        context.trace.note_tokenized(len(token_ids))
+        if not token_ids:
+            raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
+        budget = context.logprob_budget or LogprobBudget()
+        budget.spend(len(token_ids), call.sampling.prompt_logprobs)
+        check_prompt_logprobs_fit(len(token_ids), call.sampling.prompt_logprobs)
+        await self._forms.check(call.sampling.structured_outputs)
+        return self._cap_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
+
+    def check_model(self, model: str) -> None:
+        """Raises UnknownModel if nodes are known and none of them serves `model`."""
+        served = self._table.models
+        if model and served and model not in served:
+            names = ", ".join(sorted(served))
+            raise UnknownModel(f"model {model!r} is not served here; served: {names}")
+
+    async def token_ids(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
+        """Tokenise a prompt. Raises InvalidRequest if its text exceeds the context length."""
+        tokenize = partial(self._text.token_ids, prompt, self._table.max_model_len(model))
+        return await self._large_texts.read(prompt.num_characters, tokenize)
+
+    async def text(self, token_ids: tuple[int, ...]) -> str:
+        """Return the text of `token_ids`."""
+        return await self._large_texts.read(len(token_ids), partial(self._text.text, token_ids))
+
+    def token(self, token_id: int) -> TokenText:
+        """Return the text of a single token, for logprobs."""
+        return self._text.token(token_id)
+
+    @property
+    def supports_tools(self) -> bool:
+        """True if the model's chat template reads `tools`."""
+        return self._text.supports_tools
+
+    def _ban_bad_words(self, call: GenerateCall) -> GenerateCall:
+        """Replace `bad_words` by banned token sequences: nodes have no tokenizer."""
+        if not call.bad_words:
+            return call
+        banned = (*call.sampling.banned_sequences, *self._spellings(call.bad_words))
+        return replace(call, sampling=replace(call.sampling, banned_sequences=banned))
+
+    def _compute_spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        sequences = {tokens for word in words for tokens in self._text.spellings(word)}
+        return tuple(sorted(sequences))
+
+    def _cap_max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> GenerateCall:
+        """Lower a default `max_tokens` to what the KV cache of every decode node can hold."""
+        longest = self._table.max_sequence_len(call.model)
+        if not call.fills_context or longest is None:
+            return call
+        least = max(1, call.sampling.min_tokens)
+        max_tokens = max(least, longest - num_prompt_tokens)
+        if max_tokens >= call.sampling.max_tokens:
+            return call
+        return replace(call, sampling=replace(call.sampling, max_tokens=max_tokens))
