@@ -45,16 +45,18 @@ float multiply_in_registers(std::int64_t num_products) {
 
 extern "C" {
 
-// Reads all memory once. The result keeps the compiler from removing the reads.
-std::uint32_t baton_read_all(const Words* memory, std::int64_t num_vectors, int num_threads) {
+// The result keeps the compiler from removing the reads.
+std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
+                                std::int32_t num_threads) {
     constexpr int kStreams = 4;
+    const auto* const vectors = static_cast<const Words*>(memory);
     std::atomic<std::uint32_t> found{0};
     Pool::instance().run(num_threads, [&](int i, int count) {
         const Slice slice(num_vectors / kStreams, i, count);
         Words seen[kStreams] = {};
         for (std::int64_t at = slice.first * kStreams; at < slice.end * kStreams; at += kStreams) {
-            fetch_ahead(memory + at, kStreams);
-            for (int v = 0; v < kStreams; ++v) seen[v] ^= memory[at + v];
+            fetch_ahead(vectors + at, kStreams);
+            for (int v = 0; v < kStreams; ++v) seen[v] ^= vectors[at + v];
         }
         const Words all = seen[0] ^ seen[1] ^ seen[2] ^ seen[3];
         for (int lane = 0; lane < kLanes; ++lane) found ^= all[lane];
@@ -62,8 +64,7 @@ std::uint32_t baton_read_all(const Words* memory, std::int64_t num_vectors, int 
     return found;
 }
 
-// Runs `num_products` products of pairs of sixteen lanes per thread, all in registers.
-float baton_multiply_only(std::int64_t num_products, int num_threads) {
+float baton_multiply_registers(std::int64_t num_products, std::int32_t num_threads) {
     std::atomic<float> found{0};
     Pool::instance().run(num_threads,
                          [&](int, int) { found = multiply_in_registers(num_products); });

@@ -1,7 +1,7 @@
 // RMS norm, RoPE, SiLU gate, argmax and add: the operations between GEMMs. Each rounds where torch
 // does.
 
-#include "calls.h"
+#include "lanes.h"
 #include "pool.h"
 
 #include <algorithm>
@@ -116,35 +116,33 @@ ArgMax argmax(const float* row, std::int64_t size) {
 
 extern "C" {
 
-// RMS norm. src, dst: [rows, size].
-void baton_norm(const Bf16* src, const Bf16* weight, Bf16* dst, std::int64_t num_rows,
-                std::int64_t size, float epsilon, int num_threads) {
-    parallel_for(num_rows, size, num_threads, [=](std::int64_t row, std::int64_t end) {
+void baton_rms_norm(const RmsNormArgs* args) {
+    const std::int64_t size = args->size;
+    const auto norm = [=](std::int64_t row, std::int64_t end) {
         for (; row < end; ++row)
-            norm_row(src + row * size, weight, dst + row * size, size, epsilon);
-    });
+            norm_row(args->src + row * size, args->weight, args->dst + row * size, size,
+                     args->epsilon);
+    };
+    parallel_for(args->num_rows, size, args->num_threads, norm);
 }
 
-// RoPE. src: [tokens, heads, size] with a stride between tokens; dst: the same, contiguous.
-// cosines, sines: [tokens, size]. weight: of the RMS norm before the rotation, or null.
-void baton_rotate(const Bf16* src, std::int64_t token_stride, const Bf16* weight,
-                  const Bf16* cosines, const Bf16* sines, Bf16* dst, std::int64_t num_tokens,
-                  std::int64_t num_heads, std::int64_t size, float epsilon, int num_threads) {
-    const std::int64_t numbers = num_heads * size;  // of a token
-    parallel_for(num_tokens, numbers, num_threads, [=](std::int64_t token, std::int64_t end) {
+void baton_rope(const RopeArgs* args) {
+    const std::int64_t num_heads = args->num_heads, head_dim = args->head_dim;
+    const auto rotate = [=](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token) {
-            const Rope rope{weight, cosines + token * size, sines + token * size, size};
+            const Rope rope{args->norm_weight, args->cosines + token * head_dim,
+                            args->sines + token * head_dim, head_dim};
             for (std::int64_t head = 0; head < num_heads; head += kLanes)
-                rope(src + token * token_stride + head * size,
-                     dst + (token * num_heads + head) * size,
-                     int(std::min<std::int64_t>(num_heads - head, kLanes)), epsilon);
+                rope(args->src + token * args->src_stride + head * head_dim,
+                     args->dst + (token * num_heads + head) * head_dim,
+                     int(std::min<std::int64_t>(num_heads - head, kLanes)), args->epsilon);
         }
-    });
+    };
+    parallel_for(args->num_tokens, num_heads * head_dim, args->num_threads, rotate);
 }
 
-// SiLU(gate) * up. gate_up: [tokens, 2 * size], gate first; dst: [tokens, size].
-void baton_gate(const Bf16* gate_up, Bf16* dst, std::int64_t num_tokens, std::int64_t size,
-                int num_threads) {
+void baton_swiglu(const Bf16* gate_up, Bf16* dst, std::int64_t num_tokens, std::int64_t size,
+                  std::int32_t num_threads) {
     parallel_for(num_tokens, size, num_threads, [=](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token) {
             const Bf16 *gate = gate_up + token * 2 * size, *up = gate + size;
@@ -164,22 +162,19 @@ void baton_gate(const Bf16* gate_up, Bf16* dst, std::int64_t num_tokens, std::in
     });
 }
 
-// Argmax and finiteness of each row of numbers, [rows, size].
-void baton_peaks(const float* numbers, std::int64_t num_rows, std::int64_t size,
-                 std::int64_t* indices, bool* are_finite, int num_threads) {
-    parallel_for(num_rows, size, num_threads, [=](std::int64_t row, std::int64_t end) {
+void baton_argmax(const ArgmaxArgs* args) {
+    const auto find = [=](std::int64_t row, std::int64_t end) {
         for (; row < end; ++row) {
-            const ArgMax found = argmax(numbers + row * size, size);
-            indices[row] = found.index, are_finite[row] = found.is_finite;
+            const ArgMax found = argmax(args->logits + row * args->size, args->size);
+            args->indices[row] = found.index, args->are_finite[row] = found.is_finite;
         }
-    });
+    };
+    parallel_for(args->num_rows, args->size, args->num_threads, find);
 }
 
-// dst += src, of `count` numbers each.
-void baton_add(Bf16* dst, const Bf16* src, std::int64_t count, int num_threads) {
+void baton_add(Bf16* dst, const Bf16* src, std::int64_t count, std::int32_t num_threads) {
     parallel_for(count, 1, num_threads, [=](std::int64_t at, std::int64_t end) {
-        for (; at + kLanes <= end; at += kLanes)
-            store(dst + at, wide(dst + at) + wide(src + at));
+        for (; at + kLanes <= end; at += kLanes) store(dst + at, wide(dst + at) + wide(src + at));
         for (; at < end; ++at) dst[at] = narrow(wide(dst[at]) + wide(src[at]));
     });
 }

@@ -16,8 +16,8 @@ class SlotsInPlace : public PlacedSlots {
     static constexpr int kStep = 2 * kPairsAtOnce;  // slots
     static constexpr int kFewRows = 8;
 
-    static bool supports(const Cache& cache) {
-        return cache.head_dim % (2 * kLanes) == 0 && cache.block_size % kTileRows == 0;
+    static bool supports(const PagedKv& kv) {
+        return kv.head_dim % (2 * kLanes) == 0 && kv.block_size % kTileRows == 0;
     }
 
     // Packs the queries into a panel of `count` columns.

@@ -12,6 +12,7 @@
 
 namespace baton {
 
+constexpr float kLog2OfE = 1.44269504f;
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 // The last tokens of a sequence. All keys and values are already in the cache.
@@ -22,14 +23,24 @@ struct Chunk {
     std::int64_t num_tokens, window, gqa_group_size;
     float scale;  // of scores, times log2(e): the softmax uses powers of two
 
+    // `first`: index of the first query's first number.
+    Chunk(const AttentionArgs& args, std::int64_t sequence, std::int64_t first,
+          std::int64_t num_tokens)
+        : context{args.kv, args.layer,
+                  args.batch.block_tables + sequence * args.batch.table_stride,
+                  args.batch.context_lens[sequence]},
+          queries(args.queries + first), dst(args.dst + first), num_tokens(num_tokens),
+          window(args.window), gqa_group_size(args.num_heads / args.kv.num_kv_heads),
+          scale(args.scale * kLog2OfE) {}
+
     std::int64_t num_rows() const { return num_tokens * gqa_group_size; }
     std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
     std::int64_t first_slot(std::int64_t token) const {
         return window > 0 ? std::max<std::int64_t>(0, position(token) - window + 1) : 0;
     }
     std::int64_t at(std::int64_t token, std::int64_t head, std::int64_t shared) const {
-        return ((token * context.cache.num_kv_heads + head) * gqa_group_size + shared) *
-               context.cache.head_dim;
+        return ((token * context.kv.num_kv_heads + head) * gqa_group_size + shared) *
+               context.kv.head_dim;
     }
 };
 
@@ -45,8 +56,8 @@ class QueryRows {
     QueryRows(const Chunk& chunk, std::int64_t head, std::int64_t first, int count,
               bool is_in_place)
         : chunk_(chunk), head_(head), count_(count),
-          queries_(count * chunk.context.cache.head_dim), sums_(count * sum_stride()) {
-        const std::int64_t size = chunk.context.cache.head_dim;
+          queries_(count * chunk.context.kv.head_dim), sums_(count * sum_stride()) {
+        const std::int64_t size = chunk.context.kv.head_dim;
         for (int row = 0; row < count; ++row) {
             const std::int64_t token = (first + row) / chunk.gqa_group_size;
             offset_[row] = chunk.at(token, head, (first + row) % chunk.gqa_group_size);
@@ -101,12 +112,12 @@ class QueryRows {
             const float* sums = sums_.data() + row * sum_stride();
             Bf16* dst = chunk_.dst + offset_[row];
             std::int64_t d = 0;
-            for (; d + kLanes <= chunk_.context.cache.head_dim; d += kLanes) {
+            for (; d + kLanes <= chunk_.context.kv.head_dim; d += kLanes) {
                 Floats some;
                 std::memcpy(&some, sums + d, sizeof some);
                 store(dst + d, some / weight);
             }
-            for (; d < chunk_.context.cache.head_dim; ++d) dst[d] = narrow(sums[d] / weight);
+            for (; d < chunk_.context.kv.head_dim; ++d) dst[d] = narrow(sums[d] / weight);
         }
     }
 
@@ -123,7 +134,7 @@ class QueryRows {
     }
 
     std::int64_t sum_stride() const {
-        return (chunk_.context.cache.head_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
+        return (chunk_.context.kv.head_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
     }
 
     static void apply_mask(Floats* scores, std::int64_t from, std::int64_t to, std::int64_t begin,

@@ -1,7 +1,7 @@
 // Context of a KV head, read a few panels of 64 slots at a time.
 #pragma once
 
-#include "cache.h"
+#include "abi.h"
 #include "panels.h"
 
 #include <algorithm>
@@ -10,15 +10,15 @@ namespace baton {
 
 // Slots of a sequence in one layer.
 struct Context {
-    Cache cache;
+    PagedKv kv;
     std::int64_t layer;
     const std::int64_t* table;
     std::int64_t length;
 
-    // Key (which = 0) or value (which = 1) of a slot.
-    const Bf16* at(std::int64_t slot, int which, std::int64_t head) const {
-        const Bf16* slots = cache.slots(table[slot / cache.block_size], layer, which, head);
-        return slots + slot % cache.block_size * cache.head_dim;
+    // Key (key_or_value = 0) or value (key_or_value = 1) of a slot.
+    const Bf16* at(std::int64_t slot, int key_or_value, std::int64_t head) const {
+        const Bf16* slots = kv.slots(table[slot / kv.block_size], layer, key_or_value, head);
+        return slots + slot % kv.block_size * kv.head_dim;
     }
 };
 
@@ -31,14 +31,14 @@ struct Slots {
     std::int64_t count;
 
     // Finds up to kSlotsAtOnce slots in [first, end). Entries after `count` repeat the last slot.
-    void find(const Context& context, std::int64_t head, int which, std::int64_t first,
+    void find(const Context& context, std::int64_t head, int key_or_value, std::int64_t first,
               std::int64_t end) {
         count = std::min(kSlotsAtOnce, end - first);
-        const std::int64_t block_size = context.cache.block_size;
+        const std::int64_t block_size = context.kv.block_size;
         for (std::int64_t i = 0; i < count;) {
-            const Bf16* slot = context.at(first + i, which, head);
+            const Bf16* slot = context.at(first + i, key_or_value, head);
             const std::int64_t end = std::min(count, i + block_size - (first + i) % block_size);
-            for (; i < end; ++i, slot += context.cache.head_dim) at[i] = slot;
+            for (; i < end; ++i, slot += context.kv.head_dim) at[i] = slot;
         }
         for (std::int64_t i = count; i < kSlotsAtOnce; ++i) at[i] = at[count - 1];
     }
@@ -48,8 +48,8 @@ struct Slots {
 class PlacedSlots {
   public:
     void load(const Context& context, std::int64_t first, std::int64_t end) {
-        size_ = context.cache.head_dim;
-        head_ = context.cache.block_size * size_;
+        size_ = context.kv.head_dim;
+        head_ = context.kv.block_size * size_;
         keys_.find(context, 0, 0, first, end);
         values_.find(context, 0, 1, first, end);
         const std::int64_t next = first + keys_.count;

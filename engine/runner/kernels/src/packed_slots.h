@@ -21,7 +21,7 @@ class PackedSlots {
             values_.resize(num_parts() * kPartLines);
         }
         Slots slots;
-        next_ = context.cache.block_size * size_;
+        next_ = context.kv.block_size * size_;
         slots.find(context, head, 0, first, end);
         count_ = slots.count;
         for (int slot = 0; slot < count_; slot += 8) pack_keys(slots.at + slot, slot);

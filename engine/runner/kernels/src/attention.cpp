@@ -7,7 +7,7 @@
 // in place and summed in the same order. So the output is bit-identical for all ways to split a
 // prompt into chunks, for all batches, and for tokens that are computed again after preemption.
 
-#include "calls.h"
+#include "abi.h"
 #include "pool.h"
 #include "rows.h"
 
@@ -16,8 +16,6 @@
 using namespace baton;
 
 namespace {
-
-constexpr float kLog2OfE = 1.44269504f;
 
 // A unit of work: a range of a chunk's query rows for a range of KV heads.
 struct Part {
@@ -41,7 +39,7 @@ std::vector<QueryRows> rows_of(const Chunk& chunk, const Part& part, bool is_in_
 std::int64_t rows_at_once(const Chunk& chunk, int num_threads) {
     constexpr std::int64_t kMin = 512, kMax = kPairsAtOnce > 1 ? 1024 : kMin;
     const std::int64_t parts = (chunk.num_rows() + kMax - 1) / kMax;
-    return parts * chunk.context.cache.num_kv_heads < 8 * num_threads ? kMin : kMax;
+    return parts * chunk.context.kv.num_kv_heads < 8 * num_threads ? kMin : kMax;
 }
 
 // Attention of one thread, with its buffers.
@@ -51,7 +49,7 @@ class Attention {
 
     void operator()(const Chunk& chunk, const Part& part) {
         const std::int64_t end = chunk.position((part.end_row - 1) / chunk.gqa_group_size) + 1;
-        const bool is_in_place = SlotsInPlace::supports(chunk.context.cache) &&
+        const bool is_in_place = SlotsInPlace::supports(chunk.context.kv) &&
                                  part.end_row - part.first_row <= SlotsInPlace::kFewRows;
         std::vector<QueryRows> runs = rows_of(chunk, part, is_in_place);
         score_tiles_ = std::make_unique_for_overwrite<ScoreTile[]>(is_in_place ? runs.size() : 1);
@@ -105,71 +103,37 @@ class Attention {
     std::unique_ptr<ScoreTile[]> score_tiles_;  // one per run, or a single one that all runs share
 };
 
-}  // namespace
-
-extern "C" {
-
-// Writes keys and values, [tokens, kv_heads, head_dim], into the cache. Strides are between tokens.
-void baton_write_kv(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
-                    std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
-                    const Bf16* keys, std::int64_t key_stride, const Bf16* values,
-                    std::int64_t value_stride, const std::int64_t* write_blocks,
-                    const std::int64_t* write_offsets, std::int64_t num_tokens, int num_threads) {
-    const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
-    const std::int64_t numbers = 2 * num_kv_heads * head_dim;
-    parallel_for(num_tokens, numbers, num_threads, [=](std::int64_t token, std::int64_t end) {
-        for (; token < end; ++token)
-            for (std::int64_t head = 0; head < num_kv_heads; ++head) {
-                const std::int64_t block = write_blocks[token];
-                const std::int64_t at = write_offsets[token] * head_dim;
-                const std::size_t bytes = head_dim * sizeof(Bf16);
-                std::memcpy(cache.slots(block, layer, 0, head) + at,
-                            keys + token * key_stride + head * head_dim, bytes);
-                std::memcpy(cache.slots(block, layer, 1, head) + at,
-                            values + token * value_stride + head * head_dim, bytes);
-            }
-    });
-}
-
-// Attention for one token of each sequence, over its `lengths` slots or the last `window` of them.
-void baton_attend_singles(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
-                          std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
-                          const Bf16* queries, Bf16* dst, const std::int64_t* tables,
-                          std::int64_t table_stride, const std::int64_t* lengths,
-                          std::int64_t window, std::int64_t num_sequences,
-                          std::int64_t gqa_group_size, float scale, int num_threads) {
-    const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
-    const std::int64_t numbers = num_kv_heads * gqa_group_size * head_dim;  // of a token
-    std::int64_t at_once = num_kv_heads;  // heads
-    while (num_sequences * (num_kv_heads / at_once) < num_threads && at_once % 2 == 0) at_once /= 2;
-    const std::int64_t parts = num_kv_heads / at_once;
+// Attention for one token of each of the first num_single sequences.
+void attend_singles(const AttentionArgs& args) {
+    const PagedKv& kv = args.kv;
+    const BatchLayout& batch = args.batch;
+    const std::int64_t gqa_group_size = args.num_heads / kv.num_kv_heads;
+    const std::int64_t token_size = args.num_heads * kv.head_dim;
+    std::int64_t at_once = kv.num_kv_heads;  // heads
+    while (batch.num_single * (kv.num_kv_heads / at_once) < args.num_threads && at_once % 2 == 0)
+        at_once /= 2;
+    const std::int64_t parts = kv.num_kv_heads / at_once;
     std::atomic<std::int64_t> next{0};
-    Pool::instance().run(num_threads, [&](int, int) {
-        Attention attention(head_dim);
-        for (std::int64_t task = next++; task < num_sequences * parts; task = next++) {
-            const std::int64_t which = task / parts, head = task % parts * at_once;
-            const Context context{cache, layer, tables + which * table_stride, lengths[which]};
-            const Chunk chunk{context, queries + which * numbers, dst + which * numbers,
-                              1, window, gqa_group_size, scale * kLog2OfE};
+    Pool::instance().run(args.num_threads, [&](int, int) {
+        Attention attention(kv.head_dim);
+        for (std::int64_t task = next++; task < batch.num_single * parts; task = next++) {
+            const std::int64_t sequence = task / parts, head = task % parts * at_once;
+            const Chunk chunk(args, sequence, sequence * token_size, 1);
             attention(chunk, {head, head + at_once, 0, gqa_group_size});
         }
     });
 }
 
-// Attention for the last `num_tokens` tokens of a sequence of `length` tokens.
-void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_kv_heads,
-                        std::int64_t block_size, std::int64_t head_dim, std::int64_t layer,
-                        const Bf16* queries, Bf16* dst, const std::int64_t* table,
-                        std::int64_t num_tokens, std::int64_t length, std::int64_t window,
-                        std::int64_t gqa_group_size, float scale, int num_threads) {
-    const Cache cache{blocks, num_layers, num_kv_heads, block_size, head_dim};
-    const Context context{cache, layer, table, length};
-    const Chunk chunk{context, queries, dst, num_tokens, window, gqa_group_size, scale * kLog2OfE};
-    const std::int64_t at_once = rows_at_once(chunk, num_threads);
+// Attention for the tokens of one sequence.
+void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
+    const std::int64_t num_kv_heads = args.kv.num_kv_heads;
+    const std::int64_t first = args.batch.query_starts[sequence] * args.num_heads * args.kv.head_dim;
+    const Chunk chunk(args, sequence, first, args.batch.num_queries[sequence]);
+    const std::int64_t at_once = rows_at_once(chunk, args.num_threads);
     const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;
     std::atomic<std::int64_t> next{0};
-    Pool::instance().run(num_threads, [&](int, int) {
-        Attention attention(head_dim);
+    Pool::instance().run(args.num_threads, [&](int, int) {
+        Attention attention(args.kv.head_dim);
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
             // The last part takes longest, so it is first.
             const std::int64_t head = task % num_kv_heads;
@@ -178,6 +142,35 @@ void baton_attend_chunk(Bf16* blocks, std::int64_t num_layers, std::int64_t num_
             attention(chunk, {head, head + 1, first, end});
         }
     });
+}
+
+}  // namespace
+
+extern "C" {
+
+void baton_write_kv(const WriteKvArgs* args) {
+    const PagedKv& kv = args->kv;
+    const BatchLayout& batch = args->batch;
+    const auto write = [&](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token)
+            for (std::int64_t head = 0; head < kv.num_kv_heads; ++head) {
+                const std::int64_t block = batch.write_blocks[token];
+                const std::int64_t at = batch.write_offsets[token] * kv.head_dim;
+                const std::size_t bytes = kv.head_dim * sizeof(Bf16);
+                std::memcpy(kv.slots(block, args->layer, 0, head) + at,
+                            args->keys + token * args->key_stride + head * kv.head_dim, bytes);
+                std::memcpy(kv.slots(block, args->layer, 1, head) + at,
+                            args->values + token * args->value_stride + head * kv.head_dim, bytes);
+            }
+    };
+    const std::int64_t numbers = 2 * kv.num_kv_heads * kv.head_dim;
+    parallel_for(batch.num_tokens, numbers, args->num_threads, write);
+}
+
+void baton_attention(const AttentionArgs* args) {
+    if (args->batch.num_single > 0) attend_singles(*args);
+    for (std::int64_t i = args->batch.num_single; i < args->batch.num_sequences; ++i)
+        attend_chunk(*args, i);
 }
 
 }  // extern "C"

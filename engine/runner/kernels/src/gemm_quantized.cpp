@@ -4,7 +4,7 @@
 // row of low bytes. So the sums within a group of columns are exact integers, in any order. The
 // groups are then summed in the order of the columns.
 
-#include "calls.h"
+#include "gemm.h"
 #include "panels.h"
 #include "pool.h"
 #include "tiles.h"
@@ -23,10 +23,15 @@ typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_a
 // Packed layout: by panel of rows, then by group of columns. A group begins with the scales and
 // zero points of its rows, so that a thread reads one sequential stream.
 struct PackedLayout {
-    std::int64_t bits, num_rows, num_columns, group;
+    std::int64_t bits, num_rows, num_columns, group_size;
 
-    std::int64_t num_groups() const { return (num_columns + group - 1) / group; }
-    std::int64_t padded_group() const { return (group + 7) / 8 * 8; }
+    PackedLayout() = default;
+    explicit PackedLayout(const PackedMatrix& matrix)
+        : bits(matrix.bits), num_rows(matrix.num_rows), num_columns(matrix.num_columns),
+          group_size(matrix.group_size) {}
+
+    std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
+    std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }
     std::int64_t padded_columns() const { return num_groups() * padded_group(); }
     std::int64_t num_panels() const { return (num_rows + kPanelRows - 1) / kPanelRows; }
     std::int64_t group_bytes() const {
@@ -319,75 +324,71 @@ void multiply_bytes(const Product& p, Activations& activations, std::int64_t pan
 
 }  // namespace
 
-extern "C" {
+namespace baton::quantized {
 
-// Size of `packed` in bytes.
-std::int64_t baton_quantized_bytes(std::int64_t bits, std::int64_t num_rows,
-                                   std::int64_t num_columns, std::int64_t group) {
-    return PackedLayout{bits, num_rows, num_columns, group}.bytes();
-}
+std::int64_t packed_bytes(const PackedMatrix& matrix) { return PackedLayout(matrix).bytes(); }
 
-// Packs numbers, [rows, columns], one byte each. scales, zeros: [rows, groups]. The group size is
-// the number of columns, or a multiple of eight. `packed` must be zeroed.
-void baton_pack_quantized(const std::uint8_t* numbers, const float* scales,
-                          const std::uint8_t* zeros, std::uint8_t* packed, std::int64_t bits,
-                          std::int64_t num_rows, std::int64_t num_columns, std::int64_t group,
-                          int num_threads) {
-    const PackedLayout layout{bits, num_rows, num_columns, group};
-    Pool::instance().run(num_threads, [=](int i, int count) {
-        const Slice slice(num_rows, i, count);
+void pack(const PackArgs& args) {
+    const PackedLayout layout(args.matrix);
+    const auto* const weights = static_cast<const std::uint8_t*>(args.weights);
+    auto* const packed = static_cast<std::uint8_t*>(args.matrix.packed);
+    Pool::instance().run(args.num_threads, [&](int i, int count) {
+        const Slice slice(layout.num_rows, i, count);
         for (std::int64_t row = slice.first; row < slice.end; ++row) {
             const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
             for (std::int64_t which = 0; which < layout.num_groups(); ++which) {
                 std::uint8_t* at = packed + layout.group_at(panel, which);
                 const std::int64_t scale_at = row * layout.num_groups() + which;
-                std::memcpy(at + within * sizeof(float), scales + scale_at, sizeof(float));
-                at[PackedLayout::kZerosOffset + within] = zeros[scale_at];
-                const std::int64_t first = which * group;
-                const std::int64_t columns = std::min(group, num_columns - first);
+                std::memcpy(at + within * sizeof(float), args.scales + scale_at, sizeof(float));
+                at[PackedLayout::kZerosOffset + within] = args.zeros[scale_at];
+                const std::int64_t first = which * layout.group_size;
+                const std::int64_t columns =
+                    std::min(layout.group_size, layout.num_columns - first);
                 for (std::int64_t column = 0; column < columns; ++column)
                     at[layout.byte_at(within, column)] |=
-                        numbers[row * num_columns + first + column] << layout.shift(column);
+                        weights[row * layout.num_columns + first + column]
+                        << layout.shift(column);
             }
         }
     });
 }
 
-// Dequantizes rows of the matrix into dst, [count, columns].
-void baton_unpack_quantized(const std::uint8_t* packed, const std::int64_t* rows,
-                            std::int64_t count, Bf16* dst, std::int64_t bits,
-                            std::int64_t num_rows, std::int64_t num_columns, std::int64_t group) {
-    const PackedLayout layout{bits, num_rows, num_columns, group};
-    const int mask = bits == 4 ? 15 : 255;
+void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int64_t count,
+              Bf16* dst) {
+    const PackedLayout layout(matrix);
+    const auto* const packed = static_cast<const std::uint8_t*>(matrix.packed);
+    const int mask = layout.bits == 4 ? 15 : 255;
     for (std::int64_t i = 0; i < count; ++i)
-        for (std::int64_t column = 0; column < num_columns; ++column) {
-            const std::int64_t within = rows[i] % kPanelRows, inside = column % group;
-            const std::uint8_t* at = packed + layout.group_at(rows[i] / kPanelRows, column / group);
+        for (std::int64_t column = 0; column < layout.num_columns; ++column) {
+            const std::int64_t panel = row_ids[i] / kPanelRows, within = row_ids[i] % kPanelRows;
+            const std::int64_t inside = column % layout.group_size;
+            const std::uint8_t* at = packed + layout.group_at(panel, column / layout.group_size);
             float scale;
             std::memcpy(&scale, at + within * sizeof scale, sizeof scale);
             const int number = at[layout.byte_at(within, inside)] >> layout.shift(inside) & mask;
             const int zero = at[PackedLayout::kZerosOffset + within];
-            dst[i * num_columns + column] = narrow(float(number - zero) * scale);
+            dst[i * layout.num_columns + column] = narrow(float(number - zero) * scale);
         }
 }
 
-void baton_quantized_linear(const Bf16* activations, const std::uint8_t* packed, const Bf16* bias,
-                            Bf16* dst, std::int64_t num_tokens, std::int64_t bits,
-                            std::int64_t num_rows, std::int64_t num_columns, std::int64_t group,
-                            int num_threads) {
-    const Product product{{bits, num_rows, num_columns, group}, packed, bias, dst, num_tokens};
+void linear(const LinearArgs& args) {
+    const PackedMatrix& matrix = args.matrix;
+    const Product product{PackedLayout(matrix), static_cast<const std::uint8_t*>(matrix.packed),
+                          matrix.bias, args.dst, args.num_tokens};
+    const std::int64_t num_columns = matrix.num_columns;
     thread_local Activations buffer;
     Activations& quantized = buffer;  // captured by reference: all threads use the caller's
-    quantized.resize(product.layout, num_tokens);
-    parallel_for(num_tokens, num_columns, num_threads, [&](std::int64_t token, std::int64_t end) {
-        for (; token < end; ++token) quantized.quantize(token, activations + token * num_columns);
-    });
-    WorkQueue queue(product.layout.num_panels(), 1, num_threads);
-    Pool::instance().run(num_threads, [&](int i, int) {
+    quantized.resize(product.layout, args.num_tokens);
+    const auto quantize = [&](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token) quantized.quantize(token, args.src + token * num_columns);
+    };
+    parallel_for(args.num_tokens, num_columns, args.num_threads, quantize);
+    WorkQueue queue(product.layout.num_panels(), 1, args.num_threads);
+    Pool::instance().run(args.num_threads, [&](int i, int) {
         for (WorkQueue::Unit unit; queue.next(i, unit);)
-            bits == 4 ? multiply_panel<4>(product, quantized, unit.which)
-                      : multiply_bytes(product, quantized, unit.which);
+            matrix.bits == 4 ? multiply_panel<4>(product, quantized, unit.which)
+                             : multiply_bytes(product, quantized, unit.which);
     });
 }
 
-}  // extern "C"
+}  // namespace baton::quantized

@@ -13,7 +13,7 @@ class SlotsInPlace : public PlacedSlots {
     static constexpr int kStep = 16;  // slots
     static constexpr std::int64_t kFewRows = 2 * kRunRows;
 
-    static bool supports(const Cache& cache) { return cache.head_dim % (2 * kLanes) == 0; }
+    static bool supports(const PagedKv& kv) { return kv.head_dim % (2 * kLanes) == 0; }
 
     static void pack_queries(AlignedVector<Bf16>&, int) {}  // queries need no packing
 

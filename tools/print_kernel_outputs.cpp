@@ -1,7 +1,7 @@
 // Prints the results of every kernel on random numbers, one line of bits per call. Builds of this
 // program for two architectures must print the same, up to rounding.
 
-#include "calls.h"
+#include "abi.h"
 
 #include <algorithm>
 #include <cmath>
@@ -10,22 +10,6 @@
 #include <vector>
 
 using namespace baton;
-
-extern "C" {
-
-std::int64_t baton_packed_bytes(std::int64_t num_rows, std::int64_t num_columns);
-void baton_pack(const Bf16* weights, std::uint32_t* packed, std::int64_t num_rows,
-                std::int64_t num_columns, int num_threads);
-std::int64_t baton_quantized_bytes(std::int64_t bits, std::int64_t num_rows,
-                                   std::int64_t num_columns, std::int64_t group);
-void baton_pack_quantized(const std::uint8_t* numbers, const float* scales,
-                          const std::uint8_t* zeros, std::uint8_t* packed, std::int64_t bits,
-                          std::int64_t num_rows, std::int64_t num_columns, std::int64_t group,
-                          int num_threads);
-void baton_peaks(const float* numbers, std::int64_t num_rows, std::int64_t size,
-                 std::int64_t* places, bool* are_finite, int num_threads);
-
-}  // extern "C"
 
 namespace {
 
@@ -80,82 +64,99 @@ void print_bits(const char* kernel, Numbers& numbers) {
 }
 
 void multiply(std::int64_t tokens, std::int64_t rows, std::int64_t columns, int threads) {
-    Numbers activations = random_numbers(tokens * columns);
+    Numbers src = random_numbers(tokens * columns);
     Numbers weights = random_numbers(rows * columns, 0.1f);
     Numbers bias = random_numbers(rows), dst(tokens * rows);
-    AlignedBuffer packed(baton_packed_bytes(rows, columns));
-    baton_pack(weights, packed.as<std::uint32_t>(), rows, columns, threads);
-    baton_linear(activations, packed.as<void>(), bias, dst, tokens, rows, columns, threads);
+    PackedMatrix matrix{nullptr, bias, 16, rows, columns, 0};
+    AlignedBuffer packed(baton_packed_bytes(&matrix));
+    matrix.packed = packed.as<void>();
+    const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, threads};
+    baton_pack(&pack);
+    const LinearArgs linear{matrix, src, dst, tokens, threads};
+    baton_linear(&linear);
     print_bits("linear", dst);
 }
 
-void multiply_quantized(int bits, std::int64_t group, std::int64_t tokens, std::int64_t rows,
+void multiply_quantized(int bits, std::int64_t group_size, std::int64_t tokens, std::int64_t rows,
                         std::int64_t columns, int threads) {
-    const std::int64_t groups = rows * columns / group;
-    std::vector<std::uint8_t> numbers(rows * columns), zeros(groups, 1 << (bits - 1));
+    const std::int64_t groups = rows * columns / group_size;
+    std::vector<std::uint8_t> weights(rows * columns), zeros(groups, 1 << (bits - 1));
     std::vector<float> scales(groups);
-    for (auto& number : numbers) number = std::uint8_t(uniform() * float((1 << bits) - 1));
+    for (auto& weight : weights) weight = std::uint8_t(uniform() * float((1 << bits) - 1));
     for (auto& scale : scales) scale = 0.01f * (1 + uniform());
-    Numbers activations = random_numbers(tokens * columns), dst(tokens * rows);
-    AlignedBuffer packed(baton_quantized_bytes(bits, rows, columns, group));
-    baton_pack_quantized(numbers.data(), scales.data(), zeros.data(), packed.as<std::uint8_t>(),
-                         bits, rows, columns, group, threads);
-    baton_quantized_linear(activations, packed.as<std::uint8_t>(), nullptr, dst, tokens, bits, rows,
-                           columns, group, threads);
+    Numbers src = random_numbers(tokens * columns), dst(tokens * rows);
+    PackedMatrix matrix{nullptr, nullptr, bits, rows, columns, group_size};
+    AlignedBuffer packed(baton_packed_bytes(&matrix));
+    matrix.packed = packed.as<void>();
+    const PackArgs pack{matrix, weights.data(), scales.data(), zeros.data(), threads};
+    baton_pack(&pack);
+    const LinearArgs linear{matrix, src, dst, tokens, threads};
+    baton_linear(&linear);
     print_bits(bits == 8 ? "int8" : "int4", dst);
 }
 
 void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
-    Numbers activations = random_numbers(tokens * size), weight = random_numbers(size);
+    Numbers src = random_numbers(tokens * size), weight = random_numbers(size);
     Numbers other = random_numbers(tokens * size);
     Numbers normed(tokens * size), gated(tokens * (size / 2));
-    baton_norm(activations, weight, normed, tokens, size, 1e-6f, threads);
+    const RmsNormArgs norm{src, weight, normed, tokens, size, 1e-6f, threads};
+    baton_rms_norm(&norm);
     print_bits("norm", normed);
-    baton_gate(activations, gated, tokens, size / 2, threads);
+    baton_swiglu(src, gated, tokens, size / 2, threads);
     print_bits("gate", gated);
-    baton_add(activations, other, tokens * size, threads);
-    print_bits("add", activations);
+    baton_add(src, other, tokens * size, threads);
+    print_bits("add", src);
 }
 
-void find_peaks(std::int64_t tokens, std::int64_t size, int threads) {
-    std::vector<float> numbers(tokens * size);
-    for (auto& number : numbers) number = normal();
+void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
+    std::vector<float> logits(tokens * size);
+    for (auto& logit : logits) logit = normal();
     std::vector<std::int64_t> indices(tokens);
     AlignedBuffer are_finite(tokens);
-    baton_peaks(numbers.data(), tokens, size, indices.data(), are_finite.as<bool>(), threads);
-    std::printf("peaks");
+    const ArgmaxArgs argmax{logits.data(), indices.data(), are_finite.as<bool>(), tokens, size, threads};
+    baton_argmax(&argmax);
+    std::printf("argmax");
     for (const auto index : indices) std::printf(" %04x", unsigned(index));
     std::puts("");
 }
 
 void attend(std::int64_t dim, std::int64_t window, int threads) {
-    constexpr std::int64_t kLayers = 2, kLayer = 1, kHeads = 2, kGroup = 4, kBlock = 16, kBlocks = 12;
-    constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10;
+    constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16, kBlocks = 12;
+    constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10, kFirst = 0;
     const float scale = 1 / std::sqrt(float(dim));
     std::vector<std::int64_t> tables, blocks, offsets, lengths{kLength, 5, 66};
     for (int i = 0; i < kSequences * kTable; ++i) tables.push_back((i % kTable * 7 + 3) % kBlocks);
     for (int i = 0; i < kLength; ++i) blocks.push_back(tables[i / kBlock]), offsets.push_back(i % kBlock);
 
-    Numbers keys = random_numbers(kLength * kHeads * dim);
-    Numbers values = random_numbers(kLength * kHeads * dim);
-    Numbers kv(kBlocks * kLayers * 2 * kHeads * kBlock * dim);
-    baton_write_kv(kv, kLayers, kHeads, kBlock, dim, kLayer, keys, kHeads * dim, values,
-                   kHeads * dim, blocks.data(), offsets.data(), kLength, threads);
+    Numbers keys = random_numbers(kLength * kKvHeads * dim);
+    Numbers values = random_numbers(kLength * kKvHeads * dim);
+    Numbers cache(kBlocks * kLayers * 2 * kKvHeads * kBlock * dim);
+    const PagedKv kv{cache, kLayers, kKvHeads, kBlock, dim};
+    BatchLayout batch{};
+    batch.write_blocks = blocks.data(), batch.write_offsets = offsets.data();
+    batch.block_tables = tables.data(), batch.context_lens = lengths.data();
+    batch.query_starts = &kFirst, batch.num_queries = &kTokens;
+    batch.table_stride = kTable, batch.num_tokens = kLength;
+    const WriteKvArgs write{kv, batch, keys, values, kLayer, kKvHeads * dim, kKvHeads * dim, threads};
+    baton_write_kv(&write);
 
-    Numbers queries = random_numbers(kTokens * kHeads * kGroup * dim), dst(queries.count);
-    baton_attend_chunk(kv, kLayers, kHeads, kBlock, dim, kLayer, queries, dst, tables.data(),
-                       kTokens, kLength, window, kGroup, scale, threads);
+    Numbers queries = random_numbers(kTokens * kHeads * dim), dst(queries.count);
+    batch.num_sequences = 1;
+    const AttentionArgs chunk{kv, batch, queries, dst, kLayer, kHeads, window, scale, threads};
+    baton_attention(&chunk);
     print_bits("chunk", dst);
-    Numbers singles(kSequences * kHeads * kGroup * dim);
-    baton_attend_singles(kv, kLayers, kHeads, kBlock, dim, kLayer, queries, singles, tables.data(),
-                         kTable, lengths.data(), window, kSequences, kGroup, scale, threads);
-    print_bits("singles", singles);
+    Numbers single_dst(kSequences * kHeads * dim);
+    batch.num_sequences = batch.num_single = kSequences;
+    const AttentionArgs singles{kv, batch, queries, single_dst, kLayer, kHeads, window, scale, threads};
+    baton_attention(&singles);
+    print_bits("singles", single_dst);
 
     Numbers cosines = random_numbers(kTokens * dim, 0.7f), sines = random_numbers(kTokens * dim, 0.7f);
     Numbers weight = random_numbers(dim);
-    baton_rotate(queries, kHeads * kGroup * dim, weight, cosines, sines, dst, kTokens,
-                 kHeads * kGroup, dim, 1e-6f, threads);
-    print_bits("rotate", dst);
+    const RopeArgs rope{queries, weight, cosines, sines, dst, kHeads * dim,
+                        kTokens, kHeads, dim, 1e-6f, threads};
+    baton_rope(&rope);
+    print_bits("rope", dst);
 }
 
 }  // namespace
@@ -170,7 +171,7 @@ int main() {
             multiply_quantized(4, 32, tokens, 200, 96, threads);
             run_elementwise(tokens, 96, threads);
             run_elementwise(tokens, 258, threads);
-            find_peaks(tokens, 999, threads);
+            find_maxima(tokens, 999, threads);
         }
         for (const std::int64_t dim : {32, 128})
             for (const std::int64_t window : {0, 20}) attend(dim, window, threads);

@@ -2,7 +2,7 @@
 //
 // An output row is summed in the order of the columns, for any batch and any number of threads.
 
-#include "calls.h"
+#include "gemm.h"
 #include "like_tiles.h"
 #include "panels.h"
 #include "pool.h"
@@ -177,19 +177,19 @@ std::uint32_t* word_of(std::uint32_t* packed, std::int64_t pairs, std::int64_t r
 
 }  // namespace
 
-extern "C" {
+namespace baton::bf16 {
 
-// Size of `packed` in bytes.
-std::int64_t baton_packed_bytes(std::int64_t num_rows, std::int64_t num_columns) {
-    const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
-    return panels * kPanelRows * num_columns * std::int64_t(sizeof(Bf16));
+std::int64_t packed_bytes(const PackedMatrix& matrix) {
+    const std::int64_t panels = (matrix.num_rows + kPanelRows - 1) / kPanelRows;
+    return panels * kPanelRows * matrix.num_columns * std::int64_t(sizeof(Bf16));
 }
 
-// Packs weights, [rows, columns] with an even number of columns. `packed` must be zeroed.
-void baton_pack(const Bf16* weights, std::uint32_t* packed, std::int64_t num_rows,
-                std::int64_t num_columns, int num_threads) {
+void pack(const PackArgs& args) {
+    const std::int64_t num_rows = args.matrix.num_rows, num_columns = args.matrix.num_columns;
     const std::int64_t pairs = num_columns / 2;
-    Pool::instance().run(num_threads, [=](int i, int count) {
+    const auto* const weights = static_cast<const Bf16*>(args.weights);
+    auto* const packed = static_cast<std::uint32_t*>(args.matrix.packed);
+    Pool::instance().run(args.num_threads, [=](int i, int count) {
         const Slice slice(num_rows, i, count);
         for (std::int64_t row = slice.first; row < slice.end; ++row)
             for (std::int64_t pair = 0; pair < pairs; ++pair)
@@ -198,31 +198,30 @@ void baton_pack(const Bf16* weights, std::uint32_t* packed, std::int64_t num_row
     });
 }
 
-// Copies rows of the original matrix to dst, [count, columns].
-void baton_unpack_rows(const std::uint32_t* packed, const std::int64_t* rows, std::int64_t count,
-                       Bf16* dst, std::int64_t num_columns) {
-    const std::int64_t pairs = num_columns / 2;
-    auto* words = const_cast<std::uint32_t*>(packed);
+void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int64_t count,
+              Bf16* dst) {
+    const std::int64_t pairs = matrix.num_columns / 2;
+    auto* const packed = static_cast<std::uint32_t*>(matrix.packed);
     for (std::int64_t i = 0; i < count; ++i)
         for (std::int64_t pair = 0; pair < pairs; ++pair)
-            std::memcpy(dst + i * num_columns + 2 * pair, word_of(words, pairs, rows[i], pair),
-                        sizeof(std::uint32_t));
+            std::memcpy(dst + i * matrix.num_columns + 2 * pair,
+                        word_of(packed, pairs, row_ids[i], pair), sizeof(std::uint32_t));
 }
 
-void baton_linear(const Bf16* activations, const void* packed, const Bf16* bias, Bf16* dst,
-                  std::int64_t num_tokens, std::int64_t num_rows, std::int64_t num_columns,
-                  int num_threads) {
-    Product product{activations,     static_cast<const Words*>(packed), bias, dst,
-                    num_tokens, num_rows,                          num_columns};
+void linear(const LinearArgs& args) {
+    const PackedMatrix& matrix = args.matrix;
+    Product product{args.src, static_cast<const Words*>(matrix.packed), matrix.bias, args.dst,
+                    args.num_tokens, matrix.num_rows, matrix.num_columns};
     product.is_streamed = uses_streaming_stores(product);
-    const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
-    const std::int64_t pass_tokens = tokens_per_pass(num_tokens, num_columns);
-    WorkQueue queue(panels, (num_tokens + pass_tokens - 1) / pass_tokens, num_threads);
-    Pool::instance().run(num_threads, [&](int i, int) {
+    const std::int64_t panels = (matrix.num_rows + kPanelRows - 1) / kPanelRows;
+    const std::int64_t pass_tokens = tokens_per_pass(args.num_tokens, matrix.num_columns);
+    const std::int64_t passes = (args.num_tokens + pass_tokens - 1) / pass_tokens;
+    WorkQueue queue(panels, passes, args.num_threads);
+    Pool::instance().run(args.num_threads, [&](int i, int) {
         Tiles tiles;
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
             const std::int64_t first = unit.pass * pass_tokens;
-            const std::int64_t end = std::min(first + pass_tokens, num_tokens);
+            const std::int64_t end = std::min(first + pass_tokens, args.num_tokens);
             const std::int64_t next = std::min(unit.which + 1, panels - 1);
             multiply_panel(product, tiles, unit.which, next, first, end);
         }
@@ -230,4 +229,4 @@ void baton_linear(const Bf16* activations, const void* packed, const Bf16* bias,
     });
 }
 
-}  // extern "C"
+}  // namespace baton::bf16

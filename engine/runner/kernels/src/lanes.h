@@ -1,6 +1,8 @@
 // Vectors of sixteen lanes on any machine: the compiler splits them into registers as needed.
 #pragma once
 
+#include "abi.h"
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,8 +13,6 @@
 #endif
 
 namespace baton {
-
-using Bf16 = std::uint16_t;  // bit pattern
 
 constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
