@@ -146,7 +146,7 @@ def test_products_below_the_least_number_are_computed_alike_in_any_company(
 def test_an_answer_longer_than_the_caches_has_the_same_bits(
     kernels: Kernels, has_bias: bool
 ) -> None:
-    """1.1 MiB of it: tiles write it past the caches."""
+    """Outputs of 1.1 MiB use non-temporal stores on processors with AVX-512-BF16."""
     states, bias = drawn(3, 520, 70), drawn(5, 1088) if has_bias else None
     linear = NativeOps(kernels).linear(drawn(4, 1088, 70), bias)
     parts = torch.cat([linear(some) for some in states.split(26)])

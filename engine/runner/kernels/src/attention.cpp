@@ -8,8 +8,8 @@
 // prompt into chunks, for all batches, and for tokens that are computed again after preemption.
 
 #include "abi.h"
-#include "pool.h"
-#include "rows.h"
+#include "thread_pool.h"
+#include "query_rows.h"
 
 #include <memory>
 
@@ -22,14 +22,14 @@ struct Part {
     std::int64_t first_head, end_head, first_row, end_row;
 };
 
-std::vector<QueryRows> rows_of(const Chunk& chunk, const Part& part, bool is_in_place) {
+std::vector<QueryRows> rows_of(const Chunk& chunk, const Part& part, bool is_unpacked) {
     std::vector<QueryRows> runs;
     runs.reserve((part.end_head - part.first_head) *
                  ((part.end_row - part.first_row + kRunRows - 1) / kRunRows));
     for (std::int64_t head = part.first_head; head < part.end_head; ++head)
         for (std::int64_t row = part.first_row, count; row < part.end_row; row += count) {
             count = next_run(part.end_row - row, kRunRows);
-            runs.emplace_back(chunk, head, row, int(count), is_in_place);
+            runs.emplace_back(chunk, head, row, int(count), is_unpacked);
         }
     return runs;
 }
@@ -37,7 +37,7 @@ std::vector<QueryRows> rows_of(const Chunk& chunk, const Part& part, bool is_in_
 // Query rows that share the packed panels of one unit of work. With AMX the products are so fast
 // that more rows must share the cost of packing, as long as each thread still gets a few units.
 std::int64_t rows_at_once(const Chunk& chunk, int num_threads) {
-    constexpr std::int64_t kMin = 512, kMax = kPairsAtOnce > 1 ? 1024 : kMin;
+    constexpr std::int64_t kMin = 512, kMax = kPairsPerTile > 1 ? 1024 : kMin;
     const std::int64_t parts = (chunk.num_rows() + kMax - 1) / kMax;
     return parts * chunk.context.kv.num_kv_heads < 8 * num_threads ? kMin : kMax;
 }
@@ -49,14 +49,14 @@ class Attention {
 
     void operator()(const Chunk& chunk, const Part& part) {
         const std::int64_t end = chunk.position((part.end_row - 1) / chunk.gqa_group_size) + 1;
-        const bool is_in_place = SlotsInPlace::supports(chunk.context.kv) &&
-                                 part.end_row - part.first_row <= SlotsInPlace::kFewRows;
-        std::vector<QueryRows> runs = rows_of(chunk, part, is_in_place);
-        score_tiles_ = std::make_unique_for_overwrite<ScoreTile[]>(is_in_place ? runs.size() : 1);
+        const bool is_unpacked = UnpackedSlots::supports(chunk.context.kv) &&
+                                 part.end_row - part.first_row <= UnpackedSlots::kMaxQueryRows;
+        std::vector<QueryRows> runs = rows_of(chunk, part, is_unpacked);
+        score_tiles_ = std::make_unique_for_overwrite<ScoreTile[]>(is_unpacked ? runs.size() : 1);
         std::int64_t slot = chunk.first_slot(part.first_row / chunk.gqa_group_size);
-        for (slot -= slot % kSlotsAtOnce; slot < end; slot += kSlotsAtOnce)
-            if (is_in_place)
-                attend_in_place(chunk.context, runs, slot, end);
+        for (slot -= slot % kScoreTileSlots; slot < end; slot += kScoreTileSlots)
+            if (is_unpacked)
+                attend_unpacked(chunk.context, runs, slot, end);
             else
                 attend_packed(chunk.context, runs, slot, end);
         for (const QueryRows& rows : runs) rows.write_output();
@@ -64,42 +64,42 @@ class Attention {
 
   private:
     // Packs keys and values head by head.
-    void attend_packed(const Context& context, std::vector<QueryRows>& runs, std::int64_t slot,
+    void attend_packed(const KvContext& context, std::vector<QueryRows>& runs, std::int64_t slot,
                        std::int64_t end) {
         for (std::size_t run = 0; run < runs.size(); ++run) {
             if (run == 0 || runs[run].head() != runs[run - 1].head())
                 packed_.load(context, runs[run].head(), slot, end);
-            if (runs[run].overlaps(slot)) runs[run].attend(packed_, slot, score_tiles_[0], tiles_);
+            if (runs[run].overlaps(slot)) runs[run].attend(packed_, slot, score_tiles_[0], tile_config_);
         }
     }
 
     // Reads step by step through all heads: a block's keys of all heads are contiguous, and so are
     // its values, and sequential reads are faster.
-    void attend_in_place(const Context& context, std::vector<QueryRows>& runs, std::int64_t slot,
+    void attend_unpacked(const KvContext& context, std::vector<QueryRows>& runs, std::int64_t slot,
                          std::int64_t end) {
-        in_place_.load(context, slot, end);
+        unpacked_.load(context, slot, end);
         for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
-            rows.score(in_place_, step, tile, tiles_);
+            rows.score(unpacked_, step, tile, tile_config_);
         });
         for (std::size_t run = 0; run < runs.size(); ++run)
             if (runs[run].overlaps(slot)) runs[run].softmax(slot, score_tiles_[run]);
         for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
-            rows.add(in_place_, step, tile);
+            rows.add(unpacked_, step, tile);
         });
     }
 
     template <typename Each>
     void for_each_step(std::vector<QueryRows>& runs, std::int64_t slot, Each each) {
-        constexpr std::int64_t kStep = SlotsInPlace::kStep;
-        for (std::int64_t step = 0; step < in_place_.num_steps(); ++step)
+        constexpr std::int64_t kStepSlots = UnpackedSlots::kStepSlots;
+        for (std::int64_t step = 0; step < unpacked_.num_steps(); ++step)
             for (std::size_t run = 0; run < runs.size(); ++run)
-                if (runs[run].overlaps(slot + step * kStep, kStep))
+                if (runs[run].overlaps(slot + step * kStepSlots, kStepSlots))
                     each(runs[run], score_tiles_[run], step);
     }
 
     PackedSlots packed_;
-    SlotsInPlace in_place_;
-    Tiles tiles_;
+    UnpackedSlots unpacked_;
+    TileConfig tile_config_;
     std::unique_ptr<ScoreTile[]> score_tiles_;  // one per run, or a single one that all runs share
 };
 
@@ -114,7 +114,7 @@ void attend_singles(const AttentionArgs& args) {
         at_once /= 2;
     const std::int64_t parts = kv.num_kv_heads / at_once;
     std::atomic<std::int64_t> next{0};
-    Pool::instance().run(args.num_threads, [&](int, int) {
+    ThreadPool::instance().run(args.num_threads, [&](int, int) {
         Attention attention(kv.head_dim);
         for (std::int64_t task = next++; task < batch.num_single * parts; task = next++) {
             const std::int64_t sequence = task / parts, head = task % parts * at_once;
@@ -132,7 +132,7 @@ void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
     const std::int64_t at_once = rows_at_once(chunk, args.num_threads);
     const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;
     std::atomic<std::int64_t> next{0};
-    Pool::instance().run(args.num_threads, [&](int, int) {
+    ThreadPool::instance().run(args.num_threads, [&](int, int) {
         Attention attention(args.kv.head_dim);
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
             // The last part takes longest, so it is first.

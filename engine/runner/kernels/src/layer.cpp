@@ -1,5 +1,5 @@
 // A decoder layer in one call. With few tokens, Python's overhead between the operations of a layer
-// would be as long as some of them, and the pool's threads would fall asleep meanwhile.
+// would be as long as some of them, and the pool's threads would go to sleep in between.
 
 #include "abi.h"
 #include "panels.h"
@@ -61,22 +61,22 @@ void baton_layer(const LayerArgs* layer, const PassArgs* pass, Bf16* hidden) {
     const std::int64_t count = num_tokens * layer->qkv.num_columns;
     const std::int64_t stride = layer->qkv.num_rows;
     const std::int64_t query_rows = layer->num_heads * pass->kv.head_dim;
-    Bf16 *const narrow = pass->narrow_buf, *const wide = pass->wide_buf;
-    Bf16* const heads = pass->heads_buf;
+    Bf16 *const narrow_buf = pass->narrow_buf, *const wide_buf = pass->wide_buf;
+    Bf16* const heads_buf = pass->heads_buf;
 
-    rms_norm(hidden, layer->input_norm, narrow, *layer, *pass);
-    linear(layer->qkv, narrow, wide, *pass);
-    write_kv(wide + query_rows, stride, *layer, *pass);
-    rope(wide, stride, layer->q_norm, layer->num_heads, heads, *layer, *pass);
-    attention(heads, narrow, *layer, *pass);
-    linear(layer->output, narrow, wide, *pass);
-    baton_add(hidden, wide, count, pass->num_threads);
+    rms_norm(hidden, layer->input_norm, narrow_buf, *layer, *pass);
+    linear(layer->qkv, narrow_buf, wide_buf, *pass);
+    write_kv(wide_buf + query_rows, stride, *layer, *pass);
+    rope(wide_buf, stride, layer->q_norm, layer->num_heads, heads_buf, *layer, *pass);
+    attention(heads_buf, narrow_buf, *layer, *pass);
+    linear(layer->output, narrow_buf, wide_buf, *pass);
+    baton_add(hidden, wide_buf, count, pass->num_threads);
 
-    rms_norm(hidden, layer->post_norm, narrow, *layer, *pass);
-    linear(layer->gate_up, narrow, wide, *pass);
-    baton_swiglu(wide, heads, num_tokens, layer->down.num_columns, pass->num_threads);
-    linear(layer->down, heads, narrow, *pass);
-    baton_add(hidden, narrow, count, pass->num_threads);
+    rms_norm(hidden, layer->post_norm, narrow_buf, *layer, *pass);
+    linear(layer->gate_up, narrow_buf, wide_buf, *pass);
+    baton_swiglu(wide_buf, heads_buf, num_tokens, layer->down.num_columns, pass->num_threads);
+    linear(layer->down, heads_buf, narrow_buf, *pass);
+    baton_add(hidden, narrow_buf, count, pass->num_threads);
 }
 
 void baton_layer_write_kv(const LayerArgs* layer, const PassArgs* pass, const Bf16* hidden) {

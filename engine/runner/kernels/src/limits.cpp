@@ -1,8 +1,8 @@
 // Measures the machine's memory bandwidth and arithmetic peak, to compare other kernels with.
 
-#include "lanes.h"
-#include "pool.h"
-#include "tiles.h"
+#include "simd.h"
+#include "thread_pool.h"
+#include "microkernel.h"
 
 using namespace baton;
 
@@ -11,9 +11,9 @@ namespace {
 #if defined(__AMX_BF16__)
 
 float multiply_in_registers(std::int64_t num_products) {
-    constexpr std::int64_t kProductsPerTile = kTileRows * kPairsAtOnce;
-    Tiles tiles;
-    tiles.configure(kTileRows, kTileRows);
+    constexpr std::int64_t kProductsPerTile = kTileRows * kPairsPerTile;
+    TileConfig tile_config;
+    tile_config.configure(kTileRows, kTileRows);
     for (std::int64_t i = 0; i < num_products / kProductsPerTile; i += 4) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -27,15 +27,15 @@ float multiply_in_registers(std::int64_t num_products) {
 
 float multiply_in_registers(std::int64_t num_products) {
     constexpr int kTotals = 12;
-    Floats totals[kTotals];
-    for (int t = 0; t < kTotals; ++t) totals[t] = splat(float(t));  // equal ones would be merged
+    F32x16 acc[kTotals];
+    for (int t = 0; t < kTotals; ++t) acc[t] = splat(float(t));  // equal ones would be merged
     const std::uint32_t one = 0x3f803f80u;
-    const Words ones = Words{} + one;
+    const U32x16 ones = U32x16{} + one;
     for (std::int64_t i = 0; i < num_products / kTotals; ++i) {
-        for (Floats& total : totals) add_products(total, ones, one);
+        for (F32x16& total : acc) dot_add_bf16(total, ones, one);
     }
     float total_sum = 0;
-    for (const Floats& total : totals) total_sum += sum(total);
+    for (const F32x16& total : acc) total_sum += sum(total);
     return total_sum;
 }
 
@@ -49,16 +49,16 @@ extern "C" {
 std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
                                 std::int32_t num_threads) {
     constexpr int kStreams = 4;
-    const auto* const vectors = static_cast<const Words*>(memory);
+    const auto* const vectors = static_cast<const U32x16*>(memory);
     std::atomic<std::uint32_t> found{0};
-    Pool::instance().run(num_threads, [&](int i, int count) {
+    ThreadPool::instance().run(num_threads, [&](int i, int count) {
         const Slice slice(num_vectors / kStreams, i, count);
-        Words seen[kStreams] = {};
+        U32x16 seen[kStreams] = {};
         for (std::int64_t at = slice.first * kStreams; at < slice.end * kStreams; at += kStreams) {
-            fetch_ahead(vectors + at, kStreams);
+            prefetch_ahead(vectors + at, kStreams);
             for (int v = 0; v < kStreams; ++v) seen[v] ^= vectors[at + v];
         }
-        const Words all = seen[0] ^ seen[1] ^ seen[2] ^ seen[3];
+        const U32x16 all = seen[0] ^ seen[1] ^ seen[2] ^ seen[3];
         for (int lane = 0; lane < kLanes; ++lane) found ^= all[lane];
     });
     return found;
@@ -66,7 +66,7 @@ std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
 
 float baton_multiply_registers(std::int64_t num_products, std::int32_t num_threads) {
     std::atomic<float> found{0};
-    Pool::instance().run(num_threads,
+    ThreadPool::instance().run(num_threads,
                          [&](int, int) { found = multiply_in_registers(num_products); });
     return found;
 }

@@ -1,4 +1,4 @@
-// Context of a KV head, read a few panels of 64 slots at a time.
+// KV slots of a sequence, read a few panels of 64 slots at a time.
 #pragma once
 
 #include "abi.h"
@@ -9,7 +9,7 @@
 namespace baton {
 
 // Slots of a sequence in one layer.
-struct Context {
+struct KvContext {
     PagedKv kv;
     std::int64_t layer;
     const std::int64_t* table;
@@ -22,43 +22,43 @@ struct Context {
     }
 };
 
-constexpr int kPanelsAtOnce = 4;
-constexpr std::int64_t kSlotsAtOnce = kPanelsAtOnce * kPanelRows;
+constexpr int kScoreTilePanels = 4;
+constexpr std::int64_t kScoreTileSlots = kScoreTilePanels * kPanelRows;
 
 // Addresses of the keys or values of a head that are processed together.
-struct Slots {
-    const Bf16* at[kSlotsAtOnce];
+struct SlotPointers {
+    const Bf16* at[kScoreTileSlots];
     std::int64_t count;
 
-    // Finds up to kSlotsAtOnce slots in [first, end). Entries after `count` repeat the last slot.
-    void find(const Context& context, std::int64_t head, int key_or_value, std::int64_t first,
+    // Finds up to kScoreTileSlots slots in [first, end). Entries after `count` repeat the last slot.
+    void find(const KvContext& context, std::int64_t head, int key_or_value, std::int64_t first,
               std::int64_t end) {
-        count = std::min(kSlotsAtOnce, end - first);
+        count = std::min(kScoreTileSlots, end - first);
         const std::int64_t block_size = context.kv.block_size;
         for (std::int64_t i = 0; i < count;) {
             const Bf16* slot = context.at(first + i, key_or_value, head);
             const std::int64_t end = std::min(count, i + block_size - (first + i) % block_size);
             for (; i < end; ++i, slot += context.kv.head_dim) at[i] = slot;
         }
-        for (std::int64_t i = count; i < kSlotsAtOnce; ++i) at[i] = at[count - 1];
+        for (std::int64_t i = count; i < kScoreTileSlots; ++i) at[i] = at[count - 1];
     }
 };
 
-// Slots that are read in place for all heads, and the next ones, which are only prefetched.
-class PlacedSlots {
+// Slots that are read in place for all heads, and those after them, which are prefetched.
+class UnpackedSlotsBase {
   public:
-    void load(const Context& context, std::int64_t first, std::int64_t end) {
+    void load(const KvContext& context, std::int64_t first, std::int64_t end) {
         size_ = context.kv.head_dim;
         head_ = context.kv.block_size * size_;
         keys_.find(context, 0, 0, first, end);
         values_.find(context, 0, 1, first, end);
         const std::int64_t next = first + keys_.count;
-        next_keys_.find(context, 0, 0, next < end ? next : first, end);  // at the end: a dummy
+        next_keys_.find(context, 0, 0, next < end ? next : first, end);  // at the end: unused
     }
 
   protected:
     std::int64_t size_, head_;  // numbers per slot; numbers per head in a block
-    Slots keys_, values_, next_keys_;  // of head 0
+    SlotPointers keys_, values_, next_keys_;  // of head 0
 };
 
 }  // namespace baton

@@ -1,8 +1,8 @@
 // RMS norm, RoPE, SiLU gate, argmax and add: the operations between GEMMs. Each rounds where torch
 // does.
 
-#include "lanes.h"
-#include "pool.h"
+#include "thread_pool.h"
+#include "vector_math.h"
 
 #include <algorithm>
 #include <limits>
@@ -12,14 +12,14 @@ using namespace baton;
 namespace {
 
 float sum_of_squares(const Bf16* row, std::int64_t size) {
-    Floats squares{};
+    F32x16 squares{};
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
-        const Floats numbers = wide(row + i);
+        const F32x16 numbers = bf16_to_f32(row + i);
         squares += numbers * numbers;
     }
     float total = sum(squares);
-    for (; i < size; ++i) total += wide(row[i]) * wide(row[i]);
+    for (; i < size; ++i) total += bf16_to_f32(row[i]) * bf16_to_f32(row[i]);
     return total;
 }
 
@@ -27,9 +27,9 @@ void norm_row(const Bf16* row, const Bf16* weight, Bf16* dst, std::int64_t size,
     const float factor = 1.0f / std::sqrt(sum_of_squares(row, size) / float(size) + epsilon);
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
-        store(dst + i, rounded(wide(row + i) * factor) * wide(weight + i));
+        store(dst + i, round_to_bf16(bf16_to_f32(row + i) * factor) * bf16_to_f32(weight + i));
     }
-    for (; i < size; ++i) dst[i] = narrow(rounded(wide(row[i]) * factor) * wide(weight[i]));
+    for (; i < size; ++i) dst[i] = f32_to_bf16(round_to_bf16(bf16_to_f32(row[i]) * factor) * bf16_to_f32(weight[i]));
 }
 
 // RoPE of up to kLanes heads of a token, after an RMS norm if `weight` is not null.
@@ -39,10 +39,10 @@ struct Rope {
 
     // Computes all norms together: one by one, each would wait for a square root and two divisions.
     void operator()(const Bf16* heads, Bf16* dst, int count, float epsilon) const {
-        Floats lengths{};
+        F32x16 lengths{};
         for (int head = 0; weight != nullptr && head < count; ++head)
             lengths[head] = sum_of_squares(heads + head * size, size);
-        const Floats factors = inverse_roots(lengths / float(size) + epsilon);
+        const F32x16 factors = rsqrt(lengths / float(size) + epsilon);
         for (int head = 0; head < count; ++head)
             rotate_head(heads + head * size, dst + head * size, factors[head]);
     }
@@ -53,28 +53,28 @@ struct Rope {
         std::int64_t i = 0;
         for (; i + kLanes <= half; i += kLanes) {
             const std::int64_t later = i + half;
-            const Floats first = load(head, i, factor), second = load(head, later, factor);
-            store(dst + i, rounded(first * wide(cosines + i)) + rounded(-second * wide(sines + i)));
+            const F32x16 first = load(head, i, factor), second = load(head, later, factor);
+            store(dst + i, round_to_bf16(first * bf16_to_f32(cosines + i)) + round_to_bf16(-second * bf16_to_f32(sines + i)));
             store(dst + later,
-                  rounded(second * wide(cosines + later)) + rounded(first * wide(sines + later)));
+                  round_to_bf16(second * bf16_to_f32(cosines + later)) + round_to_bf16(first * bf16_to_f32(sines + later)));
         }
         for (; i < half; ++i) {
             const std::int64_t later = i + half;
             const float first = load_one(head, i, factor), second = load_one(head, later, factor);
-            dst[i] = narrow(rounded(first * wide(cosines[i])) + rounded(-second * wide(sines[i])));
+            dst[i] = f32_to_bf16(round_to_bf16(first * bf16_to_f32(cosines[i])) + round_to_bf16(-second * bf16_to_f32(sines[i])));
             dst[later] =
-                narrow(rounded(second * wide(cosines[later])) + rounded(first * wide(sines[later])));
+                f32_to_bf16(round_to_bf16(second * bf16_to_f32(cosines[later])) + round_to_bf16(first * bf16_to_f32(sines[later])));
         }
     }
 
-    Floats load(const Bf16* head, std::int64_t at, float factor) const {
-        const Floats numbers = wide(head + at);
+    F32x16 load(const Bf16* head, std::int64_t at, float factor) const {
+        const F32x16 numbers = bf16_to_f32(head + at);
         if (weight == nullptr) return numbers;
-        return rounded(rounded(numbers * factor) * wide(weight + at));
+        return round_to_bf16(round_to_bf16(numbers * factor) * bf16_to_f32(weight + at));
     }
     float load_one(const Bf16* head, std::int64_t at, float factor) const {
-        const float number = wide(head[at]);
-        return weight == nullptr ? number : rounded(rounded(number * factor) * wide(weight[at]));
+        const float number = bf16_to_f32(head[at]);
+        return weight == nullptr ? number : round_to_bf16(round_to_bf16(number * factor) * bf16_to_f32(weight[at]));
     }
 };
 
@@ -86,16 +86,16 @@ struct ArgMax {
 // Index of the first maximum (undefined with a NaN), and whether all numbers are finite.
 ArgMax argmax(const float* row, std::int64_t size) {
     constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
-    Floats highest = splat(kMinusInf);
-    Words indices{}, non_finite{}, at{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F32x16 highest = splat(kMinusInf);
+    U32x16 indices{}, non_finite{}, at{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes, at += kLanes) {
-        Floats numbers;
+        F32x16 numbers;
         std::memcpy(&numbers, row + i, sizeof numbers);
-        const Words is_higher = where_less(highest, numbers);
+        const U32x16 is_higher = less_mask(highest, numbers);
         highest = blend(is_higher, numbers, highest);
         indices = (at & is_higher) | (indices & ~is_higher);
-        non_finite |= where_nan(numbers - numbers);  // NaN where a number is not finite
+        non_finite |= nan_mask(numbers - numbers);  // NaN where a number is not finite
     }
     ArgMax found{0, true};
     float largest = kMinusInf;
@@ -149,14 +149,14 @@ void baton_swiglu(const Bf16* gate_up, Bf16* dst, std::int64_t num_tokens, std::
             Bf16* row = dst + token * size;
             std::int64_t at = 0;
             for (; at + kLanes <= size; at += kLanes) {
-                const Floats numbers = wide(gate + at);
-                const Floats gated = rounded(numbers / (1.0f + exponential(-numbers)));
-                store(row + at, gated * wide(up + at));
+                const F32x16 numbers = bf16_to_f32(gate + at);
+                const F32x16 gated = round_to_bf16(numbers / (1.0f + exp(-numbers)));
+                store(row + at, gated * bf16_to_f32(up + at));
             }
             for (; at < size; ++at) {
-                const float number = wide(gate[at]);
-                const float gated = rounded(number / (1.0f + std::exp(-number)));
-                row[at] = narrow(gated * wide(up[at]));
+                const float number = bf16_to_f32(gate[at]);
+                const float gated = round_to_bf16(number / (1.0f + std::exp(-number)));
+                row[at] = f32_to_bf16(gated * bf16_to_f32(up[at]));
             }
         }
     });
@@ -174,8 +174,8 @@ void baton_argmax(const ArgmaxArgs* args) {
 
 void baton_add(Bf16* dst, const Bf16* src, std::int64_t count, std::int32_t num_threads) {
     parallel_for(count, 1, num_threads, [=](std::int64_t at, std::int64_t end) {
-        for (; at + kLanes <= end; at += kLanes) store(dst + at, wide(dst + at) + wide(src + at));
-        for (; at < end; ++at) dst[at] = narrow(wide(dst[at]) + wide(src[at]));
+        for (; at + kLanes <= end; at += kLanes) store(dst + at, bf16_to_f32(dst + at) + bf16_to_f32(src + at));
+        for (; at < end; ++at) dst[at] = f32_to_bf16(bf16_to_f32(dst[at]) + bf16_to_f32(src[at]));
     });
 }
 

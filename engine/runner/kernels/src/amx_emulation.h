@@ -22,28 +22,28 @@ class FlushDenormals {
 };
 
 // bf16 numbers in the low and in the high halves of words.
-inline Floats low_of(Words both) { return (Floats)(both << 16); }
-inline Floats high_of(Words both) { return (Floats)(both & 0xffff0000u); }
+inline F32x16 low_of(U32x16 both) { return (F32x16)(both << 16); }
+inline F32x16 high_of(U32x16 both) { return (F32x16)(both & 0xffff0000u); }
 
 // total += number * numbers (fused multiply-add).
-inline void add_product(Floats& total, float number, Floats numbers) {
-    total = (Floats)_mm512_fmadd_ps(_mm512_set1_ps(number), (__m512)numbers, (__m512)total);
+inline void multiply_add(F32x16& total, float number, F32x16 numbers) {
+    total = (F32x16)_mm512_fmadd_ps(_mm512_set1_ps(number), (__m512)numbers, (__m512)total);
 }
 
-// totals += row * panel. Pairs beyond the last multiple of kPairsAtOnce are left to the caller.
-inline void add_row_like_tiles(Floats (&totals)[kVectors], const Bf16* row, const Words* panel,
+// acc += row * panel. Pairs beyond the last multiple of kPairsPerTile are left to the caller.
+inline void add_row_emulated(F32x16 (&acc)[kVectors], const Bf16* row, const U32x16* panel,
                                std::int64_t pairs) {
     const FlushDenormals flush_denormals;
-    for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
-        Words both;
+    for (std::int64_t pair = 0; pair + kPairsPerTile <= pairs; pair += kPairsPerTile) {
+        U32x16 both;
         std::memcpy(&both, row + 2 * pair, sizeof both);
-        const Floats firsts = low_of(both), seconds = high_of(both);
-        for (Floats& total : totals) {
-            Floats first{}, second{};
-            for (int i = 0; i < kPairsAtOnce; ++i, ++panel) {
-                fetch_ahead(panel, 1);
-                add_product(first, firsts[i], low_of(*panel));
-                add_product(second, seconds[i], high_of(*panel));
+        const F32x16 firsts = low_of(both), seconds = high_of(both);
+        for (F32x16& total : acc) {
+            F32x16 first{}, second{};
+            for (int i = 0; i < kPairsPerTile; ++i, ++panel) {
+                prefetch_ahead(panel, 1);
+                multiply_add(first, firsts[i], low_of(*panel));
+                multiply_add(second, seconds[i], high_of(*panel));
             }
             total += first + second;
         }
