@@ -137,24 +137,54 @@ void attend(std::int64_t dim, std::int64_t window, int threads) {
     batch.block_tables = tables.data(), batch.context_lens = lengths.data();
     batch.query_starts = &kFirst, batch.num_queries = &kTokens;
     batch.table_stride = kTable, batch.num_tokens = kLength;
-    const WriteKvArgs write{kv, batch, keys, values, kLayer, kKvHeads * dim, kKvHeads * dim, threads};
+    const WriteKvArgs write{
+        .kv = kv,
+        .batch = batch,
+        .keys = keys,
+        .values = values,
+        .layer = kLayer,
+        .key_stride = kKvHeads * dim,
+        .value_stride = kKvHeads * dim,
+        .num_threads = threads,
+    };
     baton_write_kv(&write);
 
     Numbers queries = random_numbers(kTokens * kHeads * dim), dst(queries.count);
     batch.num_sequences = 1;
-    const AttentionArgs chunk{kv, batch, queries, dst, kLayer, kHeads, window, scale, threads};
-    baton_attention(&chunk);
+    AttentionArgs args{
+        .kv = kv,
+        .batch = batch,
+        .queries = queries,
+        .dst = dst,
+        .layer = kLayer,
+        .num_heads = kHeads,
+        .window = window,
+        .scale = scale,
+        .num_threads = threads,
+    };
+    baton_attention(&args);
     print_bits("chunk", dst);
     Numbers single_dst(kSequences * kHeads * dim);
-    batch.num_sequences = batch.num_single = kSequences;
-    const AttentionArgs singles{kv, batch, queries, single_dst, kLayer, kHeads, window, scale, threads};
-    baton_attention(&singles);
+    args.batch.num_sequences = args.batch.num_single = kSequences;
+    args.dst = single_dst;
+    baton_attention(&args);
     print_bits("singles", single_dst);
 
     Numbers cosines = random_numbers(kTokens * dim, 0.7f), sines = random_numbers(kTokens * dim, 0.7f);
     Numbers weight = random_numbers(dim);
-    const RopeArgs rope{queries, weight, cosines, sines, dst, kHeads * dim,
-                        kTokens, kHeads, dim, 1e-6f, threads};
+    const RopeArgs rope{
+        .src = queries,
+        .norm_weight = weight,
+        .cosines = cosines,
+        .sines = sines,
+        .dst = dst,
+        .src_stride = kHeads * dim,
+        .num_tokens = kTokens,
+        .num_heads = kHeads,
+        .head_dim = dim,
+        .epsilon = 1e-6f,
+        .num_threads = threads,
+    };
     baton_rope(&rope);
     print_bits("rope", dst);
 }

@@ -29,17 +29,20 @@ struct PagedKv {
 
 // Flat batch of tokens, sequence after sequence. The first num_single sequences have one token.
 struct BatchLayout {
-    const std::int64_t *write_blocks, *write_offsets;  // by token
-    const std::int64_t *block_tables, *context_lens, *query_starts, *num_queries;  // by sequence
+    // By token.
+    const std::int64_t *write_blocks, *write_offsets;
+    // By sequence.
+    const std::int64_t *block_tables, *context_lens, *query_starts, *num_queries;
     std::int64_t table_stride, num_sequences, num_single, num_tokens;
 };
 
 // Weight matrix in packed layout, with the bias of its rows.
 struct PackedMatrix {
     void* packed;
-    const Bf16* bias;  // or null
-    std::int64_t bits, num_rows, num_columns;  // bits: 16 for bf16, 8 or 4 if quantized
-    std::int64_t group_size;                   // columns with a common scale, if quantized
+    const Bf16* bias;   // or null
+    std::int64_t bits;  // 16 for bf16, 8 or 4 if quantized
+    std::int64_t num_rows, num_columns;
+    std::int64_t group_size;  // columns with a common scale, if quantized
 };
 
 struct PackArgs {
@@ -97,8 +100,9 @@ struct AttentionArgs {
     BatchLayout batch;
     const Bf16* queries;  // [tokens, heads, head_dim]
     Bf16* dst;            // same shape
-    std::int64_t layer, num_heads, window;  // window: 0 for none
-    float scale;                            // of the scores
+    std::int64_t layer, num_heads;
+    std::int64_t window;  // 0 for none
+    float scale;          // of the scores
     std::int32_t num_threads;
 };
 

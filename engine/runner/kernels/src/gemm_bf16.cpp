@@ -90,7 +90,8 @@ std::int64_t tokens_per_pass(std::int64_t num_tokens, std::int64_t num_columns) 
 
 void multiply_panel(const Gemm& p, TileConfig& tile_config, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
-    const std::int64_t pairs = p.num_columns / 2, num_runs = (end - first + kRunTokens - 1) / kRunTokens;
+    const std::int64_t pairs = p.num_columns / 2;
+    const std::int64_t num_runs = (end - first + kRunTokens - 1) / kRunTokens;
     // Each run prefetches its share of the next panel.
     const int fetched = int((kVectors * kPairsPerTile / 4 + num_runs - 1) / num_runs);
     const U32x16 *own_panel = p.panel(panel), *ahead = p.panel(next);
@@ -210,8 +211,15 @@ void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int6
 
 void linear(const LinearArgs& args) {
     const PackedMatrix& matrix = args.matrix;
-    Gemm gemm{args.src, static_cast<const U32x16*>(matrix.packed), matrix.bias, args.dst,
-                    args.num_tokens, matrix.num_rows, matrix.num_columns};
+    Gemm gemm{
+        .activations = args.src,
+        .packed = static_cast<const U32x16*>(matrix.packed),
+        .bias = matrix.bias,
+        .dst = args.dst,
+        .num_tokens = args.num_tokens,
+        .num_rows = matrix.num_rows,
+        .num_columns = matrix.num_columns,
+    };
     gemm.is_streamed = uses_streaming_stores(gemm);
     const std::int64_t panels = (matrix.num_rows + kPanelRows - 1) / kPanelRows;
     const std::int64_t pass_tokens = tokens_per_pass(args.num_tokens, matrix.num_columns);

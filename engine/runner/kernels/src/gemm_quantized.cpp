@@ -256,7 +256,8 @@ void linear(const LinearArgs& args) {
                           matrix.bias, args.dst, args.num_tokens};
     const std::int64_t num_columns = matrix.num_columns;
     thread_local QuantizedActivations buffer;
-    QuantizedActivations& quantized = buffer;  // captured by reference: all threads use the caller's
+    // Captured by reference: all threads use the buffer of the calling thread.
+    QuantizedActivations& quantized = buffer;
     quantized.resize(gemm.layout, args.num_tokens);
     const auto quantize = [&](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token) quantized.quantize(token, args.src + token * num_columns);

@@ -30,7 +30,7 @@ struct SlotPointers {
     const Bf16* at[kScoreTileSlots];
     std::int64_t count;
 
-    // Finds up to kScoreTileSlots slots in [first, end). Entries after `count` repeat the last slot.
+    // Finds up to kScoreTileSlots slots in [first, end). Entries past `count` repeat the last one.
     void find(const KvContext& context, std::int64_t head, int key_or_value, std::int64_t first,
               std::int64_t end) {
         count = std::min(kScoreTileSlots, end - first);

@@ -18,28 +18,60 @@ PackedMatrix rows_from(const PackedMatrix& matrix, std::int64_t first) {
 }
 
 void linear(const PackedMatrix& matrix, const Bf16* src, Bf16* dst, const PassArgs& pass) {
-    const LinearArgs args{matrix, src, dst, pass.batch.num_tokens, pass.num_threads};
+    const LinearArgs args{
+        .matrix = matrix,
+        .src = src,
+        .dst = dst,
+        .num_tokens = pass.batch.num_tokens,
+        .num_threads = pass.num_threads,
+    };
     baton_linear(&args);
 }
 
 void rms_norm(const Bf16* src, const Bf16* weight, Bf16* dst, const LayerArgs& layer,
               const PassArgs& pass) {
-    const RmsNormArgs args{src, weight, dst, pass.batch.num_tokens, layer.qkv.num_columns,
-                           layer.epsilon, pass.num_threads};
+    const RmsNormArgs args{
+        .src = src,
+        .weight = weight,
+        .dst = dst,
+        .num_rows = pass.batch.num_tokens,
+        .size = layer.qkv.num_columns,
+        .epsilon = layer.epsilon,
+        .num_threads = pass.num_threads,
+    };
     baton_rms_norm(&args);
 }
 
 void rope(const Bf16* src, std::int64_t src_stride, const Bf16* norm_weight,
           std::int64_t num_heads, Bf16* dst, const LayerArgs& layer, const PassArgs& pass) {
-    const RopeArgs args{src, norm_weight, pass.cosines, pass.sines, dst,
-                        src_stride, pass.batch.num_tokens, num_heads, pass.kv.head_dim,
-                        layer.epsilon, pass.num_threads};
+    const RopeArgs args{
+        .src = src,
+        .norm_weight = norm_weight,
+        .cosines = pass.cosines,
+        .sines = pass.sines,
+        .dst = dst,
+        .src_stride = src_stride,
+        .num_tokens = pass.batch.num_tokens,
+        .num_heads = num_heads,
+        .head_dim = pass.kv.head_dim,
+        .epsilon = layer.epsilon,
+        .num_threads = pass.num_threads,
+    };
     baton_rope(&args);
 }
 
 void attention(const Bf16* queries, Bf16* dst, const LayerArgs& layer, const PassArgs& pass) {
-    const AttentionArgs args{pass.kv, pass.batch, queries, dst, layer.index,
-                             layer.num_heads, layer.window, layer.scale, pass.num_threads};
+    const AttentionArgs args{
+        .kv = pass.kv,
+        .batch = pass.batch,
+        .queries = queries,
+        .dst = dst,
+        .layer = layer.index,
+        .num_heads = layer.num_heads,
+        .window = layer.window,
+        .scale = layer.scale,
+        .num_threads = pass.num_threads,
+    };
     baton_attention(&args);
 }
 
@@ -47,8 +79,16 @@ void attention(const Bf16* queries, Bf16* dst, const LayerArgs& layer, const Pas
 void write_kv(const Bf16* keys, std::int64_t stride, const LayerArgs& layer, const PassArgs& pass) {
     const std::int64_t count = pass.kv.num_kv_heads * pass.kv.head_dim;
     rope(keys, stride, layer.k_norm, pass.kv.num_kv_heads, pass.heads_buf, layer, pass);
-    const WriteKvArgs args{pass.kv, pass.batch, pass.heads_buf, keys + count,
-                           layer.index, count, stride, pass.num_threads};
+    const WriteKvArgs args{
+        .kv = pass.kv,
+        .batch = pass.batch,
+        .keys = pass.heads_buf,
+        .values = keys + count,
+        .layer = layer.index,
+        .key_stride = count,
+        .value_stride = stride,
+        .num_threads = pass.num_threads,
+    };
     baton_write_kv(&args);
 }
 

@@ -84,7 +84,8 @@ enum class PanelLocation { kMemory, kCache };
 template <PanelLocation LOCATION = PanelLocation::kCache>
 inline void add_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stride, const Bf16* rows,
                      std::int64_t row_stride, int count, const U32x16* panel, std::int64_t pairs) {
-    const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
+    const std::int64_t sum_bytes = sum_stride * sizeof(float);
+    const std::int64_t row_bytes = row_stride * sizeof(Bf16);
     tile_config.configure(count, count);
     compiler_barrier();
     _tile_loadd(0, sums, sum_bytes);
@@ -124,7 +125,8 @@ template <Init INIT, typename Fetch>
 inline void add_half(TileConfig& tile_config, float* sums, std::int64_t sum_stride, const Bf16* rows,
                      std::int64_t row_stride, int count, const U32x16* half, std::int64_t pairs,
                      Fetch prefetch) {
-    const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
+    const std::int64_t sum_bytes = sum_stride * sizeof(float);
+    const std::int64_t row_bytes = row_stride * sizeof(Bf16);
     const Bf16* const lower = rows + kTileRows * row_stride;
     float* const lower_sums = sums + kTileRows * sum_stride;
     tile_config.configure(kTileRows, count - kTileRows);
