@@ -22,7 +22,9 @@ struct AlignedBuffer {
     std::vector<Line> lines;
     explicit AlignedBuffer(std::int64_t num_bytes) : lines(num_bytes / 64 + 1) {}
     template <typename Number>
-    Number* as() { return reinterpret_cast<Number*>(lines.data()); }
+    Number* as() {
+        return reinterpret_cast<Number*>(lines.data());
+    }
 };
 
 struct Numbers {
@@ -113,7 +115,8 @@ void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
     for (auto& logit : logits) logit = normal();
     std::vector<std::int64_t> indices(tokens);
     AlignedBuffer are_finite(tokens);
-    const ArgmaxArgs argmax{logits.data(), indices.data(), are_finite.as<bool>(), tokens, size, threads};
+    const ArgmaxArgs argmax{logits.data(), indices.data(), are_finite.as<bool>(),
+                            tokens,        size,           threads};
     baton_argmax(&argmax);
     std::printf("argmax");
     for (const auto index : indices) std::printf(" %04x", unsigned(index));
@@ -121,12 +124,14 @@ void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
 }
 
 void attend(std::int64_t dim, std::int64_t window, int threads) {
-    constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16, kBlocks = 12;
+    constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16,
+                           kBlocks = 12;
     constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10, kFirst = 0;
     const float scale = 1 / std::sqrt(float(dim));
     std::vector<std::int64_t> tables, blocks, offsets, lengths{kLength, 5, 66};
     for (int i = 0; i < kSequences * kTable; ++i) tables.push_back((i % kTable * 7 + 3) % kBlocks);
-    for (int i = 0; i < kLength; ++i) blocks.push_back(tables[i / kBlock]), offsets.push_back(i % kBlock);
+    for (int i = 0; i < kLength; ++i)
+        blocks.push_back(tables[i / kBlock]), offsets.push_back(i % kBlock);
 
     Numbers keys = random_numbers(kLength * kKvHeads * dim);
     Numbers values = random_numbers(kLength * kKvHeads * dim);
@@ -170,7 +175,8 @@ void attend(std::int64_t dim, std::int64_t window, int threads) {
     baton_attention(&args);
     print_bits("singles", single_dst);
 
-    Numbers cosines = random_numbers(kTokens * dim, 0.7f), sines = random_numbers(kTokens * dim, 0.7f);
+    Numbers cosines = random_numbers(kTokens * dim, 0.7f),
+            sines = random_numbers(kTokens * dim, 0.7f);
     Numbers weight = random_numbers(dim);
     const RopeArgs rope{
         .src = queries,

@@ -20,8 +20,7 @@ struct PagedKv {
     std::int64_t num_layers, num_kv_heads, block_size, head_dim;
 
     // Slots of a head in one block: keys (key_or_value = 0) or values (1).
-    Bf16* slots(std::int64_t block, std::int64_t layer, int key_or_value,
-                std::int64_t head) const {
+    Bf16* slots(std::int64_t block, std::int64_t layer, int key_or_value, std::int64_t head) const {
         const std::int64_t plane = (block * num_layers + layer) * 2 + key_or_value;
         return blocks + (plane * num_kv_heads + head) * block_size * head_dim;
     }
@@ -70,10 +69,10 @@ struct RmsNormArgs {
 };
 
 struct RopeArgs {
-    const Bf16* src;               // [tokens, heads, head_dim], with a stride between tokens
-    const Bf16* norm_weight;       // of an RMS norm of each head before the rotation, or null
-    const Bf16 *cosines, *sines;   // [tokens, head_dim]
-    Bf16* dst;                     // [tokens, heads, head_dim]
+    const Bf16* src;              // [tokens, heads, head_dim], with a stride between tokens
+    const Bf16* norm_weight;      // of an RMS norm of each head before the rotation, or null
+    const Bf16 *cosines, *sines;  // [tokens, head_dim]
+    Bf16* dst;                    // [tokens, heads, head_dim]
     std::int64_t src_stride, num_tokens, num_heads, head_dim;
     float epsilon;
     std::int32_t num_threads;

@@ -32,7 +32,7 @@ inline void multiply_add(F32x16& total, float number, F32x16 numbers) {
 
 // acc += row * panel. Pairs beyond the last multiple of kPairsPerTile are left to the caller.
 inline void add_row_emulated(F32x16 (&acc)[kVectors], const Bf16* row, const U32x16* panel,
-                               std::int64_t pairs) {
+                             std::int64_t pairs) {
     const FlushDenormals flush_denormals;
     for (std::int64_t pair = 0; pair + kPairsPerTile <= pairs; pair += kPairsPerTile) {
         U32x16 both;

@@ -8,8 +8,8 @@
 // prompt into chunks, for all batches, and for tokens that are computed again after preemption.
 
 #include "abi.h"
-#include "thread_pool.h"
 #include "query_rows.h"
+#include "thread_pool.h"
 
 #include <memory>
 
@@ -69,7 +69,8 @@ class Attention {
         for (std::size_t run = 0; run < runs.size(); ++run) {
             if (run == 0 || runs[run].head() != runs[run - 1].head())
                 packed_.load(context, runs[run].head(), slot, end);
-            if (runs[run].overlaps(slot)) runs[run].attend(packed_, slot, score_tiles_[0], tile_config_);
+            if (runs[run].overlaps(slot))
+                runs[run].attend(packed_, slot, score_tiles_[0], tile_config_);
         }
     }
 
@@ -127,7 +128,8 @@ void attend_singles(const AttentionArgs& args) {
 // Attention for the tokens of one sequence.
 void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
     const std::int64_t num_kv_heads = args.kv.num_kv_heads;
-    const std::int64_t first = args.batch.query_starts[sequence] * args.num_heads * args.kv.head_dim;
+    const std::int64_t first =
+        args.batch.query_starts[sequence] * args.num_heads * args.kv.head_dim;
     const Chunk chunk(args, sequence, first, args.batch.num_queries[sequence]);
     const std::int64_t at_once = rows_at_once(chunk, args.num_threads);
     const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;

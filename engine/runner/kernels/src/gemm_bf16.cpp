@@ -2,11 +2,11 @@
 //
 // An output row is summed in the order of the columns, for any batch and any number of threads.
 
-#include "gemm.h"
 #include "amx_emulation.h"
+#include "gemm.h"
+#include "microkernel.h"
 #include "panels.h"
 #include "thread_pool.h"
-#include "microkernel.h"
 
 #include <algorithm>
 
@@ -18,7 +18,7 @@ struct Gemm {
     const Bf16* activations;  // [tokens, columns]
     const U32x16* packed;
     const Bf16* bias;  // or null
-    Bf16* dst;      // [tokens, rows]
+    Bf16* dst;         // [tokens, rows]
     std::int64_t num_tokens, num_rows, num_columns;
     bool is_streamed = false;
 
@@ -109,13 +109,13 @@ void multiply_panel(const Gemm& p, TileConfig& tile_config, std::int64_t panel, 
             add_tail(numbers, kPanelRows, activations, p.num_columns, 1, own_panel, pairs);
         } else if (count <= kTileRows) {
             std::memset(numbers, 0, sizeof(F32x16) * kVectors * count);
-            add_rows<PanelLocation::kMemory>(tile_config, numbers, kPanelRows, activations, p.num_columns, count,
-                                    own_panel, pairs);
+            add_rows<PanelLocation::kMemory>(tile_config, numbers, kPanelRows, activations,
+                                             p.num_columns, count, own_panel, pairs);
         } else {
             for (int half = 0; half < 2; ++half)
-                add_half<Init::kZero>(tile_config, numbers + half * 2 * kLanes, kPanelRows, activations,
-                                      p.num_columns, count, own_panel + half * 2 * kTileRows,
-                                      pairs, prefetch);
+                add_half<Init::kZero>(tile_config, numbers + half * 2 * kLanes, kPanelRows,
+                                      activations, p.num_columns, count,
+                                      own_panel + half * 2 * kTileRows, pairs, prefetch);
             add_tail(numbers, kPanelRows, activations, p.num_columns, count, own_panel, pairs);
         }
         for (int row = 0; row < count; ++row) store_dst(p, sums[row], panel, first + row);
@@ -144,9 +144,14 @@ using MultiplyFn = void (*)(const Gemm&, std::int64_t, std::int64_t, const U32x1
 
 template <int PREFETCHED>
 constexpr MultiplyFn kMultiply[] = {
-    nullptr, multiply<1, PREFETCHED>, multiply<2, PREFETCHED>,
+    nullptr,
+    multiply<1, PREFETCHED>,
+    multiply<2, PREFETCHED>,
 #if defined(__AVX512BF16__)
-    multiply<3, PREFETCHED>, multiply<4, PREFETCHED>, multiply<5, PREFETCHED>, multiply<6, PREFETCHED>,
+    multiply<3, PREFETCHED>,
+    multiply<4, PREFETCHED>,
+    multiply<5, PREFETCHED>,
+    multiply<6, PREFETCHED>,
 #endif
 };
 
@@ -170,7 +175,8 @@ void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, std::int64_t
 
 #endif
 
-std::uint32_t* packed_word(std::uint32_t* packed, std::int64_t pairs, std::int64_t row, std::int64_t pair) {
+std::uint32_t* packed_word(std::uint32_t* packed, std::int64_t pairs, std::int64_t row,
+                           std::int64_t pair) {
     const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
     const std::int64_t vector = vector_at(pair, within / kLanes, pairs);
     return packed + panel * pairs * kPanelRows + vector * kLanes + within % kLanes;

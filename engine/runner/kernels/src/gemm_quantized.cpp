@@ -64,8 +64,8 @@ class Dequantizer {
     // high_sum, low_sum: sums of these bytes, which the zero points are multiplied by.
     F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
         const I32x16 highs = high - zeros_ * high_sum, lows = low - zeros_ * low_sum;
-        const F32x16 both = __builtin_convertvector(highs, F32x16) * 256.0f +
-                            __builtin_convertvector(lows, F32x16);
+        const F32x16 both =
+            __builtin_convertvector(highs, F32x16) * 256.0f + __builtin_convertvector(lows, F32x16);
         return both * scales_;
     }
 
@@ -75,7 +75,8 @@ class Dequantizer {
 };
 
 template <int BITS, int TOKENS>
-void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t panel, std::int64_t first) {
+void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t panel,
+              std::int64_t first) {
     const QuantizedLayout& layout = p.layout;
     const std::uint32_t* rows[2 * TOKENS];
     for (int t = 0; t < TOKENS; ++t)
@@ -92,8 +93,8 @@ void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t pan
             const Dequantizer dequantize(at, v);
             for (int t = 0; t < TOKENS; ++t)
                 acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
-                                           activations.sum(first + t, 0, group),
-                                           activations.sum(first + t, 1, group));
+                                        activations.sum(first + t, 0, group),
+                                        activations.sum(first + t, 1, group));
         }
     }
     for (int t = 0; t < TOKENS; ++t)
@@ -103,10 +104,13 @@ void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t pan
 
 template <int BITS>
 void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
-    constexpr void (*kMultiply[])(const Gemm&, QuantizedActivations&, std::int64_t, std::int64_t) = {
-        nullptr, multiply<BITS, 1>,
+    constexpr void (*kMultiply[])(const Gemm&, QuantizedActivations&, std::int64_t,
+                                  std::int64_t) = {
+        nullptr,
+        multiply<BITS, 1>,
 #if defined(__AVX512BF16__)
-        multiply<BITS, 2>, multiply<BITS, 3>,
+        multiply<BITS, 2>,
+        multiply<BITS, 3>,
 #endif
     };
     for (std::int64_t first = 0; first < p.num_tokens;) {
@@ -121,8 +125,9 @@ void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64
 constexpr int kTileTokens = kTileRows / 2;
 
 // dots = rows of bytes * the group's 8-bit numbers, sixteen quads at a time.
-void multiply_tiles(TileConfig& tile_config, I32x16 (&dots)[kTileRows][kVectors], const std::int8_t* rows,
-                    std::int64_t stride, int num_rows, const U32x16* numbers, std::int64_t quads) {
+void multiply_tiles(TileConfig& tile_config, I32x16 (&dots)[kTileRows][kVectors],
+                    const std::int8_t* rows, std::int64_t stride, int num_rows,
+                    const U32x16* numbers, std::int64_t quads) {
     constexpr std::int64_t kQuads = 16, kNext = sizeof(U32x16) * kVectors;
     tile_config.configure(num_rows, num_rows);
     compiler_barrier();
@@ -158,8 +163,8 @@ void multiply_tiles(TileConfig& tile_config, I32x16 (&dots)[kTileRows][kVectors]
     }
 }
 
-void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfig& tile_config, std::int64_t panel,
-                     std::int64_t first, int num_tokens) {
+void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfig& tile_config,
+                     std::int64_t panel, std::int64_t first, int num_tokens) {
     const QuantizedLayout& layout = p.layout;
     const std::int64_t quads = layout.padded_group() / 4;
     F32x16 acc[kTileTokens][kVectors] = {};
@@ -173,8 +178,8 @@ void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfi
             const Dequantizer dequantize(at, v);
             for (int t = 0; t < num_tokens; ++t)
                 acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
-                                           activations.sum(first + t, 0, group),
-                                           activations.sum(first + t, 1, group));
+                                        activations.sum(first + t, 0, group),
+                                        activations.sum(first + t, 1, group));
         }
     }
     for (int t = 0; t < num_tokens; ++t) {
@@ -225,8 +230,7 @@ void pack(const PackArgs& args) {
                     std::min(layout.group_size, layout.num_columns - first);
                 for (std::int64_t column = 0; column < columns; ++column)
                     at[layout.byte_at(within, column)] |=
-                        weights[row * layout.num_columns + first + column]
-                        << layout.shift(column);
+                        weights[row * layout.num_columns + first + column] << layout.shift(column);
             }
         }
     });
@@ -253,7 +257,7 @@ void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int6
 void linear(const LinearArgs& args) {
     const PackedMatrix& matrix = args.matrix;
     const Gemm gemm{QuantizedLayout(matrix), static_cast<const std::uint8_t*>(matrix.packed),
-                          matrix.bias, args.dst, args.num_tokens};
+                    matrix.bias, args.dst, args.num_tokens};
     const std::int64_t num_columns = matrix.num_columns;
     thread_local QuantizedActivations buffer;
     // Captured by reference: all threads use the buffer of the calling thread.

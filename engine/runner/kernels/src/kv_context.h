@@ -57,7 +57,7 @@ class UnpackedSlotsBase {
     }
 
   protected:
-    std::int64_t size_, head_;  // numbers per slot; numbers per head in a block
+    std::int64_t size_, head_;                // numbers per slot; numbers per head in a block
     SlotPointers keys_, values_, next_keys_;  // of head 0
 };
 

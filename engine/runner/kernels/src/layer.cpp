@@ -42,8 +42,8 @@ void rms_norm(const Bf16* src, const Bf16* weight, Bf16* dst, const LayerArgs& l
     baton_rms_norm(&args);
 }
 
-void rope(const Bf16* src, std::int64_t src_stride, const Bf16* norm_weight,
-          std::int64_t num_heads, Bf16* dst, const LayerArgs& layer, const PassArgs& pass) {
+void rope(const Bf16* src, std::int64_t src_stride, const Bf16* norm_weight, std::int64_t num_heads,
+          Bf16* dst, const LayerArgs& layer, const PassArgs& pass) {
     const RopeArgs args{
         .src = src,
         .norm_weight = norm_weight,

@@ -1,8 +1,8 @@
 // Measures the machine's memory bandwidth and arithmetic peak, to compare other kernels with.
 
+#include "microkernel.h"
 #include "simd.h"
 #include "thread_pool.h"
-#include "microkernel.h"
 
 using namespace baton;
 
@@ -67,7 +67,7 @@ std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
 float baton_multiply_registers(std::int64_t num_products, std::int32_t num_threads) {
     std::atomic<float> found{0};
     ThreadPool::instance().run(num_threads,
-                         [&](int, int) { found = multiply_in_registers(num_products); });
+                               [&](int, int) { found = multiply_in_registers(num_products); });
     return found;
 }
 

@@ -53,11 +53,12 @@ class TileConfig {
         upper_ = upper, lower_ = lower, columns_ = columns;
     }
 
-    // Stores a tile into unused memory, once per interval. A tile store takes 0.3 us long after the previous one, but 0.03 us
-    // shortly after it. Measured; the cause is not documented.
+    // Stores a tile into unused memory, once per interval. A tile store takes 0.3 us long after the
+    // previous one, but 0.03 us shortly after it. Measured; the cause is not documented.
     void store_dummy_tile(std::int64_t pair) {
         constexpr std::int64_t kInterval = 8 * kPairsPerTile;
-        if (pair % kInterval == kInterval - kPairsPerTile) _tile_stored(6, scratch_, sizeof(U32x16));
+        if (pair % kInterval == kInterval - kPairsPerTile)
+            _tile_stored(6, scratch_, sizeof(U32x16));
     }
 
   private:
@@ -82,8 +83,9 @@ inline void add_tail(float* sums, std::int64_t sum_stride, const Bf16* rows,
 enum class PanelLocation { kMemory, kCache };
 
 template <PanelLocation LOCATION = PanelLocation::kCache>
-inline void add_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                     std::int64_t row_stride, int count, const U32x16* panel, std::int64_t pairs) {
+inline void add_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                     const Bf16* rows, std::int64_t row_stride, int count, const U32x16* panel,
+                     std::int64_t pairs) {
     const std::int64_t sum_bytes = sum_stride * sizeof(float);
     const std::int64_t row_bytes = row_stride * sizeof(Bf16);
     tile_config.configure(count, count);
@@ -95,7 +97,8 @@ inline void add_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stri
     for (std::int64_t pair = 0; pair + kPairsPerTile <= pairs; pair += kPairsPerTile) {
         const U32x16* part = panel + pair * kVectors;
         const auto prefetch = [part](int tile) {
-            if (LOCATION == PanelLocation::kMemory) prefetch_ahead(part + tile * kTileRows, kTileRows);
+            if (LOCATION == PanelLocation::kMemory)
+                prefetch_ahead(part + tile * kTileRows, kTileRows);
         };
         _tile_loadd(4, rows + 2 * pair, row_bytes);
         _tile_loadd(6, part, sizeof(U32x16));
@@ -122,9 +125,9 @@ inline void add_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stri
 // Multiplies more than sixteen rows by half a panel. Four tiles accumulate, and each loaded tile is
 // used twice. Each step prefetches twice: more prefetches at a time would delay the loads.
 template <Init INIT, typename Fetch>
-inline void add_half(TileConfig& tile_config, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                     std::int64_t row_stride, int count, const U32x16* half, std::int64_t pairs,
-                     Fetch prefetch) {
+inline void add_half(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                     const Bf16* rows, std::int64_t row_stride, int count, const U32x16* half,
+                     std::int64_t pairs, Fetch prefetch) {
     const std::int64_t sum_bytes = sum_stride * sizeof(float);
     const std::int64_t row_bytes = row_stride * sizeof(Bf16);
     const Bf16* const lower = rows + kTileRows * row_stride;
@@ -167,16 +170,17 @@ inline void add_half(TileConfig& tile_config, float* sums, std::int64_t sum_stri
 }
 
 template <Init INIT>
-inline void multiply_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                    std::int64_t row_stride, int count, const U32x16* panel, std::int64_t pairs) {
+inline void multiply_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                          const Bf16* rows, std::int64_t row_stride, int count, const U32x16* panel,
+                          std::int64_t pairs) {
     if (count > kTileRows) {
         const auto prefetch_next = [](const U32x16* tile) {
             const U32x16* const next = tile + kVectors * kPairsPerTile;
             for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(next + i);
         };
         for (int half = 0; half < 2; ++half)
-            add_half<INIT>(tile_config, sums + half * 2 * kLanes, sum_stride, rows, row_stride, count,
-                           panel + half * 2 * kTileRows, pairs, prefetch_next);
+            add_half<INIT>(tile_config, sums + half * 2 * kLanes, sum_stride, rows, row_stride,
+                           count, panel + half * 2 * kTileRows, pairs, prefetch_next);
         return add_tail(sums, sum_stride, rows, row_stride, count, panel, pairs);
     }
     for (int row = 0; INIT == Init::kZero && row < count; ++row)
@@ -197,8 +201,7 @@ void add_rows(float* sums, std::int64_t sum_stride, const Bf16* rows, std::int64
     Accumulators<ROWS> acc = {};
     for (int row = 0; row < ROWS; ++row) {
         activations[row] = reinterpret_cast<const std::uint32_t*>(rows + row * row_stride);
-        if (INIT == Init::kLoad)
-            std::memcpy(acc[row], sums + row * sum_stride, sizeof acc[row]);
+        if (INIT == Init::kLoad) std::memcpy(acc[row], sums + row * sum_stride, sizeof acc[row]);
     }
     add_panel<ROWS>(acc, activations, panel, pairs);
     for (int row = 0; row < ROWS; ++row)
@@ -207,13 +210,13 @@ void add_rows(float* sums, std::int64_t sum_stride, const Bf16* rows, std::int64
 
 template <Init INIT>
 inline void multiply_rows(TileConfig&, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                    std::int64_t row_stride, int count, const U32x16* panel, std::int64_t pairs) {
+                          std::int64_t row_stride, int count, const U32x16* panel,
+                          std::int64_t pairs) {
     constexpr void (*kAdd[])(float*, std::int64_t, const Bf16*, std::int64_t, const U32x16*,
                              std::int64_t) = {
-        nullptr, add_rows<1, INIT>, add_rows<2, INIT>,
+        nullptr,           add_rows<1, INIT>, add_rows<2, INIT>,
 #if defined(__AVX512BF16__)
-        add_rows<3, INIT>, add_rows<4, INIT>,
-        add_rows<5, INIT>, add_rows<6, INIT>,
+        add_rows<3, INIT>, add_rows<4, INIT>, add_rows<5, INIT>, add_rows<6, INIT>,
 #endif
     };
     kAdd[count](sums, sum_stride, rows, row_stride, panel, pairs);

@@ -29,7 +29,8 @@ void norm_row(const Bf16* row, const Bf16* weight, Bf16* dst, std::int64_t size,
     for (; i + kLanes <= size; i += kLanes) {
         store(dst + i, round_to_bf16(bf16_to_f32(row + i) * factor) * bf16_to_f32(weight + i));
     }
-    for (; i < size; ++i) dst[i] = f32_to_bf16(round_to_bf16(bf16_to_f32(row[i]) * factor) * bf16_to_f32(weight[i]));
+    for (; i < size; ++i)
+        dst[i] = f32_to_bf16(round_to_bf16(bf16_to_f32(row[i]) * factor) * bf16_to_f32(weight[i]));
 }
 
 // RoPE of up to kLanes heads of a token, after an RMS norm if `weight` is not null.
@@ -54,16 +55,18 @@ struct Rope {
         for (; i + kLanes <= half; i += kLanes) {
             const std::int64_t later = i + half;
             const F32x16 first = load(head, i, factor), second = load(head, later, factor);
-            store(dst + i, round_to_bf16(first * bf16_to_f32(cosines + i)) + round_to_bf16(-second * bf16_to_f32(sines + i)));
-            store(dst + later,
-                  round_to_bf16(second * bf16_to_f32(cosines + later)) + round_to_bf16(first * bf16_to_f32(sines + later)));
+            store(dst + i, round_to_bf16(first * bf16_to_f32(cosines + i)) +
+                               round_to_bf16(-second * bf16_to_f32(sines + i)));
+            store(dst + later, round_to_bf16(second * bf16_to_f32(cosines + later)) +
+                                   round_to_bf16(first * bf16_to_f32(sines + later)));
         }
         for (; i < half; ++i) {
             const std::int64_t later = i + half;
             const float first = load_one(head, i, factor), second = load_one(head, later, factor);
-            dst[i] = f32_to_bf16(round_to_bf16(first * bf16_to_f32(cosines[i])) + round_to_bf16(-second * bf16_to_f32(sines[i])));
-            dst[later] =
-                f32_to_bf16(round_to_bf16(second * bf16_to_f32(cosines[later])) + round_to_bf16(first * bf16_to_f32(sines[later])));
+            dst[i] = f32_to_bf16(round_to_bf16(first * bf16_to_f32(cosines[i])) +
+                                 round_to_bf16(-second * bf16_to_f32(sines[i])));
+            dst[later] = f32_to_bf16(round_to_bf16(second * bf16_to_f32(cosines[later])) +
+                                     round_to_bf16(first * bf16_to_f32(sines[later])));
         }
     }
 
@@ -74,7 +77,9 @@ struct Rope {
     }
     float load_one(const Bf16* head, std::int64_t at, float factor) const {
         const float number = bf16_to_f32(head[at]);
-        return weight == nullptr ? number : round_to_bf16(round_to_bf16(number * factor) * bf16_to_f32(weight[at]));
+        return weight == nullptr
+                   ? number
+                   : round_to_bf16(round_to_bf16(number * factor) * bf16_to_f32(weight[at]));
     }
 };
 
@@ -174,7 +179,8 @@ void baton_argmax(const ArgmaxArgs* args) {
 
 void baton_add(Bf16* dst, const Bf16* src, std::int64_t count, std::int32_t num_threads) {
     parallel_for(count, 1, num_threads, [=](std::int64_t at, std::int64_t end) {
-        for (; at + kLanes <= end; at += kLanes) store(dst + at, bf16_to_f32(dst + at) + bf16_to_f32(src + at));
+        for (; at + kLanes <= end; at += kLanes)
+            store(dst + at, bf16_to_f32(dst + at) + bf16_to_f32(src + at));
         for (; at < end; ++at) dst[at] = f32_to_bf16(bf16_to_f32(dst[at]) + bf16_to_f32(src[at]));
     });
 }

@@ -30,22 +30,24 @@ class PackedSlots {
     }
 
     // scores = queries * keys, for panels in [panel, end).
-    void score(TileConfig& tile_config, float* scores, const Bf16* queries, int count, std::int64_t panel,
-               std::int64_t end) const {
+    void score(TileConfig& tile_config, float* scores, const Bf16* queries, int count,
+               std::int64_t panel, std::int64_t end) const {
         for (; panel < end; ++panel)
-            multiply_rows<Init::kZero>(tile_config, scores + panel * kPanelRows, kScoreTileSlots, queries, size_,
-                                  count, words_of(keys_, panel * kVectors * pairs()), pairs());
+            multiply_rows<Init::kZero>(tile_config, scores + panel * kPanelRows, kScoreTileSlots,
+                                       queries, size_, count,
+                                       words_of(keys_, panel * kVectors * pairs()), pairs());
     }
 
     // sums += weights * values, for panels in [panel, end).
-    void add_values(TileConfig& tile_config, float* sums, std::int64_t sum_stride, const Bf16* weights,
-                    int count, std::int64_t panel, std::int64_t end) const {
+    void add_values(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                    const Bf16* weights, int count, std::int64_t panel, std::int64_t end) const {
         const std::int64_t first = panel * kPanelRows / 2;
         const std::int64_t num_pairs = std::min(end * kPanelRows / 2, slot_pairs()) - first;
         for (std::int64_t part = 0; part < num_parts(); ++part)
-            multiply_rows<Init::kLoad>(tile_config, sums + part * kPanelRows, sum_stride, weights + 2 * first,
-                                 kScoreTileSlots, count,
-                                 words_of(values_, part * kPartLines + first * kVectors), num_pairs);
+            multiply_rows<Init::kLoad>(tile_config, sums + part * kPanelRows, sum_stride,
+                                       weights + 2 * first, kScoreTileSlots, count,
+                                       words_of(values_, part * kPartLines + first * kVectors),
+                                       num_pairs);
     }
 
   private:

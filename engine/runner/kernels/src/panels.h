@@ -84,7 +84,8 @@ inline void add_panel(Accumulators<ROWS>& acc, const std::uint32_t* const (&rows
 inline void store_columns(F32x16 numbers, const Bf16* bias, Bf16* row, std::int64_t at,
                           std::int64_t num_rows) {
     const std::int64_t left = num_rows - at;
-    if (left >= kLanes) return store(row + at, bias == nullptr ? numbers : numbers + bf16_to_f32(bias + at));
+    if (left >= kLanes)
+        return store(row + at, bias == nullptr ? numbers : numbers + bf16_to_f32(bias + at));
     Bf16 added[kLanes] = {}, some[kLanes];
     for (int i = 0; bias != nullptr && i < left; ++i) added[i] = bias[at + i];
     store(some, numbers + bf16_to_f32(added));

@@ -26,8 +26,7 @@ struct Chunk {
     // `first`: index of the first query's first number.
     Chunk(const AttentionArgs& args, std::int64_t sequence, std::int64_t first,
           std::int64_t num_tokens)
-        : context{args.kv, args.layer,
-                  args.batch.block_tables + sequence * args.batch.table_stride,
+        : context{args.kv, args.layer, args.batch.block_tables + sequence * args.batch.table_stride,
                   args.batch.context_lens[sequence]},
           queries(args.queries + first), dst(args.dst + first), num_tokens(num_tokens),
           window(args.window), gqa_group_size(args.num_heads / args.kv.num_kv_heads),
@@ -55,8 +54,8 @@ class QueryRows {
   public:
     QueryRows(const Chunk& chunk, std::int64_t head, std::int64_t first, int count,
               bool is_unpacked)
-        : chunk_(chunk), head_(head), count_(count),
-          queries_(count * chunk.context.kv.head_dim), sums_(count * sum_stride()) {
+        : chunk_(chunk), head_(head), count_(count), queries_(count * chunk.context.kv.head_dim),
+          sums_(count * sum_stride()) {
         const std::int64_t size = chunk.context.kv.head_dim;
         for (int row = 0; row < count; ++row) {
             const std::int64_t token = (first + row) / chunk.gqa_group_size;
@@ -77,16 +76,19 @@ class QueryRows {
         return first_slot_[0] < slot + count && slot < end_slot_[count_ - 1];
     }
 
-    void attend(const PackedSlots& packed, std::int64_t slot, ScoreTile& tile, TileConfig& tile_config) {
+    void attend(const PackedSlots& packed, std::int64_t slot, ScoreTile& tile,
+                TileConfig& tile_config) {
         const Panels seen = panels(slot);
-        packed.score(tile_config, &tile.scores[0][0][0], queries_.data(), count_, seen.first, seen.end);
+        packed.score(tile_config, &tile.scores[0][0][0], queries_.data(), count_, seen.first,
+                     seen.end);
         softmax(slot, tile);
-        packed.add_values(tile_config, sums_.data(), sum_stride(), tile.weights[0], count_, seen.first,
-                          seen.end);
+        packed.add_values(tile_config, sums_.data(), sum_stride(), tile.weights[0], count_,
+                          seen.first, seen.end);
     }
 
     // The same in three parts: `score` and `add` for each step of slots, `softmax` once in between.
-    void score(const UnpackedSlots& slots, std::int64_t step, ScoreTile& tile, TileConfig& tile_config) const {
+    void score(const UnpackedSlots& slots, std::int64_t step, ScoreTile& tile,
+               TileConfig& tile_config) const {
         slots.score(tile_config, &tile.scores[0][0][0], queries_.data(), count_, head_, step);
     }
     void softmax(std::int64_t slot, ScoreTile& tile) {
@@ -148,8 +150,7 @@ class QueryRows {
         F32x16 highest[kVectors];
         for (F32x16& each : highest) each = splat(max_[row]);
         for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += kVectors)
-            for (int i = 0; i < kVectors; ++i)
-                highest[i] = lane_max(scores[v + i], highest[i]);
+            for (int i = 0; i < kVectors; ++i) highest[i] = lane_max(scores[v + i], highest[i]);
         const F32x16 low = lane_max(highest[0], highest[1]);
         const F32x16 high = lane_max(highest[2], highest[3]);
         const float new_max = reduce_max(lane_max(low, high));

@@ -41,15 +41,11 @@ typedef std::uint16_t U16Reg __attribute__((vector_size(2 * kRegLanes), aligned(
 inline F32Reg& reg(F32x16& numbers, int index) {
     return reinterpret_cast<F32Reg*>(&numbers)[index];
 }
-inline U32Reg& reg(U32x16& words, int index) {
-    return reinterpret_cast<U32Reg*>(&words)[index];
-}
+inline U32Reg& reg(U32x16& words, int index) { return reinterpret_cast<U32Reg*>(&words)[index]; }
 inline I32Reg& reg(I32x16& numbers, int index) {
     return reinterpret_cast<I32Reg*>(&numbers)[index];
 }
-inline U16Reg& reg(U16x16& halves, int index) {
-    return reinterpret_cast<U16Reg*>(&halves)[index];
-}
+inline U16Reg& reg(U16x16& halves, int index) { return reinterpret_cast<U16Reg*>(&halves)[index]; }
 
 template <typename Step>
 inline void for_each_reg(Step step) {
@@ -188,7 +184,8 @@ inline I32x16 round_to_int(F32x16 numbers) {
         reg(whole, i) = (I32Reg)_mm256_cvtps_epi32((__m256)value);
 #else
         I32Reg& rounded = reg(whole, i);
-        for (int lane = 0; lane < kRegLanes; ++lane) rounded[lane] = int(std::nearbyint(value[lane]));
+        for (int lane = 0; lane < kRegLanes; ++lane)
+            rounded[lane] = int(std::nearbyint(value[lane]));
 #endif
     });
     return whole;
@@ -268,7 +265,8 @@ inline void to_interleaved_order([[maybe_unused]] F32x16& first, [[maybe_unused]
 #endif
 }
 
-inline void from_interleaved_order([[maybe_unused]] F32x16& first, [[maybe_unused]] F32x16& second) {
+inline void from_interleaved_order([[maybe_unused]] F32x16& first,
+                                   [[maybe_unused]] F32x16& second) {
 #if defined(__AVX512BF16__)
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));

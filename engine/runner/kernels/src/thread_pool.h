@@ -15,7 +15,8 @@ namespace baton {
 class ThreadPool {
   public:
     static ThreadPool& instance() {
-        static ThreadPool* pool = new ThreadPool;  // never destroyed: its threads end with the process
+        static ThreadPool* pool =
+            new ThreadPool;  // never destroyed: its threads end with the process
         return *pool;
     }
 

@@ -23,32 +23,42 @@ class UnpackedSlots : public UnpackedSlotsBase {
     void score(TileConfig&, float* scores, const Bf16* queries, int count, std::int64_t head,
                std::int64_t step) const {
         constexpr Score kScore[] = {
-            nullptr, &UnpackedSlots::score_rows<1>, &UnpackedSlots::score_rows<2>,
+            nullptr,
+            &UnpackedSlots::score_rows<1>,
+            &UnpackedSlots::score_rows<2>,
 #if defined(__AVX512BF16__)
-            &UnpackedSlots::score_rows<3>, &UnpackedSlots::score_rows<4>,
-            &UnpackedSlots::score_rows<5>, &UnpackedSlots::score_rows<6>,
+            &UnpackedSlots::score_rows<3>,
+            &UnpackedSlots::score_rows<4>,
+            &UnpackedSlots::score_rows<5>,
+            &UnpackedSlots::score_rows<6>,
 #endif
         };
-        (this->*kScore[count])(scores + step * kStepSlots, queries, head * head_, step * kStepSlots);
+        (this->*kScore[count])(scores + step * kStepSlots, queries, head * head_,
+                               step * kStepSlots);
     }
 
     // sums += weights * values of a step.
     void add(float* sums, std::int64_t sum_stride, const Bf16* weights, int count,
              std::int64_t head, std::int64_t step) const {
         constexpr Add kAdd[] = {
-            nullptr, &UnpackedSlots::add_rows<1>, &UnpackedSlots::add_rows<2>,
+            nullptr,
+            &UnpackedSlots::add_rows<1>,
+            &UnpackedSlots::add_rows<2>,
 #if defined(__AVX512BF16__)
-            &UnpackedSlots::add_rows<3>, &UnpackedSlots::add_rows<4>, &UnpackedSlots::add_rows<5>,
+            &UnpackedSlots::add_rows<3>,
+            &UnpackedSlots::add_rows<4>,
+            &UnpackedSlots::add_rows<5>,
             &UnpackedSlots::add_rows<6>,
 #endif
         };
-        (this->*kAdd[count])(sums, sum_stride, weights + step * kStepSlots, head * head_, step * kStepSlots);
+        (this->*kAdd[count])(sums, sum_stride, weights + step * kStepSlots, head * head_,
+                             step * kStepSlots);
     }
 
   private:
     using Score = void (UnpackedSlots::*)(float*, const Bf16*, std::int64_t, std::int64_t) const;
     using Add = void (UnpackedSlots::*)(float*, std::int64_t, const Bf16*, std::int64_t,
-                                       std::int64_t) const;
+                                        std::int64_t) const;
 
     static std::uint32_t pair_at(const Bf16* numbers) {
         std::uint32_t pair;
@@ -58,7 +68,8 @@ class UnpackedSlots : public UnpackedSlotsBase {
 
     // Keeps eight pairs of eight slots in registers, and prefetches the slots of the next step.
     template <int ROWS>
-    void score_rows(float* scores, const Bf16* queries, std::int64_t head, std::int64_t slot) const {
+    void score_rows(float* scores, const Bf16* queries, std::int64_t head,
+                    std::int64_t slot) const {
         const Bf16* const* keys = keys_.at + slot;
         const Bf16* ahead = slot + kStepSlots < keys_.count ? keys[kStepSlots] : values_.at[0];
         ahead += head;

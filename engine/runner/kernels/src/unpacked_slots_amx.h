@@ -1,12 +1,13 @@
 // Reads keys and values in place with AMX, for a few query rows. `unpacked_slots.h` is the
-// implementation for processors without AMX. The result has the same bits as that of `packed_slots.h`.
+// implementation for processors without AMX. The result has the same bits as that of
+// `packed_slots.h`.
 //
 // Keys are loaded unpacked as the rows of a tile; the queries are packed as its other operand.
 // Values would need packing, so vectors compute their products and emulate a tile.
 #pragma once
 
-#include "kv_context.h"
 #include "amx_emulation.h"
+#include "kv_context.h"
 #include "microkernel.h"
 
 namespace baton {
@@ -33,8 +34,8 @@ class UnpackedSlots : public UnpackedSlotsBase {
     std::int64_t num_steps() const { return (keys_.count + kStepSlots - 1) / kStepSlots; }
 
     // scores = queries * keys of a step.
-    void score(TileConfig& tile_config, float* scores, const Bf16* queries, int count, std::int64_t head,
-               std::int64_t step) const {
+    void score(TileConfig& tile_config, float* scores, const Bf16* queries, int count,
+               std::int64_t head, std::int64_t step) const {
         const std::int64_t slot = step * kStepSlots, row_bytes = size_ * sizeof(Bf16);
         const std::int64_t query_bytes = count * sizeof(std::uint32_t);
         const Bf16* const upper = keys_.at[slot] + head * head_;
@@ -84,7 +85,7 @@ class UnpackedSlots : public UnpackedSlotsBase {
   private:
     static constexpr int kRowsAtOnce = 4;
     using Add = void (UnpackedSlots::*)(float*, std::int64_t, const Bf16*, std::int64_t,
-                                       std::int64_t, const Bf16* const*) const;
+                                        std::int64_t, const Bf16* const*) const;
 
     // Interleaves the numbers from the low and the high halves of words.
     static void unzip(F32x16& low, F32x16& high) {
