@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.cli.telemetry import TRACE_DIR_VARIABLE
+from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
 
 
 @pytest.fixture(scope="session", autouse=True)
