@@ -23,6 +23,7 @@ BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
+CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.c')
 # Test runs start hundreds of processes, which should share compiled bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -39,6 +40,7 @@ test: $(VENV)/.dev $(STUBS)
 check: $(VENV)/.dev $(STUBS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	$(BIN)/buf lint protos
 	$(BIN)/lint-imports
 	$(BIN)/mypy
@@ -81,6 +83,7 @@ bench: $(VENV)/.runtime
 	$(BIN)/baton bench engine
 
 format: $(VENV)/.dev
+	$(BIN)/clang-format -i $(CPP_FILES)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -93,13 +93,13 @@ def test_peaks_of_a_whole_vocabulary_are_those_of_torch(
 def test_a_product_is_that_of_float64_but_for_the_last_rounding(
     kernels: Kernels, num_tokens: int, num_rows: int, columns: int, seed: int
 ) -> None:
-    states, weight = drawn(seed, num_tokens, columns), drawn(seed + 1, num_rows, columns)
+    activations, weight = drawn(seed, num_tokens, columns), drawn(seed + 1, num_rows, columns)
     bias = drawn(seed + 2, num_rows) if seed % 2 else None
 
     linear = NativeOps(kernels).linear(weight, bias)
 
-    wanted = states.double() @ weight.double().T + (0 if bias is None else bias.double())
-    assert is_near(linear(states), wanted)
+    wanted = activations.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert is_near(linear(activations), wanted)
     every_row = torch.arange(num_rows).flip(0)
     assert torch.equal(linear.rows(every_row), weight[every_row])
 
@@ -109,13 +109,15 @@ def test_a_product_is_that_of_float64_but_for_the_last_rounding(
 def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
     kernels: Kernels, num_tokens: int
 ) -> None:
-    states, weight = drawn(1, num_tokens, 96), drawn(2, 300, 96)
+    activations, weight = drawn(1, num_tokens, 96), drawn(2, 300, 96)
     linear = NativeOps(kernels).linear(weight, None)
     alone = NativeOps(_with_threads(kernels, 1)).linear(weight, None)
 
-    together = linear(states)
+    together = linear(activations)
 
-    assert torch.equal(together, torch.cat([alone(states[i : i + 1]) for i in range(num_tokens)]))
+    assert torch.equal(
+        together, torch.cat([alone(activations[i : i + 1]) for i in range(num_tokens)])
+    )
 
 
 @each_variant
@@ -123,11 +125,11 @@ def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
 def test_tokens_that_do_not_fit_a_cache_at_once_are_all_multiplied(
     kernels: Kernels, num_tokens: int
 ) -> None:
-    states, weight = drawn(1, num_tokens, 4096), drawn(2, 70, 4096)
+    activations, weight = drawn(1, num_tokens, 4096), drawn(2, 70, 4096)
 
-    found = NativeOps(kernels).linear(weight, None)(states)
+    found = NativeOps(kernels).linear(weight, None)(activations)
 
-    assert is_near(found, states.double() @ weight.double().T)
+    assert is_near(found, activations.double() @ weight.double().T)
 
 
 @each_variant
@@ -135,10 +137,10 @@ def test_products_below_the_least_number_are_computed_alike_in_any_company(
     kernels: Kernels,
 ) -> None:
     """Some processors take them for zero, but not in each of their instructions by themselves."""
-    states, weight = drawn(6, 40, 96) * 2.0**-70, drawn(7, 128, 96) * 2.0**-60
+    activations, weight = drawn(6, 40, 96) * 2.0**-70, drawn(7, 128, 96) * 2.0**-60
     linear = NativeOps(kernels).linear(weight, None)
 
-    assert torch.equal(linear(states), torch.cat([linear(row[None]) for row in states]))
+    assert torch.equal(linear(activations), torch.cat([linear(row[None]) for row in activations]))
 
 
 @each_variant
@@ -146,12 +148,12 @@ def test_products_below_the_least_number_are_computed_alike_in_any_company(
 def test_an_answer_longer_than_the_caches_has_the_same_bits(
     kernels: Kernels, has_bias: bool
 ) -> None:
-    """1.1 MiB of it: tiles write it past the caches."""
-    states, bias = drawn(3, 520, 70), drawn(5, 1088) if has_bias else None
+    """Outputs of 1.1 MiB use non-temporal stores on processors with AVX-512-BF16."""
+    activations, bias = drawn(3, 520, 70), drawn(5, 1088) if has_bias else None
     linear = NativeOps(kernels).linear(drawn(4, 1088, 70), bias)
-    parts = torch.cat([linear(some) for some in states.split(26)])
+    parts = torch.cat([linear(some) for some in activations.split(26)])
 
-    assert torch.equal(linear(states), parts)
+    assert torch.equal(linear(activations), parts)
 
 
 def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int) -> Quantized:
@@ -189,18 +191,18 @@ def test_a_product_of_whole_numbers_is_that_of_what_they_stand_for(
     has_order: bool,
     seed: int,
 ) -> None:
-    states, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
+    activations, bias = drawn(seed + 1, num_tokens, num_columns), drawn(seed + 2, num_rows)
     weight = quantized(seed, num_rows, num_columns, bits, 8 * eights or num_columns)
     if has_order:
         order = torch.randperm(num_columns, generator=torch.Generator().manual_seed(seed))
         weight = replace(weight, order=order)
 
-    found = NativeOps(kernels).linear(weight, bias)(states)
+    found = NativeOps(kernels).linear(weight, bias)(activations)
 
     exact = replace(weight, dtype=torch.float64).restored()
-    wanted = states.double() @ exact.T + bias.double()
+    wanted = activations.double() @ exact.T + bias.double()
     # A state is off by a 32512th of half the token's largest, an answer by half a rounding.
-    most = states.double().abs().amax(dim=1, keepdim=True)
+    most = activations.double().abs().amax(dim=1, keepdim=True)
     bound = most / 65024 * exact.abs().sum(dim=1) + wanted.abs() * 2**-8
     assert ((found.double() - wanted).abs() <= bound * 1.01 + 1e-5).all()
 
@@ -222,14 +224,16 @@ def test_rows_of_whole_numbers_are_what_they_stand_for(kernels: Kernels, bits: i
 def test_tokens_times_whole_numbers_are_computed_alike_in_any_company(
     kernels: Kernels, make: Quantize, num_tokens: int
 ) -> None:
-    states, weight = drawn(1, num_tokens, 96), make(drawn(2, 300, 96))
+    activations, weight = drawn(1, num_tokens, 96), make(drawn(2, 300, 96))
     linear = NativeOps(kernels).linear(weight, None)
     alone = NativeOps(_with_threads(kernels, 1)).linear(weight, None)
 
-    together = linear(states)
+    together = linear(activations)
 
-    assert torch.equal(together, torch.cat([alone(states[i : i + 1]) for i in range(num_tokens)]))
-    assert torch.equal(together, linear(states))
+    assert torch.equal(
+        together, torch.cat([alone(activations[i : i + 1]) for i in range(num_tokens)])
+    )
+    assert torch.equal(together, linear(activations))
 
 
 @pytest.mark.parametrize("columns", [8, 33, 96])
@@ -265,9 +269,9 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
     angles = drawn(seed + 1, num_tokens, 1, size), drawn(seed + 2, num_tokens, 1, size)
     norm = drawn(seed + 3, size) if has_norm else None
 
-    turned = NativeOps(kernels).rotated(heads, norm, EPSILON, angles)
+    rotated = NativeOps(kernels).rotated(heads, norm, EPSILON, angles)
 
-    assert is_near(turned, REFERENCE.rotated(heads, norm, EPSILON, angles))
+    assert is_near(rotated, REFERENCE.rotated(heads, norm, EPSILON, angles))
 
 
 @each_variant
@@ -276,24 +280,30 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
 def test_norms_and_gates_are_those_of_torch(
     kernels: Kernels, num_tokens: int, size: int, scale: float
 ) -> None:
-    states, weight = drawn(5, num_tokens, size) * scale, drawn(6, size)
+    activations, weight = drawn(5, num_tokens, size) * scale, drawn(6, size)
     gate_up = drawn(7, num_tokens, 2 * size) * scale
     ops = NativeOps(kernels)
 
-    assert is_near(ops.normed(states, weight, EPSILON), REFERENCE.normed(states, weight, EPSILON))
+    assert is_near(
+        ops.normed(activations, weight, EPSILON), REFERENCE.normed(activations, weight, EPSILON)
+    )
     found, wanted = ops.gated(gate_up), REFERENCE.gated(gate_up)
     assert torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=2**-7 * scale)
 
 
 @each_variant
 def test_what_is_not_a_number_stays_so_in_its_own_row(kernels: Kernels) -> None:
-    states = drawn(8, 3, 64)
-    states[1, 5] = float("nan")
+    activations = drawn(8, 3, 64)
+    activations[1, 5] = float("nan")
     ops = NativeOps(kernels)
     plain = ops.linear(drawn(9, 70, 64), None)
     whole = ops.linear(to_int8(drawn(9, 70, 64)), None)
 
-    for answer in (plain(states), whole(states), ops.normed(states, drawn(10, 64), EPSILON)):
+    for answer in (
+        plain(activations),
+        whole(activations),
+        ops.normed(activations, drawn(10, 64), EPSILON),
+    ):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]
 
 

@@ -54,8 +54,8 @@ class Sequences:
         value_scale: float = 1.0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        num_kv_heads, num_shared = heads
-        num_heads = num_kv_heads * num_shared
+        num_kv_heads, gqa_group_size = heads
+        num_heads = num_kv_heads * gqa_group_size
         self._block_size = block_size
         self._lengths = tuple(lengths)
         self._queries = [_drawn(generator, n, num_heads, head_dim) for n in lengths]

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parent
+SOURCES = Path(__file__).resolve().parent / "src"
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
 AVX512_BF16 = frozenset(
     {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}

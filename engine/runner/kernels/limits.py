@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
 
 from engine.runner.huge_pages import huge_page_memory
+from engine.runner.kernels.abi import load_library
 from engine.runner.kernels.build import best_variant, cpu_features, library
 
 _VECTOR_BYTES = 64
@@ -23,16 +23,14 @@ class LimitMeter:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._library = ctypes.CDLL(str(library(best_variant(cpu_features()))))
-        self._library.baton_read_all.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-        self._library.baton_multiply_only.argtypes = (ctypes.c_int64, ctypes.c_int)
+        self._library = load_library(library(best_variant(cpu_features())))
         self._memory = np.frombuffer(huge_page_memory(_READ_BYTES), dtype=np.uint8)
         self._memory.fill(1)
 
     def bytes_per_s(self) -> float:
         """Return the bandwidth of sequential memory reads."""
         return _READ_BYTES / _fastest_s(
-            lambda: self._library.baton_read_all(
+            lambda: self._library.baton_read_memory(
                 self._memory.ctypes.data, _READ_BYTES // _VECTOR_BYTES, self._num_threads
             )
         )
@@ -41,7 +39,7 @@ class LimitMeter:
         """Return the peak rate of bf16 products in registers, accumulated in float32."""
         flops = _NUM_PRODUCTS * _FLOPS_PER_PRODUCT * self._num_threads
         return flops / _fastest_s(
-            lambda: self._library.baton_multiply_only(_NUM_PRODUCTS, self._num_threads)
+            lambda: self._library.baton_multiply_registers(_NUM_PRODUCTS, self._num_threads)
         )
 
 

@@ -34,7 +34,7 @@ def test_a_number_that_is_further_away_is_wrong() -> None:
 
 
 def test_a_place_is_right_or_wrong() -> None:
-    own, other = told(7, *MANY, kernel="peaks"), told(8, *MANY, kernel="peaks")
+    own, other = told(7, *MANY, kernel="argmax"), told(8, *MANY, kernel="argmax")
 
     assert not are_alike(compared(own, other))
 

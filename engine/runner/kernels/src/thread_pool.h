@@ -12,10 +12,11 @@ namespace baton {
 
 // Waiting threads spin for a few microseconds, then sleep: a spinning thread would take the core
 // from other processes on the machine.
-class Pool {
+class ThreadPool {
   public:
-    static Pool& instance() {
-        static Pool* pool = new Pool;  // never destroyed: its threads end with the process
+    static ThreadPool& instance() {
+        static ThreadPool* pool =
+            new ThreadPool;  // never destroyed: its threads end with the process
         return *pool;
     }
 
@@ -38,13 +39,13 @@ class Pool {
     }
 
   private:
-    static constexpr int kSpins = 2000;
+    static constexpr int kMaxSpins = 2000;
     static constexpr int kMaxThreads = 255;
 
-    // A thread that takes no part in a round can sleep through it, so a round is one atomic number.
+    // One atomic holds the round and its number of threads, so that an idle thread can miss rounds.
     void work(int index, std::uint32_t seen) {
         for (;;) {
-            for (int i = 0; i < kSpins && round_.load() == seen; ++i) pause();
+            for (int i = 0; i < kMaxSpins && round_.load() == seen; ++i) pause();
             round_.wait(seen);
             seen = round_.load();
             const int count = seen % (kMaxThreads + 1);
@@ -55,7 +56,7 @@ class Pool {
     }
 
     static void wait_until(std::atomic<int>& value, int wanted) {
-        for (int i = 0; i < kSpins && value.load() != wanted; ++i) pause();
+        for (int i = 0; i < kMaxSpins && value.load() != wanted; ++i) pause();
         for (int now = value.load(); now != wanted; now = value.load()) value.wait(now);
     }
 
@@ -85,7 +86,7 @@ struct Slice {
 class WorkQueue {
   public:
     struct Unit {
-        std::int64_t which, pass;
+        std::int64_t index, pass;
     };
 
     WorkQueue(std::int64_t total, std::int64_t passes, int num_threads) : runs_(num_threads) {
@@ -125,19 +126,19 @@ class WorkQueue {
     std::vector<Run> runs_;
 };
 
-// Parallel loop: calls part(first, end) for ranges that cover [0, total). `numbers` is the size of
-// a unit; a range has at least 16384 numbers, because smaller ones are not worth a thread.
+// Parallel loop: calls part(first, end) for ranges that cover [0, total). `unit_size` is the
+// number of elements of a unit; a range has at least kMinElements, enough to be worth a thread.
 template <typename Part>
-void parallel_for(std::int64_t total, std::int64_t numbers, int num_threads, Part part) {
-    constexpr std::int64_t kWorthAThread = 16384;
-    const std::int64_t range = numbers < kWorthAThread ? kWorthAThread / numbers : 1;
+void parallel_for(std::int64_t total, std::int64_t unit_size, int num_threads, Part part) {
+    constexpr std::int64_t kMinElements = 16384;
+    const std::int64_t range = unit_size < kMinElements ? kMinElements / unit_size : 1;
     const std::int64_t parts = (total + range - 1) / range;
     if (parts < num_threads) num_threads = int(parts);
     if (num_threads <= 1) return part(0, total);
     WorkQueue queue(parts, 1, num_threads);
-    Pool::instance().run(num_threads, [&](int i, int) {
+    ThreadPool::instance().run(num_threads, [&](int i, int) {
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
-            const std::int64_t first = unit.which * range;
+            const std::int64_t first = unit.index * range;
             part(first, first + range < total ? first + range : total);
         }
     });

@@ -20,18 +20,18 @@ constexpr int kRunRows = 2 * kTileRows;
 inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // 16 no-ops before each tile product. When another hardware thread shares the core, back-to-back
-// tile loads and products block each other: with the gap, products with many rows take a fifth less
-// time there, and the same time on an unshared core. A gap of twice the length is slower. Measured;
-// the cause is not documented.
-inline void insert_gap() { asm volatile(".rept 16\n\tnop\n\t.endr"); }
+// tile loads and products delay each other: with the no-ops, products with many rows take a fifth
+// less time there, and the same time on an unshared core. Twice as many are slower. Measured; the
+// cause is not documented.
+inline void insert_nops() { asm volatile(".rept 16\n\tnop\n\t.endr"); }
 
 // Tile configuration of a thread. Tiles 0 to 3 accumulate, 4 and 5 hold rows, 6 and 7 the panel.
 // Tiles 0, 1 and 4 belong to the upper rows, 2, 3 and 5 to the lower ones.
-class Tiles {
+class TileConfig {
   public:
-    Tiles() = default;
-    Tiles(const Tiles&) = delete;
-    ~Tiles() {
+    TileConfig() = default;
+    TileConfig(const TileConfig&) = delete;
+    ~TileConfig() {
         if (upper_ != 0) _tile_release();  // else each context switch saves the tiles
     }
 
@@ -53,63 +53,67 @@ class Tiles {
         upper_ = upper, lower_ = lower, columns_ = columns;
     }
 
-    // Periodic dummy tile store. A tile store takes 0.3 us long after the previous one, but 0.03 us
-    // shortly after it. Measured; the cause is not documented.
-    void keep_store_fast(std::int64_t pair) {
-        constexpr std::int64_t kInterval = 8 * kPairsAtOnce;
-        if (pair % kInterval == kInterval - kPairsAtOnce) _tile_stored(6, scratch_, sizeof(Words));
+    // Stores a tile into unused memory, once per interval. A tile store takes 0.3 us long after the
+    // previous one, but 0.03 us shortly after it. Measured; the cause is not documented.
+    void store_dummy_tile(std::int64_t pair) {
+        constexpr std::int64_t kInterval = 8 * kPairsPerTile;
+        if (pair % kInterval == kInterval - kPairsPerTile)
+            _tile_stored(6, scratch_, sizeof(U32x16));
     }
 
   private:
     int upper_ = 0, lower_ = 0, columns_ = 0;
-    alignas(64) Words scratch_[kTileRows];
+    alignas(64) U32x16 scratch_[kTileRows];
 };
 
-// Adds the pairs beyond the last multiple of kPairsAtOnce.
+// Adds the pairs beyond the last multiple of kPairsPerTile.
 inline void add_tail(float* sums, std::int64_t sum_stride, const Bf16* rows,
-                     std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
+                     std::int64_t row_stride, int count, const U32x16* panel, std::int64_t pairs) {
     for (int row = 0; row < count; ++row)
-        for (std::int64_t pair = pairs / kPairsAtOnce * kPairsAtOnce; pair < pairs; ++pair) {
+        for (std::int64_t pair = pairs / kPairsPerTile * kPairsPerTile; pair < pairs; ++pair) {
             std::uint32_t both;
             std::memcpy(&both, rows + row * row_stride + 2 * pair, sizeof both);
-            auto* acc = reinterpret_cast<Floats*>(sums + row * sum_stride);
+            auto* acc = reinterpret_cast<F32x16*>(sums + row * sum_stride);
             for (int v = 0; v < kVectors; ++v)
-                add_products(acc[v], panel[vector_at(pair, v, pairs)], both);
+                dot_add_bf16(acc[v], panel[vector_at(pair, v, pairs)], both);
         }
 }
 
 // Location of the panel; from memory it is prefetched.
-enum class From { kMemory, kCache };
+enum class PanelLocation { kMemory, kCache };
 
-template <From FROM = From::kCache>
-inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                     std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
-    const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
-    tiles.configure(count, count);
+template <PanelLocation LOCATION = PanelLocation::kCache>
+inline void add_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                     const Bf16* rows, std::int64_t row_stride, int count, const U32x16* panel,
+                     std::int64_t pairs) {
+    const std::int64_t sum_bytes = sum_stride * sizeof(float);
+    const std::int64_t row_bytes = row_stride * sizeof(Bf16);
+    tile_config.configure(count, count);
     compiler_barrier();
     _tile_loadd(0, sums, sum_bytes);
     _tile_loadd(1, sums + kLanes, sum_bytes);
     _tile_loadd(2, sums + 2 * kLanes, sum_bytes);
     _tile_loadd(3, sums + 3 * kLanes, sum_bytes);
-    for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
-        const Words* part = panel + pair * kVectors;
-        const auto fetch = [part](int tile) {
-            if (FROM == From::kMemory) fetch_ahead(part + tile * kTileRows, kTileRows);
+    for (std::int64_t pair = 0; pair + kPairsPerTile <= pairs; pair += kPairsPerTile) {
+        const U32x16* part = panel + pair * kVectors;
+        const auto prefetch = [part](int tile) {
+            if (LOCATION == PanelLocation::kMemory)
+                prefetch_ahead(part + tile * kTileRows, kTileRows);
         };
         _tile_loadd(4, rows + 2 * pair, row_bytes);
-        _tile_loadd(6, part, sizeof(Words));
+        _tile_loadd(6, part, sizeof(U32x16));
         _tile_dpbf16ps(0, 4, 6);
-        fetch(0);
-        _tile_loadd(7, part + kTileRows, sizeof(Words));
+        prefetch(0);
+        _tile_loadd(7, part + kTileRows, sizeof(U32x16));
         _tile_dpbf16ps(1, 4, 7);
-        fetch(1);
-        _tile_loadd(6, part + 2 * kTileRows, sizeof(Words));
+        prefetch(1);
+        _tile_loadd(6, part + 2 * kTileRows, sizeof(U32x16));
         _tile_dpbf16ps(2, 4, 6);
-        fetch(2);
-        _tile_loadd(7, part + 3 * kTileRows, sizeof(Words));
+        prefetch(2);
+        _tile_loadd(7, part + 3 * kTileRows, sizeof(U32x16));
         _tile_dpbf16ps(3, 4, 7);
-        fetch(3);
-        tiles.keep_store_fast(pair);
+        prefetch(3);
+        tile_config.store_dummy_tile(pair);
     }
     _tile_stored(0, sums, sum_bytes);
     _tile_stored(1, sums + kLanes, sum_bytes);
@@ -121,13 +125,14 @@ inline void add_rows(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
 // Multiplies more than sixteen rows by half a panel. Four tiles accumulate, and each loaded tile is
 // used twice. Each step prefetches twice: more prefetches at a time would delay the loads.
 template <Init INIT, typename Fetch>
-inline void add_half(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                     std::int64_t row_stride, int count, const Words* half, std::int64_t pairs,
-                     Fetch fetch) {
-    const std::int64_t sum_bytes = sum_stride * sizeof(float), row_bytes = row_stride * sizeof(Bf16);
+inline void add_half(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                     const Bf16* rows, std::int64_t row_stride, int count, const U32x16* half,
+                     std::int64_t pairs, Fetch prefetch) {
+    const std::int64_t sum_bytes = sum_stride * sizeof(float);
+    const std::int64_t row_bytes = row_stride * sizeof(Bf16);
     const Bf16* const lower = rows + kTileRows * row_stride;
     float* const lower_sums = sums + kTileRows * sum_stride;
-    tiles.configure(kTileRows, count - kTileRows);
+    tile_config.configure(kTileRows, count - kTileRows);
     compiler_barrier();
     if (INIT == Init::kZero) {
         _tile_zero(0);
@@ -140,23 +145,23 @@ inline void add_half(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
         _tile_loadd(2, lower_sums, sum_bytes);
         _tile_loadd(3, lower_sums + kLanes, sum_bytes);
     }
-    for (std::int64_t pair = 0; pair + kPairsAtOnce <= pairs; pair += kPairsAtOnce) {
-        const Words* part = half + pair * kVectors;
+    for (std::int64_t pair = 0; pair + kPairsPerTile <= pairs; pair += kPairsPerTile) {
+        const U32x16* part = half + pair * kVectors;
         _tile_loadd(4, rows + 2 * pair, row_bytes);
-        _tile_loadd(6, part, sizeof(Words));
-        insert_gap();
+        _tile_loadd(6, part, sizeof(U32x16));
+        insert_nops();
         _tile_dpbf16ps(0, 4, 6);
-        fetch(part);
-        _tile_loadd(7, part + kTileRows, sizeof(Words));
-        insert_gap();
+        prefetch(part);
+        _tile_loadd(7, part + kTileRows, sizeof(U32x16));
+        insert_nops();
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, lower + 2 * pair, row_bytes);
-        insert_gap();
+        insert_nops();
         _tile_dpbf16ps(2, 5, 6);
-        fetch(part + kTileRows);
-        insert_gap();
+        prefetch(part + kTileRows);
+        insert_nops();
         _tile_dpbf16ps(3, 5, 7);
-        tiles.keep_store_fast(pair);
+        tile_config.store_dummy_tile(pair);
     }
     _tile_stored(0, sums, sum_bytes);
     _tile_stored(1, sums + kLanes, sum_bytes);
@@ -165,53 +170,53 @@ inline void add_half(Tiles& tiles, float* sums, std::int64_t sum_stride, const B
 }
 
 template <Init INIT>
-inline void add_run(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                    std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
+inline void multiply_rows(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                          const Bf16* rows, std::int64_t row_stride, int count, const U32x16* panel,
+                          std::int64_t pairs) {
     if (count > kTileRows) {
-        const auto fetch_next = [](const Words* tile) {
-            const Words* const next = tile + kVectors * kPairsAtOnce;
+        const auto prefetch_next = [](const U32x16* tile) {
+            const U32x16* const next = tile + kVectors * kPairsPerTile;
             for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(next + i);
         };
         for (int half = 0; half < 2; ++half)
-            add_half<INIT>(tiles, sums + half * 2 * kLanes, sum_stride, rows, row_stride, count,
-                           panel + half * 2 * kTileRows, pairs, fetch_next);
+            add_half<INIT>(tile_config, sums + half * 2 * kLanes, sum_stride, rows, row_stride,
+                           count, panel + half * 2 * kTileRows, pairs, prefetch_next);
         return add_tail(sums, sum_stride, rows, row_stride, count, panel, pairs);
     }
     for (int row = 0; INIT == Init::kZero && row < count; ++row)
         std::memset(sums + row * sum_stride, 0, kPanelRows * sizeof(float));
-    add_rows(tiles, sums, sum_stride, rows, row_stride, count, panel, pairs);
+    add_rows(tile_config, sums, sum_stride, rows, row_stride, count, panel, pairs);
 }
 
 #else
 
 constexpr int kRunRows = kMaxRows;
 
-struct Tiles {};
+struct TileConfig {};
 
 template <int ROWS, Init INIT>
 void add_rows(float* sums, std::int64_t sum_stride, const Bf16* rows, std::int64_t row_stride,
-              const Words* panel, std::int64_t pairs) {
+              const U32x16* panel, std::int64_t pairs) {
     const std::uint32_t* activations[ROWS];
-    Totals<ROWS> totals = {};
+    Accumulators<ROWS> acc = {};
     for (int row = 0; row < ROWS; ++row) {
         activations[row] = reinterpret_cast<const std::uint32_t*>(rows + row * row_stride);
-        if (INIT == Init::kLoad)
-            std::memcpy(totals[row], sums + row * sum_stride, sizeof totals[row]);
+        if (INIT == Init::kLoad) std::memcpy(acc[row], sums + row * sum_stride, sizeof acc[row]);
     }
-    add_panel<ROWS>(totals, activations, panel, pairs);
+    add_panel<ROWS>(acc, activations, panel, pairs);
     for (int row = 0; row < ROWS; ++row)
-        std::memcpy(sums + row * sum_stride, totals[row], sizeof totals[row]);
+        std::memcpy(sums + row * sum_stride, acc[row], sizeof acc[row]);
 }
 
 template <Init INIT>
-inline void add_run(Tiles&, float* sums, std::int64_t sum_stride, const Bf16* rows,
-                    std::int64_t row_stride, int count, const Words* panel, std::int64_t pairs) {
-    constexpr void (*kAdd[])(float*, std::int64_t, const Bf16*, std::int64_t, const Words*,
+inline void multiply_rows(TileConfig&, float* sums, std::int64_t sum_stride, const Bf16* rows,
+                          std::int64_t row_stride, int count, const U32x16* panel,
+                          std::int64_t pairs) {
+    constexpr void (*kAdd[])(float*, std::int64_t, const Bf16*, std::int64_t, const U32x16*,
                              std::int64_t) = {
-        nullptr, add_rows<1, INIT>, add_rows<2, INIT>,
+        nullptr,           add_rows<1, INIT>, add_rows<2, INIT>,
 #if defined(__AVX512BF16__)
-        add_rows<3, INIT>, add_rows<4, INIT>,
-        add_rows<5, INIT>, add_rows<6, INIT>,
+        add_rows<3, INIT>, add_rows<4, INIT>, add_rows<5, INIT>, add_rows<6, INIT>,
 #endif
     };
     kAdd[count](sums, sum_stride, rows, row_stride, panel, pairs);

@@ -2,9 +2,9 @@
 #pragma once
 
 #if defined(__AMX_BF16__)
-#include "in_place_tiles.h"
+#include "unpacked_slots_amx.h"
 #else
-#include "in_place.h"
+#include "unpacked_slots.h"
 #endif
 #include "packed_slots.h"
 
@@ -12,15 +12,25 @@
 
 namespace baton {
 
+constexpr float kLog2OfE = 1.44269504f;
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 // The last tokens of a sequence. All keys and values are already in the cache.
 struct Chunk {
-    Context context;
+    KvContext context;
     const Bf16* queries;  // [tokens, heads, head_dim]
     Bf16* dst;            // same shape
     std::int64_t num_tokens, window, gqa_group_size;
     float scale;  // of scores, times log2(e): the softmax uses powers of two
+
+    // `first`: index of the first query's first number.
+    Chunk(const AttentionArgs& args, std::int64_t sequence, std::int64_t first,
+          std::int64_t num_tokens)
+        : context{args.kv, args.layer, args.batch.block_tables + sequence * args.batch.table_stride,
+                  args.batch.context_lens[sequence]},
+          queries(args.queries + first), dst(args.dst + first), num_tokens(num_tokens),
+          window(args.window), gqa_group_size(args.num_heads / args.kv.num_kv_heads),
+          scale(args.scale * kLog2OfE) {}
 
     std::int64_t num_rows() const { return num_tokens * gqa_group_size; }
     std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
@@ -28,25 +38,25 @@ struct Chunk {
         return window > 0 ? std::max<std::int64_t>(0, position(token) - window + 1) : 0;
     }
     std::int64_t at(std::int64_t token, std::int64_t head, std::int64_t shared) const {
-        return ((token * context.cache.num_kv_heads + head) * gqa_group_size + shared) *
-               context.cache.head_dim;
+        return ((token * context.kv.num_kv_heads + head) * gqa_group_size + shared) *
+               context.kv.head_dim;
     }
 };
 
-// Scores and softmax weights of a few query rows for kSlotsAtOnce slots.
+// Scores and softmax weights of a few query rows for kScoreTileSlots slots.
 struct ScoreTile {
-    Floats scores[kRunRows][kPanelsAtOnce * kVectors];
-    alignas(64) Bf16 weights[kRunRows][kSlotsAtOnce];
+    F32x16 scores[kRunRows][kScoreTilePanels * kVectors];
+    alignas(64) Bf16 weights[kRunRows][kScoreTileSlots];
 };
 
 // A few query rows of one KV head, with the state of their online softmax.
 class QueryRows {
   public:
     QueryRows(const Chunk& chunk, std::int64_t head, std::int64_t first, int count,
-              bool is_in_place)
-        : chunk_(chunk), head_(head), count_(count),
-          queries_(count * chunk.context.cache.head_dim), sums_(count * sum_stride()) {
-        const std::int64_t size = chunk.context.cache.head_dim;
+              bool is_unpacked)
+        : chunk_(chunk), head_(head), count_(count), queries_(count * chunk.context.kv.head_dim),
+          sums_(count * sum_stride()) {
+        const std::int64_t size = chunk.context.kv.head_dim;
         for (int row = 0; row < count; ++row) {
             const std::int64_t token = (first + row) / chunk.gqa_group_size;
             offset_[row] = chunk.at(token, head, (first + row) % chunk.gqa_group_size);
@@ -54,30 +64,32 @@ class QueryRows {
             first_slot_[row] = chunk.first_slot(token);
             end_slot_[row] = chunk.position(token) + 1;
             max_[row] = kMinusInf;
-            weight_sum_[row] = Floats{};
+            weight_sum_[row] = F32x16{};
         }
-        if (is_in_place) SlotsInPlace::pack_queries(queries_, count);
+        if (is_unpacked) UnpackedSlots::pack_queries(queries_, count);
     }
 
     std::int64_t head() const { return head_; }
 
     // Returns whether any row attends to any of `count` slots.
-    bool overlaps(std::int64_t slot, std::int64_t count = kSlotsAtOnce) const {
+    bool overlaps(std::int64_t slot, std::int64_t count = kScoreTileSlots) const {
         return first_slot_[0] < slot + count && slot < end_slot_[count_ - 1];
     }
 
-    void attend(const PackedSlots& packed, std::int64_t slot, ScoreTile& tile, Tiles& tiles) {
+    void attend(const PackedSlots& packed, std::int64_t slot, ScoreTile& tile,
+                TileConfig& tile_config) {
         const Panels seen = panels(slot);
-        packed.score(tiles, &tile.scores[0][0][0], queries_.data(), count_, seen.first, seen.end);
+        packed.score(tile_config, &tile.scores[0][0][0], queries_.data(), count_, seen.first,
+                     seen.end);
         softmax(slot, tile);
-        packed.add_values(tiles, sums_.data(), sum_stride(), tile.weights[0], count_, seen.first,
-                          seen.end);
+        packed.add_values(tile_config, sums_.data(), sum_stride(), tile.weights[0], count_,
+                          seen.first, seen.end);
     }
 
-    // The same in three parts: `score` and `add` for each step of slots,
-    // `softmax` once in between.
-    void score(const SlotsInPlace& slots, std::int64_t step, ScoreTile& tile, Tiles& tiles) const {
-        slots.score(tiles, &tile.scores[0][0][0], queries_.data(), count_, head_, step);
+    // The same in three parts: `score` and `add` for each step of slots, `softmax` once in between.
+    void score(const UnpackedSlots& slots, std::int64_t step, ScoreTile& tile,
+               TileConfig& tile_config) const {
+        slots.score(tile_config, &tile.scores[0][0][0], queries_.data(), count_, head_, step);
     }
     void softmax(std::int64_t slot, ScoreTile& tile) {
         const Panels seen = panels(slot);
@@ -87,11 +99,11 @@ class QueryRows {
                        end);
             update_max(row, tile.scores[row], seen);
         }
-        // A loop of its own: rows are independent here, so the processor can overlap them.
+        // A separate loop: rows are independent here, so the processor can overlap them.
         for (int row = 0; row < count_; ++row)
             exponentiate(row, tile.scores[row], tile.weights[row], seen);
     }
-    void add(const SlotsInPlace& slots, std::int64_t step, const ScoreTile& tile) {
+    void add(const UnpackedSlots& slots, std::int64_t step, const ScoreTile& tile) {
         slots.add(sums_.data(), sum_stride(), tile.weights[0], count_, head_, step);
     }
 
@@ -101,12 +113,12 @@ class QueryRows {
             const float* sums = sums_.data() + row * sum_stride();
             Bf16* dst = chunk_.dst + offset_[row];
             std::int64_t d = 0;
-            for (; d + kLanes <= chunk_.context.cache.head_dim; d += kLanes) {
-                Floats some;
+            for (; d + kLanes <= chunk_.context.kv.head_dim; d += kLanes) {
+                F32x16 some;
                 std::memcpy(&some, sums + d, sizeof some);
                 store(dst + d, some / weight);
             }
-            for (; d < chunk_.context.cache.head_dim; ++d) dst[d] = narrow(sums[d] / weight);
+            for (; d < chunk_.context.kv.head_dim; ++d) dst[d] = f32_to_bf16(sums[d] / weight);
         }
     }
 
@@ -115,18 +127,18 @@ class QueryRows {
         std::int64_t first, end;
     };
 
-    // Panels, of kSlotsAtOnce slots, that any row attends to.
+    // Panels, of kScoreTileSlots slots, that any row attends to.
     Panels panels(std::int64_t slot) const {
-        const std::int64_t seen = std::min(kSlotsAtOnce, end_slot_[count_ - 1] - slot);
+        const std::int64_t seen = std::min(kScoreTileSlots, end_slot_[count_ - 1] - slot);
         return {std::max<std::int64_t>(0, first_slot_[0] - slot) / kPanelRows,
                 (seen + kPanelRows - 1) / kPanelRows};
     }
 
     std::int64_t sum_stride() const {
-        return (chunk_.context.cache.head_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
+        return (chunk_.context.kv.head_dim + kPanelRows - 1) / kPanelRows * kPanelRows;
     }
 
-    static void apply_mask(Floats* scores, std::int64_t from, std::int64_t to, std::int64_t begin,
+    static void apply_mask(F32x16* scores, std::int64_t from, std::int64_t to, std::int64_t begin,
                            std::int64_t end) {
         auto* seen = reinterpret_cast<float*>(scores);
         for (std::int64_t i = from; i < std::min(begin, to); ++i) seen[i] = kMinusInf;
@@ -134,14 +146,13 @@ class QueryRows {
     }
 
     // Updates the maximum score of a row and rescales its sums.
-    void update_max(int row, const Floats* scores, Panels seen) {
-        Floats highest[kVectors];
-        for (Floats& each : highest) each = splat(max_[row]);
+    void update_max(int row, const F32x16* scores, Panels seen) {
+        F32x16 highest[kVectors];
+        for (F32x16& each : highest) each = splat(max_[row]);
         for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += kVectors)
-            for (int i = 0; i < kVectors; ++i)
-                highest[i] = lane_max(scores[v + i], highest[i]);
-        const Floats low = lane_max(highest[0], highest[1]);
-        const Floats high = lane_max(highest[2], highest[3]);
+            for (int i = 0; i < kVectors; ++i) highest[i] = lane_max(scores[v + i], highest[i]);
+        const F32x16 low = lane_max(highest[0], highest[1]);
+        const F32x16 high = lane_max(highest[2], highest[3]);
         const float new_max = reduce_max(lane_max(low, high));
         if (new_max == max_[row]) return;
         if (max_[row] != kMinusInf) rescale(row, std::exp2((max_[row] - new_max) * chunk_.scale));
@@ -149,14 +160,14 @@ class QueryRows {
     }
 
     // Computes softmax weights relative to the maximum.
-    void exponentiate(int row, const Floats* scores, Bf16* rounded_weights, Panels seen) {
+    void exponentiate(int row, const F32x16* scores, Bf16* rounded_weights, Panels seen) {
         const float scale = chunk_.scale;
         // If the row has attended to no slot yet, all scores are -inf and all weights are zero.
         const float shift = max_[row] == kMinusInf ? 0.0f : max_[row] * scale;
-        Floats weight = weight_sum_[row];
+        F32x16 weight = weight_sum_[row];
         for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += 2) {
-            const Floats low = power_of_two(scores[v] * scale - shift);
-            const Floats high = power_of_two(scores[v + 1] * scale - shift);
+            const F32x16 low = exp2(scores[v] * scale - shift);
+            const F32x16 high = exp2(scores[v + 1] * scale - shift);
             store(rounded_weights + v * kLanes, low, high);
             weight += low;
             weight += high;
@@ -177,7 +188,7 @@ class QueryRows {
     AlignedVector<float> sums_;  // [rows, head_dim in whole panels]
     std::int64_t offset_[kRunRows], first_slot_[kRunRows], end_slot_[kRunRows];
     float max_[kRunRows];
-    Floats weight_sum_[kRunRows];  // sum of weights so far, lane by lane
+    F32x16 weight_sum_[kRunRows];  // sum of weights so far, lane by lane
 };
 
 }  // namespace baton

@@ -1,8 +1,8 @@
 // Keys and values of a head, packed for products with many query rows.
 #pragma once
 
-#include "context.h"
-#include "tiles.h"
+#include "kv_context.h"
+#include "microkernel.h"
 
 #include <vector>
 
@@ -15,13 +15,13 @@ class PackedSlots {
 
     // Packs the slots in [first, end). Meanwhile it prefetches the same slots of the next head, at
     // a distance of next_ numbers, into L2. For the last head these prefetches are useless.
-    void load(const Context& context, std::int64_t head, std::int64_t first, std::int64_t end) {
+    void load(const KvContext& context, std::int64_t head, std::int64_t first, std::int64_t end) {
         if (keys_.empty()) {
-            keys_.resize(kPanelsAtOnce * kVectors * pairs());
+            keys_.resize(kScoreTilePanels * kVectors * pairs());
             values_.resize(num_parts() * kPartLines);
         }
-        Slots slots;
-        next_ = context.cache.block_size * size_;
+        SlotPointers slots;
+        next_ = context.kv.block_size * size_;
         slots.find(context, head, 0, first, end);
         count_ = slots.count;
         for (int slot = 0; slot < count_; slot += 8) pack_keys(slots.at + slot, slot);
@@ -30,52 +30,54 @@ class PackedSlots {
     }
 
     // scores = queries * keys, for panels in [panel, end).
-    void score(Tiles& tiles, float* scores, const Bf16* queries, int count, std::int64_t panel,
-               std::int64_t end) const {
+    void score(TileConfig& tile_config, float* scores, const Bf16* queries, int count,
+               std::int64_t panel, std::int64_t end) const {
         for (; panel < end; ++panel)
-            add_run<Init::kZero>(tiles, scores + panel * kPanelRows, kSlotsAtOnce, queries, size_,
-                                  count, words_of(keys_, panel * kVectors * pairs()), pairs());
+            multiply_rows<Init::kZero>(tile_config, scores + panel * kPanelRows, kScoreTileSlots,
+                                       queries, size_, count,
+                                       words_of(keys_, panel * kVectors * pairs()), pairs());
     }
 
     // sums += weights * values, for panels in [panel, end).
-    void add_values(Tiles& tiles, float* sums, std::int64_t sum_stride, const Bf16* weights,
-                    int count, std::int64_t panel, std::int64_t end) const {
+    void add_values(TileConfig& tile_config, float* sums, std::int64_t sum_stride,
+                    const Bf16* weights, int count, std::int64_t panel, std::int64_t end) const {
         const std::int64_t first = panel * kPanelRows / 2;
         const std::int64_t num_pairs = std::min(end * kPanelRows / 2, slot_pairs()) - first;
         for (std::int64_t part = 0; part < num_parts(); ++part)
-            add_run<Init::kLoad>(tiles, sums + part * kPanelRows, sum_stride, weights + 2 * first,
-                                 kSlotsAtOnce, count,
-                                 words_of(values_, part * kPartLines + first * kVectors), num_pairs);
+            multiply_rows<Init::kLoad>(tile_config, sums + part * kPanelRows, sum_stride,
+                                       weights + 2 * first, kScoreTileSlots, count,
+                                       words_of(values_, part * kPartLines + first * kVectors),
+                                       num_pairs);
     }
 
   private:
     struct alignas(64) CacheLine {
         std::uint32_t words[kLanes];
     };
-    static constexpr std::int64_t kPartLines = kSlotsAtOnce / 2 * kVectors;
+    static constexpr std::int64_t kPartLines = kScoreTileSlots / 2 * kVectors;
 
     std::int64_t pairs() const { return size_ / 2; }
     std::int64_t num_parts() const { return (size_ + kPanelRows - 1) / kPanelRows; }  // of a value
 
-    static const Words* words_of(const std::vector<CacheLine>& lines, std::int64_t at) {
-        return reinterpret_cast<const Words*>(lines.data() + at);
+    static const U32x16* words_of(const std::vector<CacheLine>& lines, std::int64_t at) {
+        return reinterpret_cast<const U32x16*>(lines.data() + at);
     }
 
-    // Pairs of slots, rounded up to a multiple of kPairsAtOnce.
+    // Pairs of slots, rounded up to a multiple of kPairsPerTile.
     std::int64_t slot_pairs() const {
-        const std::int64_t slots = 2 * kPairsAtOnce;
-        return (count_ + slots - 1) / slots * kPairsAtOnce;
+        const std::int64_t slots = 2 * kPairsPerTile;
+        return (count_ + slots - 1) / slots * kPairsPerTile;
     }
 
     // Packs the keys of eight slots.
     void pack_keys(const Bf16* const* keys, int first) {
         std::int64_t pair = 0;
         for (; pair + 8 <= pairs(); pair += 8) {
-            EightWords rows[8];
+            U32x8 rows[8];
             for (int i = 0; i < 8; ++i) {
                 const Bf16* from = keys[i] + 2 * pair;
                 std::memcpy(&rows[i], from, sizeof rows[i]);
-                if (pair % 16 == 0) fetch(from + next_);
+                if (pair % 16 == 0) prefetch(from + next_);
             }
             transpose(rows);
             for (int i = 0; i < 8; ++i)
@@ -90,15 +92,15 @@ class PackedSlots {
     void pack_values(const Bf16* const* values, int pair) {
         std::int64_t d = 0;
         for (; d + kLanes <= size_; d += kLanes) {
-            const Words both = words(values[0] + d) | words(values[1] + d) << 16;
+            const U32x16 both = zero_extend(values[0] + d) | zero_extend(values[1] + d) << 16;
             std::memcpy(value_at(d, pair), &both, sizeof both);
-            for (int i = 0; d % 32 == 0 && i < 2; ++i) fetch(values[i] + d + next_);
+            for (int i = 0; d % 32 == 0 && i < 2; ++i) prefetch(values[i] + d + next_);
         }
         for (; d < size_; ++d)
             *value_at(d, pair) = std::uint32_t(values[0][d]) | std::uint32_t(values[1][d]) << 16;
     }
 
-    static void fetch(const Bf16* numbers) { __builtin_prefetch(numbers, 0, 2); }
+    static void prefetch(const Bf16* numbers) { __builtin_prefetch(numbers, 0, 2); }
 
     std::uint32_t* key_at(std::int64_t slot, std::int64_t pair) {
         const std::int64_t within = slot % kPanelRows;
@@ -109,7 +111,7 @@ class PackedSlots {
     std::uint32_t* value_at(std::int64_t d, int pair) {
         const std::int64_t within = d % kPanelRows;
         CacheLine* lines = values_.data() + d / kPanelRows * kPartLines;
-        return lines[vector_at(pair, within / kLanes, kSlotsAtOnce / 2)].words + within % kLanes;
+        return lines[vector_at(pair, within / kLanes, kScoreTileSlots / 2)].words + within % kLanes;
     }
 
     std::int64_t size_, count_ = 0, next_ = 0;  // head_dim; slots; distance to the next head

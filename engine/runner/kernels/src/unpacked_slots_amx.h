@@ -1,23 +1,24 @@
-// Reads keys and values in place with AMX, for a few query rows (`in_place.h` is the implementation
-// for processors without AMX). The result has the same bits as that of `packed_slots.h`.
+// Reads keys and values in place with AMX, for a few query rows. `unpacked_slots.h` is the
+// implementation for processors without AMX. The result has the same bits as that of
+// `packed_slots.h`.
 //
 // Keys are loaded unpacked as the rows of a tile; the queries are packed as its other operand.
 // Values would need packing, so vectors compute their products and emulate a tile.
 #pragma once
 
-#include "context.h"
-#include "like_tiles.h"
-#include "tiles.h"
+#include "amx_emulation.h"
+#include "kv_context.h"
+#include "microkernel.h"
 
 namespace baton {
 
-class SlotsInPlace : public PlacedSlots {
+class UnpackedSlots : public UnpackedSlotsBase {
   public:
-    static constexpr int kStep = 2 * kPairsAtOnce;  // slots
-    static constexpr int kFewRows = 8;
+    static constexpr int kStepSlots = 2 * kPairsPerTile;
+    static constexpr int kMaxQueryRows = 8;
 
-    static bool supports(const Cache& cache) {
-        return cache.head_dim % (2 * kLanes) == 0 && cache.block_size % kTileRows == 0;
+    static bool supports(const PagedKv& kv) {
+        return kv.head_dim % (2 * kLanes) == 0 && kv.block_size % kTileRows == 0;
     }
 
     // Packs the queries into a panel of `count` columns.
@@ -30,70 +31,70 @@ class SlotsInPlace : public PlacedSlots {
                             queries.data() + 2 * (pair * count + row));
     }
 
-    std::int64_t num_steps() const { return (keys_.count + kStep - 1) / kStep; }
+    std::int64_t num_steps() const { return (keys_.count + kStepSlots - 1) / kStepSlots; }
 
     // scores = queries * keys of a step.
-    void score(Tiles& tiles, float* scores, const Bf16* queries, int count, std::int64_t head,
-               std::int64_t step) const {
-        const std::int64_t slot = step * kStep, row_bytes = size_ * sizeof(Bf16);
+    void score(TileConfig& tile_config, float* scores, const Bf16* queries, int count,
+               std::int64_t head, std::int64_t step) const {
+        const std::int64_t slot = step * kStepSlots, row_bytes = size_ * sizeof(Bf16);
         const std::int64_t query_bytes = count * sizeof(std::uint32_t);
         const Bf16* const upper = keys_.at[slot] + head * head_;
         // Past the last slot, loads the upper tile again: these scores are not used.
         const bool has_lower = slot + kTileRows < keys_.count;
         const Bf16* const lower = has_lower ? keys_.at[slot + kTileRows] + head * head_ : upper;
-        const bool is_last = slot + kStep >= keys_.count;
-        const Bf16* const* const ahead = is_last ? values_.at : keys_.at + slot + kStep;
-        tiles.configure(kTileRows, kTileRows, count);
+        const bool is_last = slot + kStepSlots >= keys_.count;
+        const Bf16* const* const ahead = is_last ? values_.at : keys_.at + slot + kStepSlots;
+        tile_config.configure(kTileRows, kTileRows, count);
         compiler_barrier();
         _tile_zero(0);
         _tile_zero(2);
-        for (std::int64_t at = 0; at < size_; at += 2 * kPairsAtOnce) {
+        for (std::int64_t at = 0; at < size_; at += 2 * kPairsPerTile) {
             _tile_loadd(6, queries + at * count, query_bytes);
             _tile_loadd(4, upper + at, row_bytes);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(5, lower + at, row_bytes);
             _tile_dpbf16ps(2, 5, 6);
-            for (int i = 0; i < kStep; ++i)
+            for (int i = 0; i < kStepSlots; ++i)
                 __builtin_prefetch(ahead[i] + head * head_ + at, 0, 2);
         }
-        alignas(64) float found[kStep * kFewRows];
+        alignas(64) float found[kStepSlots * kMaxQueryRows];
         _tile_stored(0, found, query_bytes);
         _tile_stored(2, found + kTileRows * count, query_bytes);
         compiler_barrier();
         for (int row = 0; row < count; ++row)
-            for (int i = 0; i < kStep; ++i)
-                scores[row * kSlotsAtOnce + slot + i] = found[i * count + row];
+            for (int i = 0; i < kStepSlots; ++i)
+                scores[row * kScoreTileSlots + slot + i] = found[i * count + row];
     }
 
     // sums += weights * values of a step.
     void add(float* sums, std::int64_t sum_stride, const Bf16* weights, int count,
              std::int64_t head, std::int64_t step) const {
-        constexpr Add kAdd[] = {nullptr, &SlotsInPlace::add_rows<1>, &SlotsInPlace::add_rows<2>,
-                                &SlotsInPlace::add_rows<3>, &SlotsInPlace::add_rows<4>};
+        constexpr Add kAdd[] = {nullptr, &UnpackedSlots::add_rows<1>, &UnpackedSlots::add_rows<2>,
+                                &UnpackedSlots::add_rows<3>, &UnpackedSlots::add_rows<4>};
         const FlushDenormals flush_denormals;
-        const std::int64_t slot = step * kStep;
-        const bool is_last = slot + kStep >= values_.count;
-        const Bf16* const* const ahead = is_last ? next_keys_.at : values_.at + slot + kStep;
+        const std::int64_t slot = step * kStepSlots;
+        const bool is_last = slot + kStepSlots >= values_.count;
+        const Bf16* const* const ahead = is_last ? next_keys_.at : values_.at + slot + kStepSlots;
         for (std::int64_t at = 0; at < size_; at += 2 * kLanes)
             for (int row = 0; row < count; row += kRowsAtOnce)
                 (this->*kAdd[std::min(count - row, kRowsAtOnce)])(
                     sums + row * sum_stride + at, sum_stride,
-                    weights + row * kSlotsAtOnce + slot, head * head_ + at, slot, ahead);
+                    weights + row * kScoreTileSlots + slot, head * head_ + at, slot, ahead);
     }
 
   private:
     static constexpr int kRowsAtOnce = 4;
-    using Add = void (SlotsInPlace::*)(float*, std::int64_t, const Bf16*, std::int64_t,
-                                       std::int64_t, const Bf16* const*) const;
+    using Add = void (UnpackedSlots::*)(float*, std::int64_t, const Bf16*, std::int64_t,
+                                        std::int64_t, const Bf16* const*) const;
 
     // Interleaves the numbers from the low and the high halves of words.
-    static void unzip(Floats& low, Floats& high) {
+    static void unzip(F32x16& low, F32x16& high) {
         const __m512i even =
             _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
         const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(8));
         const __m512 one = (__m512)low, other = (__m512)high;
-        low = (Floats)_mm512_permutex2var_ps(one, even, other);
-        high = (Floats)_mm512_permutex2var_ps(one, odd, other);
+        low = (F32x16)_mm512_permutex2var_ps(one, even, other);
+        high = (F32x16)_mm512_permutex2var_ps(one, odd, other);
     }
 
     // Adds 32 columns of the values. The next step's slots are prefetched one by one: many
@@ -102,25 +103,25 @@ class SlotsInPlace : public PlacedSlots {
     void add_rows(float* sums, std::int64_t sum_stride, const Bf16* weights, std::int64_t at,
                   std::int64_t slot, const Bf16* const* ahead) const {
         struct Two {
-            Floats low, high;  // halves of the words
+            F32x16 low, high;  // halves of the words
         } even[ROWS] = {}, odd[ROWS] = {};
-        const std::int64_t count = std::min<std::int64_t>(kStep, values_.count - slot);
+        const std::int64_t count = std::min<std::int64_t>(kStepSlots, values_.count - slot);
         for (std::int64_t i = 0; i < count; ++i) {
             __builtin_prefetch(ahead[i] + at, 0, 2);
-            Words both;
+            U32x16 both;
             std::memcpy(&both, values_.at[slot + i] + at, sizeof both);
-            const Floats low = low_of(both), high = high_of(both);
+            const F32x16 low = low_of(both), high = high_of(both);
             for (int row = 0; row < ROWS; ++row) {
-                const float weight = wide(weights[row * kSlotsAtOnce + i]);
+                const float weight = bf16_to_f32(weights[row * kScoreTileSlots + i]);
                 Two& sum = i % 2 == 0 ? even[row] : odd[row];
-                add_product(sum.low, weight, low);
-                add_product(sum.high, weight, high);
+                multiply_add(sum.low, weight, low);
+                multiply_add(sum.high, weight, high);
             }
         }
         for (int row = 0; row < ROWS; ++row) {
-            Floats first = even[row].low + odd[row].low, second = even[row].high + odd[row].high;
+            F32x16 first = even[row].low + odd[row].low, second = even[row].high + odd[row].high;
             unzip(first, second);
-            Floats own[2];
+            F32x16 own[2];
             std::memcpy(own, sums + row * sum_stride, sizeof own);
             own[0] += first;
             own[1] += second;

@@ -2,11 +2,11 @@
 //
 // An output row is summed in the order of the columns, for any batch and any number of threads.
 
-#include "calls.h"
-#include "like_tiles.h"
+#include "amx_emulation.h"
+#include "gemm.h"
+#include "microkernel.h"
 #include "panels.h"
-#include "pool.h"
-#include "tiles.h"
+#include "thread_pool.h"
 
 #include <algorithm>
 
@@ -14,16 +14,16 @@ using namespace baton;
 
 namespace {
 
-struct Product {
+struct Gemm {
     const Bf16* activations;  // [tokens, columns]
-    const Words* packed;
+    const U32x16* packed;
     const Bf16* bias;  // or null
-    Bf16* dst;      // [tokens, rows]
+    Bf16* dst;         // [tokens, rows]
     std::int64_t num_tokens, num_rows, num_columns;
     bool is_streamed = false;
 
-    const Words* panel(std::int64_t which) const {
-        return packed + which * num_columns / 2 * kVectors;
+    const U32x16* panel(std::int64_t index) const {
+        return packed + index * num_columns / 2 * kVectors;
     }
 };
 
@@ -31,16 +31,16 @@ struct Product {
 
 // Large outputs use non-temporal stores: they are evicted from the caches before they are read, and
 // normal stores would load each cache line before they write it.
-bool uses_streaming_stores(const Product& p) {
+bool uses_streaming_stores(const Gemm& p) {
     constexpr std::int64_t kBytes = 1 << 20;
     const bool has_whole_lines = p.num_rows % kPanelRows == 0 && std::uintptr_t(p.dst) % 64 == 0;
     return has_whole_lines && p.num_tokens * p.num_rows * std::int64_t(sizeof(Bf16)) >= kBytes;
 }
 
-void stream_row(const Floats (&totals)[kVectors], const Bf16* bias, Bf16* row, std::int64_t panel) {
+void stream_row(const F32x16 (&acc)[kVectors], const Bf16* bias, Bf16* row, std::int64_t panel) {
     for (std::int64_t v = 0, at = panel * kPanelRows; v < kVectors; v += 2, at += 2 * kLanes) {
-        Floats low = totals[v], high = totals[v + 1];
-        if (bias != nullptr) low += wide(bias + at), high += wide(bias + at + kLanes);
+        F32x16 low = acc[v], high = acc[v + 1];
+        if (bias != nullptr) low += bf16_to_f32(bias + at), high += bf16_to_f32(bias + at + kLanes);
         const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
         _mm512_stream_si512(reinterpret_cast<__m512i*>(row + at), both);
     }
@@ -50,27 +50,27 @@ void streaming_fence() { _mm_sfence(); }  // makes the stores visible to other t
 
 #else
 
-bool uses_streaming_stores(const Product&) { return false; }
-void stream_row(const Floats (&)[kVectors], const Bf16*, Bf16*, std::int64_t) {}
+bool uses_streaming_stores(const Gemm&) { return false; }
+void stream_row(const F32x16 (&)[kVectors], const Bf16*, Bf16*, std::int64_t) {}
 void streaming_fence() {}
 
 #endif
 
 // Prefetches the cache lines of the output while it is computed.
-void prefetch_dst(const Product& p, std::int64_t panel, std::int64_t token) {
+void prefetch_dst(const Gemm& p, std::int64_t panel, std::int64_t token) {
     const Bf16* const dst = p.dst + token * p.num_rows + panel * kPanelRows;
     __builtin_prefetch(dst, 1, 2);
     __builtin_prefetch(dst + kPanelRows / 2, 1, 2);
 }
 
 // Stores a panel's columns of a token's output row.
-void store_dst(const Product& p, const Floats (&totals)[kVectors], std::int64_t panel,
+void store_dst(const Gemm& p, const F32x16 (&acc)[kVectors], std::int64_t panel,
                std::int64_t token) {
     Bf16* const dst = p.dst + token * p.num_rows;
     if (p.is_streamed)
-        stream_row(totals, p.bias, dst, panel);
+        stream_row(acc, p.bias, dst, panel);
     else
-        store_row(totals, p.bias, dst, panel, p.num_rows);
+        store_row(acc, p.bias, dst, panel, p.num_rows);
 }
 
 #if defined(__AMX_BF16__)
@@ -88,33 +88,34 @@ std::int64_t tokens_per_pass(std::int64_t num_tokens, std::int64_t num_columns) 
     return (runs + passes - 1) / passes * kRunTokens;
 }
 
-void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int64_t next,
+void multiply_panel(const Gemm& p, TileConfig& tile_config, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
-    const std::int64_t pairs = p.num_columns / 2, num_runs = (end - first + kRunTokens - 1) / kRunTokens;
+    const std::int64_t pairs = p.num_columns / 2;
+    const std::int64_t num_runs = (end - first + kRunTokens - 1) / kRunTokens;
     // Each run prefetches its share of the next panel.
-    const int fetched = int((kVectors * kPairsAtOnce / 4 + num_runs - 1) / num_runs);
-    const Words *own_panel = p.panel(panel), *ahead = p.panel(next);
-    const auto fetch = [&ahead, fetched](const Words*) {
+    const int fetched = int((kVectors * kPairsPerTile / 4 + num_runs - 1) / num_runs);
+    const U32x16 *own_panel = p.panel(panel), *ahead = p.panel(next);
+    const auto prefetch = [&ahead, fetched](const U32x16*) {
         for (int i = 0; i < fetched; ++i) __builtin_prefetch(ahead++, 0, 2);
     };
     for (int count; first < end; first += count) {
         count = int(std::min<std::int64_t>(end - first, kRunTokens));
-        alignas(64) Floats sums[kRunTokens][kVectors];
+        alignas(64) F32x16 sums[kRunTokens][kVectors];
         float* const numbers = &sums[0][0][0];
         const Bf16* activations = p.activations + first * p.num_columns;
         if (p.num_tokens == 1) {
-            std::fill_n(sums[0], kVectors, Floats{});
-            add_row_like_tiles(sums[0], activations, own_panel, pairs);
+            std::fill_n(sums[0], kVectors, F32x16{});
+            add_row_emulated(sums[0], activations, own_panel, pairs);
             add_tail(numbers, kPanelRows, activations, p.num_columns, 1, own_panel, pairs);
         } else if (count <= kTileRows) {
-            std::memset(numbers, 0, sizeof(Floats) * kVectors * count);
-            add_rows<From::kMemory>(tiles, numbers, kPanelRows, activations, p.num_columns, count,
-                                    own_panel, pairs);
+            std::memset(numbers, 0, sizeof(F32x16) * kVectors * count);
+            add_rows<PanelLocation::kMemory>(tile_config, numbers, kPanelRows, activations,
+                                             p.num_columns, count, own_panel, pairs);
         } else {
             for (int half = 0; half < 2; ++half)
-                add_half<Init::kZero>(tiles, numbers + half * 2 * kLanes, kPanelRows, activations,
-                                      p.num_columns, count, own_panel + half * 2 * kTileRows,
-                                      pairs, fetch);
+                add_half<Init::kZero>(tile_config, numbers + half * 2 * kLanes, kPanelRows,
+                                      activations, p.num_columns, count,
+                                      own_panel + half * 2 * kTileRows, pairs, prefetch);
             add_tail(numbers, kPanelRows, activations, p.num_columns, count, own_panel, pairs);
         }
         for (int row = 0; row < count; ++row) store_dst(p, sums[row], panel, first + row);
@@ -125,34 +126,39 @@ void multiply_panel(const Product& p, Tiles& tiles, std::int64_t panel, std::int
 
 // Multiplies some tokens by a panel. A single run leaves prefetching to the hardware, which sees
 // one stream. Where several runs read the same panel, each prefetches a part of the next one.
-template <int TOKENS, int FETCHED>
-void multiply(const Product& p, std::int64_t panel, std::int64_t first, const Words* ahead) {
+template <int TOKENS, int PREFETCHED>
+void multiply(const Gemm& p, std::int64_t panel, std::int64_t first, const U32x16* ahead) {
     const std::int64_t pairs = p.num_columns / 2;
     const std::uint32_t* activations[TOKENS];
     for (int t = 0; t < TOKENS; ++t)
         activations[t] =
             reinterpret_cast<const std::uint32_t*>(p.activations + (first + t) * p.num_columns);
-    if (FETCHED > 0 && !p.is_streamed)
+    if (PREFETCHED > 0 && !p.is_streamed)
         for (int t = 0; t < TOKENS; ++t) prefetch_dst(p, panel, first + t);
-    Totals<TOKENS> totals = {};
-    add_panel<TOKENS, FETCHED>(totals, activations, p.panel(panel), pairs, ahead);
-    for (int t = 0; t < TOKENS; ++t) store_dst(p, totals[t], panel, first + t);
+    Accumulators<TOKENS> acc = {};
+    add_panel<TOKENS, PREFETCHED>(acc, activations, p.panel(panel), pairs, ahead);
+    for (int t = 0; t < TOKENS; ++t) store_dst(p, acc[t], panel, first + t);
 }
 
-using Multiply = void (*)(const Product&, std::int64_t, std::int64_t, const Words*);
+using MultiplyFn = void (*)(const Gemm&, std::int64_t, std::int64_t, const U32x16*);
 
-template <int FETCHED>
-constexpr Multiply kMultiply[] = {
-    nullptr, multiply<1, FETCHED>, multiply<2, FETCHED>,
+template <int PREFETCHED>
+constexpr MultiplyFn kMultiply[] = {
+    nullptr,
+    multiply<1, PREFETCHED>,
+    multiply<2, PREFETCHED>,
 #if defined(__AVX512BF16__)
-    multiply<3, FETCHED>, multiply<4, FETCHED>, multiply<5, FETCHED>, multiply<6, FETCHED>,
+    multiply<3, PREFETCHED>,
+    multiply<4, PREFETCHED>,
+    multiply<5, PREFETCHED>,
+    multiply<6, PREFETCHED>,
 #endif
 };
 
 // Tokens per pass over the weights: as many as stay in cache.
 std::int64_t tokens_per_pass(std::int64_t, std::int64_t) { return 32 * kMaxRows; }
 
-void multiply_panel(const Product& p, Tiles&, std::int64_t panel, std::int64_t next,
+void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, std::int64_t next,
                     std::int64_t first, std::int64_t end) {
     const std::int64_t num_runs = (end - first + kMaxRows - 1) / kMaxRows;
     for (std::int64_t run = 0; first < end; ++run) {
@@ -169,7 +175,8 @@ void multiply_panel(const Product& p, Tiles&, std::int64_t panel, std::int64_t n
 
 #endif
 
-std::uint32_t* word_of(std::uint32_t* packed, std::int64_t pairs, std::int64_t row, std::int64_t pair) {
+std::uint32_t* packed_word(std::uint32_t* packed, std::int64_t pairs, std::int64_t row,
+                           std::int64_t pair) {
     const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
     const std::int64_t vector = vector_at(pair, within / kLanes, pairs);
     return packed + panel * pairs * kPanelRows + vector * kLanes + within % kLanes;
@@ -177,57 +184,63 @@ std::uint32_t* word_of(std::uint32_t* packed, std::int64_t pairs, std::int64_t r
 
 }  // namespace
 
-extern "C" {
+namespace baton::bf16 {
 
-// Size of `packed` in bytes.
-std::int64_t baton_packed_bytes(std::int64_t num_rows, std::int64_t num_columns) {
-    const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
-    return panels * kPanelRows * num_columns * std::int64_t(sizeof(Bf16));
+std::int64_t packed_bytes(const PackedMatrix& matrix) {
+    const std::int64_t panels = (matrix.num_rows + kPanelRows - 1) / kPanelRows;
+    return panels * kPanelRows * matrix.num_columns * std::int64_t(sizeof(Bf16));
 }
 
-// Packs weights, [rows, columns] with an even number of columns. `packed` must be zeroed.
-void baton_pack(const Bf16* weights, std::uint32_t* packed, std::int64_t num_rows,
-                std::int64_t num_columns, int num_threads) {
+void pack(const PackArgs& args) {
+    const std::int64_t num_rows = args.matrix.num_rows, num_columns = args.matrix.num_columns;
     const std::int64_t pairs = num_columns / 2;
-    Pool::instance().run(num_threads, [=](int i, int count) {
+    const auto* const weights = static_cast<const Bf16*>(args.weights);
+    auto* const packed = static_cast<std::uint32_t*>(args.matrix.packed);
+    ThreadPool::instance().run(args.num_threads, [=](int i, int count) {
         const Slice slice(num_rows, i, count);
         for (std::int64_t row = slice.first; row < slice.end; ++row)
             for (std::int64_t pair = 0; pair < pairs; ++pair)
-                std::memcpy(word_of(packed, pairs, row, pair),
+                std::memcpy(packed_word(packed, pairs, row, pair),
                             weights + row * num_columns + 2 * pair, sizeof(std::uint32_t));
     });
 }
 
-// Copies rows of the original matrix to dst, [count, columns].
-void baton_unpack_rows(const std::uint32_t* packed, const std::int64_t* rows, std::int64_t count,
-                       Bf16* dst, std::int64_t num_columns) {
-    const std::int64_t pairs = num_columns / 2;
-    auto* words = const_cast<std::uint32_t*>(packed);
+void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int64_t count,
+              Bf16* dst) {
+    const std::int64_t pairs = matrix.num_columns / 2;
+    auto* const packed = static_cast<std::uint32_t*>(matrix.packed);
     for (std::int64_t i = 0; i < count; ++i)
         for (std::int64_t pair = 0; pair < pairs; ++pair)
-            std::memcpy(dst + i * num_columns + 2 * pair, word_of(words, pairs, rows[i], pair),
-                        sizeof(std::uint32_t));
+            std::memcpy(dst + i * matrix.num_columns + 2 * pair,
+                        packed_word(packed, pairs, row_ids[i], pair), sizeof(std::uint32_t));
 }
 
-void baton_linear(const Bf16* activations, const void* packed, const Bf16* bias, Bf16* dst,
-                  std::int64_t num_tokens, std::int64_t num_rows, std::int64_t num_columns,
-                  int num_threads) {
-    Product product{activations,     static_cast<const Words*>(packed), bias, dst,
-                    num_tokens, num_rows,                          num_columns};
-    product.is_streamed = uses_streaming_stores(product);
-    const std::int64_t panels = (num_rows + kPanelRows - 1) / kPanelRows;
-    const std::int64_t pass_tokens = tokens_per_pass(num_tokens, num_columns);
-    WorkQueue queue(panels, (num_tokens + pass_tokens - 1) / pass_tokens, num_threads);
-    Pool::instance().run(num_threads, [&](int i, int) {
-        Tiles tiles;
+void linear(const LinearArgs& args) {
+    const PackedMatrix& matrix = args.matrix;
+    Gemm gemm{
+        .activations = args.src,
+        .packed = static_cast<const U32x16*>(matrix.packed),
+        .bias = matrix.bias,
+        .dst = args.dst,
+        .num_tokens = args.num_tokens,
+        .num_rows = matrix.num_rows,
+        .num_columns = matrix.num_columns,
+    };
+    gemm.is_streamed = uses_streaming_stores(gemm);
+    const std::int64_t panels = (matrix.num_rows + kPanelRows - 1) / kPanelRows;
+    const std::int64_t pass_tokens = tokens_per_pass(args.num_tokens, matrix.num_columns);
+    const std::int64_t passes = (args.num_tokens + pass_tokens - 1) / pass_tokens;
+    WorkQueue queue(panels, passes, args.num_threads);
+    ThreadPool::instance().run(args.num_threads, [&](int i, int) {
+        TileConfig tile_config;
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
             const std::int64_t first = unit.pass * pass_tokens;
-            const std::int64_t end = std::min(first + pass_tokens, num_tokens);
-            const std::int64_t next = std::min(unit.which + 1, panels - 1);
-            multiply_panel(product, tiles, unit.which, next, first, end);
+            const std::int64_t end = std::min(first + pass_tokens, args.num_tokens);
+            const std::int64_t next = std::min(unit.index + 1, panels - 1);
+            multiply_panel(gemm, tile_config, unit.index, next, first, end);
         }
-        if (product.is_streamed) streaming_fence();
+        if (gemm.is_streamed) streaming_fence();
     });
 }
 
-}  // extern "C"
+}  // namespace baton::bf16

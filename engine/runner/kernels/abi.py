@@ -1,0 +1,187 @@
+"""ABI of the kernel library: argument structs and function signatures, the mirror of `abi.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from engine.runner.kernels.build import KernelsUnavailable
+
+ABI_VERSION = 1
+
+_INT32, _INT64, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class KernelAbiMismatch(KernelsUnavailable):
+    """A kernel library was built from other sources than `abi.py` describes."""
+
+    def __init__(self, path: Path, difference: str) -> None:
+        super().__init__(
+            f"{path} does not fit this version of Baton ({difference}): delete the file, and it is"
+            " built again; if it then differs again, correct abi.h or abi.py"
+        )
+
+
+class PagedKv(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("blocks", _POINTER),
+        *((name, _INT64) for name in ("num_layers", "num_kv_heads", "block_size", "head_dim")),
+    )
+
+
+class BatchLayout(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("write_blocks", "write_offsets")),
+        *((name, _POINTER) for name in ("block_tables", "context_lens")),
+        *((name, _POINTER) for name in ("query_starts", "num_queries")),
+        *((name, _INT64) for name in ("table_stride", "num_sequences", "num_single", "num_tokens")),
+    )
+
+
+class PackedMatrix(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("packed", "bias")),
+        *((name, _INT64) for name in ("bits", "num_rows", "num_columns", "group_size")),
+    )
+
+
+class PackArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("matrix", PackedMatrix),
+        *((name, _POINTER) for name in ("weights", "scales", "zeros")),
+        ("num_threads", _INT32),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("matrix", PackedMatrix),
+        *((name, _POINTER) for name in ("src", "dst")),
+        ("num_tokens", _INT64),
+        ("num_threads", _INT32),
+    )
+
+
+class RmsNormArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("src", "weight", "dst")),
+        *((name, _INT64) for name in ("num_rows", "size")),
+        ("epsilon", _FLOAT),
+        ("num_threads", _INT32),
+    )
+
+
+class RopeArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("src", "norm_weight", "cosines", "sines", "dst")),
+        *((name, _INT64) for name in ("src_stride", "num_tokens", "num_heads", "head_dim")),
+        ("epsilon", _FLOAT),
+        ("num_threads", _INT32),
+    )
+
+
+class ArgmaxArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("logits", "indices", "are_finite")),
+        *((name, _INT64) for name in ("num_rows", "size")),
+        ("num_threads", _INT32),
+    )
+
+
+class WriteKvArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("kv", PagedKv),
+        ("batch", BatchLayout),
+        *((name, _POINTER) for name in ("keys", "values")),
+        *((name, _INT64) for name in ("layer", "key_stride", "value_stride")),
+        ("num_threads", _INT32),
+    )
+
+
+class AttentionArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("kv", PagedKv),
+        ("batch", BatchLayout),
+        *((name, _POINTER) for name in ("queries", "dst")),
+        *((name, _INT64) for name in ("layer", "num_heads", "window")),
+        ("scale", _FLOAT),
+        ("num_threads", _INT32),
+    )
+
+
+class LayerArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _INT64) for name in ("index", "num_heads", "window")),
+        *((name, _FLOAT) for name in ("epsilon", "scale")),
+    )
+
+
+class PassArgs(ctypes.Structure):
+    __slots__ = ()
+    _fields_ = (
+        ("kv", PagedKv),
+        ("batch", BatchLayout),
+        *((name, _POINTER) for name in ("cosines", "sines")),
+        *((name, _POINTER) for name in ("narrow_buf", "wide_buf", "heads_buf")),
+        ("num_threads", _INT32),
+    )
+
+
+STRUCTS: tuple[type[ctypes.Structure], ...] = (
+    *(PagedKv, BatchLayout, PackedMatrix, PackArgs, LinearArgs, RmsNormArgs),
+    *(RopeArgs, ArgmaxArgs, WriteKvArgs, AttentionArgs, LayerArgs, PassArgs),
+)
+
+_pointer = ctypes.POINTER
+# By name: the types of the result and of the arguments.
+FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "baton_abi_version": (_INT32, ()),
+    "baton_struct_size": (_INT64, (ctypes.c_char_p,)),
+    "baton_packed_bytes": (_INT64, (_pointer(PackedMatrix),)),
+    "baton_pack": (None, (_pointer(PackArgs),)),
+    "baton_get_rows": (None, (_pointer(PackedMatrix), _POINTER, _INT64, _POINTER)),
+    "baton_linear": (None, (_pointer(LinearArgs),)),
+    "baton_rms_norm": (None, (_pointer(RmsNormArgs),)),
+    "baton_rope": (None, (_pointer(RopeArgs),)),
+    "baton_swiglu": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT32)),
+    "baton_argmax": (None, (_pointer(ArgmaxArgs),)),
+    "baton_add": (None, (_POINTER, _POINTER, _INT64, _INT32)),
+    "baton_write_kv": (None, (_pointer(WriteKvArgs),)),
+    "baton_attention": (None, (_pointer(AttentionArgs),)),
+    "baton_layer": (None, (_pointer(LayerArgs), _pointer(PassArgs), _POINTER)),
+    "baton_layer_write_kv": (None, (_pointer(LayerArgs), _pointer(PassArgs), _POINTER)),
+    "baton_read_memory": (ctypes.c_uint32, (_POINTER, _INT64, _INT32)),
+    "baton_multiply_registers": (_FLOAT, (_INT64, _INT32)),
+}
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load a kernel library with typed functions. Raises KernelAbiMismatch."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in FUNCTIONS.items():
+        if not hasattr(library, name):
+            raise KernelAbiMismatch(path, f"it has no function {name}")
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    version = library.baton_abi_version()
+    if version != ABI_VERSION:
+        raise KernelAbiMismatch(path, f"its ABI version is {version}, not {ABI_VERSION}")
+    for struct in STRUCTS:
+        size = library.baton_struct_size(struct.__name__.encode())
+        if size != ctypes.sizeof(struct):
+            difference = f"its {struct.__name__} has {size} bytes, not {ctypes.sizeof(struct)}"
+            raise KernelAbiMismatch(path, difference)
+    return library

@@ -1,0 +1,178 @@
+// Paged attention.
+//
+// Prompt chunks and single tokens use one algorithm: online softmax over the context, 256 slots at
+// a time, counted from its first slot. Query rows, ordered by token and then by the heads of a GQA
+// group, are processed a few at a time: scores of the slots, softmax weights, weighted sum of
+// values. For many rows, keys and values are packed into panels first. For few rows they are read
+// in place and summed in the same order. So the output is bit-identical for all ways to split a
+// prompt into chunks, for all batches, and for tokens that are computed again after preemption.
+
+#include "abi.h"
+#include "query_rows.h"
+#include "thread_pool.h"
+
+#include <memory>
+
+using namespace baton;
+
+namespace {
+
+// A unit of work: a range of a chunk's query rows for a range of KV heads.
+struct Part {
+    std::int64_t first_head, end_head, first_row, end_row;
+};
+
+std::vector<QueryRows> rows_of(const Chunk& chunk, const Part& part, bool is_unpacked) {
+    std::vector<QueryRows> runs;
+    runs.reserve((part.end_head - part.first_head) *
+                 ((part.end_row - part.first_row + kRunRows - 1) / kRunRows));
+    for (std::int64_t head = part.first_head; head < part.end_head; ++head)
+        for (std::int64_t row = part.first_row, count; row < part.end_row; row += count) {
+            count = next_run(part.end_row - row, kRunRows);
+            runs.emplace_back(chunk, head, row, int(count), is_unpacked);
+        }
+    return runs;
+}
+
+// Query rows that share the packed panels of one unit of work. With AMX the products are so fast
+// that more rows must share the cost of packing, as long as each thread still gets a few units.
+std::int64_t rows_at_once(const Chunk& chunk, int num_threads) {
+    constexpr std::int64_t kMin = 512, kMax = kPairsPerTile > 1 ? 1024 : kMin;
+    const std::int64_t parts = (chunk.num_rows() + kMax - 1) / kMax;
+    return parts * chunk.context.kv.num_kv_heads < 8 * num_threads ? kMin : kMax;
+}
+
+// Attention of one thread, with its buffers.
+class Attention {
+  public:
+    explicit Attention(std::int64_t head_dim) : packed_(head_dim) {}
+
+    void operator()(const Chunk& chunk, const Part& part) {
+        const std::int64_t end = chunk.position((part.end_row - 1) / chunk.gqa_group_size) + 1;
+        const bool is_unpacked = UnpackedSlots::supports(chunk.context.kv) &&
+                                 part.end_row - part.first_row <= UnpackedSlots::kMaxQueryRows;
+        std::vector<QueryRows> runs = rows_of(chunk, part, is_unpacked);
+        score_tiles_ = std::make_unique_for_overwrite<ScoreTile[]>(is_unpacked ? runs.size() : 1);
+        std::int64_t slot = chunk.first_slot(part.first_row / chunk.gqa_group_size);
+        for (slot -= slot % kScoreTileSlots; slot < end; slot += kScoreTileSlots)
+            if (is_unpacked)
+                attend_unpacked(chunk.context, runs, slot, end);
+            else
+                attend_packed(chunk.context, runs, slot, end);
+        for (const QueryRows& rows : runs) rows.write_output();
+    }
+
+  private:
+    // Packs keys and values head by head.
+    void attend_packed(const KvContext& context, std::vector<QueryRows>& runs, std::int64_t slot,
+                       std::int64_t end) {
+        for (std::size_t run = 0; run < runs.size(); ++run) {
+            if (run == 0 || runs[run].head() != runs[run - 1].head())
+                packed_.load(context, runs[run].head(), slot, end);
+            if (runs[run].overlaps(slot))
+                runs[run].attend(packed_, slot, score_tiles_[0], tile_config_);
+        }
+    }
+
+    // Reads step by step through all heads: a block's keys of all heads are contiguous, and so are
+    // its values, and sequential reads are faster.
+    void attend_unpacked(const KvContext& context, std::vector<QueryRows>& runs, std::int64_t slot,
+                         std::int64_t end) {
+        unpacked_.load(context, slot, end);
+        for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
+            rows.score(unpacked_, step, tile, tile_config_);
+        });
+        for (std::size_t run = 0; run < runs.size(); ++run)
+            if (runs[run].overlaps(slot)) runs[run].softmax(slot, score_tiles_[run]);
+        for_each_step(runs, slot, [&](QueryRows& rows, ScoreTile& tile, std::int64_t step) {
+            rows.add(unpacked_, step, tile);
+        });
+    }
+
+    template <typename Each>
+    void for_each_step(std::vector<QueryRows>& runs, std::int64_t slot, Each each) {
+        constexpr std::int64_t kStepSlots = UnpackedSlots::kStepSlots;
+        for (std::int64_t step = 0; step < unpacked_.num_steps(); ++step)
+            for (std::size_t run = 0; run < runs.size(); ++run)
+                if (runs[run].overlaps(slot + step * kStepSlots, kStepSlots))
+                    each(runs[run], score_tiles_[run], step);
+    }
+
+    PackedSlots packed_;
+    UnpackedSlots unpacked_;
+    TileConfig tile_config_;
+    std::unique_ptr<ScoreTile[]> score_tiles_;  // one per run, or a single one that all runs share
+};
+
+// Attention for one token of each of the first num_single sequences.
+void attend_singles(const AttentionArgs& args) {
+    const PagedKv& kv = args.kv;
+    const BatchLayout& batch = args.batch;
+    const std::int64_t gqa_group_size = args.num_heads / kv.num_kv_heads;
+    const std::int64_t token_size = args.num_heads * kv.head_dim;
+    std::int64_t at_once = kv.num_kv_heads;  // heads
+    while (batch.num_single * (kv.num_kv_heads / at_once) < args.num_threads && at_once % 2 == 0)
+        at_once /= 2;
+    const std::int64_t parts = kv.num_kv_heads / at_once;
+    std::atomic<std::int64_t> next{0};
+    ThreadPool::instance().run(args.num_threads, [&](int, int) {
+        Attention attention(kv.head_dim);
+        for (std::int64_t task = next++; task < batch.num_single * parts; task = next++) {
+            const std::int64_t sequence = task / parts, head = task % parts * at_once;
+            const Chunk chunk(args, sequence, sequence * token_size, 1);
+            attention(chunk, {head, head + at_once, 0, gqa_group_size});
+        }
+    });
+}
+
+// Attention for the tokens of one sequence.
+void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
+    const std::int64_t num_kv_heads = args.kv.num_kv_heads;
+    const std::int64_t first =
+        args.batch.query_starts[sequence] * args.num_heads * args.kv.head_dim;
+    const Chunk chunk(args, sequence, first, args.batch.num_queries[sequence]);
+    const std::int64_t at_once = rows_at_once(chunk, args.num_threads);
+    const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;
+    std::atomic<std::int64_t> next{0};
+    ThreadPool::instance().run(args.num_threads, [&](int, int) {
+        Attention attention(args.kv.head_dim);
+        for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
+            // The last part takes longest, so it is first.
+            const std::int64_t head = task % num_kv_heads;
+            const std::int64_t first = (parts - 1 - task / num_kv_heads) * at_once;
+            const std::int64_t end = std::min(first + at_once, chunk.num_rows());
+            attention(chunk, {head, head + 1, first, end});
+        }
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+void baton_write_kv(const WriteKvArgs* args) {
+    const PagedKv& kv = args->kv;
+    const BatchLayout& batch = args->batch;
+    const auto write = [&](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token)
+            for (std::int64_t head = 0; head < kv.num_kv_heads; ++head) {
+                const std::int64_t block = batch.write_blocks[token];
+                const std::int64_t at = batch.write_offsets[token] * kv.head_dim;
+                const std::size_t bytes = kv.head_dim * sizeof(Bf16);
+                std::memcpy(kv.slots(block, args->layer, 0, head) + at,
+                            args->keys + token * args->key_stride + head * kv.head_dim, bytes);
+                std::memcpy(kv.slots(block, args->layer, 1, head) + at,
+                            args->values + token * args->value_stride + head * kv.head_dim, bytes);
+            }
+    };
+    const std::int64_t numbers = 2 * kv.num_kv_heads * kv.head_dim;
+    parallel_for(batch.num_tokens, numbers, args->num_threads, write);
+}
+
+void baton_attention(const AttentionArgs* args) {
+    if (args->batch.num_single > 0) attend_singles(*args);
+    for (std::int64_t i = args->batch.num_single; i < args->batch.num_sequences; ++i)
+        attend_chunk(*args, i);
+}
+
+}  // extern "C"

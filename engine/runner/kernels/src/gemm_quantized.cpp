@@ -1,0 +1,278 @@
+// GEMM with packed weights of 4 or 8 bits.
+//
+// The activations of a token are quantized to 16-bit integers, stored as a row of high bytes and a
+// row of low bytes. So the sums within a group of columns are exact integers, in any order. The
+// groups are then summed in the order of the columns.
+
+#include "gemm.h"
+#include "microkernel.h"
+#include "quantization.h"
+#include "thread_pool.h"
+
+#include <algorithm>
+
+using namespace baton;
+
+namespace {
+
+constexpr int kMaxTokens = kMaxRows / 2;  // each token has two rows of bytes
+typedef std::uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+struct Gemm {
+    QuantizedLayout layout;
+    const std::uint8_t* packed;
+    const Bf16* bias;  // or null
+    Bf16* dst;         // [tokens, rows]
+    std::int64_t num_tokens;
+};
+
+template <int ROWS>
+using IntSums = I32x16[ROWS][kVectors];
+
+// dots += rows of bytes * the group's numbers.
+template <int BITS, int ROWS>
+inline void add_group(IntSums<ROWS>& dots, const std::uint32_t* const (&rows)[ROWS],
+                      const U32x16* numbers, std::int64_t first, std::int64_t end) {
+    constexpr int kQuads = 8 / BITS;
+    for (std::int64_t quad = first; quad < end; quad += kQuads, numbers += kVectors) {
+        prefetch_ahead(numbers, kVectors);
+        for (int part = 0; part < kQuads; ++part) {
+            U32x16 weights[kVectors];
+            for (int v = 0; v < kVectors; ++v)
+                weights[v] = BITS == 8 ? numbers[v] : numbers[v] >> (4 * part) & 0x0f0f0f0fu;
+            for (int row = 0; row < ROWS; ++row) {
+                const std::uint32_t activation = rows[row][quad + part];
+                for (int v = 0; v < kVectors; ++v)
+                    dot_add_int8(dots[row][v], weights[v], activation);
+            }
+        }
+    }
+}
+
+// Dequantizes the integer sums of a group, for sixteen rows of a panel.
+class Dequantizer {
+  public:
+    Dequantizer(const std::uint8_t* group, int v) {
+        Bytes zero_bytes;
+        std::memcpy(&scales_, group + v * sizeof scales_, sizeof scales_);
+        const std::uint8_t* const zeros = group + QuantizedLayout::kZerosOffset;
+        std::memcpy(&zero_bytes, zeros + v * kLanes, sizeof zero_bytes);
+        zeros_ = __builtin_convertvector(zero_bytes, I32x16);
+    }
+
+    // high, low: sums of products for the rows of high and low bytes.
+    // high_sum, low_sum: sums of these bytes, which the zero points are multiplied by.
+    F32x16 operator()(I32x16 high, I32x16 low, std::int32_t high_sum, std::int32_t low_sum) const {
+        const I32x16 highs = high - zeros_ * high_sum, lows = low - zeros_ * low_sum;
+        const F32x16 both =
+            __builtin_convertvector(highs, F32x16) * 256.0f + __builtin_convertvector(lows, F32x16);
+        return both * scales_;
+    }
+
+  private:
+    F32x16 scales_;
+    I32x16 zeros_;
+};
+
+template <int BITS, int TOKENS>
+void multiply(const Gemm& p, QuantizedActivations& activations, std::int64_t panel,
+              std::int64_t first) {
+    const QuantizedLayout& layout = p.layout;
+    const std::uint32_t* rows[2 * TOKENS];
+    for (int t = 0; t < TOKENS; ++t)
+        for (int part = 0; part < 2; ++part)
+            rows[2 * t + part] = activations.quads(first + t, part);
+    Accumulators<TOKENS> acc = {};
+    const std::int64_t quads = layout.padded_group() / 4;
+    for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+        const std::uint8_t* at = p.packed + layout.group_at(panel, group);
+        IntSums<2 * TOKENS> dots = {};
+        const auto* numbers = reinterpret_cast<const U32x16*>(at + QuantizedLayout::kHeaderBytes);
+        add_group<BITS, 2 * TOKENS>(dots, rows, numbers, group * quads, (group + 1) * quads);
+        for (int v = 0; v < kVectors; ++v) {
+            const Dequantizer dequantize(at, v);
+            for (int t = 0; t < TOKENS; ++t)
+                acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
+                                        activations.sum(first + t, 0, group),
+                                        activations.sum(first + t, 1, group));
+        }
+    }
+    for (int t = 0; t < TOKENS; ++t)
+        for (int v = 0; v < kVectors; ++v) acc[t][v] *= activations.scale(first + t);
+    store_panel<TOKENS>(acc, p.bias, p.dst + first * p.layout.num_rows, panel, layout.num_rows);
+}
+
+template <int BITS>
+void multiply_panel(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
+    constexpr void (*kMultiply[])(const Gemm&, QuantizedActivations&, std::int64_t,
+                                  std::int64_t) = {
+        nullptr,
+        multiply<BITS, 1>,
+#if defined(__AVX512BF16__)
+        multiply<BITS, 2>,
+        multiply<BITS, 3>,
+#endif
+    };
+    for (std::int64_t first = 0; first < p.num_tokens;) {
+        const int count = next_run(p.num_tokens - first, kMaxTokens);
+        kMultiply[count](p, activations, panel, first);
+        first += count;
+    }
+}
+
+#if defined(__AMX_INT8__)
+
+constexpr int kTileTokens = kTileRows / 2;
+
+// dots = rows of bytes * the group's 8-bit numbers, sixteen quads at a time.
+void multiply_tiles(TileConfig& tile_config, I32x16 (&dots)[kTileRows][kVectors],
+                    const std::int8_t* rows, std::int64_t stride, int num_rows,
+                    const U32x16* numbers, std::int64_t quads) {
+    constexpr std::int64_t kQuads = 16, kNext = sizeof(U32x16) * kVectors;
+    tile_config.configure(num_rows, num_rows);
+    compiler_barrier();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    std::int64_t quad = 0;
+    for (; quad + kQuads <= quads; quad += kQuads) {
+        const U32x16* part = numbers + quad * kVectors;
+        _tile_loadd(4, rows + 4 * quad, stride);
+        _tile_loadd(6, part, kNext);
+        _tile_dpbsud(0, 4, 6);
+        prefetch_ahead(part, kTileRows);
+        _tile_loadd(7, part + 1, kNext);
+        _tile_dpbsud(1, 4, 7);
+        prefetch_ahead(part + kTileRows, kTileRows);
+        _tile_loadd(6, part + 2, kNext);
+        _tile_dpbsud(2, 4, 6);
+        prefetch_ahead(part + 2 * kTileRows, kTileRows);
+        _tile_loadd(7, part + 3, kNext);
+        _tile_dpbsud(3, 4, 7);
+        prefetch_ahead(part + 3 * kTileRows, kTileRows);
+    }
+    _tile_stored(0, &dots[0][0], kNext);
+    _tile_stored(1, &dots[0][1], kNext);
+    _tile_stored(2, &dots[0][2], kNext);
+    _tile_stored(3, &dots[0][3], kNext);
+    for (int row = 0; quad < quads && row < num_rows; ++row) {
+        const std::uint32_t* own[] = {reinterpret_cast<const std::uint32_t*>(rows + row * stride)};
+        auto& row_dots = reinterpret_cast<IntSums<1>&>(dots[row]);
+        add_group<8, 1>(row_dots, own, numbers + quad * kVectors, quad, quads);
+    }
+}
+
+void multiply_tokens(const Gemm& p, QuantizedActivations& activations, TileConfig& tile_config,
+                     std::int64_t panel, std::int64_t first, int num_tokens) {
+    const QuantizedLayout& layout = p.layout;
+    const std::int64_t quads = layout.padded_group() / 4;
+    F32x16 acc[kTileTokens][kVectors] = {};
+    for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+        const std::uint8_t* at = p.packed + layout.group_at(panel, group);
+        alignas(64) I32x16 dots[kTileRows][kVectors];
+        multiply_tiles(tile_config, dots, activations.row(first, 0) + group * layout.padded_group(),
+                       activations.stride(), 2 * num_tokens,
+                       reinterpret_cast<const U32x16*>(at + QuantizedLayout::kHeaderBytes), quads);
+        for (int v = 0; v < kVectors; ++v) {
+            const Dequantizer dequantize(at, v);
+            for (int t = 0; t < num_tokens; ++t)
+                acc[t][v] += dequantize(dots[2 * t][v], dots[2 * t + 1][v],
+                                        activations.sum(first + t, 0, group),
+                                        activations.sum(first + t, 1, group));
+        }
+    }
+    for (int t = 0; t < num_tokens; ++t) {
+        for (int v = 0; v < kVectors; ++v) acc[t][v] *= activations.scale(first + t);
+        store_row(acc[t], p.bias, p.dst + (first + t) * layout.num_rows, panel, layout.num_rows);
+    }
+}
+
+// With few tokens vectors are a little faster than tiles. The results are identical.
+void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
+    if (p.num_tokens <= kMaxTokens) return multiply_panel<8>(p, activations, panel);
+    TileConfig tile_config;
+    for (std::int64_t first = 0, count; first < p.num_tokens; first += count) {
+        count = std::min<std::int64_t>(p.num_tokens - first, kTileTokens);
+        multiply_tokens(p, activations, tile_config, panel, first, int(count));
+    }
+}
+
+#else
+
+void multiply_bytes(const Gemm& p, QuantizedActivations& activations, std::int64_t panel) {
+    multiply_panel<8>(p, activations, panel);
+}
+
+#endif
+
+}  // namespace
+
+namespace baton::quantized {
+
+std::int64_t packed_bytes(const PackedMatrix& matrix) { return QuantizedLayout(matrix).bytes(); }
+
+void pack(const PackArgs& args) {
+    const QuantizedLayout layout(args.matrix);
+    const auto* const weights = static_cast<const std::uint8_t*>(args.weights);
+    auto* const packed = static_cast<std::uint8_t*>(args.matrix.packed);
+    ThreadPool::instance().run(args.num_threads, [&](int i, int count) {
+        const Slice slice(layout.num_rows, i, count);
+        for (std::int64_t row = slice.first; row < slice.end; ++row) {
+            const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
+            for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+                std::uint8_t* at = packed + layout.group_at(panel, group);
+                const std::int64_t scale_at = row * layout.num_groups() + group;
+                std::memcpy(at + within * sizeof(float), args.scales + scale_at, sizeof(float));
+                at[QuantizedLayout::kZerosOffset + within] = args.zeros[scale_at];
+                const std::int64_t first = group * layout.group_size;
+                const std::int64_t columns =
+                    std::min(layout.group_size, layout.num_columns - first);
+                for (std::int64_t column = 0; column < columns; ++column)
+                    at[layout.byte_at(within, column)] |=
+                        weights[row * layout.num_columns + first + column] << layout.shift(column);
+            }
+        }
+    });
+}
+
+void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int64_t count,
+              Bf16* dst) {
+    const QuantizedLayout layout(matrix);
+    const auto* const packed = static_cast<const std::uint8_t*>(matrix.packed);
+    const int mask = layout.bits == 4 ? 15 : 255;
+    for (std::int64_t i = 0; i < count; ++i)
+        for (std::int64_t column = 0; column < layout.num_columns; ++column) {
+            const std::int64_t panel = row_ids[i] / kPanelRows, within = row_ids[i] % kPanelRows;
+            const std::int64_t inside = column % layout.group_size;
+            const std::uint8_t* at = packed + layout.group_at(panel, column / layout.group_size);
+            float scale;
+            std::memcpy(&scale, at + within * sizeof scale, sizeof scale);
+            const int number = at[layout.byte_at(within, inside)] >> layout.shift(inside) & mask;
+            const int zero = at[QuantizedLayout::kZerosOffset + within];
+            dst[i * layout.num_columns + column] = f32_to_bf16(float(number - zero) * scale);
+        }
+}
+
+void linear(const LinearArgs& args) {
+    const PackedMatrix& matrix = args.matrix;
+    const Gemm gemm{QuantizedLayout(matrix), static_cast<const std::uint8_t*>(matrix.packed),
+                    matrix.bias, args.dst, args.num_tokens};
+    const std::int64_t num_columns = matrix.num_columns;
+    thread_local QuantizedActivations buffer;
+    // Captured by reference: all threads use the buffer of the calling thread.
+    QuantizedActivations& quantized = buffer;
+    quantized.resize(gemm.layout, args.num_tokens);
+    const auto quantize = [&](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token) quantized.quantize(token, args.src + token * num_columns);
+    };
+    parallel_for(args.num_tokens, num_columns, args.num_threads, quantize);
+    WorkQueue queue(gemm.layout.num_panels(), 1, args.num_threads);
+    ThreadPool::instance().run(args.num_threads, [&](int i, int) {
+        for (WorkQueue::Unit unit; queue.next(i, unit);)
+            matrix.bits == 4 ? multiply_panel<4>(gemm, quantized, unit.index)
+                             : multiply_bytes(gemm, quantized, unit.index);
+    });
+}
+
+}  // namespace baton::quantized

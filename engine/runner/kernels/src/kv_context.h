@@ -1,0 +1,64 @@
+// KV slots of a sequence, read a few panels of 64 slots at a time.
+#pragma once
+
+#include "abi.h"
+#include "panels.h"
+
+#include <algorithm>
+
+namespace baton {
+
+// Slots of a sequence in one layer.
+struct KvContext {
+    PagedKv kv;
+    std::int64_t layer;
+    const std::int64_t* table;
+    std::int64_t length;
+
+    // Key (key_or_value = 0) or value (key_or_value = 1) of a slot.
+    const Bf16* at(std::int64_t slot, int key_or_value, std::int64_t head) const {
+        const Bf16* slots = kv.slots(table[slot / kv.block_size], layer, key_or_value, head);
+        return slots + slot % kv.block_size * kv.head_dim;
+    }
+};
+
+constexpr int kScoreTilePanels = 4;
+constexpr std::int64_t kScoreTileSlots = kScoreTilePanels * kPanelRows;
+
+// Addresses of the keys or values of a head that are processed together.
+struct SlotPointers {
+    const Bf16* at[kScoreTileSlots];
+    std::int64_t count;
+
+    // Finds up to kScoreTileSlots slots in [first, end). Entries past `count` repeat the last one.
+    void find(const KvContext& context, std::int64_t head, int key_or_value, std::int64_t first,
+              std::int64_t end) {
+        count = std::min(kScoreTileSlots, end - first);
+        const std::int64_t block_size = context.kv.block_size;
+        for (std::int64_t i = 0; i < count;) {
+            const Bf16* slot = context.at(first + i, key_or_value, head);
+            const std::int64_t end = std::min(count, i + block_size - (first + i) % block_size);
+            for (; i < end; ++i, slot += context.kv.head_dim) at[i] = slot;
+        }
+        for (std::int64_t i = count; i < kScoreTileSlots; ++i) at[i] = at[count - 1];
+    }
+};
+
+// Slots that are read in place for all heads, and those after them, which are prefetched.
+class UnpackedSlotsBase {
+  public:
+    void load(const KvContext& context, std::int64_t first, std::int64_t end) {
+        size_ = context.kv.head_dim;
+        head_ = context.kv.block_size * size_;
+        keys_.find(context, 0, 0, first, end);
+        values_.find(context, 0, 1, first, end);
+        const std::int64_t next = first + keys_.count;
+        next_keys_.find(context, 0, 0, next < end ? next : first, end);  // at the end: unused
+    }
+
+  protected:
+    std::int64_t size_, head_;                // numbers per slot; numbers per head in a block
+    SlotPointers keys_, values_, next_keys_;  // of head 0
+};
+
+}  // namespace baton

@@ -1,0 +1,27 @@
+// Linear layers and embedding tables, in bf16 or quantized.
+
+#include "gemm.h"
+
+using namespace baton;
+
+extern "C" {
+
+std::int64_t baton_packed_bytes(const PackedMatrix* matrix) {
+    return matrix->bits == 16 ? bf16::packed_bytes(*matrix) : quantized::packed_bytes(*matrix);
+}
+
+void baton_pack(const PackArgs* args) {
+    args->matrix.bits == 16 ? bf16::pack(*args) : quantized::pack(*args);
+}
+
+void baton_get_rows(const PackedMatrix* matrix, const std::int64_t* row_ids, std::int64_t count,
+                    Bf16* dst) {
+    const auto get_rows = matrix->bits == 16 ? bf16::get_rows : quantized::get_rows;
+    get_rows(*matrix, row_ids, count, dst);
+}
+
+void baton_linear(const LinearArgs* args) {
+    args->matrix.bits == 16 ? bf16::linear(*args) : quantized::linear(*args);
+}
+
+}  // extern "C"

@@ -1,0 +1,132 @@
+// Layout of packed weights of 4 or 8 bits, and quantization of the activations.
+#pragma once
+
+#include "panels.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace baton {
+
+constexpr float kMaxActivation = 32512;  // 127 * 256: the rounded high byte fits into int8
+
+// Packed layout: by panel of rows, then by group of columns. A group begins with the scales and
+// zero points of its rows, so that a thread reads one sequential stream.
+struct QuantizedLayout {
+    std::int64_t bits, num_rows, num_columns, group_size;
+
+    QuantizedLayout() = default;
+    explicit QuantizedLayout(const PackedMatrix& matrix)
+        : bits(matrix.bits), num_rows(matrix.num_rows), num_columns(matrix.num_columns),
+          group_size(matrix.group_size) {}
+
+    std::int64_t num_groups() const { return (num_columns + group_size - 1) / group_size; }
+    std::int64_t padded_group() const { return (group_size + 7) / 8 * 8; }
+    std::int64_t padded_columns() const { return num_groups() * padded_group(); }
+    std::int64_t num_panels() const { return (num_rows + kPanelRows - 1) / kPanelRows; }
+    std::int64_t group_bytes() const {
+        return kHeaderBytes + padded_group() * kPanelRows * bits / 8;
+    }
+    std::int64_t bytes() const { return num_panels() * num_groups() * group_bytes(); }
+
+    std::int64_t group_at(std::int64_t panel, std::int64_t group) const {
+        return (panel * num_groups() + group) * group_bytes();
+    }
+    // Offset of a number in its group; `column` dots within the group. Four columns of a row are
+    // contiguous.
+    std::int64_t byte_at(std::int64_t row, std::int64_t column) const {
+        const std::int64_t quad = bits == 8 ? column / 4 : column / 8;
+        return kHeaderBytes + (quad * kPanelRows + row) * 4 + column % 4;
+    }
+    int shift(std::int64_t column) const { return bits == 4 && column % 8 >= 4 ? 4 : 0; }
+
+    static constexpr std::int64_t kZerosOffset = kPanelRows * sizeof(float);
+    static constexpr std::int64_t kHeaderBytes = kZerosOffset + kPanelRows;
+};
+
+// Quantized activations. Reused from one GEMM to the next, to reuse its buffers.
+class QuantizedActivations {
+  public:
+    void resize(const QuantizedLayout& layout, std::int64_t num_tokens) {
+        layout_ = layout;
+        stride_ = layout.padded_columns();
+        grow(bytes_, 2 * num_tokens * stride_);
+        grow(sums_, 2 * num_tokens * layout.num_groups());
+        grow(scales_, num_tokens);
+    }
+
+    void quantize(std::int64_t token, const Bf16* activations) {
+        const float magnitude = max_magnitude(activations);
+        // A non-finite activation makes the scale, and so the whole output row, non-finite.
+        scales_[token] = magnitude / kMaxActivation;
+        const bool is_nonzero = magnitude > 1e-30f && std::isfinite(magnitude);
+        const float factor = is_nonzero ? kMaxActivation / magnitude : 0.0f;
+        for (std::int64_t at = 0; at < stride_; at += kLanes) {
+            const F32x16 numbers = is_nonzero ? load(activations, at) * factor : F32x16{};
+            const I32x16 quantized = round_to_int(numbers);
+            const I32x16 high = (quantized + 128) >> 8;
+            store_bytes(token, 0, at, high);
+            store_bytes(token, 1, at, quantized - high * 256);
+        }
+        for (int part = 0; part < 2; ++part) sum_groups(token, part);
+    }
+
+    std::int8_t* row(std::int64_t token, int part) {
+        return bytes_.data() + (2 * token + part) * stride_;
+    }
+    const std::uint32_t* quads(std::int64_t token, int part) {
+        return reinterpret_cast<const std::uint32_t*>(row(token, part));
+    }
+    std::int64_t stride() const { return stride_; }  // from one row to the next
+    std::int32_t& sum(std::int64_t token, int part, std::int64_t group) {
+        return sums_[(2 * token + part) * layout_.num_groups() + group];
+    }
+    float scale(std::int64_t token) const { return scales_[token]; }
+
+  private:
+    template <typename Number>
+    static void grow(std::vector<Number>& numbers, std::size_t size) {
+        if (numbers.size() < size) numbers.resize(size);
+    }
+
+    float max_magnitude(const Bf16* activations) const {
+        // Without sign bits, bf16 bit patterns are ordered by magnitude, with NaN above infinity.
+        Bf16 magnitude = 0;
+        for (std::int64_t i = 0; i < layout_.num_columns; ++i)
+            magnitude = std::max<Bf16>(magnitude, activations[i] & 0x7fff);
+        return bf16_to_f32(magnitude);
+    }
+
+    // Loads sixteen activations, padded with zeros.
+    F32x16 load(const Bf16* activations, std::int64_t at) const {
+        const std::int64_t left = layout_.num_columns - at;
+        if (left >= kLanes) return bf16_to_f32(activations + at);
+        Bf16 last[kLanes] = {};
+        for (std::int64_t i = 0; i < left; ++i) last[i] = activations[at + i];
+        return bf16_to_f32(last);
+    }
+
+    void store_bytes(std::int64_t token, int part, std::int64_t at, I32x16 numbers) {
+        typedef std::int8_t Narrow __attribute__((vector_size(kLanes)));
+        const Narrow bytes = __builtin_convertvector(numbers, Narrow);
+        std::memcpy(row(token, part) + at, &bytes, std::min<std::int64_t>(kLanes, stride_ - at));
+    }
+
+    void sum_groups(std::int64_t token, int part) {
+        const std::int8_t* bytes = row(token, part);
+        for (std::int64_t group = 0; group < layout_.num_groups(); ++group) {
+            std::int32_t total = 0;
+            for (std::int64_t i = 0; i < layout_.padded_group(); ++i)
+                total += bytes[group * layout_.padded_group() + i];
+            sum(token, part, group) = total;
+        }
+    }
+
+    QuantizedLayout layout_;
+    std::int64_t stride_;
+    std::vector<std::int8_t> bytes_;
+    std::vector<std::int32_t> sums_;
+    std::vector<float> scales_;
+};
+
+}  // namespace baton

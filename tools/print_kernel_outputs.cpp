@@ -1,0 +1,215 @@
+// Prints the results of every kernel on random numbers, one line of bits per call. Builds of this
+// program for two architectures must print the same, up to rounding.
+
+#include "abi.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+using namespace baton;
+
+namespace {
+
+// Zeroed and aligned to a cache line.
+struct alignas(64) Line {
+    std::uint8_t bytes[64] = {};
+};
+
+struct AlignedBuffer {
+    std::vector<Line> lines;
+    explicit AlignedBuffer(std::int64_t num_bytes) : lines(num_bytes / 64 + 1) {}
+    template <typename Number>
+    Number* as() {
+        return reinterpret_cast<Number*>(lines.data());
+    }
+};
+
+struct Numbers {
+    AlignedBuffer buffer;
+    std::int64_t count;
+    explicit Numbers(std::int64_t count) : buffer(count * sizeof(Bf16)), count(count) {}
+    operator Bf16*() { return buffer.as<Bf16>(); }
+};
+
+// Uniform in [0, 1). Library generators are not guaranteed to give the same numbers everywhere.
+float uniform() {
+    static std::uint64_t state = 1;
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return float(state >> 40) / float(1 << 24);
+}
+
+// Approximately standard normal.
+float normal() {
+    float sum = -6;
+    for (int i = 0; i < 12; ++i) sum += uniform();
+    return sum;
+}
+
+Numbers random_numbers(std::int64_t count, float scale = 1) {
+    Numbers numbers(count);
+    for (std::int64_t i = 0; i < count; ++i) {
+        const float number = normal() * scale;
+        std::memcpy(numbers.buffer.as<char>() + i * sizeof(Bf16),
+                    reinterpret_cast<const char*>(&number) + sizeof(Bf16), sizeof(Bf16));
+    }
+    return numbers;
+}
+
+void print_bits(const char* kernel, Numbers& numbers) {
+    std::printf("%s", kernel);
+    for (std::int64_t i = 0; i < numbers.count; ++i)
+        std::printf(" %04x", numbers.buffer.as<std::uint16_t>()[i]);
+    std::puts("");
+}
+
+void multiply(std::int64_t tokens, std::int64_t rows, std::int64_t columns, int threads) {
+    Numbers src = random_numbers(tokens * columns);
+    Numbers weights = random_numbers(rows * columns, 0.1f);
+    Numbers bias = random_numbers(rows), dst(tokens * rows);
+    PackedMatrix matrix{nullptr, bias, 16, rows, columns, 0};
+    AlignedBuffer packed(baton_packed_bytes(&matrix));
+    matrix.packed = packed.as<void>();
+    const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, threads};
+    baton_pack(&pack);
+    const LinearArgs linear{matrix, src, dst, tokens, threads};
+    baton_linear(&linear);
+    print_bits("linear", dst);
+}
+
+void multiply_quantized(int bits, std::int64_t group_size, std::int64_t tokens, std::int64_t rows,
+                        std::int64_t columns, int threads) {
+    const std::int64_t groups = rows * columns / group_size;
+    std::vector<std::uint8_t> weights(rows * columns), zeros(groups, 1 << (bits - 1));
+    std::vector<float> scales(groups);
+    for (auto& weight : weights) weight = std::uint8_t(uniform() * float((1 << bits) - 1));
+    for (auto& scale : scales) scale = 0.01f * (1 + uniform());
+    Numbers src = random_numbers(tokens * columns), dst(tokens * rows);
+    PackedMatrix matrix{nullptr, nullptr, bits, rows, columns, group_size};
+    AlignedBuffer packed(baton_packed_bytes(&matrix));
+    matrix.packed = packed.as<void>();
+    const PackArgs pack{matrix, weights.data(), scales.data(), zeros.data(), threads};
+    baton_pack(&pack);
+    const LinearArgs linear{matrix, src, dst, tokens, threads};
+    baton_linear(&linear);
+    print_bits(bits == 8 ? "int8" : "int4", dst);
+}
+
+void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
+    Numbers src = random_numbers(tokens * size), weight = random_numbers(size);
+    Numbers other = random_numbers(tokens * size);
+    Numbers normed(tokens * size), gated(tokens * (size / 2));
+    const RmsNormArgs norm{src, weight, normed, tokens, size, 1e-6f, threads};
+    baton_rms_norm(&norm);
+    print_bits("norm", normed);
+    baton_swiglu(src, gated, tokens, size / 2, threads);
+    print_bits("gate", gated);
+    baton_add(src, other, tokens * size, threads);
+    print_bits("add", src);
+}
+
+void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
+    std::vector<float> logits(tokens * size);
+    for (auto& logit : logits) logit = normal();
+    std::vector<std::int64_t> indices(tokens);
+    AlignedBuffer are_finite(tokens);
+    const ArgmaxArgs argmax{logits.data(), indices.data(), are_finite.as<bool>(),
+                            tokens,        size,           threads};
+    baton_argmax(&argmax);
+    std::printf("argmax");
+    for (const auto index : indices) std::printf(" %04x", unsigned(index));
+    std::puts("");
+}
+
+void attend(std::int64_t dim, std::int64_t window, int threads) {
+    constexpr std::int64_t kLayers = 2, kLayer = 1, kKvHeads = 2, kHeads = 8, kBlock = 16,
+                           kBlocks = 12;
+    constexpr std::int64_t kLength = 150, kTokens = 37, kSequences = 3, kTable = 10, kFirst = 0;
+    const float scale = 1 / std::sqrt(float(dim));
+    std::vector<std::int64_t> tables, blocks, offsets, lengths{kLength, 5, 66};
+    for (int i = 0; i < kSequences * kTable; ++i) tables.push_back((i % kTable * 7 + 3) % kBlocks);
+    for (int i = 0; i < kLength; ++i)
+        blocks.push_back(tables[i / kBlock]), offsets.push_back(i % kBlock);
+
+    Numbers keys = random_numbers(kLength * kKvHeads * dim);
+    Numbers values = random_numbers(kLength * kKvHeads * dim);
+    Numbers cache(kBlocks * kLayers * 2 * kKvHeads * kBlock * dim);
+    const PagedKv kv{cache, kLayers, kKvHeads, kBlock, dim};
+    BatchLayout batch{};
+    batch.write_blocks = blocks.data(), batch.write_offsets = offsets.data();
+    batch.block_tables = tables.data(), batch.context_lens = lengths.data();
+    batch.query_starts = &kFirst, batch.num_queries = &kTokens;
+    batch.table_stride = kTable, batch.num_tokens = kLength;
+    const WriteKvArgs write{
+        .kv = kv,
+        .batch = batch,
+        .keys = keys,
+        .values = values,
+        .layer = kLayer,
+        .key_stride = kKvHeads * dim,
+        .value_stride = kKvHeads * dim,
+        .num_threads = threads,
+    };
+    baton_write_kv(&write);
+
+    Numbers queries = random_numbers(kTokens * kHeads * dim), dst(queries.count);
+    batch.num_sequences = 1;
+    AttentionArgs args{
+        .kv = kv,
+        .batch = batch,
+        .queries = queries,
+        .dst = dst,
+        .layer = kLayer,
+        .num_heads = kHeads,
+        .window = window,
+        .scale = scale,
+        .num_threads = threads,
+    };
+    baton_attention(&args);
+    print_bits("chunk", dst);
+    Numbers single_dst(kSequences * kHeads * dim);
+    args.batch.num_sequences = args.batch.num_single = kSequences;
+    args.dst = single_dst;
+    baton_attention(&args);
+    print_bits("singles", single_dst);
+
+    Numbers cosines = random_numbers(kTokens * dim, 0.7f),
+            sines = random_numbers(kTokens * dim, 0.7f);
+    Numbers weight = random_numbers(dim);
+    const RopeArgs rope{
+        .src = queries,
+        .norm_weight = weight,
+        .cosines = cosines,
+        .sines = sines,
+        .dst = dst,
+        .src_stride = kHeads * dim,
+        .num_tokens = kTokens,
+        .num_heads = kHeads,
+        .head_dim = dim,
+        .epsilon = 1e-6f,
+        .num_threads = threads,
+    };
+    baton_rope(&rope);
+    print_bits("rope", dst);
+}
+
+}  // namespace
+
+int main() {
+    for (const int threads : {1, 2}) {
+        for (const std::int64_t tokens : {1, 3, 7, 33}) {
+            multiply(tokens, 64, 32, threads);
+            multiply(tokens, 200, 96, threads);
+            multiply(tokens, 130, 258, threads);
+            multiply_quantized(8, 256, tokens, 130, 256, threads);
+            multiply_quantized(4, 32, tokens, 200, 96, threads);
+            run_elementwise(tokens, 96, threads);
+            run_elementwise(tokens, 258, threads);
+            find_maxima(tokens, 999, threads);
+        }
+        for (const std::int64_t dim : {32, 128})
+            for (const std::int64_t window : {0, 20}) attend(dim, window, threads);
+    }
+}
