@@ -1,4 +1,4 @@
-"""For all tests: what is traced in them stays with them, and Ctrl-C is heard."""
+"""Session fixtures of all tests: trace folder and SIGINT handler."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def _traces_go_to_a_folder_of_the_tests(
 
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts_are_heard() -> None:
-    """A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C."""
+    """Restore SIGINT, which a shell makes background processes and their children ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

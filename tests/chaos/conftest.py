@@ -1,4 +1,4 @@
-"""A cluster for hostile callers, and an honest one beside them."""
+"""Cluster that hostile and honest clients share."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from kv_transfer.types import (
     Send,
 )
 from tests.support.ends import MAKERS, is_missing
-from tests.support.kv_nodes import NodePlan, NodeProcess, wait_until
+from tests.support.kv_nodes import SILENCE_S, NodePlan, NodeProcess, wait_until
 
 KINDS = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS]
 NIXL = ["nixl tcp", "nixl default"]
@@ -180,6 +180,7 @@ def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None
     stop_half_way(d, p, late, everything)
 
     d.order(KvOrders(revokes=(Revoke(late),)))
+    d.ask("advance_clock", SILENCE_S)
     if kind == "nixl tcp":
         d.until(lambda seen: late in seen.released, "the release, P being stopped")
     else:

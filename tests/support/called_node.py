@@ -1,4 +1,4 @@
-"""A node over real gRPC whose calls do what a test tells them."""
+"""Node with a real gRPC server whose calls are scripted by a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rpc.streaming import streamed
 
 @dataclass(slots=True)
 class Told:
-    """One call that the node got; what is put into `script` it tells, in turn."""
+    """One call of the node. Events put into `script` are sent in order."""
 
     order: Order
     context: CallContext
@@ -30,7 +30,7 @@ class Told:
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tell(self, *indices: int) -> None:
-        """A token at each of these places."""
+        """Send one token at each of these indices."""
         for index in indices:
             self.script.put_nowait(a_token(index))
 
@@ -109,7 +109,7 @@ def a_token(index: int) -> node_pb2.CallEvent:
 
 @asynccontextmanager
 async def serving_calls(node: CalledNode, port: int = 0) -> AsyncIterator[str]:
-    """Its address."""
+    """Serve the node and yield its address."""
     services = (
         Service(
             "baton.v1.PrefillService",

@@ -1,4 +1,4 @@
-"""Both ends of a data path as processes that do what a test tells them.
+"""Endpoints of a data path as processes that run the commands of a test.
 
 An end polls all the time and remembers what its channel told it. The in-memory transport has
 both its ends in the test's own process, behind the same commands.
@@ -56,7 +56,7 @@ MAKERS: dict[str, MakeTransport] = {
 
 
 def is_missing(kind: str) -> pytest.MarkDecorator:
-    """Skips, by name, what needs a library that is not installed."""
+    """Return a mark that skips a test if the library of this transport is not installed."""
     module = "ucxx" if kind.startswith("ucxx") else "numpy"
     reason = f"{module} is not installed: pip install -e '.[ucxx]'"
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=reason)
@@ -64,7 +64,7 @@ def is_missing(kind: str) -> pytest.MarkDecorator:
 
 @dataclass(slots=True)
 class EndState:
-    """One end as its own process sees it: memory, a transport, and the channel of the moment."""
+    """State of an endpoint in its process: memory, transport and current channel."""
 
     make: MakeTransport
     region: Region
@@ -74,7 +74,7 @@ class EndState:
     events: list[ChannelEvent] = field(default_factory=list)
 
     def reshape(self, num_blocks: int, block_bytes: int) -> None:
-        """Everything anew but the process."""
+        """Replace memory, transport and channel."""
         self.channel.close()
         self.transport.close()
         fresh = make_end(self.make, num_blocks, block_bytes)
@@ -143,7 +143,7 @@ class End(Protocol):
 
 
 class ProcessEnd:
-    """An end in a process of its own, so that it can be stopped, killed and started anew."""
+    """Endpoint in a child process, which can be stopped, killed and restarted."""
 
     def __init__(self, make: MakeTransport) -> None:
         context = multiprocessing.get_context("spawn")
@@ -184,7 +184,7 @@ class ProcessEnd:
         return self._process.is_alive()
 
     def end(self) -> None:
-        """Close the channel and leave in peace, if it still lives."""
+        """Close the channel and end the process, if it is alive."""
         if self.is_alive:
             self.resume()
             self.ask("close")
@@ -210,7 +210,7 @@ def _serve(connection: Connection, make: MakeTransport) -> None:
 
 
 class EndPool:
-    """Keeps the processes of ends that survived a test for the next one; starting takes long."""
+    """Pool of endpoint processes, reused between tests because their start is slow."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[ProcessEnd]] = {}
@@ -237,7 +237,7 @@ class EndPool:
 
 
 class LocalEnd:
-    """An end in this process, for the in-memory transport."""
+    """Endpoint in this process, for the in-memory transport."""
 
     def __init__(self, state: EndState) -> None:
         self._state = state
@@ -249,7 +249,7 @@ class LocalEnd:
 
 @dataclass(slots=True)
 class Ends:
-    """A decode end and a prefill end, connected."""
+    """A decode endpoint and a prefill endpoint."""
 
     d: End
     p: End
@@ -270,7 +270,7 @@ def memory_ends(num_blocks: int, block_bytes: int, *, is_one_sided: bool = True)
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Ends answer at once, so asking again is all the waiting there is."""
+    """Poll `holds` until it is true. Each poll waits for an endpoint's reply."""
     deadline_s = time.monotonic() + WAIT_S
     while not holds():
         if time.monotonic() > deadline_s:

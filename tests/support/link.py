@@ -1,4 +1,4 @@
-"""Carriers of the control link for tests: one inside a process, one between two processes."""
+"""Control links for tests: within one process, and between two processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_transfer.protocol.messages import LinkMessage
 
 
 class LinkHub:
-    """Joins the worker halves of one process. Letters arrive at once, or when let through."""
+    """Connects the KV workers of one process. Messages arrive at once or when released."""
 
     def __init__(self, spy: Callable[[LinkMessage], None] | None = None) -> None:
         self._spy = spy  # sees each message as it is sent
@@ -22,19 +22,19 @@ class LinkHub:
         self._ends: dict[LinkId, tuple[HubLink, LinkId]] = {}
 
     def link(self, address: str) -> HubLink:
-        """The end of the node that can be dialled under this address."""
+        """Add a node that listens at this address."""
         node = HubLink(self)
         self._node_by_address[address] = node
         return node
 
     def remove(self, address: str) -> None:
-        """The node is gone: its links are lost to the others, and dialling it fails."""
+        """Remove a node: its links break, and dialling it fails."""
         gone = self._node_by_address.pop(address)
         for link_id in gone.link_ids:
             self.cut(link_id)
 
     def cut(self, link_id: LinkId) -> None:
-        """The stream breaks; both ends hear of it, unless they are gone."""
+        """Break a link and report the loss to both nodes, unless they are removed."""
         end = self._ends.pop(link_id, None)
         if end is None:
             return
@@ -78,14 +78,14 @@ class LinkHub:
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message on its way to a node, or the news that a link is lost."""
+    """A message or a link loss in flight to a node."""
 
     link_id: LinkId
     content: LinkMessage | str
 
 
 class HubLink:
-    """One node's way into the hub. `events` is set once its worker half exists.
+    """Links of one node. `events` is set when its KV worker exists.
 
     While `is_held`, what comes to this node waits in `letters` for the test to pass it on.
     """
@@ -132,7 +132,7 @@ class HubLink:
 
 
 class SocketLink:
-    """A carrier between processes on one machine; pickles, so for tests alone.
+    """Links between processes over Unix sockets. It pickles, so it is for tests alone.
 
     A thread per link reads and hands letters over; `wake` is called after each.
     """

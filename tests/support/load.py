@@ -1,4 +1,4 @@
-"""Clients that never pause: they ask while a test changes the cluster, and keep what they got."""
+"""Client load that runs while a test changes the cluster, and records the answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One answer, as its pieces came."""
+    """Answer assembled from its chunks."""
 
     ask: Ask
     token_ids: tuple[int, ...]
@@ -30,7 +30,7 @@ class Told:
 
 
 async def tell(client: AsyncClient, ask: Ask) -> Told:
-    """Every token once and in its place, or an AssertionError. Raises BatonError."""
+    """Stream one answer, and check that each token comes once and in order. Raises BatonError."""
     token_ids: list[int] = []
     finish: Finish | None = None
     async for chunk in client.stream(ask.prompt, ask.generation):
@@ -43,7 +43,7 @@ async def tell(client: AsyncClient, ask: Ask) -> Told:
 
 
 def tell_all(address: str, asks: Sequence[Ask]) -> list[Told]:
-    """All at the same time."""
+    """Send all requests at once and return their answers."""
 
     async def ask_all() -> list[Told]:
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
@@ -53,7 +53,7 @@ def tell_all(address: str, asks: Sequence[Ask]) -> list[Told]:
 
 
 class Load:
-    """So many clients, each asking the next thing as soon as it was told the last one."""
+    """Clients that each send the next request when the last one has ended."""
 
     def __init__(self, address: str, asks: Sequence[Ask], num_clients: int) -> None:
         self._address = address
@@ -79,7 +79,7 @@ class Load:
         self._thread.join()
 
     def until(self, is_so: Callable[[Told], bool]) -> None:
-        """Returns when an answer is told, from now on, of which this is so; or one failed."""
+        """Wait until a new answer satisfies the predicate, or one fails."""
         with self._changed:
             first = len(self.told)
 

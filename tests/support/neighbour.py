@@ -1,4 +1,4 @@
-"""An honest client whose answers must not change, whatever others send meanwhile."""
+"""Honest client whose answers must stay the same while other clients attack the cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEIGHBOUR = Ask(
 
 @contextmanager
 def undisturbed(cluster: LocalCluster, right_answer: tuple[int, ...]) -> Iterator[None]:
-    """It is served rightly all through the block and after it, and then nothing is left."""
+    """Check the client's answers during and after the block, and that nothing leaks."""
     with Load(cluster.address, [NEIGHBOUR], num_clients=1) as load:
         yield
     assert load.errors == []

@@ -1,4 +1,4 @@
-"""A router whose answers the test writes: real gRPC, no model behind it."""
+"""Router with a real gRPC server whose answers are scripted by a test."""
 
 # ruff: noqa: N802  # gRPC names the methods
 
@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 class Told:
-    """One request, whose answer is what the test says."""
+    """One request with a scripted answer."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self.request = request
