@@ -123,14 +123,7 @@ class Child:
         thread lives as long as the child.
         """
         try:
-            self.process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches only the parent, which drains in order
-            )
+            self.process = start_process(command, environment)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             started.set_exception(error)
             return
@@ -213,6 +206,18 @@ class Child:
     def _settle(self) -> None:
         self._announced.set()
         self._on_settled(self)
+
+
+def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a process with both outputs in one pipe. Tests replace this by a fork."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # Ctrl-C reaches only the parent, which drains in order
+    )
 
 
 class NodeLists:
