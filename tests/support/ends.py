@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import multiprocessing
 import os
 import signal
 import time
@@ -25,9 +24,10 @@ from kv_transfer.transports.base import Channel, ChannelEvent, Transport, Write
 from kv_transfer.transports.nixl import NixlConfig, NixlTransport
 from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from kv_transfer.types import BlockId
+from tests.support.fork_server import fork_context
 from tests.support.memory_transport import MemoryTransport, Wire
 
-WAIT_S = 20.0  # for what must come
+WAIT_S = 60.0  # for what must come
 MakeTransport = Callable[[Region], Transport]
 
 
@@ -146,7 +146,7 @@ class ProcessEnd:
     """Endpoint in a child process, which can be stopped, killed and restarted."""
 
     def __init__(self, make: MakeTransport) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
         self._process.start()

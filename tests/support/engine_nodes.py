@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,7 +17,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import Enum
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from typing import Any, cast
 
 import grpc
@@ -43,6 +41,7 @@ from node.options import NodeOptions
 from node.wiring import identify
 from rpc.node_info import NodeRole
 from telemetry.tracing.tracer import NO_TRACER
+from tests.support.fork_server import fork_context
 
 WAIT_S = 30.0  # for what must come
 PROGRESS_S = 0.002
@@ -158,7 +157,7 @@ class EngineNode:
         self._role = role
         self._options = replace(options, port=options.port or _free_port())
         self._has_fence = has_fence
-        self._context = _forkserver()
+        self._context = fork_context()
         self.address = f"{self._options.host}:{self._options.port}"
         self.start()
 
@@ -251,13 +250,6 @@ class EngineNode:
     def _hold(self, hold: Hold) -> None:
         self._is_held = True
         self._orders.send(hold)
-
-
-def _forkserver() -> ForkServerContext:
-    """Return a context whose server process has imported torch, so that forks start fast."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["prefill_node.__main__", "decode_node.__main__"])
-    return context
 
 
 def _free_port() -> int:

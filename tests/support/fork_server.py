@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -18,9 +19,11 @@ import threading
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOADED = ("prefill_node.__main__", "decode_node.__main__", "router.__main__")
+NODES = ("prefill_node.__main__", "decode_node.__main__")
+PRELOADED = (*NODES, "router.__main__")
 SERVE = (sys.executable, "-m", "baton", "serve")
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
@@ -81,6 +84,13 @@ class ForkServer:
         if not reply:
             raise ChildProcessError("the fork server has ended")
         return int(reply)
+
+
+def fork_context() -> ForkServerContext:
+    """Return a multiprocessing context whose server has imported the packages of nodes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(NODES))
+    return context
 
 
 def can_fork(command: Sequence[str], environment: dict[str, str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, HandoffId, Incarnation, KvOrders, KvReports, NodeId, Peer
 from kv_transfer.worker import KvCounters, KvTransferWorker
 from tests.support.ends import MAKERS
+from tests.support.fork_server import fork_context
 from tests.support.link import SocketLink
 
 WAIT_S = 60.0
@@ -116,7 +116,7 @@ class NodeProcess:
     """Handle of a node in a child process."""
 
     def __init__(self, name: str, plan: NodePlan) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.peer = Peer(NodeId(name), plan.address)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, name, plan), daemon=True)
