@@ -303,10 +303,9 @@ class LocalCluster:
         return child.stop()
 
     def restart(self, ended: Child) -> Child:
-        """Start a new process at the address of one that has ended. Raises ClusterFailed."""
-        port = ended.address.rpartition(":")[2]
-        index = ended.arguments.index("--port") + 1
-        arguments = (*ended.arguments[:index], port, *ended.arguments[index + 1 :])
+        """Start a new process at the addresses of one that has ended. Raises ClusterFailed."""
+        arguments = with_port(ended.arguments, "--port", ended.address)
+        arguments = with_port(arguments, "--http-port", ended.http_address)
         child = self._start_child(ended.name, arguments)
         if ended is self.router:
             self.router = child
@@ -399,6 +398,14 @@ class LocalCluster:
         self._lifetime.callback(child.stop)
         self._spawned.append(child)
         return child
+
+
+def with_port(arguments: Sequence[str], option: str, address: str) -> tuple[str, ...]:
+    """Return the arguments with the option, if it is there, set to the port of the address."""
+    if option not in arguments:
+        return tuple(arguments)
+    index = arguments.index(option) + 1
+    return (*arguments[:index], address.rpartition(":")[2], *arguments[index + 1 :])
 
 
 def _command(options: ClusterOptions, role: str) -> list[str]:

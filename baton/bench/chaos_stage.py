@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -188,8 +187,7 @@ class ChaosCluster:
 
     def _options(self) -> ClusterOptions:
         setting = self._setting
-        # A fixed port, since a killed router restarts on it.
-        http = ("--http-port", str(_free_port())) if setting.has_http else ()
+        http = ("--http-port", "0") if setting.has_http else ()
         times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
         return ClusterOptions(
             model=setting.model,
@@ -224,8 +222,3 @@ class ChaosCluster:
     async def _open(self, door: NodeGate) -> None:
         await door.open()
         self._lifetime.push_async_callback(door.close)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
