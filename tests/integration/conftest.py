@@ -64,6 +64,13 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
     assert set(codes.values()) == {0}, codes
 
 
+@pytest.fixture(scope="session")
+def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    """Two decode nodes that also compute the prompts, and one router."""
+    with LocalCluster(cluster_options(is_colocated=True)) as running:
+        yield running
+
+
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[Client]:
     with Client(cluster.address, timeout_s=60) as connected:

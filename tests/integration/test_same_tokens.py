@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.client import Client, Generation
-from baton.cluster import ClusterOptions, LocalCluster
+from baton.cluster import LocalCluster
 from engine.sampling import SamplingParams
 from tests.support.load import Ask, tell_all
 from tests.support.models import prompt_of, reference_greedy
 
 PROMPTS = [prompt_of(length, seed=80) for length in (1, 15, 16, 17, 64, 130, 300)]
-
-
-@pytest.fixture(scope="module")
-def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
-    with LocalCluster(cluster_options(is_colocated=True)) as running:
-        yield running
 
 
 def test_apart_together_and_transformers_give_the_same_greedy_tokens(

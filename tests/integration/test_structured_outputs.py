@@ -7,7 +7,7 @@ import random
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,6 @@ FORMS = [
     StructuredOutputs(grammar='start: /[a-z]+/ ("+" /[a-z]+/)~2..4'),
     None,
 ]
-
-
-@pytest.fixture(scope="module")
-def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
-    with LocalCluster(cluster_options(is_colocated=True)) as running:
-        yield running
 
 
 def asks_for(num_each: int) -> list[Ask]:
@@ -237,22 +231,22 @@ def test_answers_to_random_schemas_parse_and_validate(local: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_answers_to_a_thousand_random_schemas_parse_and_validate(
+def test_answers_to_400_random_schemas_parse_and_validate_on_a_cluster(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
     tokenizer = Tokenizer.from_folder(model_folder)
     chance = random.Random(1)
     counts: Counter[str] = Counter()
-    for _ in range(20):
+    for _ in range(8):
         schemas = [random_schema(chance) for _ in range(50)]
         asks = [_ask_for(schema, place) for place, schema in enumerate(schemas)]
         for schema, told in zip(schemas, tell_all(cluster.address, asks), strict=True):
             counts[_verdict(tokenizer.decode(told.token_ids), told.finish.reason, schema)] += 1
             assert told.finish.served.prompt_tokens_computed_on_decode == 0
-    print(f"1,000 random schemas, disaggregated: {dict(counts)}")
+    print(f"400 random schemas, disaggregated: {dict(counts)}")
 
     assert counts["invalid"] == 0
-    assert counts["valid"] > 900
+    assert counts["valid"] > 360
 
 
 def _judged_here(local: LLM, *, num: int, seed: int) -> Counter[str]:
