@@ -19,8 +19,8 @@ from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId
 from rpc.messages.sequences import Sequence as TokenSequence
 from rpc.messages.sequences import prefill_order
-from tests.support.hostile import on_the_wire
-from tests.support.neighbour import undisturbed
+from tests.support.honest_client import honest_client_undisturbed
+from tests.support.hostile_messages import on_the_wire
 
 NUM_EXAMPLES = 60
 PATIENCE_S = 30.0  # a call without a response for so long hangs
@@ -94,7 +94,7 @@ def test_a_hostile_message_ends_by_name_and_hurts_nobody_else(
 
     if target.method.name == "Prefill":
         sends = example([UNCLAIMED.SerializeToString()])(sends)
-    with undisturbed(cluster, right_answer):
+    with honest_client_undisturbed(cluster, right_answer):
         sends()
 
 

@@ -19,10 +19,10 @@ from kv_transfer.types import (
     Revoke,
     Send,
 )
-from tests.support.ends import MAKERS, is_missing
 from tests.support.kv_nodes import SILENCE_S, NodePlan, NodeProcess, wait_until
+from tests.support.transport_endpoints import MAKERS, skip_if_missing
 
-KINDS = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS]
+KINDS = [pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS]
 NIXL = ["nixl tcp", "nixl default"]
 DATA, NEW_OWNER = b"K", b"n"
 NUM_MANY = 2048  # 128 MiB: enough to be stopped half way

@@ -13,9 +13,9 @@ from engine.sampling import SamplingParams
 from telemetry import names
 from telemetry.tracing.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
-from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import await_told, kill_the_writer
+from tests.support.suspended_processes import suspended
 
 TRACED = "00-{trace_id}-{parent_id}-01"
 REMOTE = {
@@ -252,7 +252,7 @@ def refused(cluster: LocalCluster, client: Client, trace_id: str, number: int) -
 
 def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
     """The decode node of a running answer is killed. The first token comes from prefill."""
-    with standing_still(*cluster.decodes):
+    with suspended(*cluster.decodes):
         stream = client.stream(prompt_of(30, seed=9), traced_by(trace_id, max_tokens=300))
         next(stream)
         kill_the_writer(cluster)

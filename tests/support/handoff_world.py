@@ -34,7 +34,7 @@ from kv_transfer.types import (
     Withdraw,
 )
 from kv_transfer.worker import KvTransferWorker
-from tests.support.link import HubLink, LinkHub
+from tests.support.kv_links import HubLink, LinkHub
 from tests.support.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
 
 BLOCK_BYTES = 8

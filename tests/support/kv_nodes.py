@@ -18,9 +18,9 @@ from kv_transfer.protocol.messages import Fingerprint, Region
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, HandoffId, Incarnation, KvOrders, KvReports, NodeId, Peer
 from kv_transfer.worker import KvCounters, KvTransferWorker
-from tests.support.ends import MAKERS
 from tests.support.fork_server import fork_context
-from tests.support.link import SocketLink
+from tests.support.kv_links import SocketLink
+from tests.support.transport_endpoints import MAKERS
 
 WAIT_S = 60.0
 FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
@@ -191,8 +191,8 @@ def _serve(connection: Connection, name: str, plan: NodePlan) -> None:
             state.turn()
             wait_s = worker.next_poll_s(clock())
             if connection.poll(min(wait_s if wait_s is not None else 0.005, 0.005)):
-                letter = connection.recv()
-                if letter is None:
+                request = connection.recv()
+                if request is None:
                     return
-                command, arguments = letter
+                command, arguments = request
                 connection.send(getattr(state, command)(*arguments))

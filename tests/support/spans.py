@@ -32,7 +32,7 @@ def a_span(number: int = 1, *, parent_id: int | None = None, name: str = "genera
     )
 
 
-class Told:
+class OneSpanTimeline:
     """Timeline that consists of one span."""
 
     def __init__(self, span: Span) -> None:

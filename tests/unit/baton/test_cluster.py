@@ -6,7 +6,7 @@ from baton.cluster import with_port
 
 
 def test_a_restarted_process_gets_the_ports_that_were_bound() -> None:
-    arguments = ("router", "--port", "0", "--http-port", "0", "--policy", "prefix")
+    arguments: tuple[str, ...] = ("router", "--port", "0", "--http-port", "0", "--policy", "prefix")
 
     arguments = with_port(arguments, "--port", "127.0.0.1:1234")
     arguments = with_port(arguments, "--http-port", "127.0.0.1:5678")

@@ -19,7 +19,7 @@ from rpc.streaming import streamed
 
 
 @dataclass(slots=True)
-class Told:
+class ScriptedCall:
     """One call of the node. Events put into `script` are sent in order."""
 
     order: Order
@@ -38,9 +38,9 @@ class Told:
         self.script.put_nowait(failure)
 
 
-class CalledNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServiceServicer):
+class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServiceServicer):
     def __init__(self) -> None:
-        self.calls: asyncio.Queue[Told] = asyncio.Queue()
+        self.calls: asyncio.Queue[ScriptedCall] = asyncio.Queue()
         self.num_under_way = 0
         self.num_streams = 0  # opened so far
         self.messages: list[int] = []  # how many events each held
@@ -81,7 +81,7 @@ class CalledNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServi
     async def _tell(
         self, order: Order, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        told = Told(order, context)
+        told = ScriptedCall(order, context)
         self.calls.put_nowait(told)
         try:
             while (item := await told.script.get()) is not None:
@@ -108,7 +108,7 @@ def a_token(index: int) -> node_pb2.CallEvent:
 
 
 @asynccontextmanager
-async def serving_calls(node: CalledNode, port: int = 0) -> AsyncIterator[str]:
+async def serve_scripted_node(node: ScriptedNode, port: int = 0) -> AsyncIterator[str]:
     """Serve the node and yield its address."""
     services = (
         Service(

@@ -29,7 +29,7 @@ class Poison:
 
 
 @dataclass(slots=True)
-class MortalNodes:
+class CrashingNodes:
     """Implements NodeCalls. Requests are identified by the first token of their prompt."""
 
     table: NodeTable

@@ -147,7 +147,7 @@ class Driver:
         return dropped
 
 
-class RestlessDriver(Driver):
+class RandomChunkDriver(Driver):
     """Driver with random chunk sizes and random preemptions."""
 
     def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, seed: int) -> None:

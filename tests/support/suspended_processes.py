@@ -11,7 +11,7 @@ from baton.cluster import Child
 
 
 @contextmanager
-def standing_still(*children: Child) -> Iterator[None]:
+def suspended(*children: Child) -> Iterator[None]:
     """Stop these processes (SIGSTOP) within the block. Killed ones stay dead."""
     for child in children:
         os.kill(child.process.pid, signal.SIGSTOP)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def running_program(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """Start a program, and kill it at the end of the block if it still runs."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
