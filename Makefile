@@ -48,7 +48,7 @@ arm64: $(VENV)/.runtime
 	$(BIN)/python -m tools.compare_arm64
 
 soak: $(VENV)/.runtime
-	$(BIN)/baton bench chaos --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m benchmarks chaos --minutes $(MINUTES) --seed $(SEED)
 
 containers: $(VENV)/.dev $(STUBS)
 	$(PYTEST) -m containers tests/containers
@@ -58,7 +58,7 @@ breaking: $(VENV)/.dev
 		--against "$$(git rev-parse --git-common-dir)#branch=main,subdir=protos"
 
 bench: $(VENV)/.runtime
-	$(BIN)/baton bench scheduler
+	$(BIN)/python -m benchmarks scheduler
 	$(BIN)/baton bench engine
 
 format: $(VENV)/.dev

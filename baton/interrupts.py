@@ -25,26 +25,6 @@ def get_interruptibly(queue: SimpleQueue[T]) -> T:
 
 
 @contextmanager
-def defer_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
-        return
-    received: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for each in received:
-            signal.raise_signal(each)
-
-
-@contextmanager
 def defer_interrupts() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C within the block to the next call of the yielded function.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 import baton.cluster
-from baton.cli.telemetry import TRACE_DIR_VARIABLE
+from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
 from tests.support.fork_server import ForkServer, can_fork
 
 

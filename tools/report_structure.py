@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-NOT_PRODUCT = ("tests/", "tools/", "protos/", "deploy/", "setup.py")
+BENCHMARKS = "benchmarks/"
+NOT_PRODUCT = ("tests/", "tools/", "protos/", "deploy/", "setup.py", BENCHMARKS)
 QUESTION_WORDS = {"What", "Who", "Whose", "Whom", "Which", "How", "Whether", "Where", "When", "Why"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
@@ -48,6 +49,8 @@ class Figures:
     docstrings_that_open_with_a_question_word: int
     class_names_used_twice: int
     import_cycles: int
+    benchmark_files: int  # not shipped
+    benchmark_lines: int
 
 
 def main() -> None:
@@ -55,8 +58,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--list", action="store_true", help="list what was counted")
     options = parser.parse_args()
-    modules = list(product_modules(Path.cwd()))
-    figures = asdict(figures_of(modules))
+    tracked = tracked_modules(Path.cwd())
+    modules = [one for one in tracked if not str(one.path).startswith(NOT_PRODUCT)]
+    benchmarks = [one for one in tracked if str(one.path).startswith(BENCHMARKS)]
+    figures = asdict(figures_of(modules, benchmarks))
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
@@ -66,18 +71,20 @@ def main() -> None:
         _print_list(modules)
 
 
-def product_modules(root: Path) -> Iterator[Module]:
-    """Parse every tracked Python file that the wheel ships."""
+def tracked_modules(root: Path) -> list[Module]:
+    """Parse every tracked Python file."""
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.split()
-    for name in listed:
-        if not name.startswith(NOT_PRODUCT):
-            source = (root / name).read_text(encoding="utf-8")
-            yield Module(Path(name), source.count("\n"), ast.parse(source))
+    sources = {name: (root / name).read_text(encoding="utf-8") for name in listed}
+    return [
+        Module(Path(name), source.count("\n"), ast.parse(source))
+        for name, source in sources.items()
+    ]
 
 
-def figures_of(modules: Sequence[Module]) -> Figures:
+def figures_of(modules: Sequence[Module], benchmarks: Sequence[Module]) -> Figures:
+    """Measure the product modules, which the wheel ships, and count the benchmarks."""
     lengths = sorted(function_lengths(modules))
     folders = Counter(str(module.path.parent) for module in modules)
     folder, num_files = folders.most_common(1)[0]
@@ -94,6 +101,8 @@ def figures_of(modules: Sequence[Module]) -> Figures:
         docstrings_that_open_with_a_question_word=len(list(question_docstrings(modules))),
         class_names_used_twice=len(repeated_class_names(modules)),
         import_cycles=len(import_cycles(imports_by_module(modules))),
+        benchmark_files=len(benchmarks),
+        benchmark_lines=sum(module.num_lines for module in benchmarks),
     )
 
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from typing import Annotated
 
 import typer
 
-from baton.cli.bench import bench
-from baton.cli.chat import chat
-from baton.cli.cluster import demo, up
-from baton.cli.command import (
-    ENVIRONMENT_PREFIX,
-    ConfigFile,
-    hide_variables,
-    unwrap,
-    use_command_class,
-)
-from baton.cli.doctor import doctor
-from baton.cli.errors import NAMED, print_named_error, print_no_space, print_usage_error
+from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, unwrap, use_command_class
+from baton.cli.commands.bench import bench
+from baton.cli.commands.chat import chat
+from baton.cli.commands.cluster import demo, up
+from baton.cli.commands.doctor import doctor
+from baton.cli.commands.generate import generate
+from baton.cli.commands.health import health
+from baton.cli.commands.nodes import nodes
+from baton.cli.commands.reset_prefix_cache import reset_prefix_cache
+from baton.cli.commands.run import run
+from baton.cli.commands.serve import serve
+from baton.cli.commands.trace import trace
 from baton.cli.examples import examples
-from baton.cli.generate import generate
-from baton.cli.health import health
-from baton.cli.nodes import nodes
-from baton.cli.reset_prefix_cache import reset_prefix_cache
-from baton.cli.run import run
-from baton.cli.serve import serve
-from baton.cli.trace import trace
-from baton.encoding import defer_stdin_errors
+from baton.cli.program import prepare, run_program
 
 app = typer.Typer(
     name="baton",
@@ -75,37 +66,4 @@ use_command_class(app)
 def main() -> None:
     """Run the command line. A named error prints one line; a bug keeps its traceback."""
     prepare()
-    sys.exit(_run())
-
-
-def prepare() -> None:
-    """Set the process environment that torch and gRPC read when they are loaded."""
-    # Idle torch threads must not spin on a core that another process could use. With two
-    # processes on two cores, spinning slows both several times over.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # With the event engine, each message that a gRPC client reads crosses four threads, which
-    # takes half of the router's CPU time per token. Use the older polling loop (ADR 0015).
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
-    # gRPC writes each failed handshake to standard error; Baton logs them itself.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    defer_stdin_errors()
-
-
-def _run() -> int:
-    command = typer.main.get_command(app)
-    hide_variables(command)
-    try:
-        code = command.main(
-            prog_name="baton", standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX
-        )
-    except NAMED as error:
-        return print_named_error(error)
-    except typer.TyperException as error:
-        return print_usage_error(error)
-    except typer.Abort:
-        return 130
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        return print_no_space(error)
-    return code if isinstance(code, int) else 0
+    sys.exit(run_program(app, "baton", ENVIRONMENT_PREFIX))

@@ -36,13 +36,12 @@ EXAMPLES = {
         "baton serve router --prefill-nodes 127.0.0.1:50061 --decode-nodes 127.0.0.1:50071",
         "baton serve router --model models/demo --decode-nodes dns:///decode:50071",
     ),
-    "bench peer": ("baton bench peer --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm",),
-    "bench router": ("baton bench router --streams 64 --json router.json",),
-    "bench trace": ("baton bench trace --rounds 9 --json trace.json",),
-    "bench scheduler": ("baton bench scheduler --running 256,1024",),
+    "bench serve": (
+        "baton bench serve --address 127.0.0.1:50051 --rates 1,2,4,8 --plots plots",
+        "baton bench serve --model models/demo --compare colocated --prompt-tokens mix:32x9,768x1",
+    ),
     "bench engine": ("baton bench engine --model models/demo --batches 1,8 --json engine.json",),
     "bench kv": ("baton bench kv --paths nixl,nixl:tcp --sizes 8MiB,64MiB",),
-    "bench policies": ("baton bench policies --nodes 100 --plot policies.png",),
 }
 
 

@@ -1,9 +1,11 @@
-"""Console tables: coloured on a terminal, plain and never truncated elsewhere."""
+"""Results of commands: console tables, plain and never truncated in a pipe, and JSON files."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +27,13 @@ def for_terminal(text: str) -> str:
 
 def show_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     console().print(table_of(title, rows))
+
+
+def write_json(path: Path | None, values: object) -> None:
+    """Write values to a JSON file if there is a path. Unknown types are written as text."""
+    if path is not None:
+        text = json.dumps(values, indent=2, default=str)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, object]]) -> Table:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.bench.chaos import ONCE, Chaos
-from baton.bench.chaos_asks import KnownAnswer, asks, known
-from baton.bench.chaos_clock import can_jump
-from baton.bench.chaos_faults import (
+from baton.client import AsyncClient
+from benchmarks.chaos.benchmark import ONCE, ChaosRun
+from benchmarks.chaos.clock import can_jump
+from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
+from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     TRANSFER_FAULTS,
     Fault,
@@ -19,11 +20,10 @@ from baton.bench.chaos_faults import (
     Phase,
     TargetRole,
 )
-from baton.bench.chaos_hostile import HostileProcesses
-from baton.bench.chaos_report import Report
-from baton.bench.chaos_stage import ChaosCluster, ChaosClusterConfig
-from baton.bench.hostile_bodies import Attack
-from baton.client import AsyncClient
+from benchmarks.chaos.hostile.processes import HostileProcesses
+from benchmarks.chaos.hostile.requests import Attack
+from benchmarks.chaos.report import Report
+from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
 from telemetry.metrics.names import ATTEMPTS, DIGEST_MISMATCHES, PREEMPTIONS, Metric
 from telemetry.names import MIGRATE
 from tests.support.models import VARIANTS, make_model_folder
@@ -45,13 +45,13 @@ pytestmark = pytest.mark.slow
 @dataclass(frozen=True, slots=True)
 class Running:
     runner: asyncio.Runner
-    stage: ChaosCluster
+    cluster: ChaosCluster
     answers: Sequence[KnownAnswer]
 
     def through(self, fault: Fault) -> Report:
         async def scene() -> Report:
-            async with AsyncClient(self.stage.address, retries=ONCE) as client:
-                chaos = Chaos(self.stage, client, self.answers, NUM_CLIENTS)
+            async with AsyncClient(self.cluster.address, retries=ONCE) as client:
+                chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS)
                 return await chaos.run([fault], fault.at_s, asyncio.Event())
 
         return self.runner.run(scene())
@@ -60,13 +60,13 @@ class Running:
         """A hostile client beside the load and two bystanders."""
 
         async def scene() -> Report:
-            target = self.stage.hostile_target
+            target = self.cluster.hostile_target
             assert target is not None
             async with (
-                AsyncClient(self.stage.address, retries=ONCE) as client,
-                HostileProcesses(target, 0, (attack,)) as hostility,
+                AsyncClient(self.cluster.address, retries=ONCE) as client,
+                HostileProcesses(target, 0, (attack,)) as hostile,
             ):
-                chaos = Chaos(self.stage, client, self.answers, NUM_CLIENTS, hostility=hostility)
+                chaos = ChaosRun(self.cluster, client, self.answers, NUM_CLIENTS, hostile=hostile)
                 fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.ASKED, LASTS_S)
                 return await chaos.run([fault], fault.at_s, asyncio.Event())
 
@@ -76,8 +76,8 @@ class Running:
         """What all processes of a role have counted."""
 
         async def scene() -> float:
-            places = range(self.stage.num_by_role[role])
-            found = [await self.stage.scrape(self.stage.child(role, place)) for place in places]
+            places = range(self.cluster.num_by_role[role])
+            found = [await self.cluster.scrape(self.cluster.child(role, place)) for place in places]
             return sum(one.total(metric, label) for one in found)
 
         return self.runner.run(scene())
@@ -92,21 +92,21 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         str(folder), node_arguments=small, clocks_jump=can_jump(), has_http=True
     )
     with asyncio.Runner() as runner:
-        stage = runner.run(entered(setting))
+        cluster = runner.run(entered(setting))
         try:
-            yield Running(runner, stage, runner.run(answers_of(stage)))
+            yield Running(runner, cluster, runner.run(answers_of(cluster)))
         finally:
-            runner.run(stage.__aexit__(None, None, None))
+            runner.run(cluster.__aexit__(None, None, None))
 
 
 async def entered(setting: ChaosClusterConfig) -> ChaosCluster:
     return await ChaosCluster(setting).__aenter__()
 
 
-async def answers_of(stage: ChaosCluster) -> Sequence[KnownAnswer]:
-    async with AsyncClient(stage.address) as client:
-        answers = await known(client, await asks(client, 0, NUM_ASKS))
-    await stage.begin()
+async def answers_of(cluster: ChaosCluster) -> Sequence[KnownAnswer]:
+    async with AsyncClient(cluster.address) as client:
+        answers = await reference_answers(client, await draw_requests(client, 0, NUM_ASKS))
+    await cluster.begin()
     return answers
 
 
@@ -119,15 +119,15 @@ def test_no_answer_is_wrong_or_lost_and_nothing_is_left_behind(
     phase = list(Phase)[FAULTS.index((kind, role)) % len(Phase)]
     fault = Fault(0, 0.3, kind, role, 0, phase, LASTS_S)
 
-    weather = running.stage.weather(running.stage.child(role, 0))
-    num_hits = weather.num_hits
+    switch = running.cluster.fault_switch(running.cluster.child(role, 0))
+    num_hits = switch.num_hits
 
     report = running.through(fault)
 
     assert report.is_good, report
     assert report.num_faults == 1
     assert report.counts["right"] > 0
-    assert (weather.num_hits > num_hits) is (kind in TRANSFER_FAULTS)
+    assert (switch.num_hits > num_hits) is (kind in TRANSFER_FAULTS)
 
 
 def test_other_bytes_than_were_sent_are_found_out_and_the_prompt_is_computed_on_decode(

@@ -24,7 +24,7 @@ def test_a_peer_does_not_outlive_the_bench_that_is_told_to_end(tmp_path: Path) -
     peer = ["--model", str(MODEL), "--vllm-venv", str(tmp_path)]
 
     heard = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
-    with running_program([sys.executable, "-m", "baton", "bench", "peer", *peer]) as bench:
+    with running_program([sys.executable, "-m", "benchmarks", "peer", *peer]) as bench:
         peer_pid = _next(heard)
         bench.send_signal(signal.SIGTERM)
         code = bench.wait(TIMEOUT_S)

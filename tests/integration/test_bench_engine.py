@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.engine import EngineBench, Rate, run
-from baton.bench.step_cost import Spent, step_cost
+from baton.bench.engine.benchmark import EngineBench, Rate, run
+from baton.bench.engine.step_cost import Spent, step_cost
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 

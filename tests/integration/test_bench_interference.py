@@ -1,4 +1,4 @@
-"""`baton bench interference` with Baton's own engines, and vLLM made up where it fails."""
+"""`python -m benchmarks interference` with Baton's own engines, and vLLM made up where it fails."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.engines import baton_colocated, baton_disaggregated, vllm_colocated
-from baton.bench.interference import Interference, Turn, rows_of, run
-from baton.bench.streams import EngineFailed
+from benchmarks.peers.completions_api import EngineFailed
+from benchmarks.peers.engines import baton_colocated, baton_disaggregated, vllm_colocated
+from benchmarks.peers.interference import Interference, Turn, rows_of, run
 from engine.errors import InvalidConfig
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")

@@ -1,4 +1,4 @@
-"""`baton bench peer` with a peer that is made up."""
+"""`python -m benchmarks peer` with a peer that is made up."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.chart import read_peer
-from baton.bench.engine import EngineBench
-from baton.bench.peer import Comparison, PeerBench, PeerFailed, run
-from baton.cli.bench_peer import peer
+from baton.bench.engine.benchmark import EngineBench
+from benchmarks.cli.peer import peer
+from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
+from benchmarks.plots.chart import read_peer
 from engine.errors import InvalidConfig
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -99,7 +99,7 @@ def test_a_peer_is_frozen_while_it_is_not_asked(tmp_path: Path) -> None:
 def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
     venv = environment(tmp_path, DIES)
 
-    with pytest.raises(PeerFailed, match=r"vllm_end\.py.* ended with code 3"):
+    with pytest.raises(PeerFailed, match=r"vllm_worker\.py.* ended with code 3"):
         run(bench(venv, None), lambda _: None)
 
 

@@ -1,4 +1,4 @@
-"""`baton bench router` on a small scale: real processes, and figures that belong together."""
+"""The router benchmark on a small scale: real processes, and figures that belong together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from baton.bench.processes import server
-from baton.bench.router import Round, RouterBench, run
 from baton.v1 import node_pb2, node_pb2_grpc
+from benchmarks.processes import server
+from benchmarks.router.cpu_time import Round, RouterBench, run
 from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
 from router.dispatch.node_stream import NodeStream
@@ -42,7 +42,7 @@ def test_every_round_has_costs_and_the_router_comes_later_than_the_nodes() -> No
 def test_a_canned_node_gives_as_many_tokens_as_were_asked_for(
     peer: Peer | None, first: int
 ) -> None:
-    with server("baton.bench.canned_node", "--role", "decode") as node:
+    with server("benchmarks.router.canned_node", "--role", "decode") as node:
         told = asyncio.run(_answer_of(node.address, peer))
 
     assert [one.output.first_index for one in told] == list(range(first, 6))

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.serve import ServeBench, ServeProgress, bench_clusters, bench_router
-from baton.bench.serve_client import Sample, send
-from baton.bench.serve_load import (
+from baton.bench.serve.benchmark import ServeBench, ServeProgress, bench_clusters, bench_router
+from baton.bench.serve.client import Sample, send
+from baton.bench.serve.load import (
     Arrivals,
     PlannedRequest,
     PromptLine,
     ServeLoad,
     parse_lengths,
 )
-from baton.bench.serve_plots import draw
+from baton.bench.serve.plots import draw
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
 

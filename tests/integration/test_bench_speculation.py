@@ -1,4 +1,4 @@
-"""`baton bench speculation`, small: its figures are there, and the tokens the same."""
+"""`python -m benchmarks speculation`, small: its figures are there, and the tokens the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 def test_both_ways_are_timed_and_give_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     size = ["--prompt", "40", "--answer", "20", "--runs", "1", "--batches", "1,3"]
-    command = [sys.executable, "-m", "baton", "bench", "speculation", "--model", str(model_folder)]
+    command = [sys.executable, "-m", "benchmarks", "speculation", "--model", str(model_folder)]
 
     done = subprocess.run(
         [*command, *size, "--temperatures", "0,0.9", "--json", str(figures)],
@@ -31,7 +31,7 @@ def test_both_ways_are_timed_and_give_the_same_tokens(model_folder: Path, tmp_pa
 
 
 def test_nothing_to_compare_with_is_one_clear_line() -> None:
-    command = [sys.executable, "-m", "baton", "bench", "speculation", "--speculative", "none"]
+    command = [sys.executable, "-m", "benchmarks", "speculation", "--speculative", "none"]
 
     done = subprocess.run(command, capture_output=True, text=True)
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from baton.bench.staying import staying
-from baton.bench.streams import CompletionsApi, EngineFailed
+from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
+from benchmarks.peers.warm_engines import keep_warm
 
 
 class Waiting:
@@ -38,7 +38,7 @@ def awaited(pid: int, options: int) -> int:
 def test_an_engine_is_started_once_and_frozen_between_its_turns() -> None:
     waiting = Waiting()
     with ExitStack() as lifetime:
-        turn = staying(waiting.start, lifetime)
+        turn = keep_warm(waiting.start, lifetime)
         with turn() as first:
             pass
         pid = waiting.started[0].pid
@@ -54,7 +54,7 @@ def test_an_engine_is_started_once_and_frozen_between_its_turns() -> None:
 def test_an_engine_that_ended_while_it_was_frozen_is_told() -> None:
     waiting = Waiting()
     with ExitStack() as lifetime:
-        turn = staying(waiting.start, lifetime)
+        turn = keep_warm(waiting.start, lifetime)
         with turn():
             pass
         waiting.started[0].kill()

@@ -22,6 +22,9 @@ from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from baton.__main__ import main as run_baton
+from baton.cli.program import prepare
+
 NODES = ("prefill_node.__main__", "decode_node.__main__")
 PRELOADED = (*NODES, "router.__main__")
 SERVE = (sys.executable, "-m", "baton", "serve")
@@ -160,9 +163,6 @@ def _fork_child_of(parent_pid: int) -> int:
 
 
 def main() -> None:
-    from baton.cli import main as run
-    from baton.cli import prepare
-
     connection = socket.socket(fileno=int(sys.argv[1]))
     prepare()
     for name in PRELOADED:
@@ -176,7 +176,7 @@ def main() -> None:
     for standard_fd in (1, 2):
         os.dup2(output_fd, standard_fd)
     os.close(output_fd)
-    run()
+    run_baton()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from baton.bench.processes import others
 from baton.interruptible_stream import stream_interruptibly
-from baton.interrupts import defer_signals
+from benchmarks.processes import defer_signals, external_process
 
 TIMEOUT_S = 60.0
 # Presses Ctrl-C in the middle of the imports of `baton nodes`.
@@ -27,7 +26,7 @@ import signal, sys
 from importlib.abc import MetaPathFinder
 class Presses(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "baton.cli.bench":
+        if name == "baton.cli.commands.bench":
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Presses())
 sys.argv = ["baton", "nodes", "--once"]
@@ -83,7 +82,7 @@ def test_a_program_ends_with_us_though_we_are_told_to_end_while_it_starts(
     monkeypatch.setattr(Told, "pids", [])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
-    with pytest.raises(SystemExit), others(["sleep", "1000"], os.environ, **quiet):
+    with pytest.raises(SystemExit), external_process(["sleep", "1000"], os.environ, **quiet):
         pass
 
     [process] = Told.pids

@@ -9,30 +9,32 @@ from itertools import islice
 
 import pytest
 
-from baton.bench.bystander import ObservedWait, Wait
-from baton.bench.chaos_asks import ChaosRequest, KnownAnswer, difference_of
-from baton.bench.chaos_bystander import InjectedFault, bystanders, memory
-from baton.bench.chaos_faults import (
+from baton.generation import Answer, Finish, Generation, Served
+from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     Fault,
     FaultKind,
+    InjectedFault,
     Phase,
     Script,
     TargetRole,
     faults,
 )
-from baton.bench.chaos_leaks import (
+from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
+from benchmarks.chaos.hostile.latencies import bystander_latencies
+from benchmarks.chaos.hostile.requests import Attack, attacks, posts
+from benchmarks.chaos.leaks import (
     SPARE_DESCRIPTORS,
     SPARE_THREADS,
     Footprint,
     grown,
     held,
+    memory_growth,
     parse,
 )
-from baton.bench.chaos_load import AnswerOutcome, RequestOutcome
-from baton.bench.chaos_report import Attempts, Report, report
-from baton.bench.hostile_bodies import Attack, attacks, posts
-from baton.generation import Answer, Finish, Generation, Served
+from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
+from benchmarks.chaos.report import Attempts, Report, report
+from benchmarks.chaos.workload import ChaosRequest, KnownAnswer, difference_of
 from engine.errors import InvalidConfig
 from kv_transfer.types import TokenLogprobs
 from router.openai.body_receiving import MAX_BODY_BYTES
@@ -141,9 +143,11 @@ def test_tries_of_routers_that_are_gone_count_as_well() -> None:
     assert (attempts.total("migrate"), attempts.total("retry")) == (8, 0)
 
 
-def struck(kind: FaultKind, role: TargetRole, at_s: float, healed_s: float) -> InjectedFault:
+def injected(kind: FaultKind, role: TargetRole, at_s: float, recovered_s: float) -> InjectedFault:
     fault = Fault(0, at_s, kind, role, 0, Phase.ASKED, 1.0)
-    return InjectedFault(fault, role.value, at_s, listens_s=healed_s - 1, healed_s=healed_s)
+    return InjectedFault(
+        fault, role.value, at_s, listening_s=recovered_s - 1, recovered_s=recovered_s
+    )
 
 
 def told(
@@ -188,7 +192,7 @@ def test_the_hurried_may_be_late_or_refused_as_long_as_they_are_told_in_time() -
     ],
 )
 def test_what_went_wrong_is_told_with_the_faults_beside_it(one: AnswerOutcome, name: str) -> None:
-    found = reported(told(), one, faults=(struck(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0),))
+    found = reported(told(), one, faults=(injected(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0),))
 
     [line] = getattr(found, name)
     assert one.reason in line
@@ -202,7 +206,7 @@ def test_who_fails_with_the_router_gone_or_full_is_not_lost() -> None:
     refused = told(RequestOutcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
 
     found = reported(
-        without_router, refused, faults=(struck(FaultKind.KILL, TargetRole.ROUTER, 12.0, 15.0),)
+        without_router, refused, faults=(injected(FaultKind.KILL, TargetRole.ROUTER, 12.0, 15.0),)
     )
 
     assert found.is_good
@@ -216,7 +220,7 @@ def test_a_leak_makes_a_run_bad() -> None:
 def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched() -> None:
     touched = told(attempts=2, arrivals_s=[11.0, 12.5, 13.0])
     untouched = told(arrivals_s=[11.0, 12.1])
-    death = struck(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0)
+    death = injected(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0)
 
     [recovery] = reported(touched, untouched, faults=(death,)).recoveries
 
@@ -224,8 +228,8 @@ def test_recovery_is_from_the_death_to_the_next_token_of_the_streams_it_touched(
 
 
 def test_a_router_that_was_killed_again_before_it_served_has_not_recovered() -> None:
-    first = struck(FaultKind.KILL, TargetRole.ROUTER, 12.0, 14.0)  # listens from 13.0 on
-    second = struck(FaultKind.KILL, TargetRole.ROUTER, 15.0, 17.0)
+    first = injected(FaultKind.KILL, TargetRole.ROUTER, 12.0, 14.0)  # listens from 13.0 on
+    second = injected(FaultKind.KILL, TargetRole.ROUTER, 15.0, 17.0)
 
     [recovery] = reported(told(arrivals_s=[16.5, 18.0]), faults=(first, second)).recoveries
 
@@ -259,8 +263,8 @@ def waited(kind: Wait, began_s: float, ended_s: float, reason: str = "") -> Obse
     return ObservedWait(kind.value, began_s, ended_s, reason)
 
 
-def attacked(attack: Attack, at_s: float, healed_s: float) -> InjectedFault:
-    one = struck(FaultKind.HOSTILE, TargetRole.ROUTER, at_s, healed_s)
+def attacked(attack: Attack, at_s: float, recovered_s: float) -> InjectedFault:
+    one = injected(FaultKind.HOSTILE, TargetRole.ROUTER, at_s, recovered_s)
     one.attack = attack.value
     one.outcomes = {"400": 2}
     return one
@@ -270,7 +274,7 @@ def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a
     waits = [waited(Wait.GAP, 11.0, 12.5), waited(Wait.HEALTH, 12.0, 12.9)]
     attack = attacked(Attack.LONG_IDS, 10.0, 12.0)
 
-    found = bystanders(waits, {"gap": 100, "health": 9}, [attack])
+    found = bystander_latencies(waits, {"gap": 100, "health": 9}, [attack])
     whole = replace(reported(told()), bystanders=found)
 
     assert (found.num_gaps, found.worst_gap_s, found.worst_quiet_gap_s) == (100, 1.5, 0.0)
@@ -285,13 +289,15 @@ def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a
 def test_waits_beside_a_fault_that_is_no_attack_miss_no_bound() -> None:
     waits = [waited(Wait.GAP, 11.0, 15.0), waited(Wait.FAILURE, 11.0, 11.1, "UNREACHABLE")]
 
-    found = bystanders(waits, {}, [struck(FaultKind.KILL, TargetRole.ROUTER, 10.0, 12.0)])
+    found = bystander_latencies(
+        waits, {}, [injected(FaultKind.KILL, TargetRole.ROUTER, 10.0, 12.0)]
+    )
 
     assert found.missed == []
 
 
 def test_a_failed_bystander_misses_a_bound() -> None:
-    found = bystanders([waited(Wait.FAILURE, 11.0, 11.1, "/health: 503")], {}, [])
+    found = bystander_latencies([waited(Wait.FAILURE, 11.0, 11.1, "/health: 503")], {}, [])
 
     [missed] = found.missed
     assert "/health: 503" in missed
@@ -303,7 +309,7 @@ def test_memory_is_compared_for_processes_that_lived_through_the_second_half() -
     middle = {"router": (1, 110 << 20), "decode-0": (3, 100 << 20)}
     end = {"router": (1, 121 << 20), "decode-0": (3, 130 << 20), "decode-1": (9, 1)}
 
-    router, decode = memory(start, middle, end)
+    router, decode = memory_growth(start, middle, end)
 
     assert (router.start_mib, router.is_within) == (100, True)
     assert (decode.start_mib, decode.is_within) == (None, False)

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.chart import draw, first_row_per_engine, rates_of, read_interference, read_peer
-from baton.bench.interference import FigureRow, Figures
-from baton.bench.peer import Comparison
+from benchmarks.peers.interference import FigureRow, Figures
+from benchmarks.peers.peer import Comparison
+from benchmarks.plots.chart import (
+    draw,
+    first_row_per_engine,
+    rates_of,
+    read_interference,
+    read_peer,
+)
 from engine.errors import InvalidConfig
 
 COMPARED = [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.streams import CompletionsApi
-from baton.cli.bench_engines import announced, chosen_engines, keep_engines_warm
+from benchmarks.peers.completions_api import CompletionsApi
+from benchmarks.peers.engine_options import announced, chosen_engines, keep_engines_warm
 from engine.errors import InvalidConfig
 
 two_cores = pytest.mark.usefixtures("cores")
@@ -88,7 +88,7 @@ def test_who_waits_hears_what_goes_on() -> None:
         told.append("started")
         yield CompletionsApi("http://nowhere")
 
-    with announced({"one": start}, told.append)["one"]() as door:
-        told.append(door.url)
+    with announced({"one": start}, told.append)["one"]() as api:
+        told.append(api.url)
 
     assert told == ["one: starting", "started", "one: measuring", "http://nowhere"]

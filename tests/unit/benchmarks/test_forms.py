@@ -1,8 +1,8 @@
-"""What `baton bench forms` measures is there for every form, and every walk keeps to its form."""
+"""The benchmark `forms`: figures for every form, and every walk keeps to its form."""
 
 from __future__ import annotations
 
-from baton.bench.forms import FORMS, FormBench, run
+from benchmarks.engine.structured_output import FORMS, FormBench, run
 
 
 def test_every_form_is_compiled_and_followed() -> None:

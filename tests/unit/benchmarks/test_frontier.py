@@ -13,7 +13,16 @@ from typing import cast
 
 import pytest
 
-from baton.bench.frontier import (
+from baton.bench.serve.load import plan
+from benchmarks.cli.frontier import measure
+from benchmarks.peers.completions_api import (
+    VOCAB_SIZE,
+    CompletionsApi,
+    EngineFailed,
+    ServedModel,
+    StreamedCompletion,
+)
+from benchmarks.peers.frontier import (
     AnswerLatencies,
     Goodput,
     RateRun,
@@ -23,17 +32,8 @@ from baton.bench.frontier import (
     run,
     seen,
 )
-from baton.bench.frontier_plot import draw
-from baton.bench.serve_load import plan
-from baton.bench.staying import Start
-from baton.bench.streams import (
-    VOCAB_SIZE,
-    CompletionsApi,
-    EngineFailed,
-    ServedModel,
-    StreamedCompletion,
-)
-from baton.cli.bench_frontier import measure
+from benchmarks.peers.warm_engines import Start
+from benchmarks.plots.frontier import draw
 from engine.errors import InvalidConfig
 
 
@@ -85,7 +85,7 @@ def test_first_tokens_count_from_when_they_were_due_and_means_are_by_token() -> 
 
 
 class MadeUp:
-    """A door that answers at once, with gaps of its own, or refuses all but the first request."""
+    """An API that answers at once, with gaps of its own, or refuses all but the first request."""
 
     def __init__(self, *, gap_s: float = 0.1, refuses: bool = False) -> None:
         self.asked: list[list[int]] = []
@@ -102,10 +102,10 @@ class MadeUp:
         return StreamedCompletion(0.0, [(number * self._gap_s, 1) for number in range(max_tokens)])
 
 
-def started(door: MadeUp) -> Start:
+def started(api: MadeUp) -> Start:
     @contextmanager
     def start() -> Iterator[CompletionsApi]:
-        yield cast("CompletionsApi", door)
+        yield cast("CompletionsApi", api)
 
     return start
 
@@ -116,10 +116,10 @@ SMALL = Sweep(
 
 
 def test_every_engine_gets_the_same_requests() -> None:
-    doors = {"a": MadeUp(), "b": MadeUp()}
+    apis = {"a": MadeUp(), "b": MadeUp()}
     runs: list[RateRun] = []
 
-    run(SMALL, {name: started(door) for name, door in doors.items()}, runs.append)
+    run(SMALL, {name: started(api) for name, api in apis.items()}, runs.append)
 
     assert [(one.engine, one.rate) for one in runs] == [
         ("a", 100),
@@ -127,8 +127,8 @@ def test_every_engine_gets_the_same_requests() -> None:
         ("b", 100),
         ("b", 200),
     ]
-    assert sorted(doors["a"].asked) == sorted(doors["b"].asked)
-    assert {len(prompt) for prompt in doors["a"].asked} == {8}
+    assert sorted(apis["a"].asked) == sorted(apis["b"].asked)
+    assert {len(prompt) for prompt in apis["a"].asked} == {8}
 
 
 def test_a_sweep_ends_where_the_widest_limits_are_not_kept() -> None:
@@ -140,10 +140,10 @@ def test_a_sweep_ends_where_the_widest_limits_are_not_kept() -> None:
 
 
 def test_an_engine_that_answers_nothing_is_named() -> None:
-    door = MadeUp(refuses=True)
+    api = MadeUp(refuses=True)
 
     with pytest.raises(EngineFailed, match="dead answered no request: not today"):
-        run(SMALL, {"dead": started(door)}, lambda _: None)
+        run(SMALL, {"dead": started(api)}, lambda _: None)
 
 
 class Stopped(MadeUp):
@@ -160,21 +160,21 @@ NUM_AT_FIRST_RATE = len(plan(SMALL.load(min(SMALL.rates)), VOCAB_SIZE))
 
 
 @pytest.mark.parametrize(
-    ("door", "error", "at"),
+    ("api", "error", "at"),
     [
         (MadeUp(refuses=True), EngineFailed, [("own", 100), ("own", 200)]),
         (Stopped(), KeyboardInterrupt, [("own", 100), ("own", 200), ("other", 100)]),
     ],
 )
 def test_whole_rates_are_kept_when_a_later_one_breaks_off(
-    door: MadeUp,
+    api: MadeUp,
     error: type[BaseException],
     at: list[tuple[str, float]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "sweep.json"
-    engines = {"own": started(MadeUp()), "other": started(door)}
+    engines = {"own": started(MadeUp()), "other": started(api)}
 
     with pytest.raises(error):
         measure(SMALL, engines, tmp_path / "sweep.svg", path)
@@ -212,19 +212,19 @@ class Hung(MadeUp):
 
 
 def test_ctrl_c_ends_the_engine_without_waiting_for_its_answers() -> None:
-    door = Hung()
+    api = Hung()
 
     @contextmanager
     def start() -> Iterator[CompletionsApi]:
         try:
-            yield cast("CompletionsApi", door)
+            yield cast("CompletionsApi", api)
         finally:
-            door.has_ended.set()
+            api.has_ended.set()
 
     with pytest.raises(KeyboardInterrupt):
         run(replace(SMALL, rates=(1.0,)), {"hung": start}, lambda _: None)
 
-    assert door.has_ended.is_set()
+    assert api.has_ended.is_set()
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,20 @@ from typing import cast
 
 import pytest
 
-from baton.bench.handover import NUM_WARM_UP, Handover, TimedPair, Times, added, run
-from baton.bench.staying import Start
-from baton.bench.streams import CompletionsApi, EngineFailed, ServedModel, StreamedCompletion
-from baton.cli.bench_handover import measure
+from benchmarks.cli.handover import measure
+from benchmarks.peers.completions_api import (
+    CompletionsApi,
+    EngineFailed,
+    ServedModel,
+    StreamedCompletion,
+)
+from benchmarks.peers.handover import NUM_WARM_UP, Handover, TimedPair, Times, added, run
+from benchmarks.peers.warm_engines import Start
 from engine.errors import InvalidConfig
 
 
 class Answers:
-    """A door that notes who was asked for what, and answers at times of its own."""
+    """An API that notes who was asked for what, and answers at times of its own."""
 
     def __init__(self, name: str, asked: list[tuple[str, list[int]]], *times_s: float) -> None:
         self.url = name

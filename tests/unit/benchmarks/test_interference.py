@@ -11,12 +11,26 @@ from typing import cast
 
 import pytest
 
-from baton.bench.chart import read_interference
-from baton.bench.interference import FigureRow, Figures, Interference, Turn, figures, rows_of, run
-from baton.bench.interference_plot import draw
-from baton.bench.staying import Start
-from baton.bench.streams import CompletionsApi, EngineFailed, ServedModel, Stop, StreamedCompletion
-from baton.cli.bench_interference import measure
+from benchmarks.cli.interference import measure
+from benchmarks.peers.completions_api import (
+    CompletionsApi,
+    EngineFailed,
+    ServedModel,
+    Stop,
+    StreamedCompletion,
+)
+from benchmarks.peers.interference import (
+    FigureRow,
+    Figures,
+    Interference,
+    Turn,
+    figures,
+    rows_of,
+    run,
+)
+from benchmarks.peers.warm_engines import Start
+from benchmarks.plots.chart import read_interference
+from benchmarks.plots.interference import draw
 from engine.errors import InvalidConfig
 
 
@@ -70,7 +84,7 @@ def test_ratios_are_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
         itl_ms = itl_by_engine[str(name)].pop(0)
         return Figures(itl_ms, itl_ms, itl_ms, 1.0, 1.0, 1.0)
 
-    monkeypatch.setattr("baton.bench.interference.measured", made_up)
+    monkeypatch.setattr("benchmarks.peers.interference.measured", made_up)
     engines = {name: (lambda name=name: Named(name)) for name in itl_by_engine}
 
     turns: list[Turn] = []
@@ -84,7 +98,7 @@ def test_ratios_are_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Steady:
-    """A door whose answers come as fast as they can."""
+    """An API whose answers come as fast as they can."""
 
     url = "made up"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.chaos_leaks import Footprint
-from baton.bench.memory import MIB, Held, Look, line_through
+from benchmarks.chaos.leaks import Footprint
+from benchmarks.cluster.memory import MIB, MemoryRun, MemorySample, line_through
 
 
 def test_a_line_goes_through_points_that_lie_on_one() -> None:
@@ -25,13 +25,13 @@ def test_points_at_one_place_make_no_slope() -> None:
     assert line_through([(7, 1.0), (7, 2.0)]).per_x == 0.0
 
 
-def held(*rss_mib: float) -> Held:
+def held(*rss_mib: float) -> MemoryRun:
     """A look after each thousand requests."""
     looks = [
-        Look(1000 * number, {"node": Footprint(20 + number, 9, round(rss * MIB))})
+        MemorySample(1000 * number, {"node": Footprint(20 + number, 9, round(rss * MIB))})
         for number, rss in enumerate(rss_mib)
     ]
-    return Held(looks=looks)
+    return MemoryRun(looks=looks)
 
 
 def test_what_a_process_takes_up_at_first_is_no_growth() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.overload import ORDINARY, URGENT, OverloadRequest, overloaded
+from benchmarks.cluster.overload import ORDINARY, URGENT, OverloadRequest, overloaded
 
 
 def asked(at_s: float, took_s: float, priority: int = ORDINARY, **told: object) -> OverloadRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from baton.bench.policies import (
+from benchmarks.router.policies import (
     PolicyBench,
     PolicyFigures,
     SimRequest,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.bench.engines import PATCHES
+from benchmarks.peers.engines import PATCHES
 
 RING = """
 import os

@@ -1,10 +1,10 @@
-"""The figures of `baton bench trace`."""
+"""The figures of `python -m benchmarks trace`."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.bench.trace import TraceLoad, figure, median_bounds
+from benchmarks.cluster.tracing import TraceLoad, figure, median_bounds
 
 
 def test_each_round_is_compared_with_the_one_beside_it() -> None:

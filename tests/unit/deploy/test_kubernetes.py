@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.cli.serve import router_options
+from baton.cli.commands.serve import router_options
 from rpc.grace_period import DRAIN_TIMEOUT_S
 from rpc.health import LIVENESS
 from tests.support import manifests

@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from baton.cli import app
+from benchmarks.cli import app as benchmarks_app
 
 
 def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
@@ -22,7 +23,11 @@ def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
             yield " ".join([*path, name]), command
 
 
-COMMANDS = dict(commands(typer.main.get_command(app)))
+COMMANDS = {
+    f"{program} {name}": command
+    for program, one in (("baton", app), ("python -m benchmarks", benchmarks_app))
+    for name, command in commands(typer.main.get_command(one))
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -33,7 +38,7 @@ def test_every_command_has_a_summary_an_example_and_options_that_say_what_they_d
 
     summary = command.help.split("\n")[0]
     assert summary.endswith(".")
-    assert f"baton {name}" in command.epilog or f"{name} --" in command.epilog
+    assert name in command.epilog or f"{name.removeprefix('baton ')} --" in command.epilog
     for param in command.params:
         assert param.help, param.name
 

@@ -10,10 +10,11 @@ import typer
 from typer.testing import CliRunner
 
 from baton.cli import app
-from baton.cli.cluster import GIVEN, up
-from baton.cli.serve import node_options, parse_cpus, router_options
+from baton.cli.commands.cluster import GIVEN, up
+from baton.cli.commands.serve import node_options, router_options
+from baton.cli.options.lists import parse_cpus
+from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
-from baton.cli.telemetry import TRACE_DIR_VARIABLE, telemetry_options
 from baton.demo_model import demo_model
 from engine.errors import InvalidConfig
 from engine.scheduler.config import LoadFailurePolicy
@@ -40,7 +41,7 @@ def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
     "arguments",
     [
         ["bench", "serve", "--router", "127.0.0.1:1", "--json"],
-        ["bench", "policies", "--plot"],
+        ["bench", "engine", "--json"],
         ["trace", "show", "--html"],
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.sampling import sampling
+from baton.cli.options.sampling import sampling
 from baton.generation import Generation, request_from
 from engine.errors import InvalidRequest
 from engine.structured_output.params import StructuredOutputs

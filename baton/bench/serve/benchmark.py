@@ -1,0 +1,219 @@
+"""Serving benchmark: load on a running router or on started clusters, at one or more rates."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import statistics
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from baton.bench.serve.client import LoadRun, Sample, send
+from baton.bench.serve.figures import ServeFigures, Slo, summarise
+from baton.bench.serve.load import PlannedRequest, PromptLine, ServeLoad, plan, warm_up
+from baton.client import AsyncClient
+from baton.cluster import ClusterOptions, LocalCluster
+
+Connect = Callable[[str], AsyncClient]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """Settings of the benchmark."""
+
+    load: ServeLoad
+    rates: Sequence[float] = ()  # one run for each; else the load's own rate
+    slo: Slo = Slo()
+    concurrency: int | None = None
+    num_rounds: int = 1  # of a comparison
+    lines: Sequence[PromptLine] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """One run with its requests and figures."""
+
+    name: str  # of the cluster
+    rate: float
+    requests: Sequence[PlannedRequest]
+    run: LoadRun
+    figures: ServeFigures
+
+
+@dataclass(frozen=True, slots=True)
+class ServeProgress:
+    """State of the run for a progress bar."""
+
+    name: str
+    rate: float
+    num_ended: int
+    num_planned: int
+    sample: Sample | None
+
+
+OnProgress = Callable[[ServeProgress], None]
+
+
+def bench_router(
+    what: ServeBench, address: str, connect: Connect, on_progress: OnProgress
+) -> list[MeasuredRun]:
+    """Measure a running router. Return the completed runs, and the one that Ctrl-C interrupted."""
+    return asyncio.run(_measure(what, {"router": address}, connect, on_progress))
+
+
+def bench_clusters(
+    what: ServeBench,
+    options: dict[str, ClusterOptions],
+    connect: Connect,
+    on_progress: OnProgress,
+) -> list[MeasuredRun]:
+    """Start the clusters and send each the same requests; the order alternates by round."""
+    with ExitStack() as lifetime:
+        addresses = {
+            name: lifetime.enter_context(LocalCluster(one)).address for name, one in options.items()
+        }
+        return asyncio.run(_measure(what, addresses, connect, on_progress))
+
+
+async def _measure(
+    what: ServeBench, addresses: dict[str, str], connect: Connect, on_progress: OnProgress
+) -> list[MeasuredRun]:
+    measured: list[MeasuredRun] = []
+    async with AsyncExitStack() as lifetime, _interrupt() as stop:
+        clients = {
+            name: await lifetime.enter_async_context(connect(address))
+            for name, address in addresses.items()
+        }
+        vocab_size = (await next(iter(clients.values())).model()).vocab_size
+        for client in clients.values():
+            for request in warm_up(what.load, vocab_size):
+                await send(client, [replace(request, at_s=0.0)], stop=stop)
+        for name, load in _runs(what, list(addresses)):
+            if stop.is_set():
+                break
+            requests = plan(load, vocab_size, what.lines)
+            rate = _true_rate(load, what.lines, requests)
+            progress = _ProgressReporter(name, rate, len(requests), on_progress)
+            run = await send(
+                clients[name],
+                requests,
+                concurrency=what.concurrency,
+                stop=stop,
+                on_sample=progress.add,
+            )
+            figures = summarise(run, what.slo)
+            measured.append(MeasuredRun(name, rate, requests, run, figures))
+    return measured
+
+
+def _true_rate(
+    load: ServeLoad, lines: Sequence[PromptLine], requests: Sequence[PlannedRequest]
+) -> float:
+    """Return the actual rate: lines of a file may have send times of their own."""
+    if all(line.at_s is None for line in lines) or not requests[-1].at_s:
+        return load.rate
+    return round(len(requests) / requests[-1].at_s, 2)
+
+
+def _runs(what: ServeBench, names: Sequence[str]) -> list[tuple[str, ServeLoad]]:
+    """Return the runs by cluster. Seeds differ between rounds, so that no prefix cache hits."""
+    runs = []
+    for number in range(what.num_rounds):
+        for place, rate in enumerate(what.rates or [what.load.rate]):
+            seed = what.load.seed + 1000 * number + place
+            load = replace(what.load, rate=rate, seed=seed)
+            order = names if number % 2 == 0 else names[::-1]
+            runs += [(name, load) for name in order]
+    return runs
+
+
+@dataclass(slots=True)
+class _ProgressReporter:
+    name: str
+    rate: float
+    num_planned: int
+    on_progress: OnProgress
+    num_ended: int = 0
+
+    def __post_init__(self) -> None:
+        self.on_progress(ServeProgress(self.name, self.rate, 0, self.num_planned, None))
+
+    def add(self, sample: Sample) -> None:
+        self.num_ended += 1
+        self.on_progress(
+            ServeProgress(self.name, self.rate, self.num_ended, self.num_planned, sample)
+        )
+
+
+@asynccontextmanager
+async def _interrupt() -> AsyncIterator[asyncio.Event]:
+    """Yield an event that Ctrl-C sets, which ends the run and reports what was measured."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    try:
+        yield stop
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Ratio of the first cluster's figure to that of the second, over the rounds."""
+
+    name: str
+    first: float  # medians
+    second: float
+    ratio: float  # median of the rounds' ratios
+    least: float
+    most: float
+
+
+RATIOS = (
+    ("ttft_ms", "p50"),
+    ("ttft_ms", "p99"),
+    ("itl_ms", "p50"),
+    ("itl_ms", "p90"),
+    ("itl_ms", "p99"),
+    ("itl_ms", "most"),
+    ("tpot_ms", "p50"),
+    ("e2e_ms", "p50"),
+    ("output_tokens_per_s", ""),
+    ("goodput_per_s", ""),
+)
+
+
+def compare(measured: Sequence[MeasuredRun], first: str, second: str) -> list[Ratio]:
+    """Return the ratios over the rounds that both clusters completed."""
+    whole = [one for one in measured if not one.figures.is_cut_short]
+    pairs = list(
+        zip(
+            [one.figures for one in whole if one.name == first],
+            [one.figures for one in whole if one.name == second],
+            strict=False,
+        )
+    )
+    ratios = []
+    for name, part in RATIOS:
+        values = [(_figure(a, name, part), _figure(b, name, part)) for a, b in pairs]
+        rows = [(a, b) for a, b in values if a is not None and b]
+        if rows:
+            ratios.append(_ratio(f"{name} {part}".strip(), rows))
+    return ratios
+
+
+def _figure(figures: ServeFigures, name: str, part: str) -> float | None:
+    value = getattr(figures, name)
+    return getattr(value, part, None) if part else value
+
+
+def _ratio(name: str, rows: Sequence[tuple[float, float]]) -> Ratio:
+    shares = [a / b for a, b in rows]
+    return Ratio(
+        name,
+        statistics.median(a for a, _ in rows),
+        statistics.median(b for _, b in rows),
+        statistics.median(shares),
+        min(shares),
+        max(shares),
+    )

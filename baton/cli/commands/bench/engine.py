@@ -1,0 +1,55 @@
+"""`baton bench engine`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.cli.options.lists import parse_names, parse_numbers
+from baton.cli.options.output import JsonFile
+from baton.cli.show import show_table, write_json
+
+
+def engine(
+    model: Annotated[
+        str, typer.Option(help="Model folder, or a name on the Hugging Face hub.")
+    ] = "models/demo",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Number of torch threads.")] = None,
+    kernels: Annotated[
+        str,
+        typer.Option(help="auto, native or torch; a comma-separated list is measured alternately."),
+    ] = "auto",
+    quantize: Annotated[
+        str,
+        typer.Option(help="none, int8 or int4; a comma-separated list is measured alternately."),
+    ] = "none",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths, for prefill.")] = "128,512",
+    batches: Annotated[str, typer.Option(help="Batch sizes, for decode.")] = "1,4,16,32",
+    steps: Annotated[int, typer.Option(help="Decode steps in one run.")] = 16,
+    runs: Annotated[int, typer.Option(help="Runs of each setting; medians are shown.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure prefill and decode throughput of the engine, and the overhead of a step.
+
+    The overhead is the CPU time of the engine thread outside of forward pass and sampling.
+    """
+    from baton.bench.engine.benchmark import EngineBench, Rate, run
+
+    made = parse_names(kernels), parse_names(quantize)
+    sizes = parse_numbers(prompts), parse_numbers(batches)
+    what = EngineBench(model, dtype, threads, *made, *sizes, steps, runs)
+    with Console(stderr=True).status("measuring") as status:
+
+        def on_rate(rate: Rate) -> None:
+            status.update(f"{rate.phase} {rate.size}: {rate.median_tokens_per_s:.1f} tokens/s")
+
+        figures = run(what, on_rate)
+    rates = [asdict(rate) for rate in figures.rates]
+    costs = [asdict(cost) for cost in figures.steps]
+    show_table(f"{model}, medians of {runs} runs", rates)
+    show_table("CPU time of the engine's thread in a decode step, medians", costs)
+    write_json(json_file, {"model": model, "rates": rates, "steps": costs})

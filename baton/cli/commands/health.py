@@ -1,0 +1,31 @@
+"""`baton health`: health probe for containers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.options.security import client_tls
+from baton.cli.signatures import inherit_options
+
+
+@inherit_options(client_tls)
+def health(
+    address: Annotated[str, typer.Argument(help="host:port of a router or a node.")],
+    timeout: Annotated[float, typer.Option(min=0, help="Timeout in seconds.")] = 3.0,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Check liveness only: whether the process needs a restart."),
+    ] = False,
+    **for_tls: Any,
+) -> None:
+    """Check the health of a server: exit code 0 if it serves, 1 if not or if it does not answer."""
+    from baton.health import ask
+    from rpc.health import LIVENESS
+
+    verdict = ask(address, timeout, client_tls(**for_tls), LIVENESS if live else "")
+    print(verdict.words, file=sys.stdout if verdict.is_serving else sys.stderr)
+    if not verdict.is_serving:
+        raise typer.Exit(1)

@@ -1,0 +1,132 @@
+"""`baton nodes`: live table of the nodes of a router."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from baton.cli.options.connection import connect
+from baton.cli.options.output import OUTPUT_PANEL
+from baton.cli.show import console
+from baton.cli.signatures import inherit_options
+
+if TYPE_CHECKING:
+    from baton.node_status import NodeRates, NodeStatus, Snapshot
+
+STATE_STYLES = {"ready": "green", "unreachable": "red"}
+TO_THE_RIGHT = {
+    *("running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s"),
+    "drafts accepted",
+}
+
+Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
+
+
+@inherit_options(connect)
+def nodes(
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds between refreshes.", rich_help_panel=OUTPUT_PANEL),
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and exit.", rich_help_panel=OUTPUT_PANEL)
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object per refresh.", rich_help_panel=OUTPUT_PANEL
+        ),
+    ] = False,
+    **given: Any,
+) -> None:
+    """Show the nodes with their state, load and throughput; Ctrl-C ends."""
+    import asyncio
+
+    with _drawing(as_json, once) as draw:
+        try:
+            asyncio.run(_follow(given, 0.0 if once else interval, draw))
+        except KeyboardInterrupt:
+            return  # the normal end
+
+
+async def _follow(for_connection: dict[str, Any], interval_s: float, draw: Draw) -> None:
+    from baton.node_status import Snapshot, rates_between
+
+    before: Snapshot | None = None
+    async with (
+        connect(**for_connection) as client,
+        aclosing(client.nodes(interval_s)) as updates,
+    ):
+        async for statuses in updates:
+            now = Snapshot(time.monotonic(), statuses)
+            draw(now, rates_between(before, now))
+            before = now
+
+
+@contextmanager
+def _drawing(as_json: bool, once: bool) -> Iterator[Draw]:
+    if as_json:
+        yield lambda seen, rates: print(json.dumps(as_values(seen, rates)), flush=True)
+        return
+    screen = console()
+    if once or not screen.is_terminal:
+        yield lambda seen, rates: screen.print(table_of_nodes(seen, rates))
+        return
+    with Live(console=screen, auto_refresh=False) as live:
+        yield lambda seen, rates: live.update(table_of_nodes(seen, rates), refresh=True)
+
+
+def as_values(seen: Snapshot, rates: Mapping[str, NodeRates]) -> dict[str, Any]:
+    rows = []
+    for node in seen.nodes:
+        rate = rates.get(node.address)
+        shares = {"hit_rate": node.hit_rate, "acceptance_rate": node.acceptance_rate}
+        more = {**shares, **({} if rate is None else asdict(rate))}
+        rows.append({**asdict(node), **more})
+    return {"nodes": rows}
+
+
+def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
+    rows = [_row(node, rates.get(node.address)) for node in seen.nodes]
+    num_ready = sum(node.state == "ready" for node in seen.nodes)
+    table = Table(title=f"{num_ready} of {len(rows)} nodes ready", title_justify="left")
+    for name in rows[0] if rows else ():
+        justify: Any = "right" if name in TO_THE_RIGHT else "left"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
+    is_known = bool(node.node_id)
+    hit_rate, acceptance_rate = node.hit_rate, node.acceptance_rate
+
+    def known(text: str) -> str:
+        return text if is_known else ""
+
+    return {
+        "role": node.role,
+        "address": node.address,
+        "state": Text(node.state, style=STATE_STYLES.get(node.state, "yellow")),
+        "node": known(f"{node.node_id}/{node.incarnation}"),
+        "running": known(str(node.num_running)),
+        "waiting": known(str(node.num_waiting)),
+        "free blocks": known(f"{node.num_free_blocks}/{node.num_blocks}"),
+        "hit rate": "" if hit_rate is None else f"{hit_rate:.0%}",
+        "prompt tok/s": "" if rates is None else f"{rates.prompt_tokens_per_s:.0f}",
+        "new tok/s": "" if rates is None else f"{rates.sampled_tokens_per_s:.0f}",
+        "drafts accepted": "" if acceptance_rate is None else f"{acceptance_rate:.0%}",
+        "KV over": node.kv_transport,
+        "model": node.model,
+        "version": node.version,
+    }

@@ -1,0 +1,70 @@
+"""`baton run`: offline generation in this process, without servers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.errors import FAILED, print_error
+from baton.cli.options.batching import Speculative
+from baton.cli.options.kv_cache import KV_PANEL
+from baton.cli.options.model import Device, Dtype, ModelOrDemo, Threads
+from baton.cli.options.sampling import IncludeStop, StopStrings, sampling
+from baton.cli.signatures import inherit_options
+from baton.demo_model import demo_model
+from baton.encoding import reject_invalid_text
+from baton.units import format_bytes
+
+
+@inherit_options(sampling)
+def run(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts to continue. Default: standard input.")
+    ] = None,
+    model: ModelOrDemo = "",
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = None,
+    speculative: Speculative = "",
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of the KV cache, such as 512MiB. Default: half of the free memory.",
+            rich_help_panel=KV_PANEL,
+        ),
+    ] = None,
+    stop: StopStrings = None,
+    include_stop_in_output: IncludeStop = False,
+    **given: Any,
+) -> None:
+    """Continue prompts with a model loaded in this process."""
+    from baton.llm import LLM
+
+    chosen = sampling(**given)
+    texts = prompts or [sys.stdin.read()]
+    with reject_invalid_text():
+        "".join(texts).encode()
+    with LLM(
+        model or demo_model(),
+        dtype=dtype,
+        device=device,
+        kv_cache_memory=kv_cache_memory,
+        num_threads=threads,
+        speculative=speculative,
+    ) as llm:
+        size = f"{llm.kv_memory.num_blocks} blocks, {llm.kv_memory.num_tokens} tokens"
+        print(f"KV cache: {format_bytes(llm.kv_memory.num_bytes)}, {size}", file=sys.stderr)
+        answers = llm.generate(
+            texts,
+            llm.info.defaults.sampling.params(**chosen),
+            stop=stop or (),
+            include_stop_in_output=include_stop_in_output,
+        )
+    for prompt, answer in zip(texts, answers, strict=True):
+        print(prompt + answer.text)
+        if answer.error is not None:
+            print_error(f"the answer is incomplete: {answer.error}")
+    if any(answer.error is not None for answer in answers):
+        raise typer.Exit(FAILED)

@@ -1,0 +1,156 @@
+"""`baton trace`: list, draw and export the traces stored on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.examples import examples
+from baton.cli.options.output import check_writable_file
+from baton.cli.options.telemetry import TRACE_DIR_VARIABLE, trace_folder
+from engine.errors import EngineError, InvalidConfig
+from telemetry.tracing.store import read_spans
+from telemetry.tracing.traces import Trace, find_trace, traces_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+UNCUT = 160  # columns if there is no terminal
+
+trace = typer.Typer(help="Show the timeline of requests.", no_args_is_help=True)
+
+Folder = Annotated[
+    str,
+    typer.Option(
+        "--trace-dir",
+        envvar=TRACE_DIR_VARIABLE,
+        help="Folder of stored traces. Default: in the user's cache folder.",
+    ),
+]
+Wanted = Annotated[
+    str,
+    typer.Argument(help="Prefix of a trace id, or a request id. Default: the newest trace."),
+]
+
+
+class NoSuchTrace(EngineError):
+    """No stored trace has that id."""
+
+
+@trace.command(
+    name="list",
+    epilog=examples(
+        "baton trace list", "baton trace list --limit 100 --failed", "baton trace list --steps"
+    ),
+)
+def list_traces(
+    limit: Annotated[
+        int, typer.Option(min=1, help="Maximum number of traces; the newest is last.")
+    ] = 20,
+    failed: Annotated[bool, typer.Option("--failed", help="List only failed requests.")] = False,
+    steps: Annotated[
+        bool,
+        typer.Option("--steps", help="List engine steps (--trace-step-ratio) instead of requests."),
+    ] = False,
+    trace_dir: Folder = "",
+) -> None:
+    """List stored traces."""
+    from baton.traces.lists import request_table, step_table
+
+    kept = [one for one in _kept(trace_dir) if one.is_step is steps]
+    found = [one for one in kept if not failed or one.outcome != "ok"][-limit:]
+    if not found:
+        print(f"no matching trace in {_folder(trace_dir)}", file=sys.stderr)
+        return
+    table_of = step_table if steps else request_table
+    console = _console()
+    console.print(table_of(found, console.width))
+
+
+@trace.command(
+    epilog=examples(
+        "baton trace show", "baton trace show 4bf92f35", "baton trace show --html trace.html"
+    )
+)
+def show(
+    wanted: Wanted = "",
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a self-contained HTML page to this file instead.",
+            callback=check_writable_file,
+        ),
+    ] = None,
+    trace_dir: Folder = "",
+) -> None:
+    """Draw a trace as a waterfall."""
+    from baton.traces.page import render_page
+    from baton.traces.terminal import show_related, show_waterfall
+
+    kept = _kept(trace_dir)
+    found = _wanted(kept, trace_dir, wanted)
+    if html is None:
+        console = _console()
+        show_waterfall(console, found)
+        show_related(console, found, kept)
+        return
+    html.write_text(render_page(found, kept), encoding="utf-8")
+    print(f"wrote {html}")
+
+
+@trace.command(epilog=examples("baton trace export --otlp-endpoint http://127.0.0.1:4317"))
+def export(
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            help="OTLP/gRPC endpoint of the collector.",
+        ),
+    ],
+    wanted: Annotated[
+        str,
+        typer.Argument(help="Prefix of a trace id, or a request id. Default: all stored traces."),
+    ] = "",
+    trace_dir: Folder = "",
+) -> None:
+    """Send stored traces to a collector."""
+    from telemetry.tracing.export import send_all
+
+    kept = _kept(trace_dir)
+    found = [_wanted(kept, trace_dir, wanted)] if wanted else kept
+    num_spans = send_all(otlp_endpoint, [told for one in found for told in one.told])
+    print(f"sent {len(found)} traces, {num_spans} spans, to {otlp_endpoint}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=UNCUT)
+
+
+def _folder(trace_dir: str) -> Path:
+    folder = trace_folder(trace_dir)
+    if folder is None:
+        raise InvalidConfig(
+            f"--trace-dir {trace_dir} keeps no traces; pass a folder of stored traces"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise InvalidConfig(f"--trace-dir {folder} is not a folder; pass a folder of stored traces")
+    return folder
+
+
+def _kept(trace_dir: str) -> list[Trace]:
+    return traces_of(read_spans(_folder(trace_dir)))
+
+
+def _wanted(kept: list[Trace], trace_dir: str, wanted: str) -> Trace:
+    found = find_trace(kept, wanted)
+    if found is None:
+        where = _folder(trace_dir)
+        what = f"no trace or request has the id {wanted!r}" if kept else "no trace is stored"
+        raise NoSuchTrace(f"{what} in {where}; see baton trace list, or pass another --trace-dir")
+    return found

@@ -1,0 +1,46 @@
+"""Run of a command line: process environment, and named errors as one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import typer
+
+from baton.cli.command import hide_variables
+from baton.cli.errors import NAMED, print_named_error, print_no_space, print_usage_error
+from baton.encoding import defer_stdin_errors
+
+
+def prepare() -> None:
+    """Set the process environment that torch and gRPC read when they are loaded."""
+    # Idle torch threads must not spin on a core that another process could use. With two
+    # processes on two cores, spinning slows both several times over.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # With the event engine, each message that a gRPC client reads crosses four threads, which
+    # takes half of the router's CPU time per token. Use the older polling loop (ADR 0015).
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
+    # gRPC writes each failed handshake to standard error; Baton logs them itself.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    defer_stdin_errors()
+
+
+def run_program(app: typer.Typer, name: str, variable_prefix: str) -> int:
+    """Run a command line; return its exit code. A bug keeps its traceback."""
+    command = typer.main.get_command(app)
+    hide_variables(command)
+    try:
+        code = command.main(
+            prog_name=name, standalone_mode=False, auto_envvar_prefix=variable_prefix
+        )
+    except NAMED as error:
+        return print_named_error(error)
+    except typer.TyperException as error:
+        return print_usage_error(error)
+    except typer.Abort:
+        return 130
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return print_no_space(error)
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,1 @@
+"""Research benchmarks and the chaos harness. Not part of the installed package."""

@@ -1,0 +1,196 @@
+"""Chaos run: a cluster under load while its processes are killed, stopped and partitioned.
+
+Faults are injected from outside, by signals and TCP proxies; the processes under test run
+unmodified, except that the KV transfer of nodes is wrapped (`faulty_transport`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from baton.client import AsyncClient, Retries
+from baton.cluster import Child
+from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
+from benchmarks.chaos.faults import Fault, Script, TargetRole, faults
+from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_latencies
+from benchmarks.chaos.hostile.processes import HostileProcesses
+from benchmarks.chaos.hostile.requests import Attack
+from benchmarks.chaos.injection import FaultInjector
+from benchmarks.chaos.leaks import grown, held, memory_growth
+from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
+from benchmarks.chaos.report import Attempts, Report, report
+from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
+
+LOOK_EVERY_S = 0.2
+ONCE = Retries(max_attempts=1)  # no retries, so that every failure is visible
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosBench:
+    setting: ChaosClusterConfig
+    script: Script
+    num_clients: int = 6
+    num_requests: int = 30
+    attacks: tuple[Attack, ...] = tuple(Attack)  # of the hostile client, if there is one
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosProgress:
+    elapsed_s: float
+    outcomes: Sequence[AnswerOutcome]
+    num_in_flight: int
+    num_injected: int
+    latest: str  # latest fault
+
+
+OnProgress = Callable[[ChaosProgress], None]
+
+
+async def run(what: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -> Report:
+    """Run until done or until `stop` is set. Raises named errors."""
+    script = what.script
+    drawn = faults(script, what.setting.num_by_role)
+    async with (
+        ChaosCluster(what.setting) as cluster,
+        AsyncClient(cluster.address, retries=ONCE) as client,
+    ):
+        requests = await draw_requests(client, script.seed, what.num_requests)
+        answers = await _unless(stop, reference_answers(client, requests))
+        await cluster.begin()
+        async with AsyncExitStack() as lifetime:
+            hostile: HostileProcesses | None = None
+            target = cluster.hostile_target
+            if target is not None:
+                hostile = HostileProcesses(target, script.seed, what.attacks)
+                await lifetime.enter_async_context(hostile)
+            chaos = ChaosRun(cluster, client, answers, what.num_clients, script.seed, hostile)
+            return await chaos.run(drawn, script.duration_s, stop, on_progress)
+
+
+async def _unless(
+    stop: asyncio.Event, generation: Coroutine[None, None, list[KnownAnswer]]
+) -> list[KnownAnswer]:
+    """Wait for the answers. Raises KeyboardInterrupt if `stop` is set before."""
+    answers, stopping = asyncio.ensure_future(generation), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([answers, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not answers.done():
+            raise KeyboardInterrupt
+        return answers.result()
+    finally:
+        for task in (answers, stopping):
+            task.cancel()
+        await asyncio.gather(answers, stopping, return_exceptions=True)
+
+
+def ignore_progress(_: ChaosProgress) -> None:
+    """Ignore the progress."""
+
+
+class ChaosRun:
+    """Load, faults and the check of everything at the end."""
+
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        client: AsyncClient,
+        answers: Sequence[KnownAnswer],
+        num_clients: int,
+        seed: int = 0,
+        hostile: HostileProcesses | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._hostile = hostile
+        self._client = client
+        self._num_clients = num_clients
+        self._load = ChaosLoad(client, answers, seed)
+        self._attempts = Attempts()
+        self._injector = FaultInjector(
+            cluster, client, self._load, num_clients, self._attempts, hostile
+        )
+        self._began_s = time.monotonic()
+
+    async def run(
+        self,
+        faults: Sequence[Fault],
+        duration_s: float,
+        stop: asyncio.Event,
+        on_progress: OnProgress = ignore_progress,
+    ) -> Report:
+        """Run the faults, once. It ends when all victims have recovered, if after `duration_s`."""
+        load_end = asyncio.Event()
+        self._began_s = time.monotonic()
+        start_rss, middle_rss = self._cluster.rss(), self._cluster.rss()
+
+        async def sample_middle() -> None:
+            nonlocal middle_rss
+            await asyncio.sleep(duration_s / 2)
+            middle_rss = self._cluster.rss()
+
+        async with asyncio.TaskGroup() as group:
+            load = group.create_task(self._load.run(self._num_clients, load_end))
+            progress = group.create_task(self._report_progress(on_progress))
+            sampling = group.create_task(sample_middle())
+            await self._injector.play(faults, duration_s, stop)
+            load_end.set()
+            await load
+            progress.cancel()
+            sampling.cancel()
+        ended_s = time.monotonic()
+        if self._hostile is not None:
+            await self._hostile.end()
+        leaks = await self._leaks()
+        return report(
+            self._load.outcomes,
+            self._injector.injected,
+            self._attempts,
+            elapsed_s=ended_s - self._began_s,
+            leaks=leaks,
+            died=self._cluster.died(),
+            memory=memory_growth(start_rss, middle_rss, self._cluster.rss()),
+            bystanders=self._bystanders(),
+        )
+
+    def _bystanders(self) -> BystanderLatencies | None:
+        hostile = self._hostile
+        if hostile is None:
+            return None
+        return bystander_latencies(hostile.waits, hostile.counts, self._injector.injected)
+
+    async def _report_progress(self, on_progress: OnProgress) -> None:
+        while True:
+            injected = self._injector.injected
+            latest = str(injected[-1].fault) if injected else ""
+            elapsed_s = time.monotonic() - self._began_s
+            load, num_injected = self._load, len(injected)
+            on_progress(
+                ChaosProgress(elapsed_s, load.outcomes, load.num_in_flight, num_injected, latest)
+            )
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _leaks(self) -> list[str]:
+        """Return what is still held two leases and a second after the last request and fault."""
+        end_s = time.monotonic() + 2 * self._cluster.lease_s + 1
+        while True:
+            leaks = [
+                f"{child.name}: {leak}"
+                for child in self._cluster.children
+                for leak in await self._leaks_of(child)
+            ]
+            if not leaks or time.monotonic() >= end_s:
+                return leaks
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _leaks_of(self, child: Child) -> list[str]:
+        try:
+            found = await self._cluster.scrape(child)
+        except OSError as error:
+            return [f"metrics unavailable: {error}"]
+        if child.name == TargetRole.ROUTER.value:
+            self._attempts.note(child.process.pid, found)
+        before, now = self._cluster.baseline[child.name], self._cluster.footprint(child)
+        return [*held(found), *grown(before, now)]

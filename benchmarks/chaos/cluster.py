@@ -1,0 +1,223 @@
+"""Cluster under test: real processes, with a proxy in front of each prefill node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+
+from baton.cluster import Child, ClusterOptions, LocalCluster
+from benchmarks.chaos.clock import Clocks, build
+from benchmarks.chaos.faults import TargetRole
+from benchmarks.chaos.faulty_transport import FaultSwitch
+from benchmarks.chaos.hostile.client import AttackTarget
+from benchmarks.chaos.leaks import Footprint, Rss, Scrape, footprint, scrape
+from benchmarks.chaos.proxy import NodeProxy
+from telemetry.metrics import names
+
+METRICS_AT = re.compile(r"metrics on (http://\S+)")
+ANY_PORT = ("--metrics-port", "0")
+LINKED_WITHIN_S, LOOK_EVERY_S = 60.0, 0.2
+UNTRACED = ("--trace-dir", "off")
+NODE_MODULE = "benchmarks.chaos.node"
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosClusterConfig:
+    """Settings of the cluster."""
+
+    model: str
+    num_prefill: int = 2
+    num_decode: int = 2
+    lease_s: float = 2.0
+    silence_s: float = 3.0
+    node_arguments: tuple[str, ...] = ()
+    router_arguments: tuple[str, ...] = ()
+    log_dir: Path | None = None
+    clocks_jump: bool = False  # build and preload the clock library
+    has_http: bool = False  # serve the OpenAI API, too
+
+    @property
+    def num_by_role(self) -> dict[TargetRole, int]:
+        return {
+            TargetRole.ROUTER: 1,
+            TargetRole.PREFILL: self.num_prefill,
+            TargetRole.DECODE: self.num_decode,
+        }
+
+
+class ChaosCluster:
+    """Runs the cluster within `async with`. Blocking steps run on threads."""
+
+    def __init__(self, setting: ChaosClusterConfig) -> None:
+        self._setting = setting
+        self._loop = asyncio.get_running_loop()
+        self._proxy_by_name: dict[str, NodeProxy] = {}
+        self._metrics_by_pid: dict[int, str] = {}
+        self._killed_pids: set[int] = set()
+        self._lifetime = AsyncExitStack()
+        self._folder = Path(self._lifetime.enter_context(TemporaryDirectory()))
+        self._clocks: Clocks | None = build(self._folder) if setting.clocks_jump else None
+        self._cluster = LocalCluster(self._options())
+        self.baseline: dict[str, Footprint] = {}  # by name
+
+    async def __aenter__(self) -> ChaosCluster:
+        await asyncio.to_thread(self._cluster.__enter__)
+        return self
+
+    async def begin(self) -> None:
+        """Take the baseline for leak detection.
+
+        Call it when every pair has handed something over, since data paths open at the first
+        write.
+        """
+        for role, peers in (
+            (TargetRole.PREFILL, TargetRole.DECODE),
+            (TargetRole.DECODE, TargetRole.PREFILL),
+        ):
+            for place in range(self.num_by_role[role]):
+                await self._until_linked(self.child(role, place), self.num_by_role[peers])
+        self.baseline = {child.name: self.footprint(child) for child in self.children}
+
+    async def _until_linked(self, child: Child, num_peers: int) -> None:
+        """Wait for the KV links to all peers, so that they are part of the baseline."""
+        async with asyncio.timeout(LINKED_WITHIN_S):
+            while (await self.scrape(child)).total(names.LINKS, "up") < num_peers:
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in self._cluster.children:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGCONT)
+        await asyncio.to_thread(self._cluster.__exit__, None, None, None)
+        await self._lifetime.aclose()
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    @property
+    def num_by_role(self) -> dict[TargetRole, int]:
+        return self._setting.num_by_role
+
+    @property
+    def lease_s(self) -> float:
+        return self._setting.lease_s
+
+    @property
+    def children(self) -> list[Child]:
+        return self._cluster.children
+
+    def child(self, role: TargetRole, place: int) -> Child:
+        match role:
+            case TargetRole.ROUTER:
+                return self._cluster.router
+            case TargetRole.PREFILL:
+                return self._cluster.prefills[place]
+            case TargetRole.DECODE:
+                return self._cluster.decodes[place]
+
+    def proxy(self, child: Child) -> NodeProxy:
+        return self._proxy_by_name[child.name]
+
+    def fault_switch(self, child: Child) -> FaultSwitch:
+        """Return the fault switch of a node's KV transfer; it outlives restarts."""
+        return FaultSwitch(self._folder / child.name)
+
+    def shift_clock(self, child: Child, by_s: float) -> None:
+        if self._clocks is not None and child.process.poll() is None:
+            self._clocks.shift(child.process.pid, by_s)
+
+    def kill(self, child: Child) -> None:
+        self._killed_pids.add(child.process.pid)
+        child.process.kill()
+
+    async def restart(self, dead: Child) -> Child:
+        """Start a new process in place of a dead one. Raises ClusterFailed."""
+        await asyncio.to_thread(dead.process.wait)
+        return await asyncio.to_thread(self._cluster.restart, dead)
+
+    def signal(self, child: Child, number: signal.Signals) -> None:
+        if child.process.poll() is None:
+            os.kill(child.process.pid, number)
+
+    def died(self) -> list[str]:
+        """Return the processes that ended without being killed, with the end of their logs."""
+        return [
+            f"{child.name} ended with code {child.process.returncode}\n{child.log}"
+            for child in self.children
+            if child.process.poll() is not None and child.process.pid not in self._killed_pids
+        ]
+
+    async def scrape(self, child: Child) -> Scrape:
+        """Read the metrics of a process. Raises OSError if it does not answer."""
+        return await asyncio.to_thread(scrape, self._metrics_by_pid[child.process.pid])
+
+    @property
+    def hostile_target(self) -> AttackTarget | None:
+        """Return the addresses for the hostile client; None without HTTP."""
+        if not self._cluster.router.http_address:
+            return None
+        decodes = tuple(child.address for child in self._cluster.decodes)
+        return AttackTarget(self._cluster.router.http_address, self.address, decodes)
+
+    def rss(self) -> Rss:
+        """Return the resident memory of the running processes."""
+        return {
+            child.name: (child.process.pid, self.footprint(child).rss_bytes)
+            for child in self.children
+            if child.process.poll() is None
+        }
+
+    def footprint(self, child: Child) -> Footprint:
+        return footprint(child.process.pid)
+
+    def _options(self) -> ClusterOptions:
+        setting = self._setting
+        http = ("--http-port", "0") if setting.has_http else ()
+        times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
+        return ClusterOptions(
+            model=setting.model,
+            num_prefill=setting.num_prefill,
+            num_decode=setting.num_decode,
+            node_program=(sys.executable, "-m", NODE_MODULE, str(self._folder)),
+            environment={} if self._clocks is None else self._clocks.environment,
+            node_arguments=(*times, *ANY_PORT, *UNTRACED, *setting.node_arguments),
+            router_arguments=(*ANY_PORT, *UNTRACED, *http, *setting.router_arguments),
+            on_line=self._take_line,
+            router_target_of=self._found_at,
+        )
+
+    def _take_line(self, child: Child, line: str) -> None:
+        found = METRICS_AT.search(line)
+        if found is not None:
+            self._metrics_by_pid[child.process.pid] = found[1]
+        if self._setting.log_dir is not None:
+            with (self._setting.log_dir / f"{child.name}.log").open("a", encoding="utf-8") as log:
+                log.write(f"{child.process.pid} {line}")
+
+    def _found_at(self, child: Child) -> str:
+        """Return the address to publish: for prefill nodes that of their proxy, which persists."""
+        if not child.name.startswith(TargetRole.PREFILL.value):
+            return child.address
+        proxy = self._proxy_by_name.get(child.name)
+        if proxy is None:
+            proxy = self._proxy_by_name[child.name] = NodeProxy(child.address)
+            asyncio.run_coroutine_threadsafe(self._open(proxy), self._loop).result()
+        return proxy.address
+
+    async def _open(self, proxy: NodeProxy) -> None:
+        await proxy.open()
+        self._lifetime.push_async_callback(proxy.close)

@@ -1,0 +1,134 @@
+"""Fault script: kind, time and victim of each fault, drawn from a seed. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.errors import InvalidConfig
+
+
+class FaultKind(Enum):
+    KILL = "kill"  # SIGKILL, then restart on the same address
+    STOP = "stop"  # SIGSTOP, then SIGCONT after a while
+    FREEZE = "freeze"  # the same, longer than all keepalive timeouts
+    SLOW = "slow"  # stopped for a moment repeatedly
+    CUT = "cut"  # KV links of a prefill node are aborted, and new ones are refused
+    HUSH = "hush"  # KV links stay open but stall
+    CROWD = "crowd"  # more clients than the KV caches can hold
+    DROP = "drop"  # half of a node's link messages and notifications are lost
+    LATE = "late"  # all of them are delayed
+    DOUBLE = "double"  # all of them arrive twice
+    SWAP = "swap"  # half of them are reordered
+    CORRUPT = "corrupt"  # writes of a prefill node carry wrong bytes
+    JUMP = "jump"  # the wall clock of a process is wrong for a while
+    HOSTILE = "hostile"  # a client sends the most expensive requests the limits allow
+
+
+class Phase(Enum):
+    """Progress of the newest request when a fault strikes."""
+
+    ASKED = "asked"  # sent, no token received
+    FIRST_TOKEN = "first token"
+    DECODING = "decoding"
+
+
+class TargetRole(Enum):
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+ROLES_BY_FAULT_KIND = {
+    FaultKind.KILL: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.STOP: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.FREEZE: (TargetRole.DECODE,),
+    FaultKind.SLOW: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.CUT: (TargetRole.PREFILL,),
+    FaultKind.HUSH: (TargetRole.PREFILL,),
+    FaultKind.CROWD: (TargetRole.ROUTER,),
+    FaultKind.DROP: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.LATE: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.DOUBLE: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.SWAP: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.CORRUPT: (TargetRole.PREFILL,),
+    FaultKind.JUMP: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.HOSTILE: (TargetRole.ROUTER,),
+}
+# Faults of the KV transfer.
+TRANSFER_FAULTS = frozenset(
+    {FaultKind.DROP, FaultKind.LATE, FaultKind.DOUBLE, FaultKind.SWAP, FaultKind.CORRUPT}
+)
+CLIENT_FAULTS = frozenset({FaultKind.CROWD, FaultKind.HOSTILE})
+MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    number: int
+    at_s: float  # earliest time since the start; strikes when a request reaches `phase`
+    kind: FaultKind
+    role: TargetRole
+    place: int  # index within the role
+    phase: Phase
+    lasts_s: float  # duration, for kinds that need one
+
+    def __str__(self) -> str:
+        who = f"{self.role.value}-{self.place}" if self.role is not TargetRole.ROUTER else "router"
+        return self.kind.value if self.kind in CLIENT_FAULTS else f"{self.kind.value} {who}"
+
+
+@dataclass(slots=True)
+class InjectedFault:
+    """A fault with its victim and times."""
+
+    fault: Fault
+    victim: str
+    at_s: float
+    listening_s: float = 0.0  # start of listening of the process that replaces a killed one
+    recovered_s: float = 0.0
+    attack: str = ""  # attack of the hostile client
+    outcomes: Mapping[str, int] | None = None  # of the attack's requests
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    seed: int = 0
+    duration_s: float = 60.0
+    every_s: float = 5.0  # on average
+    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+    roles: tuple[TargetRole, ...] = tuple(TargetRole)
+
+    def __post_init__(self) -> None:
+        for name in ("duration_s", "every_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not any(self.choices):
+            raise InvalidConfig("none of these fault kinds applies to these roles")
+
+    @property
+    def choices(self) -> Sequence[tuple[FaultKind, TargetRole]]:
+        return [(kind, role) for kind in self.kinds for role in self._roles_of(kind)]
+
+    def _roles_of(self, kind: FaultKind) -> Sequence[TargetRole]:
+        return [role for role in ROLES_BY_FAULT_KIND[kind] if role in self.roles]
+
+
+def faults(script: Script, num_by_role: Mapping[TargetRole, int]) -> list[Fault]:
+    """Return the faults of a script, deterministically: each kind and role in random order."""
+    draw = random.Random(script.seed)
+    drawn: list[Fault] = []
+    bag: list[tuple[FaultKind, TargetRole]] = []
+    at_s = 0.0
+    while (at_s := at_s + draw.uniform(0.5, 1.5) * script.every_s) < script.duration_s:
+        if not bag:
+            bag = draw.sample(script.choices, k=len(script.choices))
+        kind, role = bag.pop()
+        place = draw.randrange(num_by_role.get(role, 1))
+        phase = draw.choice(tuple(Phase))
+        # Log-uniform over the range of the peers' timeouts.
+        lasts_s = MIN_DURATION_S * (MAX_DURATION_S / MIN_DURATION_S) ** draw.random()
+        drawn.append(Fault(len(drawn), at_s, kind, role, place, phase, lasts_s))
+    return drawn

@@ -1,0 +1,190 @@
+"""Fault injection: plays a script of faults on a cluster under load."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from baton.client import AsyncClient, BatonError
+from baton.cluster import Child, await_serving
+from benchmarks.chaos.cluster import ChaosCluster
+from benchmarks.chaos.faults import TRANSFER_FAULTS, Fault, FaultKind, InjectedFault, TargetRole
+from benchmarks.chaos.hostile.processes import HostileProcesses
+from benchmarks.chaos.load import ChaosLoad
+from benchmarks.chaos.report import Attempts
+from rpc.channel import KEEPALIVE
+
+PHASE_PATIENCE_S = 2.0
+READY_WITHIN_S = 120.0
+LOOK_EVERY_S = 0.2
+CROWD_FACTOR = 4
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
+JUMP_S = 3600.0
+WIRE_PATIENCE_S = 10.0
+FREEZE_S = KEEPALIVE.every_s + KEEPALIVE.patience_s + 4.0
+
+
+class FaultInjector:
+    """Injects faults from outside the processes, and waits for the recovery of each victim."""
+
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        client: AsyncClient,
+        load: ChaosLoad,
+        num_clients: int,
+        attempts: Attempts,
+        hostile: HostileProcesses | None,
+    ) -> None:
+        self._cluster = cluster
+        self._client = client
+        self._load = load
+        self._num_clients = num_clients
+        self._attempts = attempts
+        self._hostile = hostile
+        self._affected: set[str] = set()
+        self._began_s = 0.0
+        self.injected: list[InjectedFault] = []
+
+    async def play(self, faults: Sequence[Fault], duration_s: float, stop: asyncio.Event) -> None:
+        """Inject the faults at their times; return when all victims have recovered."""
+        self._began_s = time.monotonic()
+        async with asyncio.TaskGroup() as recoveries:
+            for fault in faults:
+                if not await self._wait_until(fault.at_s, stop):
+                    return
+                await self._load.reached(fault.phase, PHASE_PATIENCE_S)
+                victim = self._victim(fault)
+                if victim is not None:
+                    self._affected.add(victim.name)
+                    recoveries.create_task(self._inject(fault, victim))
+            await self._wait_until(duration_s, stop)
+
+    async def _wait_until(self, at_s: float, stop: asyncio.Event) -> bool:
+        """Wait; return False if `stop` was set before."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._loop_time(at_s)):
+                await stop.wait()
+        return not stop.is_set()
+
+    def _loop_time(self, at_s: float) -> float:
+        elapsed_s = time.monotonic() - self._began_s
+        return asyncio.get_running_loop().time() + at_s - elapsed_s
+
+    def _victim(self, fault: Fault) -> Child | None:
+        """Return a healthy process of the role. The last healthy decode node is spared."""
+        count = self._cluster.num_by_role[fault.role]
+        places = [(fault.place + step) % count for step in range(count)]
+        siblings = [self._cluster.child(fault.role, place) for place in places]
+        healthy = [child for child in siblings if child.name not in self._affected]
+        if fault.role is TargetRole.DECODE and len(healthy) < 2:
+            return None
+        return healthy[0] if healthy else None
+
+    async def _inject(self, fault: Fault, victim: Child) -> None:
+        injected = InjectedFault(fault, victim.name, time.monotonic())
+        self.injected.append(injected)
+        try:
+            match fault.kind:
+                case FaultKind.KILL:
+                    await self._kill(victim, injected)
+                case FaultKind.STOP:
+                    await self._stop(victim, fault.lasts_s)
+                case FaultKind.FREEZE:
+                    await self._stop(victim, FREEZE_S)
+                    await self._until_ready(victim.name)
+                case FaultKind.SLOW:
+                    await self._slow(victim, fault.lasts_s)
+                case FaultKind.CUT | FaultKind.HUSH:
+                    await self._block_links(victim, fault)
+                case FaultKind.CROWD:
+                    await self._run_crowd(fault.lasts_s)
+                case FaultKind.JUMP:
+                    await self._jump(victim, fault)
+                case FaultKind.HOSTILE:
+                    await self._attack(injected)
+                case kind if kind in TRANSFER_FAULTS:
+                    await self._disturb_transfers(victim, fault)
+        finally:
+            injected.recovered_s = time.monotonic()
+            self._affected.discard(victim.name)
+
+    async def _kill(self, victim: Child, injected: InjectedFault) -> None:
+        if injected.fault.role is TargetRole.ROUTER:
+            await self._count_attempts(victim)
+        injected.at_s = time.monotonic()
+        self._cluster.kill(victim)
+        child = await self._cluster.restart(victim)
+        injected.listening_s = time.monotonic()
+        if injected.fault.role is TargetRole.ROUTER:
+            await asyncio.to_thread(await_serving, child.address, READY_WITHIN_S)
+        else:
+            await self._until_ready(child.name)
+
+    async def _count_attempts(self, router: Child) -> None:
+        with suppress(OSError):  # it may be stopped
+            self._attempts.note(router.process.pid, await self._cluster.scrape(router))
+
+    async def _until_ready(self, name: str) -> None:
+        """Wait until the router reports the node as ready; the router may be down, too."""
+        async with asyncio.timeout(READY_WITHIN_S):
+            while True:
+                with suppress(BatonError):
+                    async for nodes in self._client.nodes(LOOK_EVERY_S):
+                        if any(one.node_id == name and one.state == "ready" for one in nodes):
+                            return
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _stop(self, victim: Child, lasts_s: float) -> None:
+        self._cluster.signal(victim, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            self._cluster.signal(victim, signal.SIGCONT)
+
+    async def _slow(self, victim: Child, lasts_s: float) -> None:
+        end_s = time.monotonic() + lasts_s
+        while time.monotonic() < end_s:
+            await self._stop(victim, SLOW_STOPPED_S)
+            await asyncio.sleep(SLOW_RUNNING_S)
+
+    async def _block_links(self, victim: Child, fault: Fault) -> None:
+        proxy = self._cluster.proxy(victim)
+        (proxy.cut if fault.kind is FaultKind.CUT else proxy.hush)()
+        try:
+            await asyncio.sleep(fault.lasts_s)
+        finally:
+            proxy.heal()
+
+    async def _disturb_transfers(self, victim: Child, fault: Fault) -> None:
+        """Inject the fault until its time is over and it has hit a message, within a limit."""
+        switch = self._cluster.fault_switch(victim)
+        num_hits = switch.num_hits
+        switch.turn(fault.kind)
+        try:
+            await asyncio.sleep(fault.lasts_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WIRE_PATIENCE_S):
+                    while switch.num_hits == num_hits:
+                        await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            switch.clear()
+
+    async def _jump(self, victim: Child, fault: Fault) -> None:
+        """Set the clock forward or back for a while."""
+        self._cluster.shift_clock(victim, JUMP_S if fault.number % 2 else -JUMP_S)
+        await asyncio.sleep(fault.lasts_s)
+        self._cluster.shift_clock(victim, 0.0)
+
+    async def _attack(self, injected: InjectedFault) -> None:
+        if self._hostile is not None:
+            attack, injected.outcomes = await self._hostile.attack()
+            injected.attack = attack.value
+
+    async def _run_crowd(self, lasts_s: float) -> None:
+        enough = asyncio.Event()
+        asyncio.get_running_loop().call_later(lasts_s, enough.set)
+        await self._load.run(CROWD_FACTOR * self._num_clients, enough)

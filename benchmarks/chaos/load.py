@@ -1,0 +1,183 @@
+"""Closed-loop clients of a chaos run, and the outcome of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.client import Answer, AsyncClient, BatonError, Generation
+from benchmarks.chaos.faults import Phase
+from benchmarks.chaos.workload import KnownAnswer, difference_of, with_salt
+
+# Requests take seconds; one without an end after this time counts as hung.
+PATIENCE_S = 90.0
+CANCEL_SHARE = 0.08
+MAX_CANCEL_AFTER_S = 1.5  # of clients that cancel
+SHORT_DEADLINE_SHARE = 0.08
+MIN_DEADLINE_S, MAX_DEADLINE_S = 0.05, 2.0  # deadlines that some answers miss
+SHARING_SHARE = 0.3  # share of requests that may hit cached prefixes
+PAUSE_AFTER_REFUSAL_S = 0.2
+FIRST_DECODED = 2  # tokens after which the decode node is generating
+
+
+class RequestOutcome(Enum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    HUNG = "hung"
+    REFUSED = "refused"  # with a named error before the first token
+    BROKEN = "broken"  # with a named error after the first token
+    LATE = "late"  # ended by a short deadline
+    CANCELLED = "cancelled"  # by its client
+
+
+@dataclass(slots=True)
+class AnswerOutcome:
+    """One request as seen by its client. Times are monotonic."""
+
+    tag: int
+    kind: str
+    began_s: float
+    patience_s: float = PATIENCE_S
+    ended_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
+    outcome: RequestOutcome = RequestOutcome.RIGHT
+    reason: str = ""
+    attempts: int = 1
+    is_local: bool = False  # its decode node computed the prompt
+
+    @property
+    def has_short_deadline(self) -> bool:
+        """Return whether the deadline is shorter than an answer may take."""
+        return self.patience_s < PATIENCE_S
+
+
+class ChaosLoad:
+    """Closed-loop clients: each sends its next request when the last one has ended."""
+
+    def __init__(self, client: AsyncClient, known: Sequence[KnownAnswer], seed: int) -> None:
+        self._client = client
+        self._known = known
+        self._draw = random.Random(seed)
+        self._numbers = 0
+        self._changed = asyncio.Event()
+        self._last_reached: Phase | None = None
+        self.outcomes: list[AnswerOutcome] = []
+        self.num_in_flight = 0
+
+    async def run(self, num_clients: int, stop: asyncio.Event) -> None:
+        """Run clients until `stop` is set and their requests have ended."""
+
+        async def send_requests() -> None:
+            while not stop.is_set():
+                record = await self._send()
+                if record.outcome in (RequestOutcome.REFUSED, RequestOutcome.BROKEN):
+                    await asyncio.sleep(PAUSE_AFTER_REFUSAL_S)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_clients):
+                group.create_task(send_requests())
+
+    async def reached(self, phase: Phase, timeout_s: float) -> None:
+        """Wait until a request reaches this phase, at most for `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    await self._changed.wait()
+                    if self._last_reached is phase:
+                        return
+        except TimeoutError:
+            return
+
+    def _note(self, phase: Phase) -> None:
+        self._last_reached = phase
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _send(self) -> AnswerOutcome:
+        one = self._draw.choice(self._known)
+        self._numbers += 1
+        shares = self._draw.random() < SHARING_SHARE
+        salt = "" if shares else str(self._numbers)
+        cancels = self._draw.random() < CANCEL_SHARE
+        cancel_after_s = self._draw.random() * MAX_CANCEL_AFTER_S if cancels else None
+        record = AnswerOutcome(
+            one.request.tag, one.request.kind, time.monotonic(), self._patience_s()
+        )
+        self.num_in_flight += 1
+        try:
+            async with asyncio.timeout(cancel_after_s):
+                await self._receive(one, with_salt(one.request, salt), record)
+        except TimeoutError:
+            _set_outcome(record, RequestOutcome.CANCELLED)
+        finally:
+            self.num_in_flight -= 1
+        record.ended_s = time.monotonic()
+        self.outcomes.append(record)
+        return record
+
+    def _patience_s(self) -> float:
+        if self._draw.random() >= SHORT_DEADLINE_SHARE:
+            return PATIENCE_S
+        return self._draw.uniform(MIN_DEADLINE_S, MAX_DEADLINE_S)
+
+    async def _receive(
+        self, one: KnownAnswer, generation: Generation, record: AnswerOutcome
+    ) -> None:
+        answer = Answer()
+        self._note(Phase.ASKED)
+        stream = self._client.stream(one.request.prompt, generation, timeout_s=record.patience_s)
+        try:
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    if chunk.first_index != len(answer.token_ids):
+                        _set_outcome(
+                            record,
+                            RequestOutcome.WRONG,
+                            f"token {chunk.first_index} is out of order",
+                        )
+                        return
+                    answer.take(chunk)
+                    self._note_tokens(answer, record)
+        except BatonError as error:
+            self._judge_error(record, error)
+        else:
+            self._judge_answer(one, answer, record)
+
+    def _note_tokens(self, answer: Answer, record: AnswerOutcome) -> None:
+        if not answer.token_ids:
+            return
+        if not record.arrivals_s:
+            self._note(Phase.FIRST_TOKEN)
+        elif len(record.arrivals_s) == FIRST_DECODED:
+            self._note(Phase.DECODING)
+        record.arrivals_s.append(time.monotonic())
+
+    def _judge_answer(self, one: KnownAnswer, answer: Answer, record: AnswerOutcome) -> None:
+        difference = difference_of(one, answer)
+        if difference is not None:
+            _set_outcome(record, RequestOutcome.WRONG, difference)
+        if answer.finish is not None:
+            record.attempts = answer.finish.served.attempts
+            record.is_local = not answer.finish.served.is_prefill_remote
+
+    def _judge_error(self, record: AnswerOutcome, error: BatonError) -> None:
+        reason = error.reason or error.code.name
+        if reason == "DEADLINE_EXCEEDED" and record.has_short_deadline:
+            _set_outcome(record, RequestOutcome.LATE)
+        elif reason == "DEADLINE_EXCEEDED":
+            _set_outcome(record, RequestOutcome.HUNG, f"no end within {record.patience_s:.0f} s")
+        else:
+            _set_outcome(
+                record,
+                RequestOutcome.BROKEN if record.arrivals_s else RequestOutcome.REFUSED,
+                reason,
+            )
+
+
+def _set_outcome(record: AnswerOutcome, outcome: RequestOutcome, reason: str = "") -> None:
+    record.outcome, record.reason = outcome, reason

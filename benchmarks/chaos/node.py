@@ -1,0 +1,59 @@
+"""`python -m benchmarks.chaos.node FOLDER prefill|decode …`: a node with KV transfer faults.
+
+It is `baton serve prefill|decode` with fault-injecting wrappers around KV link and transport.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from baton.cli.commands.serve import node_command
+from baton.cli.program import prepare
+
+if TYPE_CHECKING:
+    from kv_transfer.config import KvWorkerConfig
+    from node.options import NodeOptions
+
+# Real links do not lose single messages, so the default timeouts are long. Here they are short.
+GIVE_UP_S, FENCE_AGE_S = 4.0, 3.0
+
+
+def run(folder: Path, role: str, options: NodeOptions) -> None:
+    from benchmarks.chaos.faulty_transport import FaultSwitch, FaultyLink, FaultyTransport
+    from node.wiring import Around
+
+    fault_switch = FaultSwitch(folder / options.node_id)
+    around = Around(
+        lambda link: FaultyLink(link, fault_switch),
+        lambda transport, region: FaultyTransport(transport, region, fault_switch),
+    )
+    options = replace(options, kv_worker=_with_short_timeouts(options.kv_worker))
+    if role == "prefill":
+        from prefill_node.__main__ import main
+    else:
+        from decode_node.__main__ import main
+    main(options, around)
+
+
+def _with_short_timeouts(config: KvWorkerConfig) -> KvWorkerConfig:
+    receiver = replace(config.receiver, give_up_s=GIVE_UP_S, fence_age_s=FENCE_AGE_S)
+    return replace(config, receiver=receiver)
+
+
+def main() -> None:
+    folder = Path(sys.argv.pop(1))
+    prepare()
+    app = typer.Typer(pretty_exceptions_enable=False)
+    for role in ("prefill", "decode"):
+        app.command(role)(node_command(role, partial(run, folder, role)))
+    app()
+
+
+if __name__ == "__main__":
+    main()

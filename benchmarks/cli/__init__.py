@@ -1,0 +1,75 @@
+"""The command line of the benchmarks. Each is a module; heavy imports happen on use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import typer
+
+from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, unwrap, use_command_class
+from baton.cli.examples import examples
+from baton.cli.program import prepare, run_program
+from benchmarks.cli.chaos import chaos
+from benchmarks.cli.chart import chart
+from benchmarks.cli.forms import forms
+from benchmarks.cli.frontier import frontier
+from benchmarks.cli.handover import handover
+from benchmarks.cli.interference import interference
+from benchmarks.cli.memory import memory
+from benchmarks.cli.overload import overload
+from benchmarks.cli.peer import peer
+from benchmarks.cli.policies import policies
+from benchmarks.cli.router import router
+from benchmarks.cli.scheduler import scheduler
+from benchmarks.cli.speculation import speculation
+from benchmarks.cli.trace import trace
+from rpc.parent_process import exit_on_sigterm
+
+PROGRAM = "python -m benchmarks"
+# BATON_BENCH_CHAOS_SEED is --seed of the benchmark chaos.
+VARIABLE_PREFIX = f"{ENVIRONMENT_PREFIX}_BENCH"
+EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
+    scheduler: ("scheduler --running 256,1024",),
+    speculation: ("speculation --speculative ngram:6",),
+    forms: ("forms --model models/demo --runs 20",),
+    router: ("router --streams 64 --json router.json",),
+    policies: ("policies --nodes 100 --plot policies.png",),
+    trace: ("trace --rounds 9 --json trace.json",),
+    overload: ("overload --model models/demo --factor 3",),
+    memory: ("memory --requests 100000 --clients 64",),
+    chaos: ("chaos --minutes 20 --every 5", "chaos --kinds kill --roles decode --logs logs"),
+    peer: ("peer --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm",),
+    interference: ("interference --model ~/models/Qwen3-0.6B --vllm-venv ~/vllm",),
+    frontier: ("frontier --model ~/models/Qwen3-0.6B --rates 0.1,0.2 --plot f.png",),
+    handover: ("handover --model ~/models/Qwen3-0.6B --pairs 30",),
+    chart: ("chart --peer peer.json --interference load.json engines.png",),
+}
+
+app = typer.Typer(
+    name="benchmarks", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+)
+
+
+@app.callback(
+    help=unwrap("""
+    Research benchmarks of Baton, also against other engines.
+
+    Options are read from a file (--config), the environment (BATON_BENCH_CHAOS_SEED is --seed of
+    `chaos`) and the command line; each source overrides the ones before it. `baton bench` has the
+    benchmarks of a running cluster, the engine and the KV transfer.
+    """)
+)
+def _benchmarks(config: ConfigFile = None) -> None: ...
+
+
+for command, lines in EXAMPLES.items():
+    app.command(epilog=examples(*(f"{PROGRAM} {line}" for line in lines)))(command)
+use_command_class(app)
+
+
+def main() -> None:
+    """Run the command line. A named error prints one line; a bug keeps its traceback."""
+    prepare()
+    exit_on_sigterm()  # unwinds the stack, so that started processes end with the measurement
+    sys.exit(run_program(app, PROGRAM, VARIABLE_PREFIX))

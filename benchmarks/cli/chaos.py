@@ -1,0 +1,212 @@
+"""`python -m benchmarks chaos`."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.options.output import JsonFile
+from baton.cli.show import console, show_table, write_json
+from engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from benchmarks.chaos.benchmark import ChaosBench, ChaosProgress, OnProgress
+    from benchmarks.chaos.hostile.latencies import BystanderLatencies
+    from benchmarks.chaos.leaks import ProcessMemory
+    from benchmarks.chaos.report import Report
+
+EVERYTHING = "all"
+
+
+def chaos(
+    model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
+    minutes: Annotated[float, typer.Option(help="Minutes during which faults are injected.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of requests and faults.")] = 0,
+    every: Annotated[float, typer.Option(help="Mean seconds between faults.")] = 5.0,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            help="kill, stop, freeze, slow, cut, hush, crowd, drop, late, double, swap, corrupt, "
+            "jump, hostile; comma-separated. hostile: a client sends the most expensive requests "
+            "that the limits allow, while the latency of other clients is measured."
+        ),
+    ] = EVERYTHING,
+    roles: Annotated[
+        str,
+        typer.Option(help="Roles to inject faults into: router, prefill, decode; comma-separated."),
+    ] = EVERYTHING,
+    attacks: Annotated[
+        str,
+        typer.Option(
+            help="Attacks of the hostile client: large-answers, token-lists, large-settings, "
+            "idle-connections, long-ids, ambiguous-grammars, dead-peers, mutations."
+        ),
+    ] = EVERYTHING,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Clients, each sending one request after the other.")
+    ] = 6,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 2,
+    decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
+    kv_cache_memory: Annotated[
+        str, typer.Option(help="KV cache of each node; small, so that crowd fills it.")
+    ] = "3MiB",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Use float32 without a C++ compiler: rounding may change tokens otherwise."
+        ),
+    ] = "auto",
+    transport: Annotated[str, typer.Option(help="KV transport: nixl or ucxx.")] = "nixl",
+    kv_tls: Annotated[str, typer.Option(help="UCX_TLS of the KV transport, such as tcp.")] = "",
+    logs: Annotated[Path | None, typer.Option(help="Folder for the logs of the processes.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill, stop and partition a cluster's processes under load, and check every answer.
+
+    Faults are injected from outside. Kind hostile adds a client that sends expensive bodies, long
+    lists and ids, ambiguous grammars, hundreds of idle connections, links to dead peers and
+    mutated requests. Meanwhile bystander streams must have no gap and /health no latency above
+    1 s, except during other faults. `--kinds hostile` injects no other faults.
+
+    Exit code 1 if an answer was wrong, a request hung or was lost, something leaked, or a
+    bystander's limit was exceeded.
+    """
+    from benchmarks.chaos.benchmark import ChaosBench
+    from benchmarks.chaos.clock import can_jump
+    from benchmarks.chaos.cluster import ChaosClusterConfig
+    from benchmarks.chaos.faults import FaultKind, Script, TargetRole
+    from benchmarks.chaos.hostile.requests import Attack
+    from benchmarks.chaos.report import report_values
+
+    chosen = _named(FaultKind, kinds, "--kinds")
+    if kinds == EVERYTHING and not can_jump():
+        console(stderr=True).print("no C compiler found: this run has no jump faults (clock jumps)")
+        chosen = tuple(kind for kind in chosen if kind is not FaultKind.JUMP)
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    what = ChaosBench(
+        setting=ChaosClusterConfig(
+            model,
+            prefill,
+            decode,
+            node_arguments=(
+                *("--kv-cache-memory", kv_cache_memory, "--threads", "1", "--dtype", dtype),
+                *("--kv-transport", transport, f"--kv-tls={kv_tls}"),
+            ),
+            log_dir=logs,
+            clocks_jump=FaultKind.JUMP in chosen,
+            has_http=FaultKind.HOSTILE in chosen,
+        ),
+        script=Script(
+            seed=seed,
+            duration_s=minutes * 60,
+            every_s=every,
+            kinds=chosen,
+            roles=_named(TargetRole, roles, "--roles"),
+        ),
+        num_clients=clients,
+        attacks=_named(Attack, attacks, "--attacks"),
+    )
+    report = _run(what)
+    _show(report, what)
+    write_json(json_file, {"what": asdict(what), **report_values(report)})
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
+def _named(enum: type[Enum], text: str, option: str) -> tuple[Any, ...]:
+    if text == EVERYTHING:
+        return tuple(enum)
+    try:
+        return tuple(enum(one.strip()) for one in text.split(","))
+    except ValueError:
+        names = ", ".join(one.value for one in enum)
+        raise InvalidConfig(f"{option} {text}: choose from {names}") from None
+
+
+def _run(what: ChaosBench) -> Report:
+    import asyncio
+
+    from benchmarks.chaos.benchmark import run
+
+    async def until_interrupted() -> Report:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+        try:
+            with _progress(what) as on_progress:
+                return await run(what, stop, on_progress)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    return asyncio.run(until_interrupted())
+
+
+@contextmanager
+def _progress(what: ChaosBench) -> Iterator[OnProgress]:
+    """Show one status line on a terminal; print nothing elsewhere."""
+    with console(stderr=True).status("starting the cluster; running without faults") as status:
+
+        def on_progress(now: ChaosProgress) -> None:
+            counts = Counter(one.outcome.value for one in now.outcomes)
+            outcomes = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            clock = f"{now.elapsed_s:.0f}/{what.script.duration_s:.0f} s"
+            status.update(f"{clock}, {now.num_injected} faults ({now.latest}): {outcomes}")
+
+        yield on_progress
+
+
+def _show(found: Report, what: ChaosBench) -> None:
+    rows = [{"what": name, "count": count} for name, count in found.counts.items()]
+    took = f"{found.num_faults} faults in {found.elapsed_s:.0f} s, seed {what.script.seed}"
+    console().print(took)
+    show_table("", rows)
+    if found.num_by_fault:
+        show_table("faults", [{"fault": n, "times": c} for n, c in found.num_by_fault.items()])
+    if found.recoveries:
+        show_table("recovery times", [asdict(one) for one in found.recoveries])
+    if found.reasons:
+        show_table("failures", [{"why": n, "times": c} for n, c in found.reasons.items()])
+    if found.bystanders is not None:
+        _show_bystanders(found.bystanders)
+    if found.memory:
+        show_table("memory in MiB", [_memory_row(one) for one in found.memory])
+    for name in ("wrong", "hung", "lost", "overdue", "leaks", "died", "missed"):
+        _list(name, getattr(found, name))
+
+
+def _show_bystanders(found: BystanderLatencies) -> None:
+    named = {
+        "worst gap": found.worst_gap_s,
+        "worst /health": found.worst_health_s,
+        "worst gap without an attack": found.worst_quiet_gap_s,
+        "worst /health without an attack": found.worst_quiet_health_s,
+        "worst lag of the measuring process": found.worst_lag_s,
+    }
+    counts = f"{found.num_gaps} gaps, {found.num_health} /health requests; 0: below 0.1 s"
+    show_table(f"bystanders: {counts}", [{"what": n, "s": s} for n, s in named.items()])
+    if found.by_attack:
+        show_table("during attacks", [asdict(one) for one in found.by_attack])
+
+
+def _memory_row(one: ProcessMemory) -> dict[str, Any]:
+    grown = f"{one.growth:+.0%}{'' if one.is_within else ' (over)'}"
+    return {
+        "process": one.process,
+        "start": "restarted" if one.start_mib is None else round(one.start_mib),
+        "before the second half": round(one.middle_mib),
+        "end": round(one.end_mib),
+        "growth": grown,
+    }
+
+
+def _list(name: str, lines: Sequence[str]) -> None:
+    for line in lines:
+        console(stderr=True).print(f"{name}: {line}", markup=False, highlight=False)

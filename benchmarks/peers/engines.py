@@ -1,0 +1,172 @@
+"""Baton and vLLM servers, started for one measurement."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.units import GIB
+from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
+from benchmarks.peers.settings import clean_environment, python_of, vllm_settings
+from benchmarks.processes import external_process
+from engine.errors import InvalidConfig
+
+START_TIMEOUT_S = 600.0
+LOOK_EVERY_S = 0.5
+NUM_LOG_LINES = 20
+MAX_NUM_SEQS = ("--max-num-seqs", "32")
+# The KV cache holds the whole load, and no engine caches prefixes.
+BATON = ("--kv-cache-memory", "2GiB", "--no-prefix-caching", "--trace-dir", "off", *MAX_NUM_SEQS)
+PATCHES = Path(__file__).resolve().parent / "workers" / "quiet_vllm"
+OVER_NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+VLLM_KV_GIB = 2
+VLLM = ("--max-model-len", "4096", "--no-enable-prefix-caching", *MAX_NUM_SEQS)
+
+
+def core_halves() -> tuple[Sequence[int], Sequence[int]]:
+    """Return the cores for prefill and for decode. Raises InvalidConfig with a single core."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise InvalidConfig(
+            "a prefill and a decode node need one core each; this process may use one only"
+        )
+    middle = len(cpus) // 2
+    return cpus[:middle], cpus[middle:]
+
+
+@contextmanager
+def baton_disaggregated(model: str) -> Iterator[CompletionsApi]:
+    """Start a prefill node on one half of the cores, a decode node on the other."""
+    prefill, decode = core_halves()
+    options = replace(
+        _options(model), prefill_arguments=_on_cores(prefill), decode_arguments=_on_cores(decode)
+    )
+    with LocalCluster(options) as cluster:
+        yield CompletionsApi(f"http://{cluster.router.http_address}")
+
+
+@contextmanager
+def baton_colocated(
+    model: str, cpus: Sequence[int] | None = None, step_ms: int | None = None
+) -> Iterator[CompletionsApi]:
+    """Start one node that prefills and decodes, on `cpus` or on all cores."""
+    own = _on_cores(cpus or [*core_halves()[0], *core_halves()[1]])
+    pace = () if step_ms is None else ("--target-step-ms", str(step_ms))
+    options = replace(_options(model), num_prefill=0, decode_arguments=(*own, *pace))
+    with LocalCluster(options) as cluster:
+        yield CompletionsApi(f"http://{cluster.router.http_address}")
+
+
+@contextmanager
+def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[CompletionsApi]:
+    """Start one server on all cores. `chunk`: token budget of a step; None: vLLM's default."""
+    more = () if chunk is None else ("--max-num-batched-tokens", str(chunk))
+    cpus = [*core_halves()[0], *core_halves()[1]]
+    with (
+        TemporaryDirectory(prefix="baton-vllm-") as logs,
+        _vllm(model, venv, cpus, Path(logs, "server"), more, {}) as server,
+    ):
+        yield server.wait_until_ready()
+
+
+@contextmanager
+def vllm_disaggregated(model: str, venv: Path, *, is_patched: bool) -> Iterator[CompletionsApi]:
+    """Start a prefill and a decode server, each on half of the cores, with KV over NIXL."""
+    patches = {"PYTHONPATH": str(PATCHES)} if is_patched else {}
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")))
+        servers = []
+        for name, cpus in zip(("prefill", "decode"), core_halves(), strict=True):
+            settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()), **patches}
+            more = ("--kv-transfer-config", OVER_NIXL)
+            server = _vllm(model, venv, cpus, logs / name, more, settings)
+            servers.append(stack.enter_context(server))
+        # Both start at the same time.
+        prefill, decode = [server.wait_until_ready() for server in servers]
+        yield replace(decode, prefill_url=prefill.url, groups=prefill.groups + decode.groups)
+
+
+def vllm_server_bytes(model: str) -> int:
+    """Estimate the memory of a vLLM server: KV, weights read and packed, processes."""
+    weights = sum(shard.stat().st_size for shard in Path(model).glob("*.safetensors"))
+    processes = 3 * GIB // 2
+    return VLLM_KV_GIB * GIB + 2 * weights + processes
+
+
+def _on_cores(cpus: Sequence[int]) -> tuple[str, ...]:
+    return ("--cpus", ",".join(map(str, cpus)), "--threads", str(len(cpus)))
+
+
+def _options(model: str) -> ClusterOptions:
+    router = ("--http-port", "0", "--trace-dir", "off")
+    return ClusterOptions(model, node_arguments=BATON, router_arguments=router)
+
+
+@contextmanager
+def _vllm(
+    model: str,
+    venv: Path,
+    cpus: Sequence[int],
+    log: Path,
+    more: Sequence[str],
+    settings: dict[str, str],
+) -> Iterator[_Server]:
+    """Launch a server without waiting for it; it ends with the block."""
+    port = _free_port()
+    serve = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16")
+    command = [
+        str(python_of(venv)),
+        *serve,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *VLLM,
+        *more,
+    ]
+    environment = clean_environment() | vllm_settings(venv, cpus, kv_gib=VLLM_KV_GIB) | settings
+    with (
+        log.open("w") as output,
+        external_process(
+            ["taskset", "-c", ",".join(map(str, cpus)), *command],
+            environment | {"VLLM_HOST_IP": "127.0.0.1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        yield _Server(f"http://127.0.0.1:{port}", process, log)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def wait_until_ready(self) -> CompletionsApi:
+        """Wait until it serves. Raises EngineFailed."""
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < until_s and self.process.poll() is None:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply,
+            ):
+                if reply.status == 200:
+                    return CompletionsApi(self.url, groups=(self.process.pid,))
+            time.sleep(LOOK_EVERY_S)
+        lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+        raise EngineFailed("\n".join(["vLLM did not start; the end of its log:", *lines]))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

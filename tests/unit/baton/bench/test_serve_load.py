@@ -1,0 +1,143 @@
+"""Plans of load: drawn from a seed, at the rate that was asked for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.bench.serve.load import (
+    Arrivals,
+    ServeLoad,
+    parse_lengths,
+    plan,
+    read_prompts,
+    warm_up,
+)
+from engine.errors import InvalidConfig
+
+VOCAB_SIZE = 500
+LOAD = ServeLoad(rate=10, num_requests=200, prompt=parse_lengths("uniform:4:9"))
+
+
+def test_one_seed_gives_one_plan_and_another_seed_another() -> None:
+    first, again = plan(LOAD, VOCAB_SIZE), plan(LOAD, VOCAB_SIZE)
+    other = plan(replace(LOAD, seed=1), VOCAB_SIZE)
+
+    assert first == again
+    assert {one.prompt for one in first}.isdisjoint(one.prompt for one in other)
+
+
+@pytest.mark.parametrize("arrivals", Arrivals)
+def test_arrivals_keep_to_the_rate(arrivals: Arrivals) -> None:
+    load = replace(LOAD, num_requests=2000, arrivals=arrivals)
+
+    times = [one.at_s for one in plan(load, VOCAB_SIZE)]
+
+    assert times == sorted(times)
+    assert len(times) / times[-1] == pytest.approx(10, rel=0.1)
+
+
+def test_a_burst_comes_at_once_and_constant_arrivals_never_do() -> None:
+    bursts = plan(replace(LOAD, arrivals=Arrivals.BURST, burst_size=5), VOCAB_SIZE)
+    steady = plan(replace(LOAD, arrivals=Arrivals.CONSTANT), VOCAB_SIZE)
+
+    assert [one.at_s for one in bursts[:7]] == [0, 0, 0, 0, 0, 0.5, 0.5]
+    assert len({one.at_s for one in steady}) == len(steady)
+
+
+def test_a_duration_ends_the_plan_in_place_of_a_number() -> None:
+    requests = plan(replace(LOAD, duration_s=3.0, arrivals=Arrivals.CONSTANT), VOCAB_SIZE)
+
+    assert len(requests) == 30
+
+
+def test_prompts_of_one_group_begin_alike_and_end_apart() -> None:
+    requests = plan(replace(LOAD, prefix_tokens=8, prefix_groups=3), VOCAB_SIZE)
+
+    assert len({one.prompt[:8] for one in requests}) == 3
+    assert len({one.prompt[8:] for one in requests}) == len(requests)
+
+
+@pytest.mark.parametrize("prefix_tokens", [0, 8])
+def test_the_warm_up_tells_the_caches_nothing_of_the_plan(prefix_tokens: int) -> None:
+    load = replace(LOAD, prefix_tokens=prefix_tokens)
+
+    warm = warm_up(load, VOCAB_SIZE)
+
+    assert len(warm) == load.num_warm_up
+    assert {one.prompt[:4] for one in warm}.isdisjoint(
+        one.prompt[:4] for one in plan(load, VOCAB_SIZE)
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "possible"),
+    [
+        ("7", {7}),
+        ("uniform:3:5", {3, 4, 5}),
+        ("mix:64x9,2048x1", {64, 2048}),
+    ],
+)
+def test_lengths_are_drawn_from_what_was_written(written: str, possible: set[int]) -> None:
+    lengths, draw = parse_lengths(written), random.Random(0)
+
+    assert {lengths.draw(draw) for _ in range(200)} == possible
+
+
+def test_lognormal_lengths_lie_around_their_median() -> None:
+    lengths, draw = parse_lengths("lognormal:100:0.5"), random.Random(0)
+
+    drawn = sorted(lengths.draw(draw) for _ in range(2000))
+
+    assert drawn[1000] == pytest.approx(100, rel=0.1)
+    assert drawn[-1] > 300
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "x",
+        "0",
+        "-3",
+        "uniform:5",
+        "uniform:9:3",
+        "mix:",
+        "mix:64",
+        "normal:3:4",
+        "0.5",
+        "a:b:c",
+    ],
+)
+def test_what_is_no_length_is_refused_with_what_would_be(written: str) -> None:
+    with pytest.raises(InvalidConfig, match="write it like"):
+        parse_lengths(written)
+
+
+@pytest.mark.parametrize("wrong", [{"rate": 0}, {"rate": -1}, {"duration_s": 0}, {"burst_size": 0}])
+def test_a_load_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidConfig):
+        replace(LOAD, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_file_of_prompts_is_sent_line_by_line_and_at_its_own_times(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "at_s": 5}\n\n{"prompt": [1, 2], "max_tokens": 3}\n')
+    load = replace(LOAD, num_requests=3, arrivals=Arrivals.CONSTANT)
+
+    requests = plan(load, VOCAB_SIZE, read_prompts(path))
+
+    assert [(one.prompt, one.at_s) for one in requests] == [((1, 2), 0.1), ("a", 0.2), ("a", 5)]
+    assert requests[0].max_tokens == 3
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 3}', '{"prompt": "a", "at_s": []}'])
+def test_a_bad_line_is_told_with_its_place(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+
+    with pytest.raises(InvalidConfig, match=r"prompts.jsonl:2: write it like"):
+        read_prompts(path)
