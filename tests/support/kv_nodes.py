@@ -24,12 +24,13 @@ from tests.support.transport_endpoints import MAKERS
 
 WAIT_S = 60.0
 FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
-SILENCE_S = 600.0
+BLOCK_BYTES = 65536
+SILENCE_S, HOLD_S = 600.0, 60.0
 # On a busy machine, seconds can pass before a process runs. Limits are therefore long, and a test
 # in which one must pass advances the node's clock.
 CONFIG = KvWorkerConfig(
     receiver=ReceiverConfig(lease_s=300.0, silence_s=SILENCE_S, fence_age_s=SILENCE_S),
-    sender=SenderConfig(hold_s=10.0),
+    sender=SenderConfig(hold_s=HOLD_S),
     redial_s=0.2,
 )
 
@@ -39,7 +40,7 @@ class NodePlan:
     kind: str  # of transport
     address: str  # of its control link
     num_blocks: int = 64
-    block_bytes: int = 65536
+    block_bytes: int = BLOCK_BYTES
 
 
 @dataclass(slots=True)
@@ -147,7 +148,13 @@ class NodeProcess:
         self._answer()
 
     def stop(self) -> None:
+        """Stop the process, and return when all its threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
+        wait_until(self._is_stopped, "the stop of all threads")
+
+    def _is_stopped(self) -> bool:
+        stats = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
