@@ -123,14 +123,7 @@ class Child:
         thread lives as long as the child.
         """
         try:
-            self.process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches only the parent, which drains in order
-            )
+            self.process = start_process(command, environment)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             started.set_exception(error)
             return
@@ -213,6 +206,18 @@ class Child:
     def _settle(self) -> None:
         self._announced.set()
         self._on_settled(self)
+
+
+def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a process with both outputs in one pipe. Tests replace this by a fork."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # Ctrl-C reaches only the parent, which drains in order
+    )
 
 
 class NodeLists:
@@ -298,10 +303,9 @@ class LocalCluster:
         return child.stop()
 
     def restart(self, ended: Child) -> Child:
-        """Start a new process at the address of one that has ended. Raises ClusterFailed."""
-        port = ended.address.rpartition(":")[2]
-        index = ended.arguments.index("--port") + 1
-        arguments = (*ended.arguments[:index], port, *ended.arguments[index + 1 :])
+        """Start a new process at the addresses of one that has ended. Raises ClusterFailed."""
+        arguments = with_port(ended.arguments, "--port", ended.address)
+        arguments = with_port(arguments, "--http-port", ended.http_address)
         child = self._start_child(ended.name, arguments)
         if ended is self.router:
             self.router = child
@@ -394,6 +398,14 @@ class LocalCluster:
         self._lifetime.callback(child.stop)
         self._spawned.append(child)
         return child
+
+
+def with_port(arguments: Sequence[str], option: str, address: str) -> tuple[str, ...]:
+    """Return the arguments with the option, if it is there, set to the port of the address."""
+    if option not in arguments:
+        return tuple(arguments)
+    index = arguments.index(option) + 1
+    return (*arguments[:index], address.rpartition(":")[2], *arguments[index + 1 :])
 
 
 def _command(options: ClusterOptions, role: str) -> list[str]:

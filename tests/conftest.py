@@ -1,18 +1,21 @@
-"""For all tests: what is traced in them stays with them, and Ctrl-C is heard."""
+"""Session fixtures of all tests: trace folder and SIGINT handler."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+import baton.cluster
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
+from tests.support.fork_server import ForkServer, can_fork
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _traces_go_to_a_folder_of_the_tests(
+def _trace_dir(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[None]:
     before = os.environ.get(TRACE_DIR_VARIABLE)
@@ -24,7 +27,22 @@ def _traces_go_to_a_folder_of_the_tests(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interrupts_are_heard() -> None:
-    """A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C."""
+def _sigint_handler() -> None:
+    """Restore SIGINT, which a shell makes background processes and their children ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_processes(_sigint_handler: None, _trace_dir: None) -> Iterator[None]:
+    """Fork the processes of clusters from one server per test process."""
+    server, start_process = ForkServer(), baton.cluster.start_process
+
+    def fork_or_start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        start = server.start_process if can_fork(command, environment) else start_process
+        return start(command, environment)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baton.cluster, "start_process", fork_or_start)
+        yield
+    server.close()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -187,8 +186,7 @@ class ChaosCluster:
 
     def _options(self) -> ClusterOptions:
         setting = self._setting
-        # A fixed port, since a killed router restarts on it.
-        http = ("--http-port", str(_free_port())) if setting.has_http else ()
+        http = ("--http-port", "0") if setting.has_http else ()
         times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
         return ClusterOptions(
             model=setting.model,
@@ -223,8 +221,3 @@ class ChaosCluster:
     async def _open(self, proxy: NodeProxy) -> None:
         await proxy.open()
         self._lifetime.push_async_callback(proxy.close)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A cluster for hostile callers, and an honest one beside them."""
+"""Cluster that hostile and honest clients share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from baton.client import Client
 from baton.cluster import ClusterOptions, LocalCluster
+from tests.support.honest_client import HONEST_REQUEST
 from tests.support.models import VARIANTS, make_model_folder
-from tests.support.neighbour import NEIGHBOUR
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="session")
 def right_answer(cluster: LocalCluster) -> tuple[int, ...]:
     with Client(cluster.address, timeout_s=60) as client:
-        return tuple(client.generate(NEIGHBOUR.prompt, NEIGHBOUR.generation).token_ids)
+        return tuple(client.generate(HONEST_REQUEST.prompt, HONEST_REQUEST.generation).token_ids)
 
 
 @pytest.fixture

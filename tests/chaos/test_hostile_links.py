@@ -13,7 +13,7 @@ import pytest
 
 from baton.cluster import LocalCluster
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
-from tests.support.neighbour import undisturbed
+from tests.support.honest_client import honest_client_undisturbed
 
 PATIENCE_S = 30.0
 LinkMessage = kv_link_pb2.LinkMessage
@@ -84,7 +84,7 @@ def test_a_lease_that_is_none_ends_the_link_by_name(
     channel = channel_of["prefill"]
     renew = LinkMessage(renew=kv_link_pb2.Renew(lease_s=lease_s))
 
-    with undisturbed(cluster, right_answer):
+    with honest_client_undisturbed(cluster, right_answer):
         for message in (grant(lease_s=lease_s), renew):
             word = last_word(channel, LinkMessage(hello=hello_to(channel)), message)
             assert word.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -126,7 +126,7 @@ def test_a_region_that_cannot_be_ends_the_link_by_name(
     hello = hello_to(channel)
     change(hello)
 
-    with undisturbed(cluster, right_answer):
+    with honest_client_undisturbed(cluster, right_answer):
         word = last_word(channel, LinkMessage(hello=hello))
 
     assert word.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -145,7 +145,7 @@ def test_metadata_that_leads_nowhere_is_refused_with_a_word(
     hello = hello_to(channel)
     hello.metadata = metadata
 
-    with undisturbed(cluster, right_answer):
+    with honest_client_undisturbed(cluster, right_answer):
         word = last_word(channel, LinkMessage(hello=hello))
 
     assert [one.WhichOneof("message") for one in word.heard] == ["hello", "closed"]
@@ -160,7 +160,7 @@ def test_blocks_that_the_peer_does_not_have_end_the_link(
 ) -> None:
     channel = channel_of["prefill"]
 
-    with undisturbed(cluster, right_answer):
+    with honest_client_undisturbed(cluster, right_answer):
         word = last_word(channel, LinkMessage(hello=hello_to(channel)), grant(block_id))
 
     assert [one.WhichOneof("message") for one in word.heard] == ["hello", "closed"]

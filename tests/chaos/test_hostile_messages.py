@@ -1,4 +1,4 @@
-"""Hostile messages on every RPC of a running cluster: each ends by name, and hurts nobody else."""
+"""Hostile messages on every RPC of a running cluster: named errors, and no effect on others."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc import StatusCode
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from baton.cluster import LocalCluster
 from baton.v1 import cluster_pb2, inference_pb2, kv_link_pb2, node_pb2
-from tests.support.hostile import on_the_wire
-from tests.support.neighbour import undisturbed
+from engine.request import EngineRequest, RequestId
+from engine.sampling import SamplingParams
+from kv_transfer.types import HandoffId
+from rpc.messages.sequences import prefill_order
+from tests.support.honest_client import honest_client_undisturbed
+from tests.support.hostile_messages import on_the_wire
 
 NUM_EXAMPLES = 60
-# What takes this long for want of an answer hangs.
-PATIENCE_S = 30.0
+PATIENCE_S = 30.0  # a call without a response for so long hangs
 NUM_RESPONSES_READ = 3
-# UNKNOWN is what gRPC makes of an exception that nobody has named.
+# gRPC turns exceptions that are not named into UNKNOWN.
 UNNAMED = {StatusCode.UNKNOWN, StatusCode.DEADLINE_EXCEEDED, StatusCode.UNAVAILABLE}
 
 pytestmark = pytest.mark.slow
@@ -53,7 +56,20 @@ def targets() -> Iterator[Target]:
                 yield Target("decode" if is_of_decode else served_by, method)
 
 
-# Drain has nothing that could be hostile in it, and ends the node.
+# A valid order that no decode node claims: after its first token the call waits for a minute.
+UNCLAIMED = node_pb2.PrefillRequest(
+    call=1,
+    start=prefill_order(
+        EngineRequest(
+            request_id=RequestId("unclaimed#1"),
+            prompt_token_ids=(5, 6, 7),
+            sampling=SamplingParams(max_tokens=4),
+            seed=0,
+            send_to=HandoffId("unclaimed", 1),
+        )
+    ),
+)
+# Drain requests have no content that could be hostile, and end the node.
 TARGETS = [target for target in targets() if target.method.name != "Drain"]
 
 
@@ -82,7 +98,9 @@ def test_a_hostile_message_ends_by_name_and_hurts_nobody_else(
         assert ended.code not in UNNAMED, ended
         assert [child.process.poll() for child in cluster.children] == [None] * 3
 
-    with undisturbed(cluster, right_answer):
+    if target.method.name == "Prefill":
+        sends = example([UNCLAIMED.SerializeToString()])(sends)
+    with honest_client_undisturbed(cluster, right_answer):
         sends()
 
 
@@ -93,18 +111,25 @@ class Ended:
 
 
 def outcome_of(channel: grpc.Channel, target: Target, messages: Sequence[bytes]) -> Ended:
-    """How the call ended; OK for one that goes on as it may, and is left after some responses."""
+    """Return how the call ended; OK if it was left because it may go on."""
     is_stream = target.method.client_streaming
     make: Any = channel.stream_stream if is_stream else channel.unary_stream
     method = make(target.path, request_serializer=bytes, response_deserializer=bytes)
     call = method(iter(messages) if is_stream else messages[0], timeout=PATIENCE_S)
     try:
-        for number, _ in enumerate(call, 1):
-            # A watch tells at once, and again when there is something to tell.
-            if number == NUM_RESPONSES_READ or target.method.name.startswith("Watch"):
+        for number, response in enumerate(call, 1):
+            if number == NUM_RESPONSES_READ or may_wait_after(target.method.name, response):
                 break
     except grpc.RpcError:
         return Ended(call.code(), call.details() or "")
     finally:
         call.cancel()
     return Ended(StatusCode.OK, "")
+
+
+def may_wait_after(method: str, response: bytes) -> bool:
+    """Return whether the next response can take long: a change, or the claim of a decode node."""
+    if method == "Prefill":
+        events = node_pb2.PrefillResponse.FromString(response).events
+        return any(event.HasField("output") for event in events)
+    return method.startswith("Watch")

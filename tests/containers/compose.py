@@ -1,4 +1,4 @@
-"""docker compose, as a person would use it, on a project of its own."""
+"""Wrapper of docker compose for a project of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PUBLISH = "127.0.0.1:0"
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """What it printed. Raises CalledProcessError with all that it said in the test's output."""
+    """Run a command and return its standard output. Raises CalledProcessError."""
     whole = {**os.environ, **(environment or {})}
     done = subprocess.run(
         command, cwd=ROOT, env=whole, stdout=subprocess.PIPE, text=True, check=True
@@ -23,14 +23,14 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def log_of(container: str) -> str:
-    """The processes log to stderr."""
+    """Return the log of a container, whose process writes it to stderr."""
     command = ["docker", "logs", container]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @dataclass(frozen=True)
 class ContainerCluster:
-    """A project of docker compose."""
+    """Project of docker compose."""
 
     project: str
     files: tuple[str, ...] = ("docker-compose.yml",)
@@ -43,14 +43,14 @@ class ContainerCluster:
 
     @property
     def address(self) -> str:
-        """Where the router is reached from outside."""
+        """Return the router's published address."""
         return self.compose("port", "router", "50051")
 
     def build(self) -> None:
         self.compose("build", "--quiet")
 
     def scale(self, *, prefill: int, decode: int) -> None:
-        """Returns when every container is healthy, and those that are too many have ended."""
+        """Wait until all containers are healthy and surplus ones have ended."""
         sizes = ("--scale", f"prefill={prefill}", "--scale", f"decode={decode}")
         self.compose("up", "--detach", "--no-build", "--no-recreate", "--wait", *sizes)
 
@@ -61,7 +61,7 @@ class ContainerCluster:
         return self.compose("ps", "--all", "--quiet", *services).splitlines()
 
     def container_of(self, service: str, node_id: str) -> str:
-        """By what the node says of itself when it starts."""
+        """Return the container of a node, found by the node id in its log."""
         return next(one for one in self.containers(service) if node_id in log_of(one))
 
     def exit_codes(self) -> set[int]:
@@ -69,14 +69,14 @@ class ContainerCluster:
         return {int(code) for code in told.splitlines()}
 
     def received_bytes(self, service: str) -> int:
-        """By the network, by all containers of the service together."""
+        """Return the bytes that the containers of a service have received over the network."""
         counter = "/sys/class/net/eth0/statistics/rx_bytes"
         told = [run("docker", "exec", one, "cat", counter) for one in self.containers(service)]
         return sum(map(int, told))
 
 
 def missing() -> str:
-    """Why there can be no containers here; empty if there can."""
+    """Return why containers cannot run here; empty if they can."""
     for command in (("docker", "info"), ("docker", "compose", "version")):
         try:
             ended = subprocess.run(command, capture_output=True, text=True)

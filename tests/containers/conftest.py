@@ -1,4 +1,4 @@
-"""The image, built once, and clusters of its containers."""
+"""The container image, built once, and clusters of its containers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def _plain() -> Iterator[ContainerCluster]:
 
 @pytest.fixture
 def cluster(_plain: ContainerCluster) -> ContainerCluster:
-    """Two prefill nodes and two decode nodes, whatever the test before did to them."""
+    """Return a cluster of two prefill and two decode nodes, restored before each test."""
     _plain.scale(prefill=2, decode=2)
     return _plain

@@ -16,7 +16,7 @@ from router.dispatch.node_stream import NodeStream
 from rpc.channel import open_channel
 from rpc.errors import GenerationFailed
 from rpc.status import RemoteFailure
-from tests.support.called_node import CalledNode, Told, serving_calls
+from tests.support.scripted_node import ScriptedCall, ScriptedNode, serve_scripted_node
 
 PATIENCE_S = 30
 
@@ -26,8 +26,8 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def connected(node: CalledNode) -> AsyncIterator[NodeStream]:
-    async with serving_calls(node) as address:
+async def connected(node: ScriptedNode) -> AsyncIterator[NodeStream]:
+    async with serve_scripted_node(node) as address:
         connection = Connection(open_channel(address))
         yield connection.decode
         await connection.close()
@@ -45,14 +45,14 @@ class Asked:
         return [event.output.first_index for event in self.events]
 
 
-async def ask(stream: NodeStream, node: CalledNode) -> tuple[Asked, Told]:
+async def ask(stream: NodeStream, node: ScriptedNode) -> tuple[Asked, ScriptedCall]:
     asked = Asked(stream)
     return asked, await node.calls.get()
 
 
 def test_each_call_gets_its_own_events_in_order_to_its_own_end() -> None:
     async def scene() -> None:
-        node = CalledNode()
+        node = ScriptedNode()
         async with connected(node) as stream:
             (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
 
@@ -73,7 +73,7 @@ def test_each_call_gets_its_own_events_in_order_to_its_own_end() -> None:
 
 def test_what_all_calls_have_to_tell_at_one_moment_is_one_message() -> None:
     async def scene() -> None:
-        node = CalledNode()
+        node = ScriptedNode()
         async with connected(node) as stream:
             calls = [await ask(stream, node) for _ in range(20)]
 
@@ -90,7 +90,7 @@ def test_what_all_calls_have_to_tell_at_one_moment_is_one_message() -> None:
 
 def test_cancelling_one_call_ends_it_on_the_node_and_no_other() -> None:
     async def scene() -> None:
-        node = CalledNode()
+        node = ScriptedNode()
         async with connected(node) as stream:
             (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
 
@@ -108,7 +108,7 @@ def test_cancelling_one_call_ends_it_on_the_node_and_no_other() -> None:
 
 def test_a_call_that_fails_tells_why_and_leaves_the_others_alone() -> None:
     async def scene() -> None:
-        node = CalledNode()
+        node = ScriptedNode()
         async with connected(node) as stream:
             (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
 
@@ -129,7 +129,7 @@ def test_a_call_that_fails_tells_why_and_leaves_the_others_alone() -> None:
 
 def test_a_bug_in_one_call_is_told_and_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
-        node = CalledNode()
+        node = ScriptedNode()
         async with connected(node) as stream:
             (one, told_one), (two, told_two) = await ask(stream, node), await ask(stream, node)
 
@@ -146,7 +146,7 @@ def test_a_bug_in_one_call_is_told_and_ends_no_other(caplog: pytest.LogCaptureFi
 
 def test_a_draining_node_refuses_a_new_call_and_finishes_the_old_one() -> None:
     async def scene() -> None:
-        node = CalledNode()
+        node = ScriptedNode()
         async with connected(node) as stream:
             old, told_old = await ask(stream, node)
             node.is_draining = True
@@ -165,8 +165,8 @@ def test_a_draining_node_refuses_a_new_call_and_finishes_the_old_one() -> None:
 
 def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again() -> None:
     async def scene() -> None:
-        node = CalledNode()
-        async with serving_calls(node) as address:
+        node = ScriptedNode()
+        async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
             calls = [await ask(connection.decode, node) for _ in range(3)]
         for asked, told in calls:
@@ -175,8 +175,8 @@ def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again
             assert failure.value.remote.code in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED)
             assert told.left.is_set()
 
-        again = CalledNode()
-        async with serving_calls(again, port=int(address.rpartition(":")[2])):
+        again = ScriptedNode()
+        async with serve_scripted_node(again, port=int(address.rpartition(":")[2])):
             await connection.channel.channel_ready()
             retry, told = await ask(connection.decode, again)
             told.tell(7)
@@ -190,8 +190,8 @@ def test_a_node_that_goes_away_fails_every_call_and_the_next_call_finds_it_again
 
 def test_a_router_that_goes_away_ends_every_call_on_the_node() -> None:
     async def scene() -> None:
-        node = CalledNode()
-        async with serving_calls(node) as address:
+        node = ScriptedNode()
+        async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
             calls = [await ask(connection.decode, node) for _ in range(3)]
 
@@ -209,8 +209,8 @@ def test_a_router_that_goes_away_ends_every_call_on_the_node() -> None:
 
 def test_a_connection_that_is_given_up_closes_when_its_last_call_has_ended() -> None:
     async def scene() -> None:
-        node = CalledNode()
-        async with serving_calls(node) as address:
+        node = ScriptedNode()
+        async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
             asked, told = await ask(connection.decode, node)
 
@@ -238,8 +238,8 @@ def test_a_router_that_talks_nonsense_loses_its_stream(
     nonsense: node_pb2.DecodeRequest, reason: str
 ) -> None:
     async def scene() -> None:
-        node = CalledNode()
-        async with serving_calls(node) as address, open_channel(address) as channel:
+        node = ScriptedNode()
+        async with serve_scripted_node(node) as address, open_channel(address) as channel:
             stream = node_pb2_grpc.DecodeServiceStub(channel).Decode()
             await stream.write(node_pb2.DecodeRequest(call=1, start=node_pb2.DecodeOrder()))
             under_way = await node.calls.get()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import InvalidConfig
 from engine.runner.kernels import abi, choose
 from engine.runner.kernels.abi import FUNCTIONS, STRUCTS, KernelAbiMismatch, LinearArgs
 from engine.runner.kernels.build import SOURCES, compiler_path
 from engine.runner.kernels.native import Kernels
+from errors import InvalidConfig
 from tests.support.kernels import kernels_by_variant
 
 needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")

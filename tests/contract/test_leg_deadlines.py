@@ -19,8 +19,8 @@ from router.routing.node_table import Node
 from rpc.errors import DeadlineExceeded, MessageTooLarge
 from rpc.messages.limits import MAX_MESSAGE_BYTES
 from rpc.node_info import NodeRole
-from tests.support.called_node import CalledNode, serving_calls
 from tests.support.node_calls import a_card
+from tests.support.scripted_node import ScriptedNode, serve_scripted_node
 
 PATIENCE_S = 30
 REQUEST = EngineRequest(RequestId("r#1"), (1, 2, 3), SamplingParams(), seed=1)
@@ -32,15 +32,15 @@ def ignore(event: LegEvent) -> None:
 
 
 @asynccontextmanager
-async def calls_to(called: CalledNode) -> AsyncIterator[tuple[GrpcNodeCalls, Node]]:
-    async with serving_calls(called) as address, GrpcNodeCalls() as calls:
+async def calls_to(called: ScriptedNode) -> AsyncIterator[tuple[GrpcNodeCalls, Node]]:
+    async with serve_scripted_node(called) as address, GrpcNodeCalls() as calls:
         yield calls, Node(address, a_card(NodeRole.DECODE))
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(leg: str) -> None:
     async def scene() -> None:
-        called = CalledNode()
+        called = ScriptedNode()
         async with calls_to(called) as (calls, node):
             asked_s = time.monotonic()
             if leg == "prefill":
@@ -63,7 +63,7 @@ def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(leg: str) -> 
 
 def test_without_a_deadline_a_node_is_told_of_none() -> None:
     async def scene() -> None:
-        called = CalledNode()
+        called = ScriptedNode()
         async with calls_to(called) as (calls, node):
             asked = asyncio.ensure_future(calls.decode(node, REQUEST, ignore))
 
@@ -80,7 +80,7 @@ def test_an_answer_that_is_too_large_to_send_is_not_taken_for_a_broken_node() ->
     too_large = node_pb2.CallEvent(output=node_pb2.TokenOutput(error="x" * (MAX_MESSAGE_BYTES + 1)))
 
     async def scene() -> None:
-        called = CalledNode()
+        called = ScriptedNode()
         async with calls_to(called) as (calls, node):
             other = calls.decode(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
@@ -102,7 +102,7 @@ def test_a_prompt_that_is_too_large_to_send_leaves_the_other_calls_alone() -> No
     too_large = replace(REQUEST, prompt_token_ids=(2**31,) * (MAX_MESSAGE_BYTES // 5))
 
     async def scene() -> None:
-        called = CalledNode()
+        called = ScriptedNode()
         async with calls_to(called) as (calls, node):
             other = calls.decode(node, OTHER, ignore)
             going_on = asyncio.ensure_future(other)

@@ -20,7 +20,6 @@ from engine.structured_output.grammar import Bits, Grammar, Matcher
 from engine.structured_output.llguidance_backend import GrammarLibrary
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
-from tests.support.driving import Drive, Driver
 from tests.support.models import (
     EOS_TOKEN_ID,
     VARIANTS,
@@ -29,6 +28,7 @@ from tests.support.models import (
     prompt_of,
     reference_logprobs,
 )
+from tests.support.runner_drivers import Drive, Driver
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 60
 SCHEMA = {

@@ -29,8 +29,8 @@ from engine.scheduler.scheduler import Scheduler
 from engine.spec_decode.config import Speculation
 from kv_transfer.fence import Fence
 from kv_transfer.types import BlockId, TokenLogprobs
-from tests.support.driving import GREEDY, Drive, Driver
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.runner_drivers import GREEDY, Drive, Driver
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 60

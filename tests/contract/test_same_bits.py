@@ -26,9 +26,9 @@ from engine.runner.model.config import RopeConfig
 from engine.runner.model.rope import Rope
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from tests.support.driving import Drive, Driver, RestlessDriver
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.runner_drivers import Drive, Driver, RandomChunkDriver
 
 pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 
@@ -234,7 +234,7 @@ def test_tokens_and_logprobs_are_the_same_in_any_chunks_in_any_company_and_compu
     runner: TorchRunner,
 ) -> None:
     alone, together = drives(), drives()
-    restless = RestlessDriver(runner, num_blocks=NUM_BLOCKS, block_size=16, seed=1)
+    restless = RandomChunkDriver(runner, num_blocks=NUM_BLOCKS, block_size=16, seed=1)
 
     for drive in alone:
         Driver(runner, num_blocks=NUM_BLOCKS, block_size=16).run(drive)

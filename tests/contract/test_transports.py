@@ -22,46 +22,48 @@ from kv_transfer.transports.base import (
     Written,
 )
 from kv_transfer.types import BlockId
-from tests.support.ends import (
+from tests.support.transport_endpoints import (
     MAKERS,
-    End,
-    EndPool,
-    Ends,
-    ProcessEnd,
-    is_missing,
-    memory_ends,
+    Endpoint,
+    EndpointPair,
+    EndpointPool,
+    ProcessEndpoint,
+    memory_endpoints,
+    skip_if_missing,
     wait_until,
 )
 
-BETWEEN_PROCESSES = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS]
+BETWEEN_PROCESSES = [pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS]
 EVERYWHERE = ["memory", "memory two-sided", *BETWEEN_PROCESSES]
-UCXX = [pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS if "ucxx" in kind]
+UCXX = [pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS if "ucxx" in kind]
 TWO_SIDED = ["memory two-sided", *UCXX]
 ONE_SIDED = [
     "memory",
-    *(pytest.param(kind, marks=is_missing(kind)) for kind in MAKERS if "nixl" in kind),
+    *(pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS if "nixl" in kind),
 ]
 TICKET, NOTE = 5, b"{all of it}"
-FATES: dict[str, Callable[[ProcessEnd], object]] = {
+FATES: dict[str, Callable[[ProcessEndpoint], object]] = {
     "closed": lambda end: end.ask("close"),
-    "stopped": ProcessEnd.stop,
-    "killed": ProcessEnd.kill,
+    "stopped": ProcessEndpoint.stop,
+    "killed": ProcessEndpoint.kill,
 }
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[EndPool]:
-    pool = EndPool()
+def pool() -> Iterator[EndpointPool]:
+    pool = EndpointPool()
     yield pool
     pool.close()
 
 
 @contextmanager
-def ends(pool: EndPool, kind: str, num_blocks: int = 16, block_bytes: int = 4096) -> Iterator[Ends]:
+def ends(
+    pool: EndpointPool, kind: str, num_blocks: int = 16, block_bytes: int = 4096
+) -> Iterator[EndpointPair]:
     if kind.startswith("memory"):
-        pair = memory_ends(num_blocks, block_bytes, is_one_sided=kind == "memory")
+        pair = memory_endpoints(num_blocks, block_bytes, is_one_sided=kind == "memory")
         pair.connect()
         yield pair
         return
@@ -69,7 +71,7 @@ def ends(pool: EndPool, kind: str, num_blocks: int = 16, block_bytes: int = 4096
         pool.end(kind, num_blocks, block_bytes) as d,
         pool.end(kind, num_blocks, block_bytes) as p,
     ):
-        pair = Ends(d, p)
+        pair = EndpointPair(d, p)
         pair.connect()
         yield pair
 
@@ -82,12 +84,12 @@ def content(place: int, block_bytes: int) -> bytes:
     return random.Random(place).randbytes(block_bytes)
 
 
-def fill(end: End, block_ids: tuple[BlockId, ...], block_bytes: int = 4096) -> None:
+def fill(end: Endpoint, block_ids: tuple[BlockId, ...], block_bytes: int = 4096) -> None:
     for place, block_id in enumerate(block_ids):
         end.ask("fill", block_id, content(place, block_bytes))
 
 
-def push(pair: Ends, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]) -> None:
+def push(pair: EndpointPair, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]) -> None:
     """A whole hand-off, in two writes where there is enough for two."""
     pair.d.ask("expect", TICKET, targets)
     half = len(sources) // 2
@@ -100,15 +102,15 @@ def push(pair: Ends, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...])
     wait_until(lambda: arrivals(pair.d) == {TICKET}, "the arrival")
 
 
-def arrivals(d: End) -> set[int]:
+def arrivals(d: Endpoint) -> set[int]:
     return {event.ticket for event in d.ask("seen") if isinstance(event, Arrived)}
 
 
-def wait_for(end: End, *events: ChannelEvent) -> None:
+def wait_for(end: Endpoint, *events: ChannelEvent) -> None:
     wait_until(lambda: set(events) <= set(end.ask("seen")), f"{events}")
 
 
-def ended(end: End) -> bool:
+def ended(end: Endpoint) -> bool:
     """Whether a write or the data path has come to an end of whatever kind."""
     return any(isinstance(one, Written | WriteFailed | ChannelBroken) for one in end.ask("seen"))
 
@@ -116,7 +118,7 @@ def ended(end: End) -> bool:
 @pytest.mark.parametrize("kind", EVERYWHERE)
 @pytest.mark.parametrize(("num", "block_bytes"), [(0, 64), (1, 1), (1, 4096), (7, 65536)])
 def test_blocks_of_any_size_arrive_whole_and_their_neighbours_stay_untouched(
-    pool: EndPool, kind: str, num: int, block_bytes: int
+    pool: EndpointPool, kind: str, num: int, block_bytes: int
 ) -> None:
     sources, targets = ids(*range(num)), ids(*range(num, 0, -1))
     with ends(pool, kind, 16, block_bytes) as pair:
@@ -131,7 +133,9 @@ def test_blocks_of_any_size_arrive_whole_and_their_neighbours_stay_untouched(
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
-def test_thousands_of_scattered_blocks_arrive_in_their_places(pool: EndPool, kind: str) -> None:
+def test_thousands_of_scattered_blocks_arrive_in_their_places(
+    pool: EndpointPool, kind: str
+) -> None:
     num, draw = 2000, random.Random(1)
     sources, targets = (ids(*draw.sample(range(num), num)) for _ in range(2))
     with ends(pool, kind, num, 512) as pair:
@@ -147,7 +151,7 @@ def test_thousands_of_scattered_blocks_arrive_in_their_places(pool: EndPool, kin
 @pytest.mark.parametrize("kind", EVERYWHERE)
 @pytest.mark.parametrize("block_bytes", [4 * 256, 4 * 65536])
 def test_layers_come_into_their_blocks_and_the_last_of_them_completes_the_ticket(
-    pool: EndPool, kind: str, block_bytes: int
+    pool: EndpointPool, kind: str, block_bytes: int
 ) -> None:
     sources, targets = ids(0, 1, 2, 3), ids(9, 4, 5, 12)
     whole = Write(0, TICKET, 0, sources[:1], targets[:1])
@@ -175,7 +179,7 @@ def test_layers_come_into_their_blocks_and_the_last_of_them_completes_the_ticket
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
-def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndPool, kind: str) -> None:
+def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndpointPool, kind: str) -> None:
     with ends(pool, kind) as pair:
         fill(pair.p, ids(0, 1, 2, 3))
 
@@ -190,7 +194,7 @@ def test_every_write_ends_once_and_every_ticket_arrives_once(pool: EndPool, kind
 
 
 @pytest.mark.parametrize("kind", TWO_SIDED)
-def test_decode_is_told_of_whole_blocks_before_all_have_come(pool: EndPool, kind: str) -> None:
+def test_decode_is_told_of_whole_blocks_before_all_have_come(pool: EndpointPool, kind: str) -> None:
     with ends(pool, kind) as pair:
         fill(pair.p, ids(0, 1))
         pair.d.ask("expect", TICKET, ids(5, 9, 4))
@@ -205,7 +209,7 @@ def test_decode_is_told_of_whole_blocks_before_all_have_come(pool: EndPool, kind
 @pytest.mark.parametrize("kind", ONE_SIDED)
 @pytest.mark.parametrize("note", [b"", NOTE, bytes(range(256)) * 16], ids=["none", "some", "4 KiB"])
 def test_what_is_said_with_a_notification_arrives_with_it(
-    pool: EndPool, kind: str, note: bytes
+    pool: EndpointPool, kind: str, note: bytes
 ) -> None:
     with ends(pool, kind) as pair:
         pair.p.ask("notify", TICKET, note)
@@ -215,7 +219,7 @@ def test_what_is_said_with_a_notification_arrives_with_it(
 
 @pytest.mark.parametrize("kind", TWO_SIDED)
 def test_a_cancelled_ticket_goes_quiet_once_and_what_comes_for_it_is_not_let_in(
-    pool: EndPool, kind: str
+    pool: EndpointPool, kind: str
 ) -> None:
     with ends(pool, kind) as pair:
         fill(pair.p, ids(0, 1))
@@ -233,12 +237,12 @@ def test_a_cancelled_ticket_goes_quiet_once_and_what_comes_for_it_is_not_let_in(
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 def test_the_other_end_killed_during_a_write_leaves_d_able_to_serve_the_next(
-    pool: EndPool, kind: str
+    pool: EndpointPool, kind: str
 ) -> None:
     num = 512
     with pool.end(kind, num, 65536) as d:
         with pool.end(kind, num, 65536) as p:
-            Ends(d, p).connect()
+            EndpointPair(d, p).connect()
             blocks = ids(*range(num))
             d.ask("expect", TICKET, blocks)
             p.tell("post", Write(0, TICKET, 0, blocks, blocks))
@@ -248,7 +252,7 @@ def test_the_other_end_killed_during_a_write_leaves_d_able_to_serve_the_next(
 
         with pool.end(kind, num, 65536) as next_p:
             fill(next_p, ids(0, 1), 65536)
-            pair = Ends(d, next_p)
+            pair = EndpointPair(d, next_p)
             pair.connect()
             push(pair, ids(0, 1), ids(3, 5))
             assert d.ask("read", BlockId(5)) == content(1, 65536)
@@ -256,11 +260,13 @@ def test_the_other_end_killed_during_a_write_leaves_d_able_to_serve_the_next(
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(pool: EndPool, kind: str) -> None:
+def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(
+    pool: EndpointPool, kind: str
+) -> None:
     num = 512
     with pool.end(kind, num, 65536) as p:
         with pool.end(kind, num, 65536) as d:
-            Ends(d, p).connect()
+            EndpointPair(d, p).connect()
             blocks = ids(*range(num))
             d.ask("expect", TICKET, blocks)
             d.stop()
@@ -273,7 +279,7 @@ def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(pool: EndPool, 
 
         with pool.end(kind, num, 65536) as next_d:
             fill(p, ids(0, 1), 65536)
-            pair = Ends(next_d, p)
+            pair = EndpointPair(next_d, p)
             pair.connect()
             push(pair, ids(0, 1), ids(3, 5))
             assert next_d.ask("read", BlockId(5)) == content(1, 65536)
@@ -281,12 +287,12 @@ def test_d_killed_during_a_write_leaves_p_able_to_serve_the_next(pool: EndPool, 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 def test_a_stopped_writer_cannot_write_through_an_end_that_says_it_stops_writes(
-    pool: EndPool, kind: str
+    pool: EndpointPool, kind: str
 ) -> None:
     num = 2048
     with ends(pool, kind, num, 65536) as pair:
         blocks = ids(*range(num))
-        assert isinstance(pair.p, ProcessEnd)
+        assert isinstance(pair.p, ProcessEndpoint)
         pair.p.ask("fill", BlockId(num - 1), b"x" * 65536)
         pair.d.ask("expect", TICKET, blocks)
         pair.p.ask("post", Write(0, TICKET, 0, blocks[:1], blocks[:1]))
@@ -309,9 +315,11 @@ def test_a_stopped_writer_cannot_write_through_an_end_that_says_it_stops_writes(
 
 
 @pytest.mark.parametrize("kind", ["nixl tcp", "nixl default"])
-def test_d_sees_for_itself_that_a_process_of_its_machine_is_gone(pool: EndPool, kind: str) -> None:
+def test_d_sees_for_itself_that_a_process_of_its_machine_is_gone(
+    pool: EndpointPool, kind: str
+) -> None:
     with ends(pool, kind) as pair:
-        assert isinstance(pair.p, ProcessEnd)
+        assert isinstance(pair.p, ProcessEndpoint)
         assert pair.d.ask("is_peer_gone") is False
 
         pair.p.kill()
@@ -321,7 +329,7 @@ def test_d_sees_for_itself_that_a_process_of_its_machine_is_gone(pool: EndPool, 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 def test_closing_with_a_write_under_way_is_quiet_and_quick(
-    pool: EndPool, kind: str, capfd: pytest.CaptureFixture[str]
+    pool: EndpointPool, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with ends(pool, kind, 512, 65536) as pair:
         blocks = ids(*range(512))
@@ -337,11 +345,11 @@ def test_closing_with_a_write_under_way_is_quiet_and_quick(
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("fate", FATES)
 def test_d_closes_with_words_of_the_other_end_unread_and_keeps_nothing_of_it(
-    pool: EndPool, kind: str, fate: str
+    pool: EndpointPool, kind: str, fate: str
 ) -> None:
     with ends(pool, kind, 512, 65536) as pair:
-        assert isinstance(pair.d, ProcessEnd)
-        assert isinstance(pair.p, ProcessEnd)
+        assert isinstance(pair.d, ProcessEndpoint)
+        assert isinstance(pair.p, ProcessEndpoint)
         pair.d.ask("close")
         num_open_files = pair.d.ask("num_open_files")
         pair.d.ask("reopen")

@@ -18,7 +18,7 @@ KV_CACHE_BYTES = 4 << 20
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Models this small only get slower with more, and slower still on a busy machine."""
+    """Run torch with one thread: small models are slower with more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

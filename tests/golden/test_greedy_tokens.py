@@ -10,8 +10,8 @@ import pytest
 
 from engine.request import RequestId
 from engine.runner.model_runner import TorchRunner
-from tests.support.driving import Drive, Driver, drives_of
 from tests.support.models import VARIANTS, prompt_of, reference_greedy
+from tests.support.runner_drivers import Drive, Driver, drives_of
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 64

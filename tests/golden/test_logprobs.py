@@ -11,8 +11,8 @@ import torch
 from engine.request import RequestId
 from engine.runner.model_runner import TorchRunner
 from engine.sampling import SamplingParams
-from tests.support.driving import Drive, Driver
 from tests.support.models import VARIANTS, prompt_of, reference_logprobs
+from tests.support.runner_drivers import Drive, Driver
 
 BLOCK_SIZE = 16
 FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]

@@ -1,4 +1,4 @@
-"""One cluster of real processes for all tests that do not break it."""
+"""Cluster of real processes for all tests that leave it intact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StartCluster = Callable[..., LocalCluster]
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The processes of the cluster share the machine with this one."""
+    """Run torch with one thread, since the cluster's processes share the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,11 +57,18 @@ def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
 
 @pytest.fixture(scope="session")
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
-    """One prefill node, one decode node, one router. Every process must end well."""
+    """One prefill node, one decode node and one router. Every process must exit with code 0."""
     with LocalCluster(cluster_options(router_arguments=("--http-port", "0"))) as running:
         yield running
     codes = {child.name: child.process.returncode for child in running.children}
     assert set(codes.values()) == {0}, codes
+
+
+@pytest.fixture(scope="session")
+def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
+    """Two decode nodes that also compute the prompts, and one router."""
+    with LocalCluster(cluster_options(is_colocated=True)) as running:
+        yield running
 
 
 @pytest.fixture
@@ -72,7 +79,7 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def local(model_folder: Path) -> Iterator[LLM]:
-    """The same model in this process: no servers, no hand-off."""
+    """The same model in this process, without servers and hand-offs."""
     with LLM(
         str(model_folder), kv_cache_memory="4MiB", num_threads=1, show_progress=False
     ) as engine:

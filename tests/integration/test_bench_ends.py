@@ -1,4 +1,4 @@
-"""A measurement that is told to end takes with it what it started."""
+"""A benchmark that is told to end ends all processes that it started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.support.programs import started
+from tests.support.child_programs import running_program
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 TIMEOUT_S = 120.0
@@ -24,7 +24,7 @@ def test_a_peer_does_not_outlive_the_bench_that_is_told_to_end(tmp_path: Path) -
     peer = ["--model", str(MODEL), "--vllm-venv", str(tmp_path)]
 
     heard = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
-    with started([sys.executable, "-m", "benchmarks", "peer", *peer]) as bench:
+    with running_program([sys.executable, "-m", "benchmarks", "peer", *peer]) as bench:
         peer_pid = _next(heard)
         bench.send_signal(signal.SIGTERM)
         code = bench.wait(TIMEOUT_S)

@@ -13,9 +13,9 @@ import pytest
 from baton.client import Client
 from baton.cluster import LocalCluster
 from rpc.server import parse_announcement
-from tests.support.programs import started
+from tests.support.child_programs import running_program
+from tests.support.scripted_router import WAIT_S, scripted_router
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
-from tests.support.told_router import WAIT_S, told_router
 
 BATON = (sys.executable, "-m", "baton")
 NOBODY = "127.0.0.1:1"  # where no router is
@@ -28,10 +28,13 @@ def run_baton(*arguments: str, piped: str = "") -> subprocess.CompletedProcess[s
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
-    with told_router() as router, Terminal([*BATON, "chat", "--address", router.address]) as screen:
+    with (
+        scripted_router() as router,
+        Terminal([*BATON, "chat", "--address", router.address]) as screen,
+    ):
         screen.await_text("> ")
         screen.type("first\n")
-        first = router.next_asked()
+        first = router.next_request()
         first.say("\x1b[2Ja long ")  # a screen that a model must not clear
         assert "\x1b[2J" not in screen.await_text("a long")
 
@@ -41,7 +44,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
 
         assert first.was_cancelled.wait(WAIT_S)
         screen.type("second\n")
-        second = router.next_asked()
+        second = router.next_request()
         second.say("well")
         second.end()
         screen.await_text("well")
@@ -63,7 +66,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
 
 def test_commands_of_the_chat_change_what_is_asked() -> None:
     with (
-        told_router("1", "2") as router,
+        scripted_router("1", "2") as router,
         Terminal([*BATON, "chat", "--address", router.address]) as screen,
     ):
         screen.await_text("> ")
@@ -72,13 +75,13 @@ def test_commands_of_the_chat_change_what_is_asked() -> None:
         for line in ("/system Be brief.", "one"):
             screen.await_text("> ")
             screen.type(f"{line}\n")
-        assert router.next_asked().turns == [("system", "Be brief."), ("user", "one")]
+        assert router.next_request().turns == [("system", "Be brief."), ("user", "one")]
 
         screen.await_text("1\r\n")
         for line in ("/reset", "//two"):
             screen.await_text("> ")
             screen.type(f"{line}\n")
-        assert router.next_asked().turns == [("system", "Be brief."), ("user", "/two")]
+        assert router.next_request().turns == [("system", "Be brief."), ("user", "/two")]
 
         screen.await_text("2\r\n")
         screen.await_text("> ")
@@ -113,13 +116,13 @@ def test_through_a_pipe_each_line_is_a_turn_and_only_answers_are_written(
 
 
 def test_without_a_chat_template_the_chat_can_be_a_plain_dialogue() -> None:
-    with told_router(" hello", " again") as router:
+    with scripted_router(" hello", " again") as router:
         piped = run_baton(
             *("chat", "--address", router.address, "--plain", "--system", "S"), piped="hi\nho\n"
         )
 
         assert piped.stdout == " hello\n again\n"
-        first, second = (router.next_asked().request for _ in range(2))
+        first, second = (router.next_request().request for _ in range(2))
     assert first.text == "S\n\nUser: hi\nAssistant:"
     assert second.text == "S\n\nUser: hi\nAssistant: hello\nUser: ho\nAssistant:"
     assert list(first.sampling.stop) == ["\nUser:"]
@@ -136,8 +139,8 @@ def test_a_piped_chat_ends_with_the_first_answer_that_failed() -> None:
 
 def test_ctrl_c_ends_generate_with_its_own_code_and_the_request_with_it() -> None:
     command = [*BATON, "generate", "hi"]
-    with told_router() as router, Terminal([*command, "--address", router.address]) as screen:
-        asked = router.next_asked()
+    with scripted_router() as router, Terminal([*command, "--address", router.address]) as screen:
+        asked = router.next_request()
         asked.say("some text")
         screen.await_text("some text")
 
@@ -173,7 +176,7 @@ def test_generate_reads_a_pipe_and_tells_all_it_knows_as_json(
 
 
 def test_a_disk_that_is_full_is_one_line_and_no_traceback() -> None:
-    with told_router("an answer") as router, open("/dev/full", "w", encoding="utf-8") as full:
+    with scripted_router("an answer") as router, open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             [*BATON, "generate", "hi", "--address", router.address],
             stdout=full,
@@ -241,7 +244,7 @@ def test_a_model_without_a_chat_template_is_refused_with_the_way_around_it(
     settings.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     command = ["serve", "router", "--model", str(folder), "--decode-nodes", "127.0.0.1:1"]
-    with started([*BATON, *command, "--port", "0"]) as router:
+    with running_program([*BATON, *command, "--port", "0"]) as router:
         assert router.stdout is not None
         announced = parse_announcement(router.stdout.readline())
         assert announced is not None

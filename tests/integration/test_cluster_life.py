@@ -24,12 +24,12 @@ from engine.sampling import SamplingParams
 from kv_transfer.types import HandoffId, NodeId, Peer
 from rpc.messages.sequences import decode_order, node_request_id
 from rpc.node_info import NodeLoad
+from tests.support.child_programs import running_program
+from tests.support.client_load import PATIENCE_S, ClientAnswer, ClientRequest, stream_answer
 from tests.support.health import health_of
-from tests.support.life import standing_still
-from tests.support.load import PATIENCE_S, Ask, Told, tell
 from tests.support.models import prompt_of, reference_greedy
 from tests.support.nodes import await_load, drain, is_busy, kill_the_writer
-from tests.support.programs import started
+from tests.support.suspended_processes import suspended
 
 MakeOptions = Callable[..., ClusterOptions]
 
@@ -88,7 +88,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_node_is_killed(
     with LocalCluster(options) as cluster, Client(cluster.address) as client:
         stream = client.stream(prompt, greedy(300))
         chunks = [next(stream), next(stream)]
-        with standing_still(*cluster.decodes):  # or the answer may be whole before that
+        with suspended(*cluster.decodes):  # or the answer may be whole before that
             serving = kill_the_writer(cluster)
 
         chunks += stream
@@ -152,7 +152,7 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
 
 def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> None:
     command = [sys.executable, "-m", "baton", "up", "--model", str(model_folder), "--port", "0"]
-    with started(command) as parent:
+    with running_program(command) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().startswith("serving on")
         children = [os.pidfd_open(pid) for pid in children_of(parent.pid)]
@@ -172,11 +172,11 @@ def test_no_process_outlives_a_parent_that_was_killed(model_folder: Path) -> Non
 def test_under_load_one_signal_lets_everything_finish_and_a_second_one_ends_at_once(
     cluster_options: MakeOptions, local: LLM
 ) -> None:
-    asks = [Ask(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
+    asks = [ClientRequest(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
 
-    async def scene(cluster: LocalCluster) -> tuple[list[Told], BatonError]:
+    async def scene(cluster: LocalCluster) -> tuple[list[ClientAnswer], BatonError]:
         async with AsyncClient(cluster.address, timeout_s=PATIENCE_S) as client:
-            asking = [asyncio.ensure_future(tell(client, ask)) for ask in asks]
+            asking = [asyncio.ensure_future(stream_answer(client, ask)) for ask in asks]
             await asyncio.to_thread(await_load, cluster.decodes[0].address, are_running(len(asks)))
             await asyncio.to_thread(drain_router, cluster)
             with pytest.raises(BatonError) as refusal:
@@ -211,7 +211,7 @@ def drain_router(cluster: LocalCluster) -> None:
 def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
     """While a request waits there that cannot end: its prefill node stands still."""
     with (
-        standing_still(prefill),
+        suspended(prefill),
         health_of(decode.address) as health,
         grpc.insecure_channel(decode.address) as channel,
     ):

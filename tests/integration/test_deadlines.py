@@ -14,9 +14,9 @@ from baton.client import BatonError, Chunk, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from rpc.node_info import NodeLoad
-from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, card_at, is_busy
+from tests.support.suspended_processes import suspended
 
 LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True))
 # Longer than it takes to come to where the request is to stand, on a busy machine too.
@@ -53,7 +53,7 @@ def _is_all_free(num_blocks: int, load: NodeLoad) -> bool:
 def test_in_prefill(cluster: LocalCluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
 
-    with Client(cluster.address, timeout_s=0.5) as hasty, standing_still(prefill):
+    with Client(cluster.address, timeout_s=0.5) as hasty, suspended(prefill):
         with pytest.raises(BatonError) as failure:
             hasty.generate(prompt_of(40, seed=1), LONG)
         await_load(decode.address, is_idle)
@@ -67,7 +67,7 @@ def test_in_decode(cluster: LocalCluster) -> None:
 
     with Client(cluster.address, timeout_s=DEADLINE_S) as hasty:
         for stream in streams_in_decode(hasty):
-            with standing_still(decode):
+            with suspended(decode):
                 failure = end_of(stream)
             if failure is not None:
                 break
@@ -102,11 +102,11 @@ def test_while_the_router_is_frozen_nodes_know_it_by_themselves(cluster: LocalCl
     with (
         Client(cluster.address, timeout_s=DEADLINE_S) as hasty,
         ThreadPoolExecutor(1) as asking,
-        standing_still(prefill),
+        suspended(prefill),
     ):
         asked = asking.submit(hasty.generate, prompt_of(40, seed=3), LONG)
         await_load(decode.address, is_busy)
-        with standing_still(cluster.router):
+        with suspended(cluster.router):
             await_load(decode.address, is_idle)
             failure = asked.exception()
 

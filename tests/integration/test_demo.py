@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.programs import started
+from tests.support.child_programs import running_program
 
 
 def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
@@ -29,7 +29,7 @@ def test_the_demo_hands_kv_over_and_ends_by_itself() -> None:
 
 def test_ctrl_c_in_the_middle_of_an_answer_ends_the_demo_and_all_its_processes() -> None:
     command = [sys.executable, "-m", "baton", "demo"]
-    with started(command) as demo:
+    with running_program(command) as demo:
         assert demo.stdout is not None
         shown = ""
         while "def read_config" not in shown:

@@ -19,9 +19,9 @@ from rpc.messages.sequences import decode_order
 from rpc.node_info import NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import PairOptions, greedy
-from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import drain
+from tests.support.suspended_processes import suspended
 
 GRACE_S = 1.0
 WAIT_S = 60.0
@@ -73,7 +73,7 @@ def test_a_router_whose_requests_do_not_end_ends_by_itself(
         [decode] = cluster.decodes
         stream = client.stream(prompt_of(20), generation)
         next(stream)
-        with standing_still(decode):
+        with suspended(decode):
             cluster.router.request_stop()
             code = cluster.router.process.wait(WAIT_S)
         stream.close()

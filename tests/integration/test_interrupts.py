@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from tests.support.programs import started
-from tests.support.told_router import WAIT_S, told_router
+from tests.support.child_programs import running_program
+from tests.support.scripted_router import WAIT_S, scripted_router
 
 NUM_ROUNDS = 25
 # It goes on after each signal: a lock of gRPC's that was left in a wrong state would show.
@@ -35,12 +35,12 @@ with Client(sys.argv[1]) as client:
 def test_a_blocking_client_survives_every_ctrl_c_and_its_process_ends_as_it_will() -> None:
     command = [sys.executable, "-c", SCRIPT]
     with (
-        told_router() as router,
-        started([*command, router.address, str(NUM_ROUNDS)]) as script,
+        scripted_router() as router,
+        running_program([*command, router.address, str(NUM_ROUNDS)]) as script,
     ):
         assert script.stdout is not None
         for number in range(NUM_ROUNDS):
-            asked = router.next_asked()
+            asked = router.next_request()
             asked.say(f"piece {number}")
             assert script.stdout.readline() == f"piece {number}\n"
 
@@ -48,11 +48,11 @@ def test_a_blocking_client_survives_every_ctrl_c_and_its_process_ends_as_it_will
 
             assert script.stdout.readline() == "interrupted\n"
             assert asked.was_cancelled.wait(WAIT_S)
-        whole = router.next_asked()
+        whole = router.next_request()
         whole.say("well")
         whole.end()
         assert script.stdout.readline() == "well\n"
-        last = router.next_asked()
+        last = router.next_request()
         last.say("bye")
         assert script.stdout.readline() == "bye\n"
         script.send_signal(signal.SIGINT)

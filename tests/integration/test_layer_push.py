@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ends import is_missing
 from tests.support.engine_pair import KINDS, Answered, Pair, PairOptions, greedy
 from tests.support.models import prompt_of, reference_greedy
+from tests.support.transport_endpoints import skip_if_missing
 
 BLOCK_SIZE, CHUNK, NUM_TOKENS = 16, 24, 8
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(
     scope="module",
-    params=["nixl", pytest.param("ucxx", marks=is_missing("ucxx"))],
+    params=["nixl", pytest.param("ucxx", marks=skip_if_missing("ucxx"))],
 )
 def pair(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     kind = f"{request.param} by layer"

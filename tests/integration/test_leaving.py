@@ -13,23 +13,23 @@ import pytest
 from baton.client import AsyncClient, BatonError, Client, Generation
 from baton.cluster import LocalCluster
 from engine.sampling import SamplingParams
-from tests.support.life import standing_still
-from tests.support.load import Ask, tell
+from tests.support.client_load import ClientRequest, stream_answer
 from tests.support.models import prompt_of, reference_greedy
 from tests.support.nodes import await_all_free, await_load, card_at, is_busy
+from tests.support.suspended_processes import suspended
 
 # Long enough to come to where the request is to stand, on a busy machine too.
 DEADLINE_S = 2.0
 LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True))
 SHORT = Generation(SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
 
-Leave = Callable[[str, Ask, Callable[[], None]], None]
+Leave = Callable[[str, ClientRequest, Callable[[], None]], None]
 
 
-def cancel(address: str, ask: Ask, until_it_stands_there: Callable[[], None]) -> None:
+def cancel(address: str, ask: ClientRequest, until_it_stands_there: Callable[[], None]) -> None:
     async def scene() -> None:
         async with AsyncClient(address) as client:
-            asking = asyncio.ensure_future(tell(client, ask))
+            asking = asyncio.ensure_future(stream_answer(client, ask))
             await asyncio.to_thread(until_it_stands_there)
 
             asking.cancel()
@@ -40,10 +40,12 @@ def cancel(address: str, ask: Ask, until_it_stands_there: Callable[[], None]) ->
     asyncio.run(scene())
 
 
-def run_out_of_time(address: str, ask: Ask, until_it_stands_there: Callable[[], None]) -> None:
+def run_out_of_time(
+    address: str, ask: ClientRequest, until_it_stands_there: Callable[[], None]
+) -> None:
     async def scene() -> None:
         async with AsyncClient(address, timeout_s=DEADLINE_S) as client:
-            asking = asyncio.ensure_future(tell(client, ask))
+            asking = asyncio.ensure_future(stream_answer(client, ask))
             await asyncio.to_thread(until_it_stands_there)
             with pytest.raises(BatonError) as late:
                 await asking
@@ -78,10 +80,10 @@ def test_while_decode_waits_for_kv_that_prefill_does_not_send(
 ) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
 
-    with standing_still(prefill):
+    with suspended(prefill):
         leave(
             cluster.address,
-            Ask(prompt_of(100, seed=61), LONG),
+            ClientRequest(prompt_of(100, seed=61), LONG),
             partial(await_load, decode.address, is_busy),
         )
 
@@ -92,10 +94,10 @@ def test_while_prefill_has_the_kv_and_waits_for_where_to_send_it(
 ) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
 
-    with standing_still(decode):
+    with suspended(decode):
         leave(
             cluster.address,
-            Ask(prompt_of(101, seed=62), LONG),
+            ClientRequest(prompt_of(101, seed=62), LONG),
             partial(await_blocks_held_by_a_finished_request, prefill.address),
         )
         await_all_free(prefill.address)  # it does not wait for decode to agree
@@ -105,11 +107,11 @@ def test_while_prefill_computes_some_and_others_wait_for_their_turn_there(
     cluster: LocalCluster,
 ) -> None:
     [prefill] = cluster.prefills
-    asks = [Ask(prompt_of(400 + number, seed=66), SHORT) for number in range(24)]
+    asks = [ClientRequest(prompt_of(400 + number, seed=66), SHORT) for number in range(24)]
 
     async def scene() -> None:
         async with AsyncClient(cluster.address) as client:
-            asking = [asyncio.ensure_future(tell(client, ask)) for ask in asks]
+            asking = [asyncio.ensure_future(stream_answer(client, ask)) for ask in asks]
             await asyncio.to_thread(await_load, prefill.address, is_busy)
             for one in asking:
                 one.cancel()
@@ -122,13 +124,13 @@ def test_while_prefill_computes_some_and_others_wait_for_their_turn_there(
 def test_many_that_leave_at_once_while_others_stay(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
-    stay = [Ask(prompt_of(20 + n, seed=64), SHORT) for n in range(8)]
-    go = [Ask(prompt_of(20 + n, seed=65), LONG) for n in range(24)]
+    stay = [ClientRequest(prompt_of(20 + n, seed=64), SHORT) for n in range(8)]
+    go = [ClientRequest(prompt_of(20 + n, seed=65), LONG) for n in range(24)]
 
     async def scene() -> list[list[int]]:
         async with AsyncClient(cluster.address) as client:
-            leaving = [asyncio.ensure_future(tell(client, ask)) for ask in go]
-            staying = [asyncio.ensure_future(tell(client, ask)) for ask in stay]
+            leaving = [asyncio.ensure_future(stream_answer(client, ask)) for ask in go]
+            staying = [asyncio.ensure_future(stream_answer(client, ask)) for ask in stay]
             for number, told in enumerate(asyncio.as_completed(staying)):
                 await told
                 for asking in leaving[3 * number : 3 * number + 3]:

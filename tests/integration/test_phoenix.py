@@ -24,10 +24,10 @@ from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from telemetry import names
-from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import kill_the_writer
 from tests.support.ports import free_port
+from tests.support.suspended_processes import suspended
 
 PHOENIX = os.environ.get("BATON_PHOENIX") or shutil.which("phoenix") or ""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
@@ -75,7 +75,7 @@ def trace_id(phoenix: Phoenix, cluster_options: Callable[..., ClusterOptions]) -
     options = cluster_options(num_decode=2, router_arguments=otlp)
     options = replace(options, node_arguments=(*options.node_arguments, *otlp))
     with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=120) as client:
-        with standing_still(*cluster.decodes):
+        with suspended(*cluster.decodes):
             stream = client.stream(prompt_of(100, seed=2), LONG)
             next(stream)
             kill_the_writer(cluster)

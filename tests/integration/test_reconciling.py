@@ -11,10 +11,10 @@ import pytest
 from baton.client import BatonError, Chunk, Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
-from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.scrapes import Scrape, scraped
+from tests.support.suspended_processes import suspended
 
 ANY_PORT = ("--metrics-port", "0")
 
@@ -58,9 +58,7 @@ def test_the_router_and_the_client_agree_however_requests_end(cluster: LocalClus
         assert_bytes_moved(cluster, ledger.num_kv_bytes)
         for prompt, model in (((5,), "other"), ((), ""), ((5,) * 600, "")):
             refused(client, ledger, prompt, model)
-        with standing_still(
-            *cluster.decodes
-        ):  # the first token comes from prefill, and then no other
+        with suspended(*cluster.decodes):  # the first token comes from prefill, and then no other
             cancelled(client, ledger)
             with Client(cluster.address, timeout_s=4) as hurried:
                 broken(hurried.stream(PROMPT, LONG), ledger, "deadline_exceeded")
@@ -109,7 +107,7 @@ def broken(chunks: Iterator[Chunk], ledger: Ledger, outcome: str, num_before: in
 
 def failed_over(cluster: LocalCluster, client: Client, ledger: Ledger) -> None:
     """Of two decode nodes, the one that writes the answer is killed."""
-    with standing_still(*cluster.decodes):
+    with suspended(*cluster.decodes):
         stream = client.stream(PROMPT, LONG)
         next(stream)
         kill_the_writer(cluster)
@@ -121,7 +119,7 @@ def failed_over(cluster: LocalCluster, client: Client, ledger: Ledger) -> None:
 def failed(cluster: LocalCluster, client: Client, ledger: Ledger) -> None:
     """The only decode node that is left is killed."""
     left = [one for one in cluster.decodes if one.process.poll() is None]
-    with standing_still(*left):
+    with suspended(*left):
         stream = client.stream(PROMPT, LONG)
         num_given = len(next(stream).token_ids)
         kill_the_writer(cluster)

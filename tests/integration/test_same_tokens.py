@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.client import Client, Generation
-from baton.cluster import ClusterOptions, LocalCluster
+from baton.cluster import LocalCluster
 from engine.sampling import SamplingParams
-from tests.support.load import Ask, tell_all
+from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of, reference_greedy
 
 PROMPTS = [prompt_of(length, seed=80) for length in (1, 15, 16, 17, 64, 130, 300)]
-
-
-@pytest.fixture(scope="module")
-def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
-    with LocalCluster(cluster_options(is_colocated=True)) as running:
-        yield running
 
 
 def test_apart_together_and_transformers_give_the_same_greedy_tokens(
     cluster: LocalCluster, colocated: LocalCluster, model_folder: Path
 ) -> None:
     greedy = Generation(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
-    asks = [Ask(prompt, greedy) for prompt in PROMPTS]
+    asks = [ClientRequest(prompt, greedy) for prompt in PROMPTS]
 
-    apart, together = tell_all(cluster.address, asks), tell_all(colocated.address, asks)
+    apart, together = answer_all(cluster.address, asks), answer_all(colocated.address, asks)
 
     expected = [reference_greedy(model_folder, prompt, 24) for prompt in PROMPTS]
     assert [list(one.token_ids) for one in apart] == expected

@@ -13,7 +13,7 @@ from baton.client import Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.llm import LLM
 from engine.sampling import SamplingParams
-from tests.support.load import Ask, Load, Told, tell_all
+from tests.support.client_load import ClientAnswer, ClientRequest, Load, answer_all
 from tests.support.models import prompt_of, reference_greedy
 
 NUM_TOKENS = 24
@@ -46,11 +46,13 @@ def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
     cluster: LocalCluster, local: LLM, num_prompts: int
 ) -> None:
     asks = [
-        Ask((3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), Generation(greedy(12)))
+        ClientRequest(
+            (3 + number, *prompt_of(20 + number % 40, seed=num_prompts)), Generation(greedy(12))
+        )
         for number in range(num_prompts)
     ]
 
-    told = tell_all(cluster.address, asks)
+    told = answer_all(cluster.address, asks)
 
     alone = [local.generate(ask.prompt, greedy(12))[0].token_ids for ask in asks]
     assert [list(one.token_ids) for one in told] == alone
@@ -62,7 +64,10 @@ def test_prompts_at_the_same_time_get_the_answers_they_would_get_alone(
 def test_nodes_come_go_and_come_back_under_load_and_every_answer_is_whole_and_right(
     cluster: LocalCluster, model_folder: Path
 ) -> None:
-    asks = [Ask(prompt_of(30 + 7 * number, seed=3), Generation(greedy())) for number in range(12)]
+    asks = [
+        ClientRequest(prompt_of(30 + 7 * number, seed=3), Generation(greedy()))
+        for number in range(12)
+    ]
     with ThreadPoolExecutor(2) as both:
         moved = list(both.map(partial(start_moved, cluster), ROLES))
         with Load(cluster.address, asks, num_clients=2) as load:
@@ -100,7 +105,7 @@ def nodes_of(cluster: LocalCluster, role: str) -> list[Child]:
     return cluster.prefills if role == "prefill" else cluster.decodes
 
 
-def served_by(child: Child) -> Callable[[Told], bool]:
+def served_by(child: Child) -> Callable[[ClientAnswer], bool]:
     return lambda told: (
         child.name
         in (

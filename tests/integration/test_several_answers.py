@@ -15,9 +15,9 @@ from baton.client import Answer, BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from engine.sampling import SamplingParams
 from errors import InvalidRequest
-from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
+from tests.support.suspended_processes import suspended
 
 BLOCK_SIZE = 16
 PROMPT = prompt_of(70, seed=41)
@@ -158,7 +158,7 @@ def test_each_answer_goes_on_elsewhere_when_their_node_is_killed(
             answers[chunk.index].take(chunk)
             if all(len(answer.token_ids) > 3 for answer in answers):
                 break
-        with standing_still(*two_decodes.decodes):
+        with suspended(*two_decodes.decodes):
             kill_the_writer(two_decodes)
         for chunk in stream:
             answers[chunk.index].take(chunk)

@@ -13,11 +13,11 @@ from baton.client import AsyncClient, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.node_status import NodeStatus
 from engine.sampling import SamplingParams
-from tests.support.life import standing_still
-from tests.support.load import Ask, tell_all
+from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.scrapes import Scrape
+from tests.support.suspended_processes import suspended
 
 MakeOptions = Callable[..., ClusterOptions]
 SPECULATIVE = ("--speculative", "ngram:4", "--metrics-port", "0")
@@ -42,7 +42,7 @@ def speculating(cluster_options: MakeOptions) -> Iterator[LocalCluster]:
         yield running
 
 
-def asks() -> list[Ask]:
+def asks() -> list[ClientRequest]:
     prompts = [prompt_of(9) * 3, prompt_of(40), (70, 71, 72) * 9, prompt_of(150)]
     samplings = [
         SEEDED,
@@ -50,14 +50,14 @@ def asks() -> list[Ask]:
         replace(SEEDED, stop_token_ids=(73,), min_tokens=12),
         replace(SEEDED, max_tokens=23),
     ]
-    return [Ask(prompt, Generation(one)) for prompt in prompts for one in samplings]
+    return [ClientRequest(prompt, Generation(one)) for prompt in prompts for one in samplings]
 
 
 def test_every_answer_is_what_it_is_without_speculation(
     cluster: LocalCluster, speculating: LocalCluster
 ) -> None:
-    plain = tell_all(cluster.address, asks())
-    speculated = tell_all(speculating.address, asks())
+    plain = answer_all(cluster.address, asks())
+    speculated = answer_all(speculating.address, asks())
 
     for one, other in zip(plain, speculated, strict=True):
         assert other.token_ids == one.token_ids
@@ -96,7 +96,7 @@ def test_a_stream_that_speculates_goes_on_elsewhere_when_its_node_is_killed(
     with LocalCluster(options) as broken, Client(broken.address) as client:
         stream = client.stream(prompt_of(40), Generation(sampling))
         chunks = [next(stream), next(stream)]
-        with standing_still(*broken.decodes):
+        with suspended(*broken.decodes):
             kill_the_writer(broken)
         chunks += stream
 

@@ -13,9 +13,9 @@ from engine.sampling import SamplingParams
 from telemetry import names
 from telemetry.tracing.spans import SpanStatus
 from tests.support.collector import Collected, Collector, collecting
-from tests.support.life import standing_still
 from tests.support.models import prompt_of
 from tests.support.nodes import await_told, kill_the_writer
+from tests.support.suspended_processes import suspended
 
 TRACED = "00-{trace_id}-{parent_id}-01"
 REMOTE = {
@@ -188,11 +188,11 @@ def test_a_caller_that_does_not_trace_is_not_traced(
     assert answer.finish.served.trace_id == ""
 
 
-@pytest.mark.parametrize("num", [16, pytest.param(200, marks=pytest.mark.slow)])
 def test_mixed_requests_have_one_root_each_and_no_orphan(
-    collector: Collector, cluster_options: Callable[..., ClusterOptions], num: int
+    collector: Collector, cluster_options: Callable[..., ClusterOptions]
 ) -> None:
-    """Remote, local, cancelled and refused ones; half way through a decode node is killed."""
+    """Send requests of four kinds. Half way through a decode node is killed."""
+    num = NUM_MIXED
     options = sending_to(collector, cluster_options, num_prefill=2, num_decode=2)
     trace_ids = [f"{num:08x}{number:024x}" for number in range(1, num + 1)]
     with LocalCluster(options) as cluster, Client(cluster.address) as client:
@@ -252,7 +252,7 @@ def refused(cluster: LocalCluster, client: Client, trace_id: str, number: int) -
 
 def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
     """The decode node of a running answer is killed. The first token comes from prefill."""
-    with standing_still(*cluster.decodes):
+    with suspended(*cluster.decodes):
         stream = client.stream(prompt_of(30, seed=9), traced_by(trace_id, max_tokens=300))
         next(stream)
         kill_the_writer(cluster)
@@ -261,6 +261,7 @@ def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
 
 
 LOCAL_BELOW = 8
+NUM_MIXED = 80  # a fourth of each kind
 
 
 def sending_to(

@@ -1,4 +1,4 @@
-"""How hard the properties are tried: BATON_HYPOTHESIS_PROFILE=long tries for much longer."""
+"""Hypothesis profiles. BATON_HYPOTHESIS_PROFILE=long runs many more examples."""
 
 from __future__ import annotations
 

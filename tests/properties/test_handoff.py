@@ -17,7 +17,7 @@ from kv_transfer.types import HandoffId
 from tests.support.handoff_world import FINGERPRINT, LaggingMemory, Node, World
 from tests.support.memory_transport import Wire
 
-NUM_HISTORIES = 1500  # for each kind of wire
+NUM_HISTORIES = 1000  # for each kind of wire
 NUM_QUIET_HISTORIES = 300
 NUM_LAGGING_HISTORIES = 120
 QUIET_END_S = 25.0  # a hold, for what decode gave up before it could say so
@@ -48,7 +48,7 @@ class History:
             self.prefill_begins_a_pass: 4,
             self.a_layer_ends: 8,
             self.a_pass_ends: 2,
-            self.letters_come: 8,
+            self.deliver_messages: 8,
             self.blocks_land: 8,
             self.writes_are_acknowledged: 6,
             self.notices_come: 5,
@@ -60,9 +60,9 @@ class History:
         choices: Steps = {self.decode_gives_up: 2, self.prefill_withdraws: 1}
         troubles: Steps = {
             self.prefill_computes_for_nobody: 1,
-            self.a_letter_comes_late: 3,
-            self.a_letter_comes_twice: 2,
-            self.a_letter_is_lost: 1,
+            self.deliver_message_late: 3,
+            self.deliver_message_twice: 2,
+            self.lose_message: 1,
             self.a_link_breaks: 1,
             self.a_write_fails: 2,
             self.a_notice_comes_twice: 2,
@@ -168,27 +168,27 @@ class History:
 
     # --- The link ---------------------------------------------------------------------------
 
-    def letters_come(self) -> None:
+    def deliver_messages(self) -> None:
         for node in [one for one in self.world.nodes if not one.is_stopped]:
             for _ in range(self.draw.randrange(6)):
-                if node.link.letters:
-                    node.link.pass_on(node.link.letters.pop(0))
+                if node.link.queued:
+                    node.link.pass_on(node.link.queued.pop(0))
 
-    def a_letter_comes_late(self) -> None:
+    def deliver_message_late(self) -> None:
         """Behind those that were sent after it."""
-        letters = self._node().link.letters
-        if letters:
-            letters.append(letters.pop(self.draw.randrange(len(letters))))
+        queued = self._node().link.queued
+        if queued:
+            queued.append(queued.pop(self.draw.randrange(len(queued))))
 
-    def a_letter_comes_twice(self) -> None:
-        letters = self._node().link.letters
-        if letters:
-            letters.append(self.draw.choice(letters))
+    def deliver_message_twice(self) -> None:
+        queued = self._node().link.queued
+        if queued:
+            queued.append(self.draw.choice(queued))
 
-    def a_letter_is_lost(self) -> None:
-        letters = self._node().link.letters
-        if letters:
-            letters.pop(self.draw.randrange(len(letters)))
+    def lose_message(self) -> None:
+        queued = self._node().link.queued
+        if queued:
+            queued.pop(self.draw.randrange(len(queued)))
 
     def a_link_breaks(self) -> None:
         if self.world.hub.link_ids:

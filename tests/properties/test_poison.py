@@ -23,7 +23,7 @@ from router.routing.policy import Routing, RoutingPolicy
 from router.values import GenerateCall, TokenChunk, TokenPrompt
 from rpc.errors import FailureKind, NodeFailed, PoisonedRequest
 from rpc.node_info import NodeRole
-from tests.support.mortal_nodes import MortalNodes, Poison
+from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.node_calls import a_node, a_table
 
 PATIENCE_S = 60
@@ -67,7 +67,7 @@ def serve(
     decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)]
     table = a_table(*prefills, *decodes)
     by_number = {number: one.poison for number, one in enumerate(asked) if one.poison is not None}
-    nodes = MortalNodes(table, by_number, kind)
+    nodes = CrashingNodes(table, by_number, kind)
     ticks = itertools.count()
     pipeline = nodes.pipeline = Pipeline(
         table=table,

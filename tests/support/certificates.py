@@ -1,4 +1,4 @@
-"""Certificates made while a test runs: authorities, and what they sign."""
+"""Certificate authorities and certificates, made while a test runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIFETIME = dt.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs certificates, and writes them into its folder."""
+    """Certificate authority that writes the certificates it signs into its folder."""
 
     folder: Path
     name: str
@@ -31,7 +31,7 @@ class Authority:
         return self.folder / f"{self.name}.pem"
 
     def issue(self, name: str, *subjects: str) -> tuple[Path, Path]:
-        """The certificate and the key of someone who goes by these host names and addresses."""
+        """Return a certificate and its key for these host names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives = x509.SubjectAlternativeName([_general_name(one) for one in subjects])
         signed = (
@@ -46,7 +46,7 @@ class Authority:
         return cert_path, key_path
 
     def mutual(self, name: str, *subjects: str) -> TlsConfig:
-        """Of one who shows a certificate of this authority and trusts no others."""
+        """Return a mutual TLS configuration that trusts this authority alone."""
         cert, key = self.issue(name, *subjects)
         return TlsConfig(cert=cert, key=key, ca=self.ca, client_ca=self.ca)
 
@@ -65,7 +65,7 @@ def make_authority(folder: Path, name: str = "ca") -> Authority:
 
 
 def lock_key(key: Path, locked: Path, password: str) -> None:
-    """Writes the key again, so that it can be read by the password alone."""
+    """Write a copy of the key that is encrypted with the password."""
     opened = serialization.load_pem_private_key(key.read_bytes(), password=None)
     encryption = serialization.BestAvailableEncryption(password.encode())
     locked.write_bytes(

@@ -1,4 +1,4 @@
-"""A real OTLP collector over gRPC, which keeps what it gets."""
+"""OTLP collector over gRPC that stores the spans it receives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A span as the collector got it."""
+    """Span as received by the collector."""
 
     name: str
     trace_id: str
@@ -62,7 +62,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str, is_whole: Callable[[list[Collected]], bool]) -> list[Collected]:
-        """The trace, once it is as wanted."""
+        """Wait until the trace satisfies `is_whole`, and return its spans."""
         with self._changed:
             spans = self._spans[trace_id]
             is_there = self._changed.wait_for(lambda: is_whole(spans), LONGEST_WAIT_S)
@@ -70,7 +70,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return list(spans)
 
     def named(self, name: str) -> list[Collected]:
-        """All that came so far, of whatever trace."""
+        """Return all received spans of this name."""
         with self._changed:
             return [span for spans in self._spans.values() for span in spans if span.name == name]
 

@@ -1,4 +1,4 @@
-"""What the real command line says to arguments that stand in a file."""
+"""Checks of arguments in deployment files against the real command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.cli.command import ENVIRONMENT_PREFIX
 
 
 def complaint_about(arguments: Sequence[str], environment: Mapping[str, str] = {}) -> str:
-    """Empty if a process could be started so."""
+    """Return the error message for these arguments; empty if they are valid."""
     ended = CliRunner().invoke(
         app, [*arguments, "--show-config"], auto_envvar_prefix=ENVIRONMENT_PREFIX, env=environment
     )
@@ -20,6 +20,6 @@ def complaint_about(arguments: Sequence[str], environment: Mapping[str, str] = {
 
 
 def option(arguments: Sequence[str], name: str) -> str:
-    """The value of --name=value."""
+    """Return the value of --name=value."""
     [found] = [one for one in arguments if one.startswith(f"--{name}=")]
     return found.partition("=")[2]

@@ -1,4 +1,4 @@
-"""Whole nodes in processes of their own, whose forward passes a test can hold up.
+"""Whole nodes in child processes whose forward passes a test can block.
 
 The processes run `node.run.serve` as the command line does. All that a test adds is a gate in
 front of the runner: it makes moments that last microseconds last until the test has done what it
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,7 +17,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import Enum
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from typing import Any, cast
 
 import grpc
@@ -44,6 +42,7 @@ from node.wiring import identify
 from prefill_node.__main__ import PREFILL
 from rpc.node_info import NodeRole
 from telemetry.tracing.tracer import NO_TRACER
+from tests.support.fork_server import fork_context
 
 WAIT_S = 30.0  # for what must come
 PROGRESS_S = 0.002
@@ -58,7 +57,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Stand still in front of something, counted from now on, until told to go."""
+    """Order to block before the `count`-th occurrence of a place."""
 
     place: Place
     count: int  # 1 is the next one
@@ -67,7 +66,7 @@ class Hold:
 
 
 class Gate:
-    """Where the engine's thread stands still if the test wants it to."""
+    """Gate at which the engine thread blocks on a test's order."""
 
     def __init__(self, orders: Connection) -> None:
         self._orders = orders
@@ -95,7 +94,7 @@ class Gate:
 
 
 class GatedRunner:
-    """A TorchRunner behind a gate, that counts the tokens it ran."""
+    """TorchRunner behind a gate. Counts the tokens it runs."""
 
     def __init__(self, runner: TorchRunner, gate: Gate, num_tokens: Any) -> None:
         self._runner = runner
@@ -134,7 +133,7 @@ class GatedRunner:
 
 
 class UnfencedWorker(KvTransferWorker):
-    """What decode would be without its fence: revoked blocks come back at once."""
+    """KV worker without the fence of a decode node: revoked blocks are released at once."""
 
     _revoked: tuple[HandoffId, ...] = ()
     _given_back: frozenset[HandoffId] = frozenset()
@@ -153,13 +152,13 @@ class UnfencedWorker(KvTransferWorker):
 
 
 class EngineNode:
-    """The test's handle on one node, which may be killed and started again on its address."""
+    """Handle of one node process. The node can be killed and restarted at its address."""
 
     def __init__(self, role: NodeRole, options: NodeOptions, *, has_fence: bool = True) -> None:
         self._role = role
         self._options = replace(options, port=options.port or _free_port())
         self._has_fence = has_fence
-        self._context = _forkserver()
+        self._context = fork_context()
         self.address = f"{self._options.host}:{self._options.port}"
         self.start()
 
@@ -195,19 +194,19 @@ class EngineNode:
 
     @property
     def num_tokens_run(self) -> int:
-        """Since its start."""
+        """Return the number of tokens run since the start."""
         return int(self._num_tokens.value)
 
     @property
     def is_held(self) -> bool:
-        """It was told to hold, and not yet to go on."""
+        """Return whether the node was ordered to block and not released yet."""
         return self._is_held
 
     def hold_before_pass(self, count: int) -> None:
         self._hold(Hold(Place.PASS, count, moves_bytes=True))
 
     def slow_down_pass(self, count: int, by_s: float) -> None:
-        """As if the first layer of that pass took so long: nobody looks after anything."""
+        """Block the engine thread for `by_s` in that pass, as a slow first layer would."""
         self._orders.send(Hold(Place.PASS, count, lasts_s=by_s))
 
     def hold_before_post(self, count: int) -> None:
@@ -236,12 +235,12 @@ class EngineNode:
         self._process.terminate()
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """Once it has ended; None if it has not by then."""
+        """Return the exit code, or None if the process has not ended by the timeout."""
         self._process.join(timeout_s)
         return self._process.exitcode
 
     def end(self) -> int | None:
-        """Its exit code, after a drain; it is gone in any case."""
+        """Drain the node, kill it if that takes too long, and return its exit code."""
         if self.is_alive:
             self.resume()
             self._process.terminate()
@@ -252,13 +251,6 @@ class EngineNode:
     def _hold(self, hold: Hold) -> None:
         self._is_held = True
         self._orders.send(hold)
-
-
-def _forkserver() -> ForkServerContext:
-    """Forks from a process that has imported torch already: a start takes a fraction."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["prefill_node.__main__", "decode_node.__main__"])
-    return context
 
 
 def _free_port() -> int:
@@ -287,7 +279,7 @@ def _node(role: NodeRole, options: NodeOptions, runner: TorchRunner) -> Coroutin
 
 
 def _put_gate_before_posts(gate: Gate) -> None:
-    """In this process, whose one purpose it is."""
+    """Replace the channel class in this process by one with a gate."""
 
     class GatedChannel(NixlChannel):
         def post(self, write: Write) -> None:

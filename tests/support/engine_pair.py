@@ -1,4 +1,4 @@
-"""A prefill node and a decode node, asked directly, so that a test chooses what happens when."""
+"""A prefill node and a decode node that a test calls directly, without a router."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def greedy(max_tokens: int = 8, **settings: Any) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class PairOptions:
-    """What a test may want of a pair; the rest is the same for all."""
+    """Options of a pair that tests vary."""
 
     model: Path
     kind: str = "nixl"
@@ -90,7 +90,7 @@ class PairOptions:
 
 @dataclass(slots=True)
 class Call:
-    """One leg, as the router would listen to it, on a stream of its own."""
+    """One call to a node, on a stream of its own."""
 
     responses: Any
     token_ids: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Call:
 
     @property
     def was_sent(self) -> bool:
-        """Of a prefill: it ends well when every write has ended."""
+        """Return whether a prefill call succeeded, which it does after the last KV write."""
         return self.has_ended_well and self.reason in FINISHED_WITH_FIRST_TOKEN
 
     def until_tokens(self, count: int) -> Call:
@@ -115,7 +115,7 @@ class Call:
         return self
 
     def however_it_ends(self) -> Call:
-        """The node may be gone."""
+        """Read until the call ends or fails."""
         try:
             return self.to_its_end()
         except grpc.RpcError:
@@ -143,7 +143,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What both legs of one request said."""
+    """Results of both calls of one request."""
 
     prefill: Call
     decode: Call
@@ -160,7 +160,7 @@ class Answered:
 
 
 class Pair:
-    """Both nodes, from `with` to the end of the block. No process is left behind."""
+    """Both nodes, running within the `with` block."""
 
     def __init__(self, options: PairOptions) -> None:
         self._options = options
@@ -229,7 +229,7 @@ class Pair:
         return self._begun(stub.Decode(requests, timeout=CALL_S, wait_for_ready=True))
 
     def ask(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Call, Call]:
-        """Both legs, begun."""
+        """Start both calls of a request."""
         handoff_id = self.new_id()
         prefill = self.prefill(handoff_id, prompt, sampling)
         return prefill, self.decode(handoff_id, prompt, sampling)
@@ -239,7 +239,7 @@ class Pair:
         return Answered(prefill.to_its_end(), decode.to_its_end())
 
     def heal(self) -> None:
-        """Every call left, both nodes well, whatever was done to them."""
+        """Cancel all calls, and resume or restart both nodes."""
         for call in self._calls:
             call.leave()
         self._calls.clear()
@@ -254,12 +254,12 @@ class Pair:
     # --- What nodes know from before --------------------------------------------------------
 
     def acquaint_decode(self, prompt: Sequence[int]) -> None:
-        """Its blocks are in decode's prefix cache, written by decode itself."""
+        """Put the prompt into the prefix cache of the decode node, computed locally."""
         if prompt:
             self.decode(self.new_id(), prompt, greedy(1), is_local=True).to_its_end()
 
     def acquaint_prefill(self, prompt: Sequence[int]) -> None:
-        """Its blocks are in prefill's prefix cache, for a decode node that never asked."""
+        """Put the prompt into the prefix cache of the prefill node, without a hand-off."""
         if prompt:
             call = self.prefill(self.new_id(), prompt, greedy(1)).until_tokens(1)
             call.leave()
@@ -268,7 +268,7 @@ class Pair:
     # --- Events -------------------------------------------------------------------------------
 
     def await_granted(self) -> None:
-        """Decode has lent blocks to prefill, and prefill has been told so."""
+        """Wait until the prefill node has received the decode node's grant."""
         await_load(self.d.address, self._has_lent)
         # The link keeps its order: what follows the grant on it comes after it.
         assert self.answer((5, 6, 7), greedy(2)).was_handed_over

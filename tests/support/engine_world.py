@@ -1,4 +1,4 @@
-"""A scheduler, a fake runner and a fake wire that does its worst, driven by hand.
+"""Simulated engine: a scheduler, a fake runner and a hostile fake wire, driven by a test.
 
 The wire writes garbage into every block that it may still write, at every step, and reads
 every block that it was asked to send, at every step. What a request gets is compared with
@@ -29,7 +29,7 @@ OTHER_SOURCE = Peer(NodeId("prefill-1"), "127.0.0.1:2")
 
 @dataclass(slots=True)
 class Receipt:
-    """What one client saw of one request."""
+    """Outputs that one client received for one request."""
 
     spec: EngineRequest
     token_ids: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Receipt:
 
 
 class _Strict:
-    """Lets nothing be contained but crashes that were asked for: all else is a bug to be seen."""
+    """Containment that re-raises all errors except injected crashes."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
@@ -61,7 +61,7 @@ class _Strict:
 
 
 class EngineWorld:
-    """Every method is one thing that can happen to an engine."""
+    """Simulated engine. Each method is one event."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class EngineWorld:
         source: Peer = SOURCE,
         is_paced: bool = False,
     ) -> RequestId:
-        """A prompt given as a number is that many tokens that start like all others."""
+        """Add a request. An integer prompt is a prompt of that length with a common prefix."""
         name = RequestId(request_id or f"r{len(self.receipts)}")
         handoff_id = HandoffId(name, 1)
         spec = EngineRequest(
@@ -145,14 +145,14 @@ class EngineWorld:
         self.scheduler.withdraw_completed(handoff_id, "nobody wants it")
 
     def crash(self, request_id: RequestId, place: CrashPlace) -> None:
-        """From now on every pass with this request fails."""
+        """Fail every further pass that contains this request."""
         self.runner.crashing[request_id] = place
 
     def fail_next_token(self, request_id: RequestId) -> None:
         self.runner.failing.add(request_id)
 
     def wait(self, seconds: float) -> None:
-        """While hand-offs are under way, the engine is woken now and then."""
+        """Advance the time. The engine wakes up regularly while hand-offs are in progress."""
         self._is_at_rest = False
         self.now_s += seconds
 
@@ -174,14 +174,14 @@ class EngineWorld:
         return plan
 
     def step_until(self, is_it: Callable[[Plan], object], max_steps: int = 100) -> Plan:
-        """The first plan of which this is true."""
+        """Step until a plan satisfies the predicate, and return it."""
         for _ in range(max_steps):
             if is_it(plan := self.step()):
                 return plan
         raise AssertionError(f"it did not come to that in {max_steps} steps")
 
     def run_to_end(self, max_steps: int = 2000) -> None:
-        """Everything ends, if the wire does its part, and every block comes back."""
+        """Run until all requests have ended, and check that all blocks are free."""
         for _ in range(max_steps):
             if self.scheduler.is_idle:
                 break
@@ -215,7 +215,7 @@ class EngineWorld:
         self._check_account(receipt)
 
     def _check_account(self, receipt: Receipt) -> None:
-        """Every token it came with was cached, received or computed; each logprob told once."""
+        """Check the counts of prompt tokens, draft tokens and prompt logprobs."""
         served = receipt.outputs[-1].served
         assert served is not None
         num_had = (
@@ -232,7 +232,7 @@ class EngineWorld:
             assert num_told == wants_all * len(receipt.spec.prompt_token_ids)
 
     def alone(self, spec: EngineRequest) -> tuple[list[int], FinishReason]:
-        """The answer and the end of a request that shares nothing with anyone."""
+        """Return the outputs and the finish reason of the request when it runs alone."""
         sampling, context = spec.sampling, context_of(spec)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -257,7 +257,7 @@ class EngineWorld:
         assert num_tokens <= self.config.max_num_batched_tokens
 
     def _check_rest(self, plan: Plan, reports: KvReports) -> None:
-        """An engine sleeps after a step that did nothing, so it may not have work then."""
+        """Check that a step without effect leaves no work: the engine thread sleeps then."""
         assert plan == Plan() or not self._is_at_rest, f"it would have slept over {plan}"
         self._is_at_rest = plan == Plan() and reports == KvReports()
 

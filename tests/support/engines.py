@@ -1,4 +1,4 @@
-"""Engines over the fake runner, with defaults for everything but the point of a test."""
+"""Builders of engines with the fake runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner without a model, and a wire without a network, over a real block cache.
+"""Runner without a model, on real KV blocks.
 
 Every KV slot keeps (token, position, name of all before it). The next token is computed
 from what is in the blocks the plan names, so a wrong, stale or half-written block gives
@@ -22,7 +22,7 @@ GARBAGE: Slot = (-1, -1, -1)
 
 
 def kv_of(token_ids: Sequence[int]) -> list[Slot]:
-    """What the cache must hold after these tokens were computed from nothing."""
+    """Return the expected cache content for these tokens."""
     slots: list[Slot] = []
     for position, token_id in enumerate(token_ids):
         slots.append(_slot(slots, token_id, position))
@@ -30,12 +30,12 @@ def kv_of(token_ids: Sequence[int]) -> list[Slot]:
 
 
 def next_token(slots: Sequence[Slot], seed: int, vocab_size: int) -> int:
-    """The token that follows, given everything that attention can see."""
+    """Return the next token as a function of the visible cache content."""
     return hash((tuple(slots), seed)) % vocab_size
 
 
 def tokens_alone(token_ids: Sequence[int], seed: int, count: int, vocab_size: int) -> list[int]:
-    """What a request gets that nobody shares anything with."""
+    """Return the outputs of a request that runs alone."""
     slots = kv_of(token_ids)
     answer: list[int] = []
     for _ in range(count):
@@ -45,7 +45,7 @@ def tokens_alone(token_ids: Sequence[int], seed: int, count: int, vocab_size: in
 
 
 class KvTensor:
-    """Blocks of slots. Fresh memory is garbage."""
+    """KV blocks. New memory contains garbage."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -79,12 +79,12 @@ class CrashPlace(Enum):
 
 
 class Crash(Exception):
-    """A bug that this request alone brings out."""
+    """Injected error that only one request triggers."""
 
 
 @dataclass(slots=True)
 class FakeRunner:
-    """Keeps rows as the real one does, from the changes that plans bring."""
+    """Runner that keeps batch rows from plan to plan, as the real one does."""
 
     kv: KvTensor
     vocab_size: int
@@ -165,7 +165,7 @@ class FakeRunner:
         return slots
 
     def _num_drafts(self, row: _Row, num_tokens: int) -> int:
-        """As the real runner: for a row that decodes, what its blocks and its limits leave."""
+        """Return the number of draft tokens for a row, as the real runner computes it."""
         known = len(row.token_ids)
         if num_tokens != 1 or known <= row.row.num_prompt_tokens:
             return 0
@@ -188,7 +188,7 @@ class FakeRunner:
             )
 
     def _sample(self, row: _Row, slots: list[Slot], num_drafts: int) -> list[int]:
-        """One token; with speculation as many more as are confirmed, and garbage behind."""
+        """Sample a token and accepted drafts. Write garbage for rejected drafts."""
         answer = [next_token(slots, row.row.seed, self.vocab_size)]
         row.token_ids.append(answer[0])
         num_confirmed = self.chance.randint(0, num_drafts) if num_drafts else 0
@@ -211,7 +211,7 @@ class FakeRunner:
 
 
 def logprob_of(token_id: int) -> TokenLogprobs:
-    """Any value, as long as it tells tokens apart."""
+    """Return a logprob that differs between tokens."""
     return TokenLogprobs(token_id, logprob=-0.5 - token_id, rank=1)
 
 

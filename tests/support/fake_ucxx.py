@@ -1,4 +1,4 @@
-"""ucxx as Sends and Receives see it, with a wire between them that is in the hands of a test."""
+"""Fake of the ucxx library. A test decides when messages arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_transfer.transports.staging import Slot
 
 
 class FakeError(Exception):
-    """What UCX raises."""
+    """Error of the fake library."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class FakeTag:
 
 @dataclass(slots=True)
 class FakeMessage:
-    """By rendezvous: the bytes are fetched out of P's memory when they land, not before."""
+    """Message sent by rendezvous: its bytes are read from P's memory when it lands."""
 
     sender_tag: FakeTag
     source: int

@@ -1,4 +1,4 @@
-"""The other end of every hand-off, at its worst: late, silent, gone, and writing garbage."""
+"""Simulated KV peers that are late, silent or gone and write garbage where they may."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outgoing:
 
 
 class FakeWire:
-    """Peers that compute what they should, over a wire that a test drives."""
+    """KV worker whose peers compute correct KV. A test drives the transfers."""
 
     def __init__(self, kv: KvTensor, vocab_size: int) -> None:
         self._kv = kv
@@ -51,23 +51,23 @@ class FakeWire:
         self._sent: list[HandoffId] = []
 
     def expect(self, spec: EngineRequest) -> None:
-        """The peer is told of this request too."""
+        """Register a request with the peer."""
         self._spec_by_id[spec.request_id] = spec
         if spec.send_to is not None:
             self.outgoing[spec.send_to] = Outgoing(spec.request_id)
 
     def wanted(self) -> list[HandoffId]:
-        """Receives that somebody waits for."""
+        """Return the receives that are waited for."""
         return [h for h, incoming in self.incoming.items() if not incoming.is_over]
 
     def unwanted(self) -> list[HandoffId]:
-        """Receives that were lost or revoked, and are not yet released."""
+        """Return the lost or revoked receives that are not released yet."""
         return [h for h, incoming in self.incoming.items() if incoming.is_over]
 
     # --- what the wire may do -----------------------------------------------------
 
     def land(self, handoff_id: HandoffId) -> None:
-        """The peer's KV is written, and nothing can write after it."""
+        """Land a receive. No write follows."""
         order = self.incoming.pop(handoff_id).order
         spec = self._spec_by_id[RequestId(handoff_id.request_id)]
         slots = kv_of(context_of(spec))
@@ -83,24 +83,24 @@ class FakeWire:
         self._lost.append(Lost(handoff_id, "the peer is gone"))
 
     def release(self, handoff_id: HandoffId) -> None:
-        """The last write of a lost or revoked receive has landed, wherever it went."""
+        """Release a lost or revoked receive after its last write."""
         incoming = self.incoming.pop(handoff_id)
         assert incoming.is_over
         self._kv.spoil(incoming.order.block_ids)
         self._released.append(handoff_id)
 
     def report_again_released(self, handoff_id: HandoffId) -> None:
-        """A wire that breaks its promise to say everything once."""
+        """Report an event a second time, against the protocol."""
         self._released.append(handoff_id)
 
     def end_sending(self, handoff_id: HandoffId) -> None:
-        """Nothing is read any more. Orders that cross this report on its way come to nothing."""
+        """End a send. Orders that are issued before the report arrives have no effect."""
         self._check_sent(handoff_id)
         del self.outgoing[handoff_id]
         self._sent.append(handoff_id)
 
     def settle(self) -> None:
-        """All that the wire owes, it does now."""
+        """Complete everything that is outstanding."""
         for handoff_id, incoming in list(self.incoming.items()):
             self.release(handoff_id) if incoming.is_over else self.land(handoff_id)
         for handoff_id, outgoing in list(self.outgoing.items()):
@@ -131,7 +131,7 @@ class FakeWire:
                 self._end(self.outgoing[end.handoff_id], end)
 
     def misbehave(self) -> None:
-        """Write garbage wherever a write may land, and read whatever may be read."""
+        """Write garbage to all writable blocks, and read all readable ones."""
         for incoming in self.incoming.values():
             self._kv.spoil(incoming.order.block_ids)
         for handoff_id in self.outgoing:
@@ -158,7 +158,7 @@ class FakeWire:
             outgoing.first_token = end.first_token
 
     def _check_sent(self, handoff_id: HandoffId) -> None:
-        """What the wire reads is what the peer would have computed."""
+        """Check that a block that is read holds the correct KV."""
         outgoing = self.outgoing[handoff_id]
         spec = self._spec_by_id[outgoing.request_id]
         slots = kv_of(context_of(spec))
@@ -171,5 +171,5 @@ class FakeWire:
 
 
 def context_of(spec: EngineRequest) -> tuple[int, ...]:
-    """All tokens that a request comes with."""
+    """Return the prompt and prior output tokens of a request."""
     return (*spec.prompt_token_ids, *spec.prior_output_token_ids)

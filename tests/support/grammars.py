@@ -1,4 +1,4 @@
-"""Doubles for grammars: one whose every answer fits, and a library that a test holds up."""
+"""Grammar doubles: one that accepts everything, and a library whose compilation can be blocked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOW = StructuredOutputs(regex="slow")
 
 
 class AnyAnswer:
-    """A grammar and its matchers in one: every token fits."""
+    """Grammar and matcher that accept every token."""
 
     def matcher(self) -> Matcher:
         return self
@@ -36,7 +36,7 @@ class AnyAnswer:
 
 @dataclass(slots=True)
 class HeldLibrary:
-    """SLOW is compiled once the test says so, BAD never."""
+    """Grammar library that compiles SLOW when the test releases it and never compiles BAD."""
 
     slow: frozenset[StructuredOutputs] = frozenset({SLOW})
     has_begun: threading.Event = field(default_factory=threading.Event)
@@ -65,7 +65,7 @@ def is_whole(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
 
 
 def allowed_by(matcher: Matcher) -> set[int]:
-    """The tokens that may come next."""
+    """Return the tokens that are allowed next."""
     bits = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
     matcher.fill(bits)
     flags = np.unpackbits(bits.view(np.uint8), bitorder="little")

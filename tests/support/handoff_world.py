@@ -1,4 +1,4 @@
-"""A decode node, prefill nodes, their link and their wire, all in the hands of a test.
+"""Simulation of a decode node, prefill nodes, their links and their wire, driven by a test.
 
 The worker halves are the real ones, over the in-memory transport. The world plays the two
 schedulers (blocks are taken over by a new owner, and overwritten, the moment they are reported
@@ -34,7 +34,7 @@ from kv_transfer.types import (
     Withdraw,
 )
 from kv_transfer.worker import KvTransferWorker
-from tests.support.link import HubLink, LinkHub
+from tests.support.kv_links import HubLink, LinkHub
 from tests.support.memory_transport import Flight, MemoryChannel, MemoryTransport, Wire
 
 BLOCK_BYTES = 8
@@ -52,7 +52,7 @@ CONFIG = KvWorkerConfig(
 
 
 class Memory:
-    """Blocks of a node, each filled with a number."""
+    """Blocks of a node. Each holds one number."""
 
     def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES) -> None:
         self._buffer = (ctypes.c_char * (num_blocks * block_bytes))()
@@ -70,7 +70,7 @@ class Memory:
         return PASSED
 
     def drain(self) -> None:
-        """Every write lands at once."""
+        """Land all writes at once."""
 
     def put(self, block_id: BlockId, content: bytes) -> None:
         size = self.region.block_bytes
@@ -98,7 +98,7 @@ class LaggingMemory(Memory):
         return LaggingFence(self, self.num_landed + len(self._launched))
 
     def catch_up(self, num_writes: int | None = None) -> None:
-        """So many writes land; left out, all of them."""
+        """Land this number of writes; by default all."""
         most = len(self._launched)
         for _ in range(most if num_writes is None else min(num_writes, most)):
             super().put(*self._launched.popleft())
@@ -108,7 +108,7 @@ class LaggingMemory(Memory):
         self.catch_up()
 
     def read(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
-        """As a copy behind everything that was launched."""
+        """Read the blocks after all launched writes."""
         self.drain()
         return (memoryview(self.get(block)) for block in block_ids)
 
@@ -127,7 +127,7 @@ class LaggingFence:
 
 
 class Node:
-    """One process: memory, worker half, its own idea of which blocks are free."""
+    """Simulated process: memory, KV worker and free blocks."""
 
     def __init__(self, world: World, name: str, num_blocks: int, config: KvWorkerConfig) -> None:
         self.name = name
@@ -153,7 +153,7 @@ class Node:
 
 @dataclass(slots=True)
 class Receiving:
-    """What D's scheduler knows of a receive: its blocks are held until it ends."""
+    """A receive as D's scheduler knows it. Its blocks are held until it ends."""
 
     block_ids: tuple[BlockId, ...]
     first_block: int
@@ -163,7 +163,7 @@ class Receiving:
 
 @dataclass(slots=True)
 class Sending:
-    """What P's scheduler knows of a send."""
+    """A send as P's scheduler knows it."""
 
     node: Node
     block_ids: list[BlockId]
@@ -173,7 +173,7 @@ class Sending:
 
 
 class BrokenPromise(AssertionError):
-    """Something happened that the hand-off rules out."""
+    """Violation of a guarantee of the hand-off."""
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ class World:
     # --- What D's scheduler does -------------------------------------------------------
 
     def receive(self, handoff_id: HandoffId, p: str, first_block: int, num_blocks: int) -> bool:
-        """False if D has no room for it."""
+        """Start a receive. Return False if D has too few blocks."""
         if len(self.d.free) < num_blocks or handoff_id in self.receiving:
             return False
         blocks = tuple(self.d.free.pop() for _ in range(num_blocks))
@@ -224,7 +224,7 @@ class World:
     # --- What a P's scheduler does -----------------------------------------------------
 
     def begin(self, handoff_id: HandoffId, p: str, num_blocks: int) -> bool:
-        """A prompt enters P and its blocks are computed, though not yet sent."""
+        """Start a prompt on P: its blocks are computed but not sent."""
         node = self.ps[p]
         if len(node.free) < num_blocks or handoff_id in self.begun:
             return False
@@ -237,7 +237,7 @@ class World:
         return True
 
     def begin_pass(self, node: Node, num_blocks_by_handoff: dict[HandoffId, int]) -> None:
-        """The blocks after those sent hold nothing yet, and are computed layer by layer."""
+        """Start a pass that computes the unsent blocks layer by layer."""
         orders = []
         for handoff_id, num_blocks in num_blocks_by_handoff.items():
             sending = self.sending[handoff_id]
@@ -266,7 +266,7 @@ class World:
         node.worker.layer_done(layer, self.now, node.memory.fence())
 
     def end_pass(self, node: Node) -> None:
-        """What was computed is sent, and with it what else there is."""
+        """Send the computed blocks."""
         while node.num_layers_ended is not None and node.num_layers_ended < FINGERPRINT.num_layers:
             self.end_layer(node)
         if node.num_layers_ended is not None and self.waits_at_pass_end:
@@ -312,12 +312,12 @@ class World:
     # --- What happens to processes -----------------------------------------------------
 
     def restart_p(self, name: str) -> None:
-        """SIGKILL, and a new process on the same address."""
+        """Kill P and start a new process at its address."""
         self.kill_p(name)
         self.ps[name] = Node(self, name, self.num_blocks, self.config)
 
     def kill_p(self, name: str) -> None:
-        """What it wrote may be on its way."""
+        """Kill P. Its writes can still be in flight."""
         dead = self.ps.pop(name)
         self.hub.remove(name)
         for channel in self._channels_of(dead):
@@ -364,7 +364,7 @@ class World:
             self.turn(node)
 
     def settle(self, seconds: int = 200) -> None:
-        """Let everything that is on its way arrive and time-outs pass, until nothing is open."""
+        """Deliver everything in flight and let timeouts pass until no hand-off is open."""
         for node in self.nodes:
             node.is_stopped = False
         for _ in range(seconds):
@@ -374,7 +374,7 @@ class World:
             self.now += 1.0
 
     def exchange(self) -> None:
-        """Everything that is on its way arrives, and what it brings about is begun."""
+        """Deliver everything in flight and run all workers, repeatedly."""
         for _ in range(4):
             for node in self.nodes:
                 node.link.pass_all()
@@ -468,5 +468,5 @@ class World:
 
 
 def content_of(handoff_id: HandoffId, place: int) -> bytes:
-    """What a block of this hand-off must hold; like no other block's content."""
+    """Return the content of a block of this hand-off, unique among all blocks."""
     return f"{handoff_id.request_id}#{handoff_id.attempt:x}.{place:x}".encode().ljust(BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""What grpc.health.v1 says of a process, as whoever watches it hears."""
+"""Watch on the grpc.health.v1 status of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_S = 60
 
 @contextmanager
 def health_of(address: str, service: str = "") -> Iterator[Iterator[str]]:
-    """Each next one is a change: SERVING, NOT_SERVING. A vain wait ends in an error."""
+    """Yield an iterator over status changes, which raises an error if none comes in time."""
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A router's HTTP door in this process, over nodes that behave."""
+"""Router with the HTTP API in this process, with fake nodes."""
 
 from __future__ import annotations
 

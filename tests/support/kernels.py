@@ -1,4 +1,4 @@
-"""The native kernels, in each build that this processor can run."""
+"""Native kernels in each variant that this processor supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_THREADS = 2
 
 @cache
 def kernels_by_variant() -> dict[str, Kernels]:
-    """Empty where there is no compiler: then torch is all there is to test."""
+    """Return the kernels of each variant; empty without a compiler."""
     try:
         return {
             variant.name: Kernels(library(variant), NUM_THREADS)

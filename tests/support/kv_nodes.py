@@ -1,9 +1,8 @@
-"""A worker half in a process of its own, over a real transport, that does as a test tells it."""
+"""KV workers in child processes with a real transport, which run the commands of a test."""
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import time
@@ -19,15 +18,19 @@ from kv_transfer.protocol.messages import Fingerprint, Region
 from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, HandoffId, Incarnation, KvOrders, KvReports, NodeId, Peer
 from kv_transfer.worker import KvCounters, KvTransferWorker
-from tests.support.ends import MAKERS
-from tests.support.link import SocketLink
+from tests.support.fork_server import fork_context
+from tests.support.kv_links import SocketLink
+from tests.support.transport_endpoints import MAKERS
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
-# Quick to give up, so that a test need not wait.
+BLOCK_BYTES = 65536
+SILENCE_S, HOLD_S = 600.0, 60.0
+# On a busy machine, seconds can pass before a process runs. Limits are therefore long, and a test
+# in which one must pass advances the node's clock.
 CONFIG = KvWorkerConfig(
-    receiver=ReceiverConfig(lease_s=0.6, silence_s=1.0, fence_age_s=1.0, give_up_s=30.0),
-    sender=SenderConfig(hold_s=10.0, write_timeout_s=5.0),
+    receiver=ReceiverConfig(lease_s=300.0, silence_s=SILENCE_S, fence_age_s=SILENCE_S),
+    sender=SenderConfig(hold_s=HOLD_S),
     redial_s=0.2,
 )
 
@@ -37,24 +40,38 @@ class NodePlan:
     kind: str  # of transport
     address: str  # of its control link
     num_blocks: int = 64
-    block_bytes: int = 65536
+    block_bytes: int = BLOCK_BYTES
+
+
+@dataclass(slots=True)
+class Clock:
+    """Monotonic clock that can be advanced."""
+
+    offset_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.offset_s
 
 
 @dataclass(slots=True)
 class NodeState:
-    """What runs in the child: a worker half and the memory it serves."""
+    """State of the child process: a KV worker and the memory it serves."""
 
     worker: KvTransferWorker
     region: Region
     buffer: Any
+    clock: Clock
     reports: KvReports = KvReports()
     times: dict[HandoffId, float] = field(default_factory=dict)
 
     def order(self, orders: KvOrders) -> None:
-        self.worker.start(orders, time.monotonic())
+        self.worker.start(orders, self.clock())
+
+    def advance_clock(self, by_s: float) -> None:
+        self.clock.offset_s += by_s
 
     def turn(self) -> None:
-        found = self.worker.poll(time.monotonic())
+        found = self.worker.poll(self.clock())
         if found != KvReports():
             names = ("finished_recving", "failed_recving", "released", "finished_sending")
             self.reports = replace(
@@ -71,18 +88,18 @@ class NodeState:
         return self.worker.take_records()
 
     def fill_all(self, byte: bytes, block_ids: tuple[BlockId, ...]) -> None:
-        """A new owner, or a forward pass, writes these blocks."""
+        """Fill blocks with a byte, as a forward pass or a new owner would."""
         for block_id in block_ids:
             ctypes.memset(self._address(block_id), byte[0], self.region.block_bytes)
 
     def num_filled(self, byte: bytes, block_ids: tuple[BlockId, ...]) -> int:
-        """How many of these blocks hold nothing but this byte."""
+        """Return the number of blocks that consist of this byte alone."""
         whole = byte * self.region.block_bytes
         size = self.region.block_bytes
         return sum(ctypes.string_at(self._address(b), size) == whole for b in block_ids)
 
     def num_touched(self, byte: bytes, block_ids: tuple[BlockId, ...]) -> int:
-        """How many of these blocks begin with this byte."""
+        """Return the number of blocks that begin with this byte."""
         return sum(ctypes.string_at(self._address(b), 1) == byte for b in block_ids)
 
     def _address(self, block_id: BlockId) -> int:
@@ -97,10 +114,10 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 class NodeProcess:
-    """The test's handle on a node in a child process."""
+    """Handle of a node in a child process."""
 
     def __init__(self, name: str, plan: NodePlan) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.peer = Peer(NodeId(name), plan.address)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, name, plan), daemon=True)
@@ -124,14 +141,20 @@ class NodeProcess:
         self.ask("order", orders)
 
     def order_blindly(self, orders: KvOrders) -> None:
-        """Without waiting until it was begun; `answer_late` takes the answer."""
+        """Send orders without waiting for the reply, which `answer_late` takes."""
         self._connection.send(("order", (orders,)))
 
     def answer_late(self) -> None:
         self._answer()
 
     def stop(self) -> None:
+        """Stop the process, and return when all its threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
+        wait_until(self._is_stopped, "the stop of all threads")
+
+    def _is_stopped(self) -> bool:
+        stats = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -166,16 +189,17 @@ def _serve(connection: Connection, name: str, plan: NodePlan) -> None:
     region = Region(ctypes.addressof(buffer), plan.num_blocks, plan.block_bytes)
     link = SocketLink(plan.address, wake=lambda: None)
     identity = Identity(NodeId(name), Incarnation(os.urandom(4).hex()), FINGERPRINT)
-    with KvTransferWorker(identity, region, MAKERS[plan.kind](region), link, CONFIG) as worker:
+    transport, clock = MAKERS[plan.kind](region), Clock()
+    with KvTransferWorker(identity, region, transport, link, CONFIG, clock) as worker:
         link.events = worker
-        state = NodeState(worker, region, buffer)
+        state = NodeState(worker, region, buffer, clock)
         connection.send("ready")
         while True:
             state.turn()
-            wait_s = worker.next_poll_s(time.monotonic())
+            wait_s = worker.next_poll_s(clock())
             if connection.poll(min(wait_s if wait_s is not None else 0.005, 0.005)):
-                letter = connection.recv()
-                if letter is None:
+                request = connection.recv()
+                if request is None:
                     return
-                command, arguments = letter
+                command, arguments = request
                 connection.send(getattr(state, command)(*arguments))

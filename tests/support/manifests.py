@@ -1,4 +1,4 @@
-"""The Kubernetes manifests, as they stand in the files and as kustomize renders them."""
+"""Kubernetes manifests as files and as rendered by kustomize."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kustomizations() -> list[Path]:
 
 
 def listed(kustomization: Path) -> list[Path]:
-    """Every file and folder that it takes in."""
+    """Return the files and folders that a kustomization lists."""
     told = yaml.safe_load(kustomization.read_text())
     generated = [file for one in told.get("configMapGenerator", []) for file in one["files"]]
     patches = [one["path"] for one in told.get("patches", []) if "path" in one]
@@ -33,7 +33,7 @@ def listed(kustomization: Path) -> list[Path]:
 
 @cache
 def written() -> list[Manifest]:
-    """The manifests of base and components, before any overlay."""
+    """Return the manifests of base and components, without overlays."""
     lists = {path.parent: yaml.safe_load(path.read_text()) for path in kustomizations()}
     files = [
         folder / name
@@ -65,7 +65,7 @@ def container(component: str) -> Manifest:
 
 
 def rendered(overlay: str) -> list[Manifest]:
-    """Skips the test where neither kubectl nor kustomize is installed."""
+    """Return the rendered manifests. Skips the test without kubectl and kustomize."""
     if shutil.which("kustomize"):
         command = ["kustomize", "build"]
     elif shutil.which("kubectl"):

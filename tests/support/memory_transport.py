@@ -142,7 +142,7 @@ class MemoryTransport:
         return MemoryChannel(self._region, self._wire)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class MemoryChannel:

@@ -1,4 +1,4 @@
-"""Small model folders with random weights, made by transformers itself, and its answers."""
+"""Small model folders with random weights, and reference answers by transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One small model: its family, and what sets it apart from the family's smallest."""
+    """One small model: its family and the settings that differ from SMALL."""
 
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 def make_model_folder(folder: Path, variant: Variant, *, seed: int = 7) -> Path:
-    """Weights, configuration and tokenizer, as `save_pretrained` writes them."""
+    """Write weights, configuration and tokenizer with `save_pretrained`."""
     model = _new_model(variant, seed)
     shard_size = "60KB" if variant.is_sharded else "1GB"
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -111,7 +111,7 @@ def make_model_folder(folder: Path, variant: Variant, *, seed: int = 7) -> Path:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of a few merges, so that every text and every byte has its tokens."""
+    """Write a byte-level BPE tokenizer with a few merges, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -129,12 +129,12 @@ def save_tokenizer(folder: Path) -> None:
 
 @cache
 def reference(folder: Path) -> Any:
-    """The folder as transformers loads it, ready to answer."""
+    """Return the model as loaded by transformers."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
 def reference_greedy(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What `generate` writes greedily, with nothing that could end it early."""
+    """Return the tokens that transformers generates greedily, without an end token."""
     return list(_generated(folder, tuple(prompt), num_tokens))
 
 
@@ -154,7 +154,7 @@ def _generated(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[
 
 
 def reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """[tokens, vocab_size]: row i foretells token i + 1."""
+    """Return logprobs of shape [tokens, vocab_size]; row i predicts token i + 1."""
     model = fresh_rope(reference(folder))
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
@@ -162,7 +162,7 @@ def reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def fresh_rope(model: Any) -> Any:
-    """A dynamic rope remembers the longest sequence it saw; each answer starts without that."""
+    """Reset a dynamic rope, which otherwise keeps the longest sequence length it has seen."""
     rope = model.model.rotary_emb
     rope.inv_freq.data = rope.original_inv_freq.clone()
     rope.max_seq_len_cached = rope.original_max_seq_len
@@ -170,7 +170,7 @@ def fresh_rope(model: Any) -> Any:
 
 
 def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
-    """Random tokens, none of them special."""
+    """Return random tokens without special ones."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     drawn = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
     return tuple(drawn.tolist())

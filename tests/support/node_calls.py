@@ -1,4 +1,4 @@
-"""Nodes that behave, without processes: they answer, refuse, break off, and know who left."""
+"""Fake of NodeCalls: answers, refuses, fails and records cancellations."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def a_table(*nodes: Node) -> NodeTable:
 
 
 def token_at(request: EngineRequest, index: int) -> int:
-    """The answer that every node gives to this prompt."""
+    """Return the token that every node gives at this index."""
     return (sum(request.prompt_token_ids) + 7 * index) % 100
 
 
 @dataclass(slots=True)
 class Asked:
-    """One call that a node got."""
+    """One recorded call to a node."""
 
     leg: Leg
     node: str
@@ -71,7 +71,7 @@ class Asked:
 
 @dataclass(slots=True)
 class FakeNodeCalls:
-    """Each fault happens once: to the first call that meets it."""
+    """Fake of NodeCalls. Each fault hits one call, the first that matches."""
 
     prefill_faults: list[Exception] = field(default_factory=list)
     breaks_when_decoded: bool = False  # prefill, after its token and all that decode tells
@@ -158,7 +158,7 @@ class FakeNodeCalls:
 
 
 def prompt_logprobs_of(request: EngineRequest) -> list[TokenLogprobs | None]:
-    """What every node says of this prompt, a token in a chunk."""
+    """Return the prompt logprobs that every node gives, one token per chunk."""
     known = request.prompt_token_ids[1:]
     return [None, *(TokenLogprobs(token, -float(token), rank=1) for token in known)]
 

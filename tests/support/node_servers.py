@@ -1,4 +1,4 @@
-"""Nodes with real servers in this process: they tell of themselves, and serve if they may."""
+"""Nodes with real gRPC servers in this process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def a_node_server(
     tracing: NodeTracing = NO_TRACING,
     num_cached_blocks: int | None = 7,  # None: its engine has stopped
 ) -> AsyncIterator[NodeServer]:
-    """Well and idle, until the test says otherwise. Its engine runs only if one is given."""
+    """Serve a healthy idle node. An engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
     engine = EngineThread(core or an_engine())
     calls = EngineCalls(engine)

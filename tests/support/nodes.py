@@ -1,4 +1,4 @@
-"""What tests ask of nodes directly, past the router."""
+"""Direct calls to nodes, bypassing the router, and waits for their state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prefixes_at(address: str) -> frozenset[BlockHash]:
 
 
 def await_told(router_address: str, node_address: str) -> None:
-    """Returns when the router knows the load and the prefixes that this node has now."""
+    """Wait until the router has received the current load and prefixes of the node."""
     wanted = load_at(node_address).totals.num_sampled_tokens
     with grpc.insecure_channel(router_address) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
@@ -58,7 +58,7 @@ def is_busy(load: NodeLoad) -> bool:
 
 
 def await_load(address: str, is_wanted: Callable[[NodeLoad], bool], timeout_s: float = 30) -> None:
-    """Returns when the node tells of such a load; the call's deadline ends a vain wait."""
+    """Wait until the node reports a load that satisfies `is_wanted`. Raises at the deadline."""
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeServiceStub(channel).Watch(
             node_pb2.WatchRequest(), timeout=timeout_s
@@ -70,13 +70,13 @@ def await_load(address: str, is_wanted: Callable[[NodeLoad], bool], timeout_s: f
 
 
 def await_all_free(address: str) -> None:
-    """Returns when the node has no request, and no block is held."""
+    """Wait until the node has no request and all its blocks are free."""
     num_blocks = card_at(address).num_blocks
     await_load(address, lambda load: not is_busy(load) and load.num_free_blocks == num_blocks)
 
 
 def kill_the_writer(cluster: LocalCluster) -> Child:
-    """Kills the decode node that all of the router's requests are with."""
+    """Kill and return the decode node that serves all of the router's requests."""
     address = writer_at(cluster.address)
     [writer] = [one for one in cluster.decodes if one.address == address]
     writer.process.kill()

@@ -1,4 +1,4 @@
-"""Model folders with quantised weights, written as GPTQ, AWQ and compressed-tensors write them."""
+"""Quantized model folders in the formats of GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.runner.weights.quantize import Quantized
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One way to write a quantised folder."""
+    """Format of a quantized folder."""
 
     config: Mapping[str, Any]
     bits: int = 4
@@ -52,7 +52,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def write_quantized(source: Path, target: Path, written: Format) -> tuple[Path, Path]:
-    """Two folders made of the source's shapes: quantised, and plain with what that stands for."""
+    """Write two folders with the source's shapes: quantized, and dequantized."""
     generator = torch.Generator().manual_seed(3)
     packed, plain = target / "packed", target / "plain"
     for folder in (packed, plain):
@@ -140,7 +140,7 @@ def _as_awq(matrix: Quantized) -> dict[str, Tensor]:
 
 
 def _words(numbers: Tensor, bits: int) -> Tensor:
-    """[rows, numbers] → [rows, words], the first in the lowest bits."""
+    """Pack [rows, numbers] into [rows, words], the first number in the lowest bits."""
     per_word = 32 // bits
     words = torch.zeros(len(numbers), numbers.shape[1] // per_word, dtype=torch.int64)
     for place in range(per_word):

@@ -1,4 +1,4 @@
-"""Ports for programs that cannot be told to take any."""
+"""Free ports for programs that cannot choose one themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole lives of an engine, drawn from a seed: many more than a shrinking search can try.
+"""Random engine histories, drawn from a seed, in larger numbers than Hypothesis can run.
 
 `python -m tests.support.random_histories 0 20000` runs so many and says how many held.
 """
@@ -25,7 +25,7 @@ ALL_ROLES = ("local", "local", "receives", "receives", "sends")
 
 
 def run_history(seed: int) -> EngineWorld:
-    """One life from start to end; raises at the first thing that is not as it must be."""
+    """Run one history to its end. Raises at the first violated invariant."""
     chance = random.Random(seed)
     world = EngineWorld(
         draw_config(chance),
@@ -63,7 +63,7 @@ def draw_config(chance: random.Random) -> SchedulerConfig:
 
 
 def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None:
-    """One thing happens: mostly steps and arrivals."""
+    """Apply one random event, mostly a step or a new request."""
     weight_by_action: dict[Action, float] = {
         partial(_add, roles=roles): 5,
         _step: 12,
@@ -82,7 +82,7 @@ def act(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> None
 
 
 def draw_tokens(chance: random.Random, longest: int, block_size: int = 1) -> list[int]:
-    """Often the beginning of another request's, up to a point; often in whole blocks."""
+    """Return a prompt, often with a prefix of another one and often of whole blocks."""
     length = chance.randint(1, longest)
     if chance.random() < 0.5:
         length = -(-length // block_size) * block_size
@@ -121,7 +121,7 @@ def _add(world: EngineWorld, chance: random.Random, roles: Sequence[str]) -> Non
 
 
 def _burst(world: EngineWorld, chance: random.Random) -> None:
-    """Prompts that begin alike, all received at once, mostly from one peer."""
+    """Add requests with a common prefix at once, mostly received from one peer."""
     shared = draw_tokens(chance, 12, world.kv.block_size)
     for _ in range(chance.randint(2, 5)):
         own = draw_tokens(chance, 4)
@@ -153,7 +153,7 @@ def _fail(world: EngineWorld, chance: random.Random) -> None:
 
 
 def _crash(world: EngineWorld, chance: random.Random) -> None:
-    """More at once would be taken for a fault of the engine."""
+    """Crash one request; several at once would count as a failure of the engine."""
     living = [name for name in world.living() if name not in world.runner.crashing]
     num_crashing = sum(name in world.runner.crashing for name in world.living())
     if living and num_crashing + 1 < MAX_CRASHES_IN_A_ROW:
@@ -181,7 +181,7 @@ def _wire_in(world: EngineWorld, chance: random.Random) -> None:
 
 
 def _wire_out(world: EngineWorld, chance: random.Random) -> None:
-    """Mostly in its time; sometimes the peer leaves before all is sent."""
+    """End a send, mostly in time; sometimes the peer leaves before all is sent."""
     ended = [h for h, outgoing in world.wire.outgoing.items() if outgoing.is_ended]
     begun = [h for h, outgoing in world.wire.outgoing.items() if outgoing.block_ids]
     candidates = begun if chance.random() < 0.1 else ended

@@ -1,4 +1,4 @@
-"""Builders of requests, with defaults for all but the point of a test."""
+"""Builders of requests with defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router in this process, over nodes that behave, for what clients and channels meet."""
+"""Router with a real gRPC server in this process, with fake nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNCROWDED = AdmissionQueueConfig()
 
 
 class ToldOfPrompts(NoTokenizer):
-    """Tells which prompts were read: their requests have a turn, or wait for one in line."""
+    """Tokenization that records the prompts it reads, whose requests are queued or running."""
 
     def __init__(self) -> None:
         self.read: asyncio.Queue[Prompt] = asyncio.Queue()
@@ -42,7 +42,7 @@ class ToldOfPrompts(NoTokenizer):
 
 
 class MoodyRouter(InferenceServicer):
-    """The real one, but for faults that it has first, one for each call."""
+    """Router that fails its first calls, one per given fault."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ async def a_router(
     port: int = 0,
     tracing: Tracing = NO_REQUEST_TRACING,
 ) -> AsyncIterator[tuple[MoodyRouter, str]]:
-    """The router and its address."""
+    """Serve a router; yield it and its address."""
     nodes = node_calls or FakeNodeCalls()
     router = MoodyRouter(nodes, faults, table or a_table(), admission_queue, tracing)
     service = Service(

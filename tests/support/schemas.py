@@ -1,4 +1,4 @@
-"""Random JSON schemas, of all that can be enforced, and what answers to them are judged by."""
+"""Random JSON schemas of all supported keywords, and the validation of answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEEPEST = 3
 
 
 def random_schema(chance: random.Random) -> Schema:
-    """Small enough that a model without any sense mostly comes to the end of an answer."""
+    """Return a schema that is small enough for a random model to complete most answers."""
     schema = _schema(chance, DEEPEST)
     if chance.random() < 0.2:
         return _linked(chance, schema)
@@ -25,7 +25,7 @@ def random_schema(chance: random.Random) -> Schema:
 
 
 def is_valid(text: str, schema: Schema) -> bool:
-    """Raises ValueError for what is no JSON."""
+    """Return whether a JSON text matches the schema. Raises ValueError if it is not JSON."""
     value = json.loads(text, parse_constant=_refuse)
     return bool(Draft202012Validator(schema).is_valid(value))
 
@@ -117,7 +117,7 @@ def _types(chance: random.Random, depth: int) -> Schema:
 
 
 def _linked(chance: random.Random, value: Schema) -> Schema:
-    """A list that refers to its own kind."""
+    """Return a linked list, which refers to its own schema."""
     link = {"anyOf": [{"$ref": "#/$defs/link"}, {"type": "null"}]}
     node = {
         "type": "object",

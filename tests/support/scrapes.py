@@ -1,4 +1,4 @@
-"""What processes tell of their metrics, asked over HTTP as Prometheus asks."""
+"""Metrics of processes, scraped over HTTP as by Prometheus."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def metrics_at(child: Child) -> str:
 
 
 def scraped(child: Child, is_wanted: Callable[[Scrape], bool]) -> Scrape:
-    """The first scrape that is as wanted; each takes its time, so that there is no need to wait."""
+    """Scrape until the result satisfies `is_wanted`, and return it."""
     for _ in range(MOST_SCRAPES):
         scrape = Scrape(child)
         if is_wanted(scrape):
@@ -35,7 +35,7 @@ def scraped(child: Child, is_wanted: Callable[[Scrape], bool]) -> Scrape:
 
 
 class Scrape:
-    """What a process told at one time."""
+    """One scrape of a process."""
 
     def __init__(self, child: Child) -> None:
         request = urllib.request.Request(metrics_at(child), headers={"Accept": OPENMETRICS})
@@ -47,7 +47,7 @@ class Scrape:
         self.samples: list[Sample] = [one for family in self.families for one in family.samples]
 
     def __sub__(self, before: Scrape) -> Scrape:
-        """What came since. For all that only grows."""
+        """Return the increase of counters since another scrape."""
         since = copy(self)
         was = {(one.name, frozenset(one.labels.items())): one.value for one in before.samples}
         since.samples = [
@@ -58,7 +58,7 @@ class Scrape:
 
     @property
     def exemplars(self) -> dict[str, str]:
-        """By trace, the series that names it first."""
+        """Return the first series with an exemplar of each trace."""
         return {
             one.exemplar.labels["trace_id"]: one.name
             for one in reversed(self.samples)

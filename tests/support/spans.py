@@ -1,4 +1,4 @@
-"""Spans to write down and to send."""
+"""Sample spans for exporters and stores."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def a_span(number: int = 1, *, parent_id: int | None = None, name: str = "genera
     )
 
 
-class Told:
-    """A timeline that tells of one span."""
+class OneSpanTimeline:
+    """Timeline that consists of one span."""
 
     def __init__(self, span: Span) -> None:
         self.span = span

@@ -1,4 +1,4 @@
-"""A program in a terminal of its own: what a person types, and what is on the screen."""
+"""Program in a pseudo-terminal: typed input and displayed output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVE_UP_S = 120.0
 
 
 class Terminal:
-    """Ends the program at the end of the block, if it has not ended by itself."""
+    """Program in a terminal. It is ended at the end of the block."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
         self._screen, theirs = pty.openpty()
@@ -58,7 +58,7 @@ class Terminal:
         os.write(self._screen, text.encode())
 
     def await_text(self, wanted: str) -> str:
-        """What was shown up to and with it, since the last text that was waited for."""
+        """Wait for a text; return the output since the last wait, including it."""
         give_up_s = time.monotonic() + GIVE_UP_S
         while wanted not in self._shown:
             if not self._read(give_up_s - time.monotonic()):
@@ -68,14 +68,14 @@ class Terminal:
         return shown
 
     def await_end(self) -> str:
-        """What was shown until the program ended, since the last text that was waited for."""
+        """Wait for the end of the program; return the output since the last wait."""
         while self._read(GIVE_UP_S):
             pass
         self.process.wait(GIVE_UP_S)
         return self._shown
 
     def _read(self, timeout_s: float) -> bool:
-        """False at the end, or when nothing came in time."""
+        """Read more output. Return False at the end or on a timeout."""
         ready, _, _ = select.select([self._screen], [], [], max(0.0, timeout_s))
         try:
             read = os.read(self._screen, 4096) if ready else b""

@@ -1,4 +1,4 @@
-"""A tracer whose catch can be looked at."""
+"""Tracer that keeps its timelines for inspection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.traces import to_unix_ns
 
 
 class TakingTracer(Tracer):
-    """Is on and keeps what it takes."""
+    """Enabled tracer that keeps all timelines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +26,6 @@ class TakingTracer(Tracer):
         self._came.put(timeline)
 
     async def next_spans(self) -> list[Span]:
-        """Of the next timeline, once it has come."""
+        """Wait for the next timeline and return its spans."""
         timeline = await asyncio.to_thread(self._came.get)
         return timeline.spans(to_unix_ns)

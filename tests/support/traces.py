@@ -1,4 +1,4 @@
-"""A request's trace as three processes tell it, made by the code that makes real ones."""
+"""Sample trace of a request through three processes, made by the product's timelines."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def on_decode(outcome: str = "done") -> NodeTimeline:
 
 
 def a_step() -> StepTimeline:
-    """Of the decode node: the request of TRACE_ID was in it, and one of which nothing is kept."""
+    """Return a step of the decode node with the request of TRACE_ID and an unsampled one."""
     return StepTimeline(
         TraceContext(STEP_TRACE_ID, 77),
         NodeFacts("decode", "d0", "i2"),

@@ -23,13 +23,13 @@ def half_sent(world: World) -> None:
     """A hand-off of four blocks whose writes are all posted and have not landed."""
     world.receive(ID, "p0", 0, 4)
     world.begin(ID, "p0", 4)
-    exchange_letters(world)
+    exchange_messages(world)
     world.complete(ID)
-    exchange_letters(world)
+    exchange_messages(world)
     assert world.wire.flights
 
 
-def exchange_letters(world: World) -> None:
+def exchange_messages(world: World) -> None:
     for _ in range(4):
         for node in world.nodes:
             if not node.is_stopped:
@@ -55,7 +55,7 @@ def test_a_hand_off_lands_and_leaves_a_record_on_both_sides() -> None:
 def test_a_pair_that_was_connected_ahead_needs_no_second_link_for_its_first_hand_off() -> None:
     world = World()
     world.d.worker.connect("p0", world.now)
-    exchange_letters(world)
+    exchange_messages(world)
     linked = world.d.worker.connected_peers()
 
     half_sent(world)
@@ -125,10 +125,10 @@ def test_a_stalled_peer_that_writes_past_us_keeps_its_blocks_fenced_until_it_is_
 
     for _ in range(30):
         world.now += 1.0
-        exchange_letters(world)
+        exchange_messages(world)
     fenced = world.d.worker.counters().num_fenced_blocks
     world.ps["p0"].is_stopped = False
-    exchange_letters(world)
+    exchange_messages(world)
 
     assert fenced == 4
     assert ID in world.ended
@@ -140,7 +140,7 @@ def test_a_peer_that_is_seen_to_be_dead_ends_its_fence_though_it_never_comes_bac
     half_sent(world)
 
     world.kill_p("p0")
-    exchange_letters(world)
+    exchange_messages(world)
     world.now += CONFIG.tick_s
     world.turn(world.d)
 
@@ -152,14 +152,14 @@ def test_a_peer_that_leaves_our_hello_unanswered_is_dialled_again() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     world.hub.cut(world.hub.link_ids[0])
-    exchange_letters(world)
+    exchange_messages(world)
     world.now += CONFIG.redial_s
     world.turn(world.d)
-    world.ps["p0"].link.letters.clear()  # our Hello among them
+    world.ps["p0"].link.queued.clear()  # our Hello among them
 
     for _ in range(10):
         world.now += 1.0
-        exchange_letters(world)
+        exchange_messages(world)
 
     assert ID in world.ended
 
@@ -168,9 +168,9 @@ def test_a_pair_that_was_dialled_for_a_fence_serves_the_next_hand_off() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     world.hub.cut(world.hub.link_ids[0])
-    exchange_letters(world)
+    exchange_messages(world)
     world.now += CONFIG.redial_s
-    exchange_letters(world)
+    exchange_messages(world)
 
     world.receive(NEXT_ID, "p0", 0, 2)
     world.begin(NEXT_ID, "p0", 2)
@@ -188,11 +188,11 @@ def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -
     world.hub.cut(world.hub.link_ids[0])
     world.d.link.pass_all()
     world.turn(world.d)
-    p.letters = [letter for letter in p.letters if not isinstance(letter.content, str)]
+    p.queued = [one for one in p.queued if not isinstance(one.content, str)]
     world.now += CONFIG.redial_s
     world.turn(world.d)
 
-    exchange_letters(world)
+    exchange_messages(world)
 
     assert ID in world.ended
     world.wire.deliver_all()  # too late: the witness would object

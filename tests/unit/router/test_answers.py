@@ -22,7 +22,7 @@ from router.routing.policy import Routing, RoutingPolicy
 from router.values import CompletionSummary, GenerateCall, PrefillPlace, TokenChunk, TokenPrompt
 from rpc.errors import NodeDraining, NodeFailed, PoisonedRequest
 from rpc.node_info import NodeLoad, NodeRole
-from tests.support.mortal_nodes import MortalNodes, Poison
+from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.node_calls import (
     FINGERPRINT,
     FakeNodeCalls,
@@ -337,7 +337,7 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
     decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(4)]
     table = a_table(*prefills, *decodes)
-    nodes = MortalNodes(table, {PROMPT[0]: Poison(Leg.DECODE, 4)})
+    nodes = CrashingNodes(table, {PROMPT[0]: Poison(Leg.DECODE, 4)})
     ticks = itertools.count()
     nodes.pipeline = Pipeline(
         table=table,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from telemetry.tracing import outlet as module
 from telemetry.tracing.outlet import BatchExporter, ExportFailed
 from telemetry.tracing.spans import Span
-from tests.support.spans import Told, a_span
+from tests.support.spans import OneSpanTimeline, a_span
 
 
 def test_all_that_was_taken_goes_out_by_the_end() -> None:
@@ -17,7 +17,7 @@ def test_all_that_was_taken_goes_out_by_the_end() -> None:
 
     with BatchExporter("test", exported.extend, lambda at_s: 0) as outlet:
         for span in spans:
-            outlet.take(Told(span))
+            outlet.take(OneSpanTimeline(span))
 
     assert exported == spans
     assert outlet.num_dropped == 0
@@ -31,10 +31,10 @@ def test_a_slow_exporter_costs_traces_and_not_time() -> None:
         may_go_on.wait()
 
     with BatchExporter("slow", export, lambda at_s: 0) as outlet:
-        outlet.take(Told(a_span()))
+        outlet.take(OneSpanTimeline(a_span()))
         is_busy.wait()
         for _ in range(module.MAX_WAITING + 5):
-            outlet.take(Told(a_span()))
+            outlet.take(OneSpanTimeline(a_span()))
         may_go_on.set()
 
     assert outlet.num_dropped == 5
@@ -52,9 +52,9 @@ def test_a_failure_is_counted_and_the_next_batch_is_tried() -> None:
         exported.extend(spans)
 
     with BatchExporter("shaky", export, lambda at_s: 0) as outlet:
-        outlet.take(Told(a_span(1)))
+        outlet.take(OneSpanTimeline(a_span(1)))
         has_failed.wait()
-        outlet.take(Told(a_span(2)))
+        outlet.take(OneSpanTimeline(a_span(2)))
 
     assert outlet.num_failed == 1
     assert [span.span_id for span in exported] == [2]

@@ -1,4 +1,4 @@
-"""A node over real gRPC whose calls do what a test tells them."""
+"""Node with a real gRPC server whose calls are scripted by a test."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rpc.streaming import streamed
 
 
 @dataclass(slots=True)
-class Told:
-    """One call that the node got; what is put into `script` it tells, in turn."""
+class ScriptedCall:
+    """One call of the node. Events put into `script` are sent in order."""
 
     order: Order
     context: CallContext
@@ -30,7 +30,7 @@ class Told:
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tell(self, *indices: int) -> None:
-        """A token at each of these places."""
+        """Send one token at each of these indices."""
         for index in indices:
             self.script.put_nowait(a_token(index))
 
@@ -38,9 +38,9 @@ class Told:
         self.script.put_nowait(failure)
 
 
-class CalledNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServiceServicer):
+class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServiceServicer):
     def __init__(self) -> None:
-        self.calls: asyncio.Queue[Told] = asyncio.Queue()
+        self.calls: asyncio.Queue[ScriptedCall] = asyncio.Queue()
         self.num_under_way = 0
         self.num_streams = 0  # opened so far
         self.messages: list[int] = []  # how many events each held
@@ -81,7 +81,7 @@ class CalledNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServi
     async def _tell(
         self, order: Order, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        told = Told(order, context)
+        told = ScriptedCall(order, context)
         self.calls.put_nowait(told)
         try:
             while (item := await told.script.get()) is not None:
@@ -108,8 +108,8 @@ def a_token(index: int) -> node_pb2.CallEvent:
 
 
 @asynccontextmanager
-async def serving_calls(node: CalledNode, port: int = 0) -> AsyncIterator[str]:
-    """Its address."""
+async def serve_scripted_node(node: ScriptedNode, port: int = 0) -> AsyncIterator[str]:
+    """Serve the node and yield its address."""
     services = (
         Service(
             "baton.v1.PrefillService",

@@ -1,4 +1,4 @@
-"""Carriers of the control link for tests: one inside a process, one between two processes."""
+"""Control links for tests: within one process, and between two processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_transfer.protocol.messages import LinkMessage
 
 
 class LinkHub:
-    """Joins the worker halves of one process. Letters arrive at once, or when let through."""
+    """Connects the KV workers of one process. Messages arrive at once or when released."""
 
     def __init__(self, spy: Callable[[LinkMessage], None] | None = None) -> None:
         self._spy = spy  # sees each message as it is sent
@@ -22,19 +22,19 @@ class LinkHub:
         self._ends: dict[LinkId, tuple[HubLink, LinkId]] = {}
 
     def link(self, address: str) -> HubLink:
-        """The end of the node that can be dialled under this address."""
+        """Add a node that listens at this address."""
         node = HubLink(self)
         self._node_by_address[address] = node
         return node
 
     def remove(self, address: str) -> None:
-        """The node is gone: its links are lost to the others, and dialling it fails."""
+        """Remove a node: its links break, and dialling it fails."""
         gone = self._node_by_address.pop(address)
         for link_id in gone.link_ids:
             self.cut(link_id)
 
     def cut(self, link_id: LinkId) -> None:
-        """The stream breaks; both ends hear of it, unless they are gone."""
+        """Break a link and report the loss to both nodes, unless they are removed."""
         end = self._ends.pop(link_id, None)
         if end is None:
             return
@@ -77,17 +77,17 @@ class LinkHub:
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """A message on its way to a node, or the news that a link is lost."""
+class QueuedMessage:
+    """A message or a link loss in flight to a node."""
 
     link_id: LinkId
     content: LinkMessage | str
 
 
 class HubLink:
-    """One node's way into the hub. `events` is set once its worker half exists.
+    """Links of one node. `events` is set when its KV worker exists.
 
-    While `is_held`, what comes to this node waits in `letters` for the test to pass it on.
+    While `is_held`, messages to this node wait in `queued` for the test to pass them on.
     """
 
     def __init__(self, hub: LinkHub) -> None:
@@ -95,30 +95,30 @@ class HubLink:
         self.events: LinkEvents
         self.link_ids: set[LinkId] = set()
         self.is_held = False
-        self.letters: list[Letter] = []
+        self.queued: list[QueuedMessage] = []
 
-    def pass_on(self, letter: Letter) -> None:
-        if isinstance(letter.content, str):
-            self.events.lost(letter.link_id, letter.content)
+    def pass_on(self, message: QueuedMessage) -> None:
+        if isinstance(message.content, str):
+            self.events.lost(message.link_id, message.content)
         else:
-            self.events.deliver(letter.link_id, letter.content)
+            self.events.deliver(message.link_id, message.content)
 
     def pass_all(self) -> None:
-        letters, self.letters = self.letters, []
-        for letter in letters:
-            self.pass_on(letter)
+        queued, self.queued = self.queued, []
+        for message in queued:
+            self.pass_on(message)
 
     def say(self, link_id: LinkId, message: LinkMessage) -> None:
-        self._take(Letter(link_id, message))
+        self._take(QueuedMessage(link_id, message))
 
     def lose(self, link_id: LinkId, reason: str) -> None:
-        self._take(Letter(link_id, reason))
+        self._take(QueuedMessage(link_id, reason))
 
-    def _take(self, letter: Letter) -> None:
+    def _take(self, message: QueuedMessage) -> None:
         if self.is_held:
-            self.letters.append(letter)
+            self.queued.append(message)
         else:
-            self.pass_on(letter)
+            self.pass_on(message)
 
     def dial(self, address: str) -> LinkId:
         return self._hub.dial(self, address)
@@ -128,13 +128,13 @@ class HubLink:
 
     def close(self, link_id: LinkId) -> None:
         self._hub.close(link_id)
-        self.letters = [letter for letter in self.letters if letter.link_id != link_id]
+        self.queued = [message for message in self.queued if message.link_id != link_id]
 
 
 class SocketLink:
-    """A carrier between processes on one machine; pickles, so for tests alone.
+    """Links between processes over Unix sockets. It pickles, so it is for tests alone.
 
-    A thread per link reads and hands letters over; `wake` is called after each.
+    A thread per link reads and delivers messages; `wake` is called after each.
     """
 
     def __init__(self, address: str | None, wake: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Drives a runner by hand-made plans: chunked prompts, many requests, blocks as they come."""
+"""Drivers of a runner that make plans without a scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 @dataclass(slots=True)
 class Drive:
-    """One request on its way, and what it got so far."""
+    """One request and its outputs so far."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
@@ -50,7 +50,7 @@ class Drive:
 
 
 class Driver:
-    """A stand-in for the scheduler without any policy; every request runs in every step."""
+    """Scheduler without a policy: every request runs in every step."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Driver:
         return drive
 
     def run(self, *drives: Drive) -> list[list[int]]:
-        """To the end of all of them; the tokens that each was given."""
+        """Run these requests to completion and return the output tokens of each."""
         for drive in drives:
             self.add(drive)
         while self._drives:
@@ -91,13 +91,13 @@ class Driver:
         return result
 
     def preempt(self, request_id: RequestId) -> None:
-        """Take its blocks away; it starts over, with the outputs it has, in the next step."""
+        """Free the blocks of a request. The next step recomputes it with its outputs."""
         drive = self._drives[request_id]
         self._leave(drive)
         drive.num_computed = 0
 
     def flush(self) -> None:
-        """Tell the runner of those that ended."""
+        """Report ended requests to the runner."""
         self._runner.run(Plan(dropped=self._take_dropped()))
 
     def _plan(self) -> Plan:
@@ -115,7 +115,7 @@ class Driver:
         return Plan(dropped, tuple(started), new_blocks, scheduled)
 
     def _num_tokens(self, drive: Drive) -> int:
-        """In the next step."""
+        """Return the number of tokens to compute in the next step."""
         return min(self._chunk, len(drive.tokens) - drive.num_computed)
 
     def _allocate(self, drive: Drive, num_tokens: int) -> tuple[BlockId, ...]:
@@ -147,8 +147,8 @@ class Driver:
         return dropped
 
 
-class RestlessDriver(Driver):
-    """Cuts what there is to compute into chunks of any size, and takes requests' blocks away."""
+class RandomChunkDriver(Driver):
+    """Driver with random chunk sizes and random preemptions."""
 
     def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, seed: int) -> None:
         super().__init__(runner, num_blocks=num_blocks, block_size=block_size, shuffle_seed=seed)

@@ -1,4 +1,4 @@
-"""Messages that no honest caller sends, drawn from the protos themselves."""
+"""Hypothesis strategies for hostile messages, derived from the proto descriptors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = st.sampled_from([0.0, -1.0, 1.0, 1e-300, 1e300, math.nan, math.inf, -m
 
 
 def messages(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Message]:
-    """Of this type, each field left out or as bad as its type allows."""
+    """Return messages of this type. Each field is missing or has an extreme value."""
     kind: Callable[..., Message] = message_factory.GetMessageClass(descriptor)
     fields = {
         field.name: values
@@ -41,7 +41,7 @@ def messages(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Messag
 
 
 def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any] | None:
-    """None where messages would go on for ever."""
+    """Return the values of a field, or None at the maximum depth of nested messages."""
     of_message = field.message_type
     if of_message is not None and of_message.GetOptions().map_entry:
         keys, values = (_one(of_message.fields_by_name[name], depth) for name in ("key", "value"))
@@ -70,7 +70,7 @@ def _one(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
 
 
 def on_the_wire(descriptor: Descriptor) -> Bytes:
-    """Also what is no message at all, or one with a few bytes wrong."""
+    """Return serialized messages, some corrupted, and random bytes."""
     whole = messages(descriptor).map(lambda one: one.SerializeToString())
     return st.one_of(whole, whole.flatmap(_spoilt), st.binary(max_size=200))
 

@@ -1,4 +1,4 @@
-"""Clients that never pause: they ask while a test changes the cluster, and keep what they got."""
+"""Client load that runs while a test changes the cluster, and records the answers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ClientRequest:
     prompt: tuple[int, ...]
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One answer, as its pieces came."""
+class ClientAnswer:
+    """Answer assembled from its chunks."""
 
-    ask: Ask
+    ask: ClientRequest
     token_ids: tuple[int, ...]
     finish: Finish
 
 
-async def tell(client: AsyncClient, ask: Ask) -> Told:
-    """Every token once and in its place, or an AssertionError. Raises BatonError."""
+async def stream_answer(client: AsyncClient, ask: ClientRequest) -> ClientAnswer:
+    """Stream one answer, and check that each token comes once and in order. Raises BatonError."""
     token_ids: list[int] = []
     finish: Finish | None = None
     async for chunk in client.stream(ask.prompt, ask.generation):
@@ -39,30 +39,30 @@ async def tell(client: AsyncClient, ask: Ask) -> Told:
         token_ids += chunk.token_ids
         finish = chunk.finish
     assert finish is not None, "the stream ended without its end"
-    return Told(ask, tuple(token_ids), finish)
+    return ClientAnswer(ask, tuple(token_ids), finish)
 
 
-def tell_all(address: str, asks: Sequence[Ask]) -> list[Told]:
-    """All at the same time."""
+def answer_all(address: str, asks: Sequence[ClientRequest]) -> list[ClientAnswer]:
+    """Send all requests at once and return their answers."""
 
-    async def ask_all() -> list[Told]:
+    async def ask_all() -> list[ClientAnswer]:
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
-            return list(await asyncio.gather(*(tell(client, ask) for ask in asks)))
+            return list(await asyncio.gather(*(stream_answer(client, ask) for ask in asks)))
 
     return asyncio.run(ask_all())
 
 
 class Load:
-    """So many clients, each asking the next thing as soon as it was told the last one."""
+    """Clients that each send the next request when the last one has ended."""
 
-    def __init__(self, address: str, asks: Sequence[Ask], num_clients: int) -> None:
+    def __init__(self, address: str, asks: Sequence[ClientRequest], num_clients: int) -> None:
         self._address = address
         self._asks = itertools.cycle(asks)
         self._num_clients = num_clients
         self._is_over = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
-        self.told: list[Told] = []
+        self.told: list[ClientAnswer] = []
         self.errors: list[Exception] = []
 
     def __enter__(self) -> Load:
@@ -78,8 +78,8 @@ class Load:
         self._is_over = True
         self._thread.join()
 
-    def until(self, is_so: Callable[[Told], bool]) -> None:
-        """Returns when an answer is told, from now on, of which this is so; or one failed."""
+    def until(self, is_so: Callable[[ClientAnswer], bool]) -> None:
+        """Wait until a new answer satisfies the predicate, or one fails."""
         with self._changed:
             first = len(self.told)
 
@@ -95,14 +95,14 @@ class Load:
     async def _ask_on(self, client: AsyncClient) -> None:
         while not self._is_over:
             try:
-                self._note(await tell(client, next(self._asks)))
+                self._note(await stream_answer(client, next(self._asks)))
             except (BatonError, AssertionError) as error:
                 self._note(error)
                 return
 
-    def _note(self, result: Told | Exception) -> None:
+    def _note(self, result: ClientAnswer | Exception) -> None:
         with self._changed:
-            if isinstance(result, Told):
+            if isinstance(result, ClientAnswer):
                 self.told.append(result)
             else:
                 self.errors.append(result)

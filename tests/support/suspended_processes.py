@@ -1,4 +1,4 @@
-"""What a test does to a process of a cluster."""
+"""Suspension of cluster processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from baton.cluster import Child
 
 
 @contextmanager
-def standing_still(*children: Child) -> Iterator[None]:
-    """Processes that are there and do nothing. Those that are killed meanwhile stay so."""
+def suspended(*children: Child) -> Iterator[None]:
+    """Stop these processes (SIGSTOP) within the block. Killed ones stay dead."""
     for child in children:
         os.kill(child.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)

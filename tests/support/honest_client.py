@@ -1,4 +1,4 @@
-"""An honest client whose answers must not change, whatever others send meanwhile."""
+"""Honest client whose answers must stay the same while other clients attack the cluster."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from contextlib import contextmanager
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
 from engine.sampling import SamplingParams
-from tests.support.load import Ask, Load
+from tests.support.client_load import ClientRequest, Load
 from tests.support.models import prompt_of
 from tests.support.nodes import await_all_free
 
-NEIGHBOUR = Ask(
+HONEST_REQUEST = ClientRequest(
     prompt_of(40), Generation(SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
 )
 
 
 @contextmanager
-def undisturbed(cluster: LocalCluster, right_answer: tuple[int, ...]) -> Iterator[None]:
-    """It is served rightly all through the block and after it, and then nothing is left."""
-    with Load(cluster.address, [NEIGHBOUR], num_clients=1) as load:
+def honest_client_undisturbed(
+    cluster: LocalCluster, right_answer: tuple[int, ...]
+) -> Iterator[None]:
+    """Check the client's answers during and after the block, and that nothing leaks."""
+    with Load(cluster.address, [HONEST_REQUEST], num_clients=1) as load:
         yield
     assert load.errors == []
     assert {told.token_ids for told in load.told} <= {right_answer}
     with Client(cluster.address, timeout_s=60) as client:
-        answer = client.generate(NEIGHBOUR.prompt, NEIGHBOUR.generation)
+        answer = client.generate(HONEST_REQUEST.prompt, HONEST_REQUEST.generation)
     assert tuple(answer.token_ids) == right_answer
     assert [child.process.poll() for child in cluster.children] == [None] * 3
     for child in (*cluster.prefills, *cluster.decodes):

@@ -1,14 +1,13 @@
-"""Both ends of a data path as processes that do what a test tells them.
+"""Endpoints of a data path as processes that run the commands of a test.
 
-An end polls all the time and remembers what its channel told it. The in-memory transport has
-both its ends in the test's own process, behind the same commands.
+An endpoint polls continuously and records the events of its channel. The in-memory transport has
+both endpoints in the test process, with the same commands.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import multiprocessing
 import os
 import signal
 import time
@@ -25,9 +24,10 @@ from kv_transfer.transports.base import Channel, ChannelEvent, Transport, Write
 from kv_transfer.transports.nixl import NixlConfig, NixlTransport
 from kv_transfer.transports.ucxx import UcxxConfig, UcxxTransport
 from kv_transfer.types import BlockId
+from tests.support.fork_server import fork_context
 from tests.support.memory_transport import MemoryTransport, Wire
 
-WAIT_S = 20.0  # for what must come
+WAIT_S = 60.0  # for what must come
 MakeTransport = Callable[[Region], Transport]
 
 
@@ -55,16 +55,16 @@ MAKERS: dict[str, MakeTransport] = {
 }
 
 
-def is_missing(kind: str) -> pytest.MarkDecorator:
-    """Skips, by name, what needs a library that is not installed."""
+def skip_if_missing(kind: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if the library of this transport is not installed."""
     module = "ucxx" if kind.startswith("ucxx") else "numpy"
     reason = f"{module} is not installed: pip install -e '.[ucxx]'"
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=reason)
 
 
 @dataclass(slots=True)
-class EndState:
-    """One end as its own process sees it: memory, a transport, and the channel of the moment."""
+class EndpointState:
+    """State of an endpoint in its process: memory, transport and current channel."""
 
     make: MakeTransport
     region: Region
@@ -74,10 +74,10 @@ class EndState:
     events: list[ChannelEvent] = field(default_factory=list)
 
     def reshape(self, num_blocks: int, block_bytes: int) -> None:
-        """Everything anew but the process."""
+        """Replace memory, transport and channel."""
         self.channel.close()
         self.transport.close()
-        fresh = make_end(self.make, num_blocks, block_bytes)
+        fresh = make_endpoint(self.make, num_blocks, block_bytes)
         self.region, self.buffer = fresh.region, fresh.buffer
         self.transport, self.channel, self.events = fresh.transport, fresh.channel, []
 
@@ -131,22 +131,22 @@ class EndState:
             self.events += self.channel.poll()
 
 
-def make_end(make: MakeTransport, num_blocks: int, block_bytes: int) -> EndState:
+def make_endpoint(make: MakeTransport, num_blocks: int, block_bytes: int) -> EndpointState:
     buffer = (ctypes.c_char * (num_blocks * block_bytes))()
     region = Region(ctypes.addressof(buffer), num_blocks, block_bytes)
     transport = make(region)
-    return EndState(make, region, buffer, transport, transport.open())
+    return EndpointState(make, region, buffer, transport, transport.open())
 
 
-class End(Protocol):
+class Endpoint(Protocol):
     def ask(self, command: str, *arguments: Any) -> Any: ...
 
 
-class ProcessEnd:
-    """An end in a process of its own, so that it can be stopped, killed and started anew."""
+class ProcessEndpoint:
+    """Endpoint in a child process, which can be stopped, killed and restarted."""
 
     def __init__(self, make: MakeTransport) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
         self._process.start()
@@ -184,7 +184,7 @@ class ProcessEnd:
         return self._process.is_alive()
 
     def end(self) -> None:
-        """Close the channel and leave in peace, if it still lives."""
+        """Close the channel and end the process, if it is alive."""
         if self.is_alive:
             self.resume()
             self.ask("close")
@@ -194,31 +194,31 @@ class ProcessEnd:
 
 
 def _serve(connection: Connection, make: MakeTransport) -> None:
-    end, is_closed = make_end(make, num_blocks=1, block_bytes=1), False
+    end, is_closed = make_endpoint(make, num_blocks=1, block_bytes=1), False
     connection.send("ready")
     while True:
         if not is_closed:
             end.poll()
         if not connection.poll(0.1 if is_closed else 0.0005):
             continue
-        letter = connection.recv()
-        if letter is None:
+        request = connection.recv()
+        if request is None:
             return
-        command, arguments = letter
+        command, arguments = request
         connection.send(getattr(end, command)(*arguments))
         is_closed = command == "close" or (is_closed and command not in ("reopen", "reshape"))
 
 
-class EndPool:
-    """Keeps the processes of ends that survived a test for the next one; starting takes long."""
+class EndpointPool:
+    """Pool of endpoint processes, reused between tests because their start is slow."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[ProcessEnd]] = {}
+        self._idle: dict[str, list[ProcessEndpoint]] = {}
 
     @contextmanager
-    def end(self, kind: str, num_blocks: int, block_bytes: int) -> Iterator[ProcessEnd]:
+    def end(self, kind: str, num_blocks: int, block_bytes: int) -> Iterator[ProcessEndpoint]:
         idle = self._idle.setdefault(kind, [])
-        end = idle.pop() if idle else ProcessEnd(MAKERS[kind])
+        end = idle.pop() if idle else ProcessEndpoint(MAKERS[kind])
         try:
             end.ask("reshape", num_blocks, block_bytes)
             yield end
@@ -236,10 +236,10 @@ class EndPool:
                 end.end()
 
 
-class LocalEnd:
-    """An end in this process, for the in-memory transport."""
+class LocalEndpoint:
+    """Endpoint in this process, for the in-memory transport."""
 
-    def __init__(self, state: EndState) -> None:
+    def __init__(self, state: EndpointState) -> None:
         self._state = state
 
     def ask(self, command: str, *arguments: Any) -> Any:
@@ -248,29 +248,31 @@ class LocalEnd:
 
 
 @dataclass(slots=True)
-class Ends:
-    """A decode end and a prefill end, connected."""
+class EndpointPair:
+    """A decode endpoint and a prefill endpoint."""
 
-    d: End
-    p: End
+    d: Endpoint
+    p: Endpoint
 
     def connect(self) -> None:
         self.p.ask("connect", *self.d.ask("metadata"))
         self.d.ask("connect", *self.p.ask("metadata"))
 
 
-def memory_ends(num_blocks: int, block_bytes: int, *, is_one_sided: bool = True) -> Ends:
+def memory_endpoints(
+    num_blocks: int, block_bytes: int, *, is_one_sided: bool = True
+) -> EndpointPair:
     wire = Wire(is_prompt=True, is_one_sided=is_one_sided)
 
     def make(region: Region) -> Transport:
         return MemoryTransport(region, wire)
 
-    d, p = (LocalEnd(make_end(make, num_blocks, block_bytes)) for _ in range(2))
-    return Ends(d, p)
+    d, p = (LocalEndpoint(make_endpoint(make, num_blocks, block_bytes)) for _ in range(2))
+    return EndpointPair(d, p)
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Ends answer at once, so asking again is all the waiting there is."""
+    """Poll `holds` until it is true. Each poll waits for an endpoint's reply."""
     deadline_s = time.monotonic() + WAIT_S
     while not holds():
         if time.monotonic() > deadline_s:

@@ -1,4 +1,4 @@
-"""A router whose answers the test writes: real gRPC, no model behind it."""
+"""Router with a real gRPC server whose answers are scripted by a test."""
 
 # ruff: noqa: N802  # gRPC names the methods
 
@@ -19,8 +19,8 @@ from rpc.channel import server_options
 WAIT_S = 60.0
 
 
-class Told:
-    """One request, whose answer is what the test says."""
+class ScriptedAnswer:
+    """One request with a scripted answer."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self.request = request
@@ -41,19 +41,19 @@ class Told:
         return iter(self._pieces.get, None)
 
 
-class ToldRouter(inference_pb2_grpc.InferenceServiceServicer):
+class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, answers: Sequence[str]) -> None:
         self.address = ""
         self._answers = list(answers)  # given at once; when they are used up, the test speaks
-        self._asked: queue.Queue[Told] = queue.Queue()
+        self._asked: queue.Queue[ScriptedAnswer] = queue.Queue()
 
-    def next_asked(self) -> Told:
+    def next_request(self) -> ScriptedAnswer:
         return self._asked.get(timeout=WAIT_S)
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> Iterator[inference_pb2.GenerateResponse]:
-        told = Told(request)
+        told = ScriptedAnswer(request)
         has_ended = False
 
         def note_end() -> None:
@@ -83,8 +83,8 @@ class ToldRouter(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextmanager
-def told_router(*answers: str) -> Iterator[ToldRouter]:
-    router = ToldRouter(answers)
+def scripted_router(*answers: str) -> Iterator[ScriptedRouter]:
+    router = ScriptedRouter(answers)
     with ThreadPoolExecutor() as threads:
         server = grpc.server(threads, options=server_options())
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)

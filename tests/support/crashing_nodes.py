@@ -1,4 +1,4 @@
-"""Nodes without processes whose engines end when they run certain requests, and start again."""
+"""Simulated nodes whose engines crash on certain requests and restart."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NUM_TICKS_DOWN = 7  # until a node that died is back
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """Ends the engine that runs it, in every try."""
+    """Request that crashes each engine that runs it."""
 
     leg: Leg
     num_tokens: int = 0  # that a try gives first
 
 
 @dataclass(slots=True)
-class MortalNodes:
-    """Keeps to NodeCalls. A request is known by the first token of its prompt."""
+class CrashingNodes:
+    """Implements NodeCalls. Requests are identified by the first token of their prompt."""
 
     table: NodeTable
     poisons: dict[int, Poison]
@@ -71,7 +71,7 @@ class MortalNodes:
             deliver(_told(Leg.DECODE, request, index, reason))
 
     def _begin(self, node: Node) -> int:
-        """Number of the node's present life. Raises NodeFailed while it is down."""
+        """Return the number of the node's incarnation. Raises NodeFailed while it is down."""
         if node not in self.table.nodes:
             raise NodeFailed(f"{node.address} cannot be reached")
         return self._num_lives[node.address]
@@ -79,7 +79,7 @@ class MortalNodes:
     async def _tick(
         self, node: Node, life: int, request: EngineRequest, leg: Leg, num_tokens: int
     ) -> None:
-        """One pass of this node's engine, which may be its last. Raises NodeFailed."""
+        """Run one pass of the node's engine, which can crash it. Raises NodeFailed."""
         await asyncio.sleep(0)
         name = request.prompt_token_ids[0]
         if self._num_lives[node.address] == life and self.poisons.get(name) == Poison(
@@ -91,7 +91,7 @@ class MortalNodes:
             raise NodeFailed(f"{node.address} is gone", self.kind)
 
     def end(self, node: Node) -> None:
-        """Its engine ends now, and all that it runs."""
+        """Crash the node's engine and all its requests."""
         self._num_lives[node.address] += 1
         self.table.lose(node.address)
         self._changed()

@@ -1,4 +1,4 @@
-"""Programs that a test starts, and that never outlive it."""
+"""Programs that a test starts and that end with it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Killed at the end of the block if it goes on: a test that fails does not wait for it."""
+def running_program(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a program, and kill it at the end of the block if it still runs."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:
