@@ -200,8 +200,7 @@ class LLM:
         return has_ended
 
     def _step(self) -> list[Output]:
-        by_client = self.engine.step().by_client
-        return [output for outputs in by_client.values() for output in outputs]
+        return [output for outputs in self.engine.step().values() for output in outputs]
 
     def _abort_all(self, builders: Mapping[RequestId, CompletionBuilder]) -> None:
         """Abort what is unfinished and drain the engine, also after Ctrl-C."""

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from engine.containment import Containment
 from engine.errors import EngineStopped
 from engine.kv_connector import KvWorker
-from engine.plan import Runner, RunResult, StepResult
-from engine.request import StepOutputs
+from engine.plan import Runner, RunResult
+from engine.request import OutputsByClient
 from engine.scheduler.scheduler import Scheduler
-from kv_transfer.types import KvOrders, KvReports
-
-NO_REPORTS = KvReports()
+from kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
 
 class EngineCore:
@@ -33,7 +31,7 @@ class EngineCore:
         self._made_progress = False
         self.failure: BaseException | None = None  # the exception that ended the engine
 
-    def step(self) -> StepOutputs:
+    def step(self) -> OutputsByClient:
         """Run one step: one forward pass, without ever waiting for the network.
 
         A pass that fails is run again in parts. An exception that escapes ends the engine; every
@@ -51,14 +49,14 @@ class EngineCore:
         if self.failure is not None:
             raise EngineStopped(f"the engine stopped: {self.failure!r}") from self.failure
 
-    def _step(self) -> StepOutputs:
+    def _step(self) -> OutputsByClient:
         plan = self.scheduler.schedule(self._clock())
         self._kv_worker.start(plan.kv_orders, self._clock())
         run = self._containment.run(plan) if plan.concerns_runner else RunResult()
         now = self._clock()  # the pass may have taken seconds
         reports = self._kv_worker.poll(now)
         self._made_progress = not plan.is_empty or reports != NO_REPORTS
-        return self.scheduler.update(plan, StepResult(run, reports), now)
+        return self.scheduler.update(plan, run, reports, now)
 
     def max_idle_s(self) -> float | None:
         """Return the time for which no step is needed unless an action is posted; None: no limit.

@@ -134,7 +134,7 @@ class EngineThread:
         self._run_posted_actions()
         self.beat()
         outputs = self._core.step()
-        for client_id, its_outputs in outputs.by_client.items():
+        for client_id, its_outputs in outputs.items():
             self._deliver(client_id, its_outputs)
 
     def _run_posted_actions(self) -> None:

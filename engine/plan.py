@@ -1,4 +1,4 @@
-"""Values of a step: the plan, and the results of the runner and the KV worker."""
+"""Values of a step: the plan, and the result of the runner."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Protocol
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
-from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
+from kv_transfer.types import BlockId, KvOrders, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """Full state of a request that enters the runner's batch, new or resumed."""
+    """Full state of a request that enters the runner's batch, new or resumed.
+
+    The runner keeps the row as long as the request is in its batch.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]  # prompt and output so far
@@ -23,6 +26,12 @@ class PlanRow:
     sampling: SamplingParams
     seed: int
     grammar: Grammar | None = None  # restricts the tokens that can be sampled
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """False for a resumed request: it returned its prompt logprobs before it was preempted."""
+        has_outputs = len(self.token_ids) > self.num_prompt_tokens
+        return self.sampling.prompt_logprobs is not None and not has_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +77,6 @@ class RunResult:
     crashes: dict[RequestId, str] = field(default_factory=dict)  # rows that failed a whole pass
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    run: RunResult
-    kv: KvReports = KvReports()
 
 
 class Runner(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
 
@@ -82,8 +82,4 @@ class Output(NamedTuple):
     is_kv_lost: bool = False  # the error: the KV of the prompt did not arrive
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """Outputs of one step, by client."""
-
-    by_client: dict[ClientId, list[Output]] = field(default_factory=dict)
+OutputsByClient = dict[ClientId, list[Output]]  # of one step

@@ -156,3 +156,6 @@ class KvReports:
     failed_recving: tuple[Lost, ...] = ()
     released: tuple[HandoffId, ...] = ()  # no write can land in their blocks any more
     finished_sending: tuple[HandoffId, ...] = ()  # no read of their source blocks is in flight
+
+
+NO_REPORTS = KvReports()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from engine.core import EngineCore
 from engine.kv_connector import KvWorker
 from engine.plan import Plan, Runner, RunResult
-from engine.request import RequestId, StepOutputs
+from engine.request import OutputsByClient, RequestId
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.types import KvOrders, KvReports
 from node.counting_runner import PromptTokens
@@ -81,7 +81,7 @@ class _TracedCore(EngineCore):
         super().__init__(scheduler, runner, kv_worker)
         self._tracing = tracing
 
-    def step(self) -> StepOutputs:
+    def step(self) -> OutputsByClient:
         self._tracing.began()
         outputs = super().step()
         self._tracing.ended()

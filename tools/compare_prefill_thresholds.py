@@ -74,7 +74,7 @@ def first_tokens(
             number, arrival = waiting.pop(0)
             engine.scheduler.add(_spec(number, arrival, runner.info.vocab_size))
             num_running += 1
-        for outputs in engine.step().by_client.values():
+        for outputs in engine.step().values():
             for output in outputs:
                 arrival = prompts[int(output.request_id)]
                 num_running -= 1

@@ -1,7 +1,7 @@
-"""Report figures about the structure of the product code: sizes, docstrings, names, import cycles.
+"""Report figures about the structure of the product code: sizes, docstrings, imports, shapes.
 
-`python -m tools.report_structure` measures the checkout that it is run in; `--json` prints the
-figures for programs, `--list` adds the docstrings, class names and cycles that were counted.
+`python -m tools.report_structure` measures the checkout that it is run in, or the one that
+`--checkout` names; `--json` prints the figures for programs, `--list` adds what was counted.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import argparse
 import ast
 import json
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-BENCHMARKS = "benchmarks/"
-NOT_PRODUCT = ("tests/", "tools/", "protos/", "deploy/", "setup.py", BENCHMARKS)
+from tools.import_layers import (
+    Import,
+    Layers,
+    import_cycles,
+    import_graph,
+    imports_of,
+    imports_that_avoid_cycles,
+    needless_local_imports,
+    read_layers,
+    upward_imports,
+    upward_packages,
+)
+from tools.product_code import FUNCTIONS, Module, benchmark_modules, product_modules
+from tools.request_shapes import Shape, class_shapes, message_shapes, read_protos
+
 QUESTION_WORDS = {"What", "Who", "Whose", "Whom", "Which", "How", "Whether", "Where", "When", "Why"}
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    path: Path
-    num_lines: int
-    tree: ast.Module
-
-    @property
-    def name(self) -> str:
-        return ".".join(self.path.with_suffix("").parts).removesuffix(".__init__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,42 +48,86 @@ class Figures:
     docstrings_that_open_with_a_question_word: int
     class_names_used_twice: int
     import_cycles: int
+    upward_imports: int
+    upward_packages: int
+    upward_packages_with_stubs: int
+    local_imports: int
+    local_imports_that_avoid_a_cycle: int
+    needless_local_imports: int
+    request_shapes: int
+    request_wrappers: int
+    request_messages: int
+    output_shapes: int
+    output_wrappers: int
+    output_messages: int
     benchmark_files: int  # not shipped
     benchmark_lines: int
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The items behind the figures."""
+
+    repeated_class_names: list[str]
+    import_cycles: list[list[str]]
+    upward_imports: list[Import]
+    upward_packages: list[str]
+    upward_packages_with_stubs: list[str]
+    local_imports: list[Import]
+    local_imports_that_avoid_a_cycle: list[Import]
+    needless_local_imports: list[Import]
+    request_shapes: list[Shape]
+    request_wrappers: list[Shape]
+    request_messages: list[Shape]
+    output_shapes: list[Shape]
+    output_wrappers: list[Shape]
+    output_messages: list[Shape]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--checkout", type=Path, default=Path.cwd())
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--list", action="store_true", help="list what was counted")
     options = parser.parse_args()
-    tracked = tracked_modules(Path.cwd())
-    modules = [one for one in tracked if not str(one.path).startswith(NOT_PRODUCT)]
-    benchmarks = [one for one in tracked if str(one.path).startswith(BENCHMARKS)]
-    figures = asdict(figures_of(modules, benchmarks))
+    modules = product_modules(options.checkout)
+    layers = read_layers(options.checkout / "pyproject.toml")
+    findings = find(modules, layers, read_protos(options.checkout))
+    figures = asdict(figures_of(modules, findings, benchmark_modules(options.checkout)))
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
         for name, value in figures.items():
             print(f"{name.replace('_', ' '):45} {value}")
     if options.list:
-        _print_list(modules)
+        _print_list(modules, findings)
 
 
-def tracked_modules(root: Path) -> list[Module]:
-    """Parse every tracked Python file."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True
-    ).stdout.split()
-    sources = {name: (root / name).read_text(encoding="utf-8") for name in listed}
-    return [
-        Module(Path(name), source.count("\n"), ast.parse(source))
-        for name, source in sources.items()
-    ]
+def find(modules: Sequence[Module], layers: Layers, protos: Mapping[str, str]) -> Findings:
+    imports = imports_of(modules)
+    requests, outputs = class_shapes(modules)
+    request_messages, output_messages = message_shapes(protos)
+    return Findings(
+        repeated_class_names=repeated_class_names(modules),
+        import_cycles=import_cycles(import_graph(imports, modules)),
+        upward_imports=upward_imports(imports, layers),
+        upward_packages=upward_packages(imports, layers),
+        upward_packages_with_stubs=upward_packages(imports, layers, with_generated=True),
+        local_imports=[each for each in imports if each.is_local and not each.is_generated],
+        local_imports_that_avoid_a_cycle=imports_that_avoid_cycles(imports),
+        needless_local_imports=needless_local_imports(imports, modules),
+        request_shapes=requests.carriers,
+        request_wrappers=requests.wrappers,
+        request_messages=request_messages.carriers,
+        output_shapes=outputs.carriers,
+        output_wrappers=outputs.wrappers,
+        output_messages=output_messages.carriers,
+    )
 
 
-def figures_of(modules: Sequence[Module], benchmarks: Sequence[Module]) -> Figures:
-    """Measure the product modules, which the wheel ships, and count the benchmarks."""
+def figures_of(
+    modules: Sequence[Module], findings: Findings, benchmarks: Sequence[Module]
+) -> Figures:
     lengths = sorted(function_lengths(modules))
     folders = Counter(str(module.path.parent) for module in modules)
     folder, num_files = folders.most_common(1)[0]
@@ -99,8 +142,20 @@ def figures_of(modules: Sequence[Module], benchmarks: Sequence[Module]) -> Figur
         function_lines_max=lengths[-1],
         docstrings=len(list(docstrings(modules))),
         docstrings_that_open_with_a_question_word=len(list(question_docstrings(modules))),
-        class_names_used_twice=len(repeated_class_names(modules)),
-        import_cycles=len(import_cycles(imports_by_module(modules))),
+        class_names_used_twice=len(findings.repeated_class_names),
+        import_cycles=len(findings.import_cycles),
+        upward_imports=len(findings.upward_imports),
+        upward_packages=len(findings.upward_packages),
+        upward_packages_with_stubs=len(findings.upward_packages_with_stubs),
+        local_imports=len(findings.local_imports),
+        local_imports_that_avoid_a_cycle=len(findings.local_imports_that_avoid_a_cycle),
+        needless_local_imports=len(findings.needless_local_imports),
+        request_shapes=len(findings.request_shapes),
+        request_wrappers=len(findings.request_wrappers),
+        request_messages=len(findings.request_messages),
+        output_shapes=len(findings.output_shapes),
+        output_wrappers=len(findings.output_wrappers),
+        output_messages=len(findings.output_messages),
         benchmark_files=len(benchmarks),
         benchmark_lines=sum(module.num_lines for module in benchmarks),
     )
@@ -138,56 +193,11 @@ def repeated_class_names(modules: Sequence[Module]) -> list[str]:
     return sorted(name for name, count in classes.items() if count > 1)
 
 
-def imports_by_module(modules: Sequence[Module]) -> dict[str, set[str]]:
-    """Map each module to the product modules that it imports, inside functions too."""
-    names = {module.name for module in modules}
-    return {module.name: set(_imports(module, names)) - {module.name} for module in modules}
-
-
-def _imports(module: Module, names: set[str]) -> Iterator[str]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield from [name for name in (full, node.module) if name in names][:1]
-
-
-def import_cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
-    """Find the groups of modules that import each other (Tarjan's algorithm)."""
-    sys.setrecursionlimit(10_000)
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in imports[name]:
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            place = stack.index(name)
-            group = stack[place:]
-            del stack[place:]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for name in imports:
-        if name not in index:
-            visit(name)
-    return found
-
-
-def _print_list(modules: Sequence[Module]) -> None:
+def _print_list(modules: Sequence[Module], findings: Findings) -> None:
     print("\nDocstrings that open with a question word:", *question_docstrings(modules), sep="\n  ")
-    print("\nClass names used twice:", *repeated_class_names(modules), sep="\n  ")
-    print("\nImport cycles:", *import_cycles(imports_by_module(modules)), sep="\n  ")
+    for field in fields(findings):
+        items = getattr(findings, field.name)
+        print(f"\n{field.name.replace('_', ' ').capitalize()}:", *items, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from time import thread_time
 
-from engine.plan import Plan, RunResult, StepResult
+from engine.plan import Plan, RunResult
 from engine.request import EngineRequest, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
@@ -101,5 +101,5 @@ def _fill(num_running: int, num_waiting: int, num_prompt_tokens: int) -> Schedul
     return scheduler
 
 
-def _answer(plan: Plan) -> StepResult:
-    return StepResult(RunResult({request_id: [7] for request_id in plan.num_scheduled_tokens}))
+def _answer(plan: Plan) -> RunResult:
+    return RunResult({request_id: [7] for request_id in plan.num_scheduled_tokens})

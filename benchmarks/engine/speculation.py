@@ -168,5 +168,4 @@ def _answer(
 
 
 def _step(engine_core: EngineCore) -> list[Output]:
-    by_client = engine_core.step().by_client
-    return [output for outputs in by_client.values() for output in outputs]
+    return [output for outputs in engine_core.step().values() for output in outputs]

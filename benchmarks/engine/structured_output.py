@@ -18,10 +18,12 @@ import numpy as np
 import torch
 
 from engine.model_folder import read_generation_defaults, resolve_model_folder
+from engine.plan import PlanRow
+from engine.request import RequestId
+from engine.runner.input_batch import TokenRun
 from engine.runner.model.config import read_model_config
 from engine.runner.sampling.constraints import constrain
 from engine.runner.sampling.grammar_masks import unpacked
-from engine.runner.sampling.sampler import SampleRow
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Grammar
 from engine.structured_output.llguidance_backend import GrammarLibrary, num_words
@@ -166,11 +168,12 @@ def _allowed(bits: Bits) -> list[int]:
 def _apply_cost(num_rows: int, vocab_size: int) -> ApplyCost:
     logits = torch.randn(num_rows, vocab_size)
     bits = np.full((num_rows, num_words(vocab_size)), 0x55555555, dtype=np.int32)
-    sampling, known = SamplingParams(), np.zeros(1, dtype=np.int64)
+    row = PlanRow(RequestId("masked"), (0,), 1, 0, (), SamplingParams(), 0)
+    known = np.zeros(1, dtype=np.int64)
     took_s = []
     for _ in range(NUM_TIMES_APPLIED):
         began_s = thread_time()
-        rows = [SampleRow(sampling, 0, known, 1, one) for one in unpacked(bits, vocab_size)]
-        constrain(logits, rows, ())
+        masks = unpacked(bits, vocab_size)
+        constrain(logits, [TokenRun(row, 0, 1, len(known), known, mask) for mask in masks], ())
         took_s.append(thread_time() - began_s)
     return ApplyCost(num_rows, 1e6 * statistics.median(took_s))

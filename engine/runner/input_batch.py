@@ -11,34 +11,29 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from engine.errors import InvalidConfig, RowOverflow
 from engine.plan import Plan, PlanRow
 from engine.request import RequestId
 from engine.runner.layout import Ints, PassLayout
-from engine.sampling import SamplingParams
 from kv_transfer.types import BlockId
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """Constant properties of a request while it is in the batch."""
-
-    request_id: RequestId
-    slot: int
-    sampling: SamplingParams
-    seed: int
-    num_prompt_tokens: int
-    # False for a resumed request: it returned its prompt logprobs before it was preempted.
-    wants_prompt_logprobs: bool
-
-
 class TokenRun(NamedTuple):
-    """Consecutive tokens of one row in the flat batch."""
+    """Consecutive tokens of one row in the flat batch, and the inputs of sampling the next one."""
 
-    row: BatchRow
+    row: PlanRow
+    slot: int
     num_tokens: int
     end: int  # sequence length up to and including the last of them
+    tokens: Ints  # all tokens of the slot
+    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
+
+    @property
+    def known_tokens(self) -> Ints:
+        """Prompt and outputs up to the end; their number is the position of the next token."""
+        return self.tokens[: self.end]
 
     @property
     def positions(self) -> range:
@@ -78,12 +73,14 @@ class PersistentBatch:
         self._max_model_len = max_model_len
         # Pages that no request has touched take no memory.
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self._tokens_by_slot: list[Ints] = list(self._tokens)
         self._blocks: Ints = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._num_tokens = [0] * max_num_seqs
         self._num_computed = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
         self._free_slots = list(reversed(range(max_num_seqs)))
-        self._rows: dict[RequestId, BatchRow] = {}
+        self._rows: dict[RequestId, PlanRow] = {}
+        self._slots: dict[RequestId, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -95,7 +92,7 @@ class PersistentBatch:
         for row in plan.started:
             self._start(row)
         for request_id, block_ids in plan.new_block_ids.items():
-            self._append_blocks(self._rows[request_id], block_ids)
+            self._append_blocks(request_id, block_ids)
 
     def step(
         self,
@@ -104,7 +101,7 @@ class PersistentBatch:
     ) -> Step:
         self._append_drafts(drafts)
         runs = tuple(sorted(self._runs(num_scheduled_tokens, drafts), key=_flat_order))
-        slots = np.array([run.row.slot for run in runs], dtype=np.int64)
+        slots = np.array([run.slot for run in runs], dtype=np.int64)
         num_queries = np.array([run.num_tokens for run in runs], dtype=np.int64)
         layout = self._layout(runs, slots, num_queries)
         return Step(
@@ -117,44 +114,45 @@ class PersistentBatch:
     def advance(self, step: Step) -> None:
         """Mark the tokens of a finished pass as computed."""
         for run in step.runs:
-            self._num_computed[run.row.slot] = run.end
+            self._num_computed[run.slot] = run.end
 
     def append(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
         """Append sampled tokens: the accepted drafts, then the next input token."""
-        slot, count = self._rows[request_id].slot, len(token_ids)
+        slot, count = self._slots[request_id], len(token_ids)
         first = self._num_tokens[slot]
         self._check_tokens(request_id, first + count)
         self._tokens[slot, first : first + count] = token_ids
         self._num_tokens[slot] = first + count
         self._num_computed[slot] = first + count - 1  # rejected drafts do not count
 
-    def known_tokens(self, row: BatchRow, num_tokens: int | None = None) -> Ints:
-        """Return a view of prompt and outputs, or of the first `num_tokens` with drafted ones."""
-        return self._tokens[row.slot, : num_tokens or self._num_tokens[row.slot]]
+    def known_tokens(self, request_id: RequestId) -> Ints:
+        """Return a view of prompt and outputs."""
+        slot = self._slots[request_id]
+        return self._tokens[slot, : self._num_tokens[slot]]
 
-    def decoding(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[BatchRow]:
+    def decoding(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[PlanRow]:
         """Yield the rows that decode: only their newest token, an output, is scheduled."""
         for request_id, num_tokens in num_scheduled_tokens.items():
             if num_tokens != 1:
                 continue
-            row = self._rows[request_id]
-            known = self._num_tokens[row.slot]
-            if known > row.num_prompt_tokens and self._num_computed[row.slot] + 1 == known:
+            row, slot = self._rows[request_id], self._slots[request_id]
+            known = self._num_tokens[slot]
+            if known > row.num_prompt_tokens and self._num_computed[slot] + 1 == known:
                 yield row
 
-    def max_draft_len(self, row: BatchRow) -> int:
+    def max_draft_len(self, row: PlanRow) -> int:
         """Return the number of draft tokens that fit after the newest token."""
-        known = self._num_tokens[row.slot]
+        slot = self._slots[row.request_id]
+        known = self._num_tokens[slot]
         max_len = min(row.num_prompt_tokens + row.sampling.max_tokens, self._max_model_len)
-        num_slots = self._num_blocks[row.slot] * self._block_size
+        num_slots = self._num_blocks[slot] * self._block_size
         return max(0, min(max_len - known - 1, num_slots - known))
 
     def _forget(self, request_ids: Sequence[RequestId]) -> None:
         """Remove rows and free their slots. Unknown ids, as after a failed pass, are ignored."""
         for request_id in request_ids:
-            row = self._rows.pop(request_id, None)
-            if row is not None:
-                self._free_slots.append(row.slot)
+            if self._rows.pop(request_id, None) is not None:
+                self._free_slots.append(self._slots.pop(request_id))
 
     def _start(self, row: PlanRow) -> None:
         num_tokens, room = len(row.token_ids), self._tokens.shape[1]
@@ -164,21 +162,18 @@ class PersistentBatch:
                 f"{self._tokens.shape[0]} requests of up to {room - 1} tokens"
             )
         slot = self._free_slots.pop()
-        has_outputs = num_tokens > row.num_prompt_tokens
-        wants_logprobs = row.sampling.prompt_logprobs is not None and not has_outputs
-        self._rows[row.request_id] = BatchRow(
-            row.request_id, slot, row.sampling, row.seed, row.num_prompt_tokens, wants_logprobs
-        )
+        self._rows[row.request_id] = row
+        self._slots[row.request_id] = slot
         self._tokens[slot, :num_tokens] = row.token_ids
         self._num_tokens[slot] = num_tokens
         self._num_computed[slot] = row.num_computed_tokens
         self._num_blocks[slot] = 0
-        self._append_blocks(self._rows[row.request_id], row.block_ids)
+        self._append_blocks(row.request_id, row.block_ids)
 
     def _append_drafts(self, drafts: Mapping[RequestId, Sequence[int]]) -> None:
         """Write the drafts after the known tokens without counting them."""
         for request_id, draft in drafts.items():
-            slot = self._rows[request_id].slot
+            slot = self._slots[request_id]
             first = self._num_tokens[slot]
             self._check_tokens(request_id, first + len(draft))
             self._tokens[slot, first : first + len(draft)] = draft
@@ -189,24 +184,24 @@ class PersistentBatch:
         drafts: Mapping[RequestId, Sequence[int]],
     ) -> Iterator[TokenRun]:
         for request_id, num_tokens in num_scheduled_tokens.items():
-            row = self._rows[request_id]
-            end = self._num_computed[row.slot] + num_tokens
-            num_slots = self._num_blocks[row.slot] * self._block_size
+            row, slot = self._rows[request_id], self._slots[request_id]
+            end = self._num_computed[slot] + num_tokens
+            num_slots = self._num_blocks[slot] * self._block_size
             # Without this check, KV would be written into the blocks of an earlier row.
             if end + len(drafts.get(request_id, ())) > num_slots:
                 raise RowOverflow(
                     f"{request_id} is scheduled up to token {end}; its blocks hold {num_slots}"
                 )
             for ahead in range(1 + len(drafts.get(request_id, ()))):
-                yield TokenRun(row, num_tokens, end + ahead)
+                yield TokenRun(row, slot, num_tokens, end + ahead, self._tokens_by_slot[slot])
 
-    def _append_blocks(self, row: BatchRow, block_ids: tuple[BlockId, ...]) -> None:
-        slot = row.slot
+    def _append_blocks(self, request_id: RequestId, block_ids: tuple[BlockId, ...]) -> None:
+        slot = self._slots[request_id]
         first, end = self._num_blocks[slot], self._num_blocks[slot] + len(block_ids)
         # numpy clips a slice at the end of the row, and would drop a single block silently.
         if end > self._blocks.shape[1]:
             raise RowOverflow(
-                f"{row.request_id} was given {end} blocks; block tables hold "
+                f"{request_id} was given {end} blocks; block tables hold "
                 f"{self._blocks.shape[1]}, enough for max_model_len {self._max_model_len}"
             )
         self._blocks[slot, first:end] = block_ids
@@ -232,7 +227,7 @@ class PersistentBatch:
         )
 
     def _is_sampled(self, run: TokenRun) -> bool:
-        return run.end >= self._num_tokens[run.row.slot]
+        return run.end >= self._num_tokens[run.slot]
 
 
 def _flat_order(run: TokenRun) -> tuple[bool, int]:

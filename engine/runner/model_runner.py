@@ -22,7 +22,7 @@ from engine.plan import Plan, RunResult
 from engine.runner.attention.kv_tensor import describe
 from engine.runner.attention.paged_attention import PagedAttention
 from engine.runner.fences import Fences, make_fences
-from engine.runner.input_batch import NO_DRAFTS, BatchRow, PersistentBatch, Step
+from engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step, TokenRun
 from engine.runner.model.decoder import Decoder, Ends
 from engine.runner.model.rope import Rope
 from engine.runner.model_info import NO_LAYER, KvMemory, ModelInfo, PassHook
@@ -30,7 +30,7 @@ from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.prompt_logprobs import PromptLogprobs
-from engine.runner.sampling.sampler import Sampler, SampleRow, SamplingResult
+from engine.runner.sampling.sampler import Sampler, SamplingResult
 from engine.runner.sampling.spec_decode import Drafts, SpecDecoder, accepted_indices
 from engine.spec_decode.config import Speculation
 from kv_transfer.types import BlockId
@@ -104,7 +104,7 @@ class TorchRunner:
         if not plan.is_retry:  # rows dropped by a failed pass are added again
             self._prompt_logprobs.forget(plan.dropped)
         self._batch.apply(plan)
-        self._grammar_masks.apply(plan)
+        self._grammar_masks.forget(plan.dropped)
         if self._drafted_rows is not None:
             self._drafted_rows.forget(plan.dropped)
         if not plan.num_scheduled_tokens:
@@ -152,7 +152,7 @@ class TorchRunner:
     def _make_result(self, step: Step, hidden_states: Tensor, drafts: Drafts) -> RunResult:
         result = RunResult()
         if self._prompt_logprobs.is_needed(step):
-            self._prompt_logprobs.collect(step, hidden_states, self._batch, result)
+            self._prompt_logprobs.collect(step, hidden_states, result)
             hidden_states = hidden_states[self._sampled_indices(step)]
         if step.sampled:
             self._sample(step, self.decoder.logits(hidden_states), drafts, result)
@@ -162,14 +162,12 @@ class TorchRunner:
 
     def _sample(self, step: Step, logits: Tensor, drafts: Drafts, result: RunResult) -> None:
         runs = [step.runs[index] for index in step.sampled]
-        rows = [run.row for run in runs]
-        sample_rows = [self._sample_row(run.row, run.end) for run in runs]
-        sample_rows = self._grammar_masks.applied(rows, sample_rows, result.refusals)
-        choices = self.sampler.choose(logits, sample_rows)
-        accepted = accepted_indices(rows, choices, drafts)
-        _add_logprobs(logits, rows, choices, accepted, result)
+        runs = self._grammar_masks.apply_masks(runs, result.refusals)
+        choices = self.sampler.choose(logits, runs)
+        accepted = accepted_indices(runs, choices, drafts)
+        _add_logprobs(logits, runs, choices, accepted, result)
         for index in accepted:
-            request_id, choice = rows[index].request_id, choices[index]
+            request_id, choice = runs[index].row.request_id, choices[index]
             if request_id in result.refusals:
                 continue
             if choice.token_id is None:
@@ -179,10 +177,6 @@ class TorchRunner:
                 result.token_ids.setdefault(request_id, []).append(choice.token_id)
         for request_id, token_ids in result.token_ids.items():
             self._batch.append(request_id, token_ids)
-
-    def _sample_row(self, row: BatchRow, num_known: int) -> SampleRow:
-        known = self._batch.known_tokens(row, num_known)
-        return SampleRow(row.sampling, row.seed, known, row.num_prompt_tokens)
 
 
 class _FencedHook:
@@ -214,19 +208,19 @@ class _FencedHook:
 
 def _add_logprobs(
     logits: Tensor,
-    rows: list[BatchRow],
+    runs: Sequence[TokenRun],
     choices: list[SamplingResult],
     accepted: Sequence[int],
     result: RunResult,
 ) -> None:
     requested = [
-        (i, choices[i].token_id) for i in accepted if rows[i].sampling.logprobs is not None
+        (i, choices[i].token_id) for i in accepted if runs[i].row.sampling.logprobs is not None
     ]
     chosen = [(i, token_id) for i, token_id in requested if token_id is not None]
     if not chosen:
         return
     indices = [index for index, _ in chosen]
-    num_tops = [rows[index].sampling.logprobs or 0 for index in indices]
+    num_tops = [runs[index].row.sampling.logprobs or 0 for index in indices]
     found = token_logprobs(logits[indices], [token for _, token in chosen], num_tops)
     for index, logprobs in zip(indices, found, strict=True):
-        result.logprobs.setdefault(rows[index].request_id, []).append(logprobs)
+        result.logprobs.setdefault(runs[index].row.request_id, []).append(logprobs)

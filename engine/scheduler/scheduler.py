@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from engine.errors import OutOfOrder
 from engine.events import KvEvent, RequestEvent, SchedulerStats
-from engine.plan import Plan, PlanRow, StepResult
-from engine.request import ClientId, EngineRequest, FinishReason, Output, RequestId, StepOutputs
+from engine.plan import Plan, PlanRow, RunResult
+from engine.request import ClientId, EngineRequest, FinishReason, Output, OutputsByClient, RequestId
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.output_processing import OutputProcessor
 from engine.scheduler.request import Request
@@ -18,7 +18,7 @@ from engine.scheduler.scheduling import StepPlanner
 from engine.scheduler.state import SchedulerState
 from engine.scheduler.validation import validate_request
 from engine.structured_output.grammar import Grammar
-from kv_transfer.types import HandoffId
+from kv_transfer.types import NO_REPORTS, HandoffId, KvReports
 
 
 class Scheduler:
@@ -105,7 +105,9 @@ class Scheduler:
         self._plan = self._planner.plan()
         return self._plan
 
-    def update(self, plan: Plan, result: StepResult, now: float | None = None) -> StepOutputs:
+    def update(
+        self, plan: Plan, run: RunResult, kv: KvReports = NO_REPORTS, now: float | None = None
+    ) -> OutputsByClient:
         """Apply the result of a plan. Without `now`, events get the time of the plan."""
         if plan is not self._plan:
             raise OutOfOrder("this plan is not the one that awaits its result")
@@ -114,9 +116,9 @@ class Scheduler:
             self._planner.record_step(now - self._state.now_s)
             self._state.now_s = now
         # KV reports first: no order may follow for a hand-off that is reported as over.
-        self._settler.settle_kv(result.kv)
-        self._settler.settle_run(result.run)
-        return StepOutputs(self._state.take_outputs())
+        self._settler.settle_kv(kv)
+        self._settler.settle_run(run)
+        return self._state.take_outputs()
 
     def running_rows(self) -> dict[RequestId, PlanRow]:
         """Return the running requests as rows, in the state before the pending plan is run."""

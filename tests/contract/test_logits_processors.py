@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, EntryPoints
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.errors import InvalidConfig, InvalidRequest
 from engine.extra_args import Arguments
+from engine.runner.input_batch import TokenRun
 from engine.runner.layout import Ints
 from engine.runner.sampling import logits_processors as processors
 from engine.runner.sampling.logits_processors import (
@@ -20,8 +20,9 @@ from engine.runner.sampling.logits_processors import (
     load_processors,
     versions,
 )
-from engine.runner.sampling.sampler import Sampler, SampleRow
+from engine.runner.sampling.sampler import Sampler
 from engine.sampling import Argument, SamplingParams
+from tests.support.token_runs import make_run
 
 MODEL = ModelView("somewhere", 8)
 EOS = (7,)
@@ -70,12 +71,12 @@ def all_of_them() -> Processors:
     return Processors({"favour": Favour(MODEL), "echo": Echo(MODEL), "broken": Broken(MODEL)})
 
 
-def row(*known: int, num_prompt: int = 1, **extra: Argument) -> SampleRow:
+def row(*known: int, num_prompt: int = 1, **extra: Argument) -> TokenRun:
     sampling = SamplingParams(temperature=0.0, extra_args=extra)
-    return SampleRow(sampling, 0, np.array(known or (1,)), num_prompt)
+    return make_run(known or (1,), sampling, num_prompt_tokens=num_prompt)
 
 
-def chosen(*rows: SampleRow) -> list[int | str]:
+def chosen(*rows: TokenRun) -> list[int | str]:
     """Token ids, or why there is none; without a processor token 5 would be taken."""
     logits = torch.zeros(len(rows), MODEL.vocab_size)
     logits[:, 5] = 1.0
@@ -116,7 +117,7 @@ def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: st
 def test_what_is_banned_stays_so() -> None:
     logits = torch.zeros(1, MODEL.vocab_size)
     banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
-    asked = SampleRow(banned, 0, np.array([1]), 1)
+    asked = make_run([1], banned)
 
     (choice,) = Sampler(EOS, all_of_them()).choose(logits, [asked])
 

@@ -247,7 +247,7 @@ def answers(engine: EngineCore, specs: list[EngineRequest]) -> dict[str, list[Ou
         engine.scheduler.add(spec)
     found: dict[str, list[Output]] = {}
     while engine.scheduler.has_work:
-        for outputs in engine.step().by_client.values():
+        for outputs in engine.step().values():
             for output in outputs:
                 found.setdefault(output.request_id, []).append(output)
     engine.scheduler.check()

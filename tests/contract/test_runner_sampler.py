@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
+from engine.runner.input_batch import TokenRun
 from engine.runner.sampling import sampler as sampler_module
 from engine.runner.sampling.constraints import constrain
 from engine.runner.sampling.logprobs import token_logprobs
@@ -23,10 +23,10 @@ from engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
     NOT_FINITE,
     Sampler,
-    SampleRow,
     SamplingResult,
 )
 from engine.sampling import SamplingParams
+from tests.support.token_runs import make_run
 
 VOCAB_SIZE = 50
 EOS = (7, 8)
@@ -34,13 +34,11 @@ EOS = (7, 8)
 
 def row(
     known: Sequence[int] = (1, 2, 3), *, num_prompt: int | None = None, seed: int = 0, **asked: Any
-) -> SampleRow:
-    num_prompt_tokens = len(known) if num_prompt is None else num_prompt
-    tokens = np.array(known, dtype=np.int64)
-    return SampleRow(SamplingParams(**asked), seed, tokens, num_prompt_tokens)
+) -> TokenRun:
+    return make_run(known, SamplingParams(**asked), num_prompt_tokens=num_prompt, seed=seed)
 
 
-def constrained_logits(logits: Tensor, rows: Sequence[SampleRow], eos: tuple[int, ...]) -> Tensor:
+def constrained_logits(logits: Tensor, rows: Sequence[TokenRun], eos: tuple[int, ...]) -> Tensor:
     return constrain(logits, rows, eos).logits
 
 
@@ -49,7 +47,7 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     return torch.randn(*shape, generator=generator) * spread
 
 
-def choose(logits: Tensor, *rows: SampleRow) -> list[int | None]:
+def choose(logits: Tensor, *rows: TokenRun) -> list[int | None]:
     return [choice.token_id for choice in Sampler(EOS).choose(logits, rows)]
 
 

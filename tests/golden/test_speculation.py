@@ -122,7 +122,7 @@ def run(engine: EngineCore, *specs: EngineRequest) -> list[Got]:
         engine.scheduler.add(spec)
     got = {spec.request_id: Got() for spec in specs}
     while engine.scheduler.has_work:
-        for outputs in engine.step().by_client.values():
+        for outputs in engine.step().values():
             for output in outputs:
                 assert output.first_index == num_prior(specs, output) + len(
                     got[output.request_id].token_ids
@@ -275,7 +275,7 @@ def test_a_draft_never_reaches_past_a_requests_own_blocks(engine_of: MakeEngine)
 
 
 def step(engine: EngineCore) -> list[Output]:
-    return [output for outputs in engine.step().by_client.values() for output in outputs]
+    return [output for outputs in engine.step().values() for output in outputs]
 
 
 def test_what_was_drafted_in_vain_is_never_a_prefix_of_others(engine_of: MakeEngine) -> None:

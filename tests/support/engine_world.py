@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.containment import Containment
 from engine.errors import PassHookFailed
-from engine.plan import Plan, RunResult, StepResult
+from engine.plan import Plan, RunResult
 from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
@@ -164,8 +164,8 @@ class EngineWorld:
         self.wire.misbehave()
         run = self.containment.run(plan)
         reports = self.wire.poll()
-        outputs = self.scheduler.update(plan, StepResult(run, reports))
-        for its_outputs in outputs.by_client.values():
+        outputs = self.scheduler.update(plan, run, reports)
+        for its_outputs in outputs.values():
             for output in its_outputs:
                 self.receipts[output.request_id].take(output)
         self.scheduler.check()

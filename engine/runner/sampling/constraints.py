@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.runner.input_batch import TokenRun
 from engine.runner.layout import Ints
 from engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 from engine.sampling import SamplingParams
-
-
-class ConstrainedRow(Protocol):
-    @property
-    def sampling(self) -> SamplingParams: ...
-
-    @property
-    def known_tokens(self) -> Ints: ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def allowed(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,67 +24,65 @@ class Constrained:
 
 def constrain(
     logits: Tensor,
-    rows: Sequence[ConstrainedRow],
+    runs: Sequence[TokenRun],
     eos_token_ids: tuple[int, ...],
     processors: Processors = NO_PROCESSORS,
 ) -> Constrained:
     """Return a modified copy if any row has constraints, else the logits themselves."""
-    masked = [index for index, row in enumerate(rows) if row.allowed is not None]
-    constrained = [index for index, row in enumerate(rows) if _is_constrained(row)]
+    masked = [index for index, run in enumerate(runs) if run.allowed is not None]
+    constrained = [index for index, run in enumerate(runs) if _is_constrained(run)]
     if not (masked or constrained):
         return Constrained(logits, {})
     logits = logits.clone()
     if masked:
-        _apply_grammar_masks(logits, rows, masked)
+        _apply_grammar_masks(logits, runs, masked)
     for index in constrained:
-        row, scores = rows[index], logits[index]
-        _forbid(scores, row, eos_token_ids)
-        for token_id, bias in row.sampling.logit_bias.items():
+        run, scores = runs[index], logits[index]
+        _forbid(scores, run, eos_token_ids)
+        for token_id, bias in run.row.sampling.logit_bias.items():
             scores[token_id] += bias
-        _penalise(scores, row)
-    return Constrained(logits, _process(logits, rows, constrained, processors))
+        _penalise(scores, run)
+    return Constrained(logits, _process(logits, runs, constrained, processors))
 
 
-def _apply_grammar_masks(
-    logits: Tensor, rows: Sequence[ConstrainedRow], indices: list[int]
-) -> None:
-    allowed = torch.stack([mask for index in indices if (mask := rows[index].allowed) is not None])
+def _apply_grammar_masks(logits: Tensor, runs: Sequence[TokenRun], indices: list[int]) -> None:
+    allowed = torch.stack([mask for index in indices if (mask := runs[index].allowed) is not None])
     logits[indices] = logits[indices].masked_fill(~allowed.to(logits.device), NEVER)
 
 
 def _process(
     logits: Tensor,
-    rows: Sequence[ConstrainedRow],
+    runs: Sequence[TokenRun],
     indices: Sequence[int],
     processors: Processors,
 ) -> dict[int, str]:
     """Run the logits processors, after all other constraints; return failure reasons by row."""
     failures = {}
     for index in indices:
-        row, scores = rows[index], logits[index]
-        extra_args = row.sampling.extra_args
-        failure = processors.apply(scores, row.known_tokens, row.num_prompt_tokens, extra_args)
+        run, scores = runs[index], logits[index]
+        extra_args = run.row.sampling.extra_args
+        failure = processors.apply(scores, run.known_tokens, run.row.num_prompt_tokens, extra_args)
         if failure:
             failures[index] = failure
             scores.fill_(NEVER)
     return failures
 
 
-def _is_constrained(row: ConstrainedRow) -> bool:
-    sampling = row.sampling
+def _is_constrained(run: TokenRun) -> bool:
+    sampling = run.row.sampling
     return bool(
         sampling.allowed_token_ids is not None
         or sampling.banned_token_ids
         or sampling.banned_sequences
         or sampling.logit_bias
-        or _num_outputs(row) < sampling.min_tokens
+        or _num_outputs(run) < sampling.min_tokens
         or _has_penalty(sampling)
         or sampling.extra_args
     )
 
 
-def _num_outputs(row: ConstrainedRow) -> int:
-    return len(row.known_tokens) - row.num_prompt_tokens
+def _num_outputs(run: TokenRun) -> int:
+    return run.end - run.row.num_prompt_tokens
 
 
 def _has_penalty(sampling: SamplingParams) -> bool:
@@ -109,20 +93,20 @@ def _has_penalty(sampling: SamplingParams) -> bool:
     )
 
 
-def _forbid(scores: Tensor, row: ConstrainedRow, eos_token_ids: tuple[int, ...]) -> None:
-    sampling = row.sampling
+def _forbid(scores: Tensor, run: TokenRun, eos_token_ids: tuple[int, ...]) -> None:
+    sampling = run.row.sampling
     if sampling.allowed_token_ids is not None:
         allowed = _indices(sampling.allowed_token_ids, scores)
         kept = scores[allowed]
         scores.fill_(NEVER)
         scores[allowed] = kept
     scores[_indices(sampling.banned_token_ids, scores)] = NEVER
-    banned = _last_tokens_of_banned(sampling.banned_sequences, row.known_tokens)
+    banned = _last_tokens_of_banned(sampling.banned_sequences, run.known_tokens)
     scores[_indices(banned, scores)] = NEVER
-    if _num_outputs(row) < sampling.min_tokens:
+    if _num_outputs(run) < sampling.min_tokens:
         # Tokens that would end the generation; with ignore_eos, eos tokens do not end it.
         ending = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
-        _forbid_ending(scores, _indices(ending, scores), has_grammar=row.allowed is not None)
+        _forbid_ending(scores, _indices(ending, scores), has_grammar=run.allowed is not None)
 
 
 def _last_tokens_of_banned(sequences: Sequence[tuple[int, ...]], known_tokens: Ints) -> list[int]:
@@ -140,17 +124,17 @@ def _forbid_ending(scores: Tensor, ending: Tensor, *, has_grammar: bool) -> None
         scores[ending] = kept
 
 
-def _penalise(scores: Tensor, row: ConstrainedRow) -> None:
+def _penalise(scores: Tensor, run: TokenRun) -> None:
     """Apply penalties: repetition to prompt and outputs, presence and frequency to outputs only."""
-    sampling = row.sampling
+    sampling = run.row.sampling
     if not _has_penalty(sampling):
         return
-    known = torch.from_numpy(row.known_tokens).to(scores.device)
+    known = torch.from_numpy(run.known_tokens).to(scores.device)
     if sampling.repetition_penalty != 1.0:
         seen = known.unique()
         before, penalty = scores[seen], sampling.repetition_penalty
         scores[seen] = torch.where(before > 0, before / penalty, before * penalty)
-    outputs, counts = known[row.num_prompt_tokens :].unique(return_counts=True)
+    outputs, counts = known[run.row.num_prompt_tokens :].unique(return_counts=True)
     scores[outputs] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 

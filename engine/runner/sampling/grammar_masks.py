@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
-from engine.plan import Plan
 from engine.request import RequestId
-from engine.runner.input_batch import BatchRow
+from engine.runner.input_batch import TokenRun
 from engine.runner.sampling.mask_budget import REPLAY_CHUNK_TOKENS, MaskBudget
-from engine.runner.sampling.sampler import SampleRow
 from engine.structured_output.grammar import Bits, Grammar, Matcher
 from engine.structured_output.params import FIELD
 
@@ -26,8 +24,7 @@ BITS_PER_WORD = 32
 class _MatcherState:
     """A row's matcher and the number of outputs that it has consumed."""
 
-    grammar: Grammar
-    matcher: Matcher | None = None  # None before the row is first sampled
+    matcher: Matcher
     num_consumed: int = 0  # outputs
 
 
@@ -45,52 +42,45 @@ class GrammarMasks:
         self._budget = MaskBudget()
         self._states: dict[RequestId, _MatcherState] = {}
 
-    def apply(self, plan: Plan) -> None:
-        for request_id in plan.dropped:
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
             if self._states.pop(request_id, None) is not None:
                 self._budget.forget(request_id)
-        for row in plan.started:
-            if row.grammar is not None:
-                self._states[row.request_id] = _MatcherState(row.grammar)
 
-    def applied(
-        self,
-        rows: Sequence[BatchRow],
-        sample_rows: list[SampleRow],
-        refusals: dict[RequestId, str],
-    ) -> list[SampleRow]:
-        """Return `sample_rows` with their masks. Adds rows that must end to `refusals`."""
-        if not self._states:
-            return sample_rows
-        masked = [index for index, row in enumerate(rows) if row.request_id in self._states]
+    def apply_masks(self, runs: list[TokenRun], refusals: dict[RequestId, str]) -> list[TokenRun]:
+        """Return the runs with their masks. Adds rows that must end to `refusals`."""
+        masked = {
+            index: run.row.grammar for index, run in enumerate(runs) if run.row.grammar is not None
+        }
         if not masked:
-            return sample_rows
-        refusals.update(self._refuse_too_costly([rows[index].request_id for index in masked]))
+            return runs
+        refusals.update(self._refuse_too_costly([runs[index].row.request_id for index in masked]))
         num_words = -(-self._vocab_size // BITS_PER_WORD)
         bits = np.zeros((len(masked), num_words), dtype=np.int32)
-        for line, index in enumerate(masked):
-            row = rows[index]
-            if row.request_id in refusals:
+        for line, (index, grammar) in enumerate(masked.items()):
+            request_id = runs[index].row.request_id
+            if request_id in refusals:
                 continue
             try:
-                self._fill_mask(row.request_id, sample_rows[index], bits[line])
+                self._fill_mask(runs[index], grammar, bits[line])
             except InvalidRequest as refusal:
-                refusals[row.request_id] = str(refusal)
+                refusals[request_id] = str(refusal)
         allowed = unpacked(bits, self._vocab_size)
         for line, index in enumerate(masked):
-            if rows[index].request_id not in refusals:
-                sample_rows[index] = sample_rows[index]._replace(allowed=allowed[line])
-        return sample_rows
+            if runs[index].row.request_id not in refusals:
+                runs[index] = runs[index]._replace(allowed=allowed[line])
+        return runs
 
     def _refuse_too_costly(self, request_ids: list[RequestId]) -> dict[RequestId, str]:
         reasons = self._budget.begin_step(request_ids)
         return {request_id: str(_too_ambiguous(why)) for request_id, why in reasons.items()}
 
-    def _fill_mask(self, request_id: RequestId, row: SampleRow, bits: Bits) -> None:
+    def _fill_mask(self, run: TokenRun, grammar: Grammar, bits: Bits) -> None:
+        request_id = run.row.request_id
+        if request_id not in self._states:
+            self._states[request_id] = _MatcherState(grammar.matcher())
         state = self._states[request_id]
-        if state.matcher is None:
-            state.matcher = state.grammar.matcher()
-        new = row.known_tokens[row.num_prompt_tokens + state.num_consumed :].tolist()
+        new = run.known_tokens[run.row.num_prompt_tokens + state.num_consumed :].tolist()
         if len(new) > 1:
             self._replay(state.matcher, new)
             state.num_consumed += len(new)

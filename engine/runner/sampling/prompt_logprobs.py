@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.plan import RunResult
 from engine.request import RequestId
-from engine.runner.input_batch import BatchRow, PersistentBatch, Step
+from engine.runner.input_batch import Step, TokenRun
 from engine.runner.model.decoder import Decoder
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.sampler import NOT_FINITE
@@ -50,28 +50,18 @@ class PromptLogprobs:
         """Return whether hidden states of more than the last tokens are needed."""
         return any(run.row.wants_prompt_logprobs for run in step.runs)
 
-    def collect(
-        self, step: Step, hidden_states: Tensor, batch: PersistentBatch, result: RunResult
-    ) -> None:
+    def collect(self, step: Step, hidden_states: Tensor, result: RunResult) -> None:
         """Add one entry for each prompt token of this step; a prompt's first token has None."""
         first = 0
-        for row, num_tokens, end in step.runs:
-            start = end - num_tokens
-            if row.wants_prompt_logprobs and start < row.num_prompt_tokens:
-                own_states = hidden_states[first : first + num_tokens]
-                self._add_row(row, start, own_states, batch, result)
-            first += num_tokens
+        for run in step.runs:
+            is_prompt = run.end - run.num_tokens < run.row.num_prompt_tokens
+            if run.row.wants_prompt_logprobs and is_prompt:
+                self._add_run(run, hidden_states[first : first + run.num_tokens], result)
+            first += run.num_tokens
 
-    def _add_row(
-        self,
-        row: BatchRow,
-        start: int,
-        hidden_states: Tensor,
-        batch: PersistentBatch,
-        result: RunResult,
-    ) -> None:
-        end = min(start + len(hidden_states) + 1, row.num_prompt_tokens)
-        known = batch.known_tokens(row)[start + 1 : end]
+    def _add_run(self, run: TokenRun, hidden_states: Tensor, result: RunResult) -> None:
+        row, start = run.row, run.end - run.num_tokens
+        known = row.token_ids[start + 1 : run.end + 1]
         predicted: list[TokenLogprobs] = []
         for rows in range(0, len(known), LOGITS_CHUNK_ROWS):
             targets = known[rows : rows + LOGITS_CHUNK_ROWS]
@@ -80,7 +70,7 @@ class PromptLogprobs:
                 result.errors[row.request_id] = NOT_FINITE
                 return
             num_tops = [row.sampling.prompt_logprobs or 0] * len(targets)
-            predicted += token_logprobs(logits, targets.tolist(), num_tops)
+            predicted += token_logprobs(logits, targets, num_tops)
         entries = [self._carried.get(row.request_id), *predicted]
         self._done.append(row.request_id)
         if len(predicted) == len(hidden_states):  # the last one is of the next chunk's first token

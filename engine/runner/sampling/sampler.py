@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runner.layout import Ints
+from engine.runner.input_batch import TokenRun
 from engine.runner.model.ops import Peaks, TorchOps
 from engine.runner.sampling.constraints import constrain
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
@@ -32,16 +32,6 @@ GRAMMAR_TOKENS_FORBIDDEN = (
     "no token may be chosen: all tokens that the grammar allows are banned or not allowed"
 )
 NOT_FINITE = "the model's logits are not finite"
-
-
-class SampleRow(NamedTuple):
-    """Inputs of the choice of one token, in addition to the logits."""
-
-    sampling: SamplingParams
-    seed: int
-    known_tokens: Ints  # prompt and outputs; their number is the new token's position
-    num_prompt_tokens: int
-    allowed: Tensor | None = None  # grammar mask: [vocab_size] booleans
 
 
 class SamplingResult(NamedTuple):
@@ -63,62 +53,64 @@ class Sampler:
         self._processors = processors
         self._find_peaks = find_peaks
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SamplingResult]:
+    def choose(self, logits: Tensor, runs: Sequence[TokenRun]) -> list[SamplingResult]:
         """Choose a token for each row of `logits`, [rows, vocab_size] in float32, not modified."""
         token_ids, are_finite = self._find_peaks(logits)
         finite = [index for index, is_finite in enumerate(are_finite.tolist()) if is_finite]
-        if len(finite) == len(rows):
-            return self._choose(logits, rows, token_ids)
-        choices = [SamplingResult(None, NOT_FINITE)] * len(rows)
-        chosen = self._choose(logits[finite], [rows[i] for i in finite], token_ids[finite])
+        if len(finite) == len(runs):
+            return self._choose(logits, runs, token_ids)
+        choices = [SamplingResult(None, NOT_FINITE)] * len(runs)
+        chosen = self._choose(logits[finite], [runs[i] for i in finite], token_ids[finite])
         for index, choice in zip(finite, chosen, strict=True):
             choices[index] = choice
         return choices
 
     def _choose(
-        self, logits: Tensor, rows: Sequence[SampleRow], token_ids: Tensor
+        self, logits: Tensor, runs: Sequence[TokenRun], token_ids: Tensor
     ) -> list[SamplingResult]:
         """Choose from finite logits. `token_ids`: the argmax of each row before constraints."""
-        constrained = constrain(logits, rows, self._eos_token_ids, self._processors)
+        constrained = constrain(logits, runs, self._eos_token_ids, self._processors)
         if constrained.logits is not logits:
             token_ids = self._find_peaks(constrained.logits).token_ids
         best = constrained.logits.gather(1, token_ids[:, None])
         is_empty = best.isneginf().flatten().tolist()  # all tokens are forbidden
-        random = [i for i, row in enumerate(rows) if not (row.sampling.is_greedy or is_empty[i])]
+        random = [
+            i for i, run in enumerate(runs) if not (run.row.sampling.is_greedy or is_empty[i])
+        ]
         if random:
-            drawn = _draw(constrained.logits[random], [rows[i] for i in random])
+            drawn = _draw(constrained.logits[random], [runs[i] for i in random])
             token_ids[random] = drawn
         return [
-            _no_choice(row, constrained.failures.get(i))
+            _no_choice(run, constrained.failures.get(i))
             if is_empty[i]
             else SamplingResult(token_id)
-            for i, (row, token_id) in enumerate(zip(rows, token_ids.tolist(), strict=True))
+            for i, (run, token_id) in enumerate(zip(runs, token_ids.tolist(), strict=True))
         ]
 
 
-def _no_choice(row: SampleRow, failure: str | None) -> SamplingResult:
+def _no_choice(run: TokenRun, failure: str | None) -> SamplingResult:
     """Report a row without a token. `failure`: of a logits processor, a server-side error."""
     if failure is not None:
         return SamplingResult(None, failure)
     return SamplingResult(
         None,
-        ALL_TOKENS_FORBIDDEN if row.allowed is None else GRAMMAR_TOKENS_FORBIDDEN,
+        ALL_TOKENS_FORBIDDEN if run.allowed is None else GRAMMAR_TOKENS_FORBIDDEN,
         is_refused=True,
     )
 
 
-def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _draw(logits: Tensor, runs: Sequence[TokenRun]) -> Tensor:
     """Draw one token for each row; rows with the same number of candidates are drawn together."""
-    temperatures = [[max(row.sampling.temperature, MIN_TEMPERATURE)] for row in rows]
+    temperatures = [[max(run.row.sampling.temperature, MIN_TEMPERATURE)] for run in runs]
     # Distances to the largest logit cannot overflow, however small the temperature.
     distances = logits - logits.amax(dim=-1, keepdim=True)
     scaled = distances / torch.tensor(temperatures, device=logits.device)
-    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    chosen = torch.empty(len(runs), dtype=torch.int64, device=logits.device)
     by_count: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        by_count.setdefault(_num_candidates(row.sampling, logits.shape[1]), []).append(index)
+    for index, run in enumerate(runs):
+        by_count.setdefault(_num_candidates(run.row.sampling, logits.shape[1]), []).append(index)
     for count, indices in by_count.items():
-        chosen[indices] = _draw_among(count, scaled[indices], [rows[i] for i in indices])
+        chosen[indices] = _draw_among(count, scaled[indices], [runs[i] for i in indices])
     return chosen
 
 
@@ -129,26 +121,26 @@ def _num_candidates(sampling: SamplingParams, vocab_size: int) -> int:
     return min(TOP_P_CANDIDATES, vocab_size) if sampling.top_p < 1 else vocab_size
 
 
-def _draw_among(count: int, scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    scaled = _min_p(scaled, rows)
-    if all(row.sampling.top_p == 1 and not row.sampling.top_k for row in rows):
+def _draw_among(count: int, scaled: Tensor, runs: Sequence[TokenRun]) -> Tensor:
+    scaled = _min_p(scaled, runs)
+    if all(run.row.sampling.top_p == 1 and not run.row.sampling.top_k for run in runs):
         token_ids = torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
-        return _gumbel_max(scaled, token_ids, rows)
+        return _gumbel_max(scaled, token_ids, runs)
     values, token_ids = _likeliest(scaled, count)
-    values = _top_k(values, rows)
-    enough, values = _top_p(values, scaled, rows)
-    chosen = _gumbel_max(values, token_ids, rows)
+    values = _top_k(values, runs)
+    enough, values = _top_p(values, scaled, runs)
+    chosen = _gumbel_max(values, token_ids, runs)
     short = [index for index, is_enough in enumerate(enough) if not is_enough]
     if short:
         vocab_size = scaled.shape[1]
-        chosen[short] = _draw_among(vocab_size, scaled[short], [rows[i] for i in short])
+        chosen[short] = _draw_among(vocab_size, scaled[short], [runs[i] for i in short])
     return chosen
 
 
-def _min_p(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    if not any(row.sampling.min_p for row in rows):
+def _min_p(scaled: Tensor, runs: Sequence[TokenRun]) -> Tensor:
+    if not any(run.row.sampling.min_p for run in runs):
         return scaled
-    min_p = torch.tensor([[row.sampling.min_p] for row in rows], device=scaled.device)
+    min_p = torch.tensor([[run.row.sampling.min_p] for run in runs], device=scaled.device)
     floor = scaled.amax(dim=-1, keepdim=True) + min_p.log()  # log 0 = -inf keeps all tokens
     return scaled.masked_fill(scaled < floor, float("-inf"))
 
@@ -167,21 +159,21 @@ def _likeliest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return scaled.sort(dim=-1, descending=True, stable=True)
 
 
-def _top_k(values: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _top_k(values: Tensor, runs: Sequence[TokenRun]) -> Tensor:
     """Mask all but the top k values; ties with the k-th value are kept."""
     width = values.shape[1]
-    last = [[min(row.sampling.top_k or width, width) - 1] for row in rows]
+    last = [[min(run.row.sampling.top_k or width, width) - 1] for run in runs]
     floor = values.gather(1, torch.tensor(last, device=values.device))
     return values.masked_fill(values < floor, float("-inf"))
 
 
-def _top_p(values: Tensor, scaled: Tensor, rows: Sequence[SampleRow]) -> tuple[list[bool], Tensor]:
+def _top_p(values: Tensor, scaled: Tensor, runs: Sequence[TokenRun]) -> tuple[list[bool], Tensor]:
     """Mask all but the shortest prefix that holds top_p.
 
     Also returns, by row, whether the candidates contain the whole prefix.
     """
-    top_p = torch.tensor([[row.sampling.top_p] for row in rows], device=values.device)
-    has_top_k = torch.tensor([[row.sampling.top_k > 0] for row in rows], device=values.device)
+    top_p = torch.tensor([[run.row.sampling.top_p] for run in runs], device=values.device)
+    has_top_k = torch.tensor([[run.row.sampling.top_k > 0] for run in runs], device=values.device)
     whole = torch.where(
         has_top_k,
         values.logsumexp(dim=-1, keepdim=True),
@@ -196,16 +188,16 @@ def _top_p(values: Tensor, scaled: Tensor, rows: Sequence[SampleRow]) -> tuple[l
     return is_all.flatten().tolist(), values.masked_fill(cut, float("-inf"))
 
 
-def _gumbel_max(values: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _gumbel_max(values: Tensor, token_ids: Tensor, runs: Sequence[TokenRun]) -> Tensor:
     """Draw a token by weight exp(value); `values` and `token_ids` are [rows, candidates].
 
     Divides probabilities by Exponential(1) numbers and takes the largest (Gumbel-max trick).
     """
-    seeds = [row.seed for row in rows]
-    positions = [len(row.known_tokens) for row in rows]
+    seeds = [run.row.seed for run in runs]
+    positions = [run.end for run in runs]
     winners = []
     at_once = max(1, DRAW_CHUNK_CANDIDATES // values.shape[1])
-    for start in range(0, len(rows), at_once):
+    for start in range(0, len(runs), at_once):
         part = slice(start, start + at_once)
         times = exponential_numbers(seeds[part], positions[part], token_ids[part])
         ratios = values[part].softmax(dim=-1).div_(times)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine.plan import RunResult
+from engine.plan import PlanRow, RunResult
 from engine.request import RequestId
-from engine.runner.input_batch import BatchRow, PersistentBatch
+from engine.runner.input_batch import PersistentBatch, TokenRun
 from engine.runner.layout import Ints
 from engine.runner.sampling.sampler import SamplingResult
 from engine.spec_decode.config import Speculation
@@ -62,24 +62,24 @@ class SpecDecoder:
             self._drafter.judged(request_id, len(draft), num_accepted)
             result.num_proposed[request_id] = len(draft)
 
-    def _draft(self, row: BatchRow, max_tokens: int) -> list[int]:
-        known: Ints = self._batch.known_tokens(row)
+    def _draft(self, row: PlanRow, max_tokens: int) -> list[int]:
+        known: Ints = self._batch.known_tokens(row.request_id)
         return self._drafter.draft(
             row.request_id, lambda first, count: known[first : first + count].tolist(), max_tokens
         )
 
 
 def accepted_indices(
-    rows: Sequence[BatchRow], choices: Sequence[SamplingResult], drafts: Drafts
+    runs: Sequence[TokenRun], choices: Sequence[SamplingResult], drafts: Drafts
 ) -> Sequence[int]:
-    """Return the indices of the accepted choices. The rows of a request are in token order."""
+    """Return the indices of the accepted choices. The runs of a request are in token order."""
     if not drafts:
-        return range(len(rows))
+        return range(len(runs))
     accepted: list[int] = []
     num_accepted: dict[RequestId, int] = {}
     ended: set[RequestId] = set()
-    for index, (row, choice) in enumerate(zip(rows, choices, strict=True)):
-        request_id = row.request_id
+    for index, (run, choice) in enumerate(zip(runs, choices, strict=True)):
+        request_id = run.row.request_id
         if request_id in ended:
             continue
         draft, num_before = drafts.get(request_id, ()), num_accepted.get(request_id, 0)

@@ -25,7 +25,7 @@ def outputs_of(engine: EngineCore) -> dict[str, list[Output]]:
     """To the end of all requests."""
     found: dict[str, list[Output]] = {}
     while engine.scheduler.has_work:
-        for outputs in engine.step().by_client.values():
+        for outputs in engine.step().values():
             for output in outputs:
                 found.setdefault(output.request_id, []).append(output)
     engine.scheduler.check()

@@ -23,7 +23,7 @@ def test_a_request_gets_its_tokens_one_per_step() -> None:
     engine = an_engine()
     engine.scheduler.add(a_spec(prompt=(5, 6, 7), max_tokens=3))
 
-    steps = [engine.step().by_client.get(ClientId("me"), []) for _ in range(4)]
+    steps = [engine.step().get(ClientId("me"), []) for _ in range(4)]
 
     tokens = [output.token_ids for outputs in steps for output in outputs]
     assert [len(outputs) for outputs in steps] == [1, 1, 1, 0]

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.plan import Plan, PlanRow
+from engine.plan import PlanRow
 from engine.request import RequestId
-from engine.runner.input_batch import BatchRow
+from engine.runner.input_batch import TokenRun
 from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.mask_budget import EXEMPT_S, MAX_STEP_S
-from engine.runner.sampling.sampler import SampleRow
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Matcher
 
@@ -68,21 +67,17 @@ class Batch:
     def __init__(self, clock: Clock, grammars: dict[str, CostlyGrammar], num_written: int = 0):
         self._clock = clock
         self._masks = GrammarMasks(VOCAB_SIZE, clock)
-        self._rows = [
-            BatchRow(RequestId(one), 0, SamplingParams(), 0, 1, False) for one in grammars
-        ]
+        self._rows = [a_row(name, grammar) for name, grammar in grammars.items()]
         self._num_written = num_written
-        started = tuple(a_row(name, grammar) for name, grammar in grammars.items())
-        self._masks.apply(Plan(started=started))
 
     def step(self) -> tuple[dict[RequestId, str], float]:
         """Return the refused requests and the time that the masks took."""
         refusals: dict[RequestId, str] = {}
         known = np.zeros(1 + self._num_written, dtype=np.int64)
-        asked = [SampleRow(row.sampling, 0, known, 1) for row in self._rows]
+        runs = [TokenRun(row, 0, 1, len(known), known) for row in self._rows]
         began_s = self._clock.now_s
-        self._masks.applied(self._rows, asked, refusals)
-        self._masks.apply(Plan(dropped=tuple(refusals)))
+        self._masks.apply_masks(runs, refusals)
+        self._masks.forget(tuple(refusals))
         self._rows = [row for row in self._rows if row.request_id not in refusals]
         self._num_written += 1
         return refusals, self._clock.now_s - began_s

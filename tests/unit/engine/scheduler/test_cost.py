@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
-from engine.plan import RunResult, StepResult
+from engine.plan import RunResult
 from engine.request import RequestId
 from engine.scheduler.config import CacheConfig, SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
@@ -73,7 +73,7 @@ def _decoding(
 def _step(scheduler: Scheduler) -> None:
     plan = scheduler.schedule(0.0)
     answers = {request_id: [1] for request_id in plan.num_scheduled_tokens}
-    scheduler.update(plan, StepResult(RunResult(answers)))
+    scheduler.update(plan, RunResult(answers))
 
 
 def _calls(action: Callable[[], None]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from engine.plan import Plan, RunResult, StepResult
+from engine.plan import Plan, RunResult
 from engine.request import ClientId, FinishReason, Output, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
@@ -113,7 +113,7 @@ def test_outputs_are_sorted_by_client() -> None:
     plan = scheduler.schedule(0.0)
 
     run = RunResult({name: [1] for name in plan.num_scheduled_tokens})
-    by_client = scheduler.update(plan, StepResult(run)).by_client
+    by_client = scheduler.update(plan, run)
 
     names = {client: [o.request_id for o in outputs] for client, outputs in by_client.items()}
     assert names == {"x": ["a", "c"], "y": ["b"]}
@@ -250,9 +250,9 @@ def test_a_token_for_a_request_that_was_aborted_while_the_step_ran_is_dropped() 
 
     scheduler.abort(spec.request_id)
     scheduler.add(spec)  # the same name again, at once
-    outputs = scheduler.update(plan, StepResult(RunResult({spec.request_id: [1]})))
+    outputs = scheduler.update(plan, RunResult({spec.request_id: [1]}))
 
-    (output,) = outputs.by_client[spec.client_id]
+    (output,) = outputs[spec.client_id]
     assert output.finish_reason is FinishReason.ABORT
     again = scheduler.schedule(0.0)
     assert again.dropped == (spec.request_id,)
@@ -291,5 +291,5 @@ def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
     """One step in which every scheduled request gets these tokens."""
     plan = scheduler.schedule(0.0)
     run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
-    by_client = scheduler.update(plan, StepResult(run)).by_client
+    by_client = scheduler.update(plan, run)
     return [output for outputs in by_client.values() for output in outputs]

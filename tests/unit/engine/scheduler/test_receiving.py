@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.events import RequestEventKind
-from engine.plan import Plan, RunResult, StepResult
+from engine.plan import Plan, RunResult
 from engine.request import FinishReason, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, LoadFailurePolicy, SchedulerConfig
@@ -189,11 +189,10 @@ def test_kv_of_another_length_is_as_good_as_lost() -> None:
     plan = scheduler.schedule(0.0)
 
     landed = Landed(handoff_id, num_tokens=2, first_token=FirstToken(7))
-    result = StepResult(RunResult(), KvReports(finished_recving=(landed,)))
-    outputs = scheduler.update(plan, result)
+    outputs = scheduler.update(plan, RunResult(), KvReports(finished_recving=(landed,)))
     (row,) = scheduler.schedule(0.0).started
 
-    assert outputs.by_client == {}
+    assert outputs == {}
     assert (row.token_ids, row.num_computed_tokens) == (make_spec().prompt_token_ids, 0)
     scheduler.check()
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import InvalidRequest, OutOfOrder
 from engine.events import RequestEvent, RequestEventKind
-from engine.plan import Plan, RunResult, StepResult
+from engine.plan import Plan, RunResult
 from engine.request import FinishReason, Output
 from engine.scheduler.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from engine.scheduler.prefill_limits import NUM_STEPS_AFTER_SHORT
@@ -283,10 +283,10 @@ def test_a_plan_must_be_updated_before_the_next() -> None:
 def test_a_plan_is_updated_once() -> None:
     scheduler = Scheduler(_config(), CacheConfig(8))
     plan = scheduler.schedule(0.0)
-    scheduler.update(plan, StepResult(RunResult()))
+    scheduler.update(plan, RunResult())
 
     with pytest.raises(OutOfOrder):
-        scheduler.update(plan, StepResult(RunResult()))
+        scheduler.update(plan, RunResult())
 
 
 def test_a_runner_that_forgets_a_request_is_found_out() -> None:
@@ -294,7 +294,7 @@ def test_a_runner_that_forgets_a_request_is_found_out() -> None:
     scheduler.add(make_spec())
 
     with pytest.raises(OutOfOrder, match="it got no token"):
-        scheduler.update(scheduler.schedule(0.0), StepResult(RunResult()))
+        scheduler.update(scheduler.schedule(0.0), RunResult())
 
 
 def test_a_runner_that_forgets_a_decoding_request_is_found_out() -> None:
@@ -303,7 +303,7 @@ def test_a_runner_that_forgets_a_decoding_request_is_found_out() -> None:
     _answer(scheduler, [5])
 
     with pytest.raises(OutOfOrder, match="fewer results"):
-        scheduler.update(scheduler.schedule(0.0), StepResult(RunResult()))
+        scheduler.update(scheduler.schedule(0.0), RunResult())
 
 
 def test_an_idle_scheduler_makes_empty_plans() -> None:
@@ -332,7 +332,7 @@ def test_events_tell_the_life_of_a_request_with_its_times() -> None:
     spec = replace(make_spec(max_tokens=1), arrival_s=1.0)
     scheduler.add(spec)
     plan = scheduler.schedule(2.0)
-    scheduler.update(plan, StepResult(RunResult({spec.request_id: [1]})), now=3.0)
+    scheduler.update(plan, RunResult({spec.request_id: [1]}), now=3.0)
 
     kind = RequestEventKind
     expected = ((kind.QUEUED, 1.0), (kind.SCHEDULED, 2.0), (kind.FINISHED, 3.0))
@@ -359,5 +359,5 @@ def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
     """One step in which every scheduled request gets these tokens."""
     plan = scheduler.schedule(0.0)
     run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
-    by_client = scheduler.update(plan, StepResult(run)).by_client
+    by_client = scheduler.update(plan, run)
     return [output for outputs in by_client.values() for output in outputs]

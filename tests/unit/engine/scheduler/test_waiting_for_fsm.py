@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan import Plan, RunResult, StepResult
+from engine.plan import Plan, RunResult
 from engine.request import EngineRequest, FinishReason, Output, ReceiveKv, RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.config import CacheConfig, SchedulerConfig
@@ -63,7 +63,7 @@ def test_a_receiver_lends_no_blocks_before_its_grammar_is_there() -> None:
     spec = _spec("r", receives=True)
     scheduler.add(spec)
     before = scheduler.schedule(0.0)
-    scheduler.update(before, StepResult(RunResult()))
+    scheduler.update(before, RunResult())
     scheduler.add_grammar(spec, GRAMMAR)
     after = scheduler.schedule(1.0)
 
@@ -114,7 +114,7 @@ def test_preempted_it_starts_again_with_its_grammar() -> None:
         plan = scheduler.schedule(0.0)
         rows += [row for row in plan.started if row.request_id == "a"]
         tokens = {str(name): OTHER for name in plan.num_scheduled_tokens}
-        scheduler.update(plan, StepResult(_run(tokens)))
+        scheduler.update(plan, _run(tokens))
         if scheduler.is_idle:
             break
 
@@ -143,7 +143,7 @@ def test_a_row_that_its_grammar_refuses_ends_by_its_own_fault() -> None:
     plan = scheduler.schedule(0.0)
 
     refused = RunResult(refusals={RequestId("a"): "it grew too large"})
-    outputs = scheduler.update(plan, StepResult(refused)).by_client
+    outputs = scheduler.update(plan, refused)
 
     ((output,),) = outputs.values()
     assert output.is_refused
@@ -193,7 +193,7 @@ def _spec(
 
 def _step(scheduler: Scheduler, tokens: dict[str, int]) -> list[Output]:
     plan = scheduler.schedule(0.0)
-    outputs = scheduler.update(plan, StepResult(_run(tokens))).by_client
+    outputs = scheduler.update(plan, _run(tokens))
     return [output for its in outputs.values() for output in its]
 
 

@@ -1,0 +1,219 @@
+"""Imports between product modules: their cycles, and those against the order of the layers.
+
+The layers are those of the import-linter contract in pyproject.toml. A module that no layer names,
+such as `baton.units`, has the lowest layer of its package, since any other module may import it;
+a `__main__` has the highest. Imports inside functions and under TYPE_CHECKING count. Imports of
+generated stubs count only for the order of packages.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.product_code import FUNCTIONS, Module
+
+GENERATED = ("_pb2", "_pb2_grpc")
+# Libraries that take long to import. A function may import a module of ours for their sake.
+HEAVY = {
+    "grpc", "google", "llguidance", "matplotlib", "nixl", "numpy", "opentelemetry", "pydantic",
+    "prometheus_client", "rich", "starlette", "tokenizers", "torch", "transformers", "ucxx",
+    "uvicorn",
+}  # fmt: skip
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str
+    line: int
+    is_local: bool = False  # inside a function
+    is_generated: bool = False  # a stub
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} -> {self.imported}"
+
+
+class Layers:
+    """Order of the layers, topmost first. Layers that are siblings have one position."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._positions = {
+            name.strip(): position
+            for position, layer in enumerate(layers)
+            for name in layer.split("|")
+        }
+
+    def position(self, module: str) -> int:
+        parts = module.split(".")
+        for length in range(len(parts), 0, -1):
+            position = self._positions.get(".".join(parts[:length]))
+            if position is not None:
+                return position
+        of_package = self._positions_of(parts[0])
+        return min(of_package) if parts[-1] == "__main__" else max(of_package)
+
+    def package_position(self, module: str) -> int:
+        """Return the highest layer of a module's package."""
+        return min(self._positions_of(module.split(".")[0]))
+
+    def _positions_of(self, package: str) -> list[int]:
+        return [at for name, at in self._positions.items() if name.split(".")[0] == package]
+
+
+def read_layers(pyproject: Path) -> Layers:
+    with pyproject.open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    return Layers(next(each["layers"] for each in contracts if each["type"] == "layers"))
+
+
+def imports_of(modules: Sequence[Module]) -> list[Import]:
+    """List the imports of product modules by product modules."""
+    names = {module.name for module in modules}
+    return [each for module in modules for each in _imports(module, names)]
+
+
+def upward_imports(imports: Sequence[Import], layers: Layers) -> list[Import]:
+    """List the imports of modules in a higher layer than the importer's."""
+    return [
+        each
+        for each in imports
+        if not each.is_generated
+        if layers.position(each.imported) < layers.position(each.importer)
+    ]
+
+
+def upward_packages(
+    imports: Sequence[Import], layers: Layers, *, with_generated: bool = False
+) -> list[str]:
+    """List the pairs of packages of which the lower one imports the higher one."""
+    pairs = {
+        f"{each.importer.split('.')[0]} -> {each.imported.split('.')[0]}"
+        for each in imports
+        if with_generated or not each.is_generated
+        if layers.package_position(each.imported) < layers.package_position(each.importer)
+    }
+    return sorted(pairs)
+
+
+def imports_that_avoid_cycles(imports: Sequence[Import]) -> list[Import]:
+    """List the imports inside functions that would close a cycle at module level."""
+    graph = _module_level_graph(imports)
+    return [
+        each
+        for each in imports
+        if each.is_local and each.importer in _closure(graph, each.imported)
+    ]
+
+
+def needless_local_imports(imports: Sequence[Import], modules: Sequence[Module]) -> list[Import]:
+    """List the imports inside functions that could be at module level: legal and cheap.
+
+    They close no cycle and bring in no heavy library that their module does not import anyway.
+    """
+    graph = _module_level_graph(imports)
+    heavy = {module.name: set(_heavy_libraries(module)) for module in modules}
+
+    def cost(module: str) -> set[str]:
+        return set().union(*(heavy[name] for name in _closure(graph, module)))
+
+    avoid_cycles = set(imports_that_avoid_cycles(imports))
+    return [
+        each
+        for each in imports
+        if each.is_local and each not in avoid_cycles
+        if cost(each.imported) <= cost(each.importer)
+    ]
+
+
+def import_graph(imports: Sequence[Import], modules: Sequence[Module]) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {module.name: set() for module in modules}
+    for each in imports:
+        if not each.is_generated:
+            graph[each.importer].add(each.imported)
+    return graph
+
+
+def import_cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Find the groups of modules that import each other (Tarjan's algorithm)."""
+    sys.setrecursionlimit(10_000)
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in imports[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            place = stack.index(name)
+            group = stack[place:]
+            del stack[place:]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in imports:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def _imports(module: Module, names: set[str]) -> Iterator[Import]:
+    local = {
+        id(node)
+        for function in ast.walk(module.tree)
+        if isinstance(function, FUNCTIONS)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(module.tree):
+        for name, is_generated in _imported_names(node, names):
+            if name != module.name:
+                line = getattr(node, "lineno", 0)
+                yield Import(module.name, name, line, id(node) in local, is_generated)
+
+
+def _imported_names(node: ast.AST, names: set[str]) -> Iterator[tuple[str, bool]]:
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, False) for alias in node.names if alias.name in names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}"
+            found = next((name for name in (full, node.module) if name in names), None)
+            if found is not None:
+                yield found, alias.name.endswith(GENERATED)
+
+
+def _heavy_libraries(module: Module) -> Iterator[str]:
+    for node in module.tree.body:
+        if isinstance(node, ast.Import):
+            yield from (HEAVY & {alias.name.split(".")[0] for alias in node.names})
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from HEAVY & {node.module.split(".")[0]}
+            if any(alias.name.endswith(GENERATED) for alias in node.names):
+                yield from ("google", "grpc")
+
+
+def _module_level_graph(imports: Sequence[Import]) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for each in imports:
+        if not each.is_local:
+            graph.setdefault(each.importer, set()).add(each.imported)
+    return graph
+
+
+def _closure(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    seen, pending = {start}, [start]
+    while pending:
+        new = graph.get(pending.pop(), set()) - seen
+        seen |= new
+        pending += new
+    return seen
