@@ -9,7 +9,6 @@ generated stubs count only for the order of packages.
 from __future__ import annotations
 
 import ast
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -139,7 +138,6 @@ def import_graph(imports: Sequence[Import], modules: Sequence[Module]) -> dict[s
 
 def import_cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
     """Find the groups of modules that import each other (Tarjan's algorithm)."""
-    sys.setrecursionlimit(10_000)
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

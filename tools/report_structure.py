@@ -10,6 +10,7 @@ import argparse
 import ast
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--list", action="store_true", help="list what was counted")
     options = parser.parse_args()
+    sys.setrecursionlimit(10_000)  # the cycle search visits modules recursively
     modules = product_modules(options.checkout)
     layers = read_layers(options.checkout / "pyproject.toml")
     findings = find(modules, layers, read_protos(options.checkout))
