@@ -1,4 +1,4 @@
-"""200 random requests against three deployments: every token equals `baton.LLM`'s.
+"""300 random requests against three deployments: every token equals `baton.LLM`'s.
 
 The demo model runs on the native kernels, whose results do not depend on batch, chunking or
 history. So each request has one right answer, whichever nodes compute it.
@@ -25,7 +25,7 @@ from engine.structured_output.params import StructuredOutputs
 from kv_transfer.types import TokenLogprobs
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
-NUM_REQUESTS = 200
+NUM_REQUESTS = 300
 NUM_CLIENTS = 8
 ANSWERS_PER_KILL = 40
 MAX_MODEL_LEN = 1024

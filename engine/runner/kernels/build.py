@@ -7,12 +7,15 @@ machine without a compiler can use libraries built elsewhere: BATON_KERNELS name
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,23 +128,38 @@ def _digest(variant: Variant) -> str:
 
 
 def _build(variant: Variant, target: Path) -> Path:
-    """Build into a temporary file and move it to `target`: another process can build it too."""
+    """Build into a temporary file and move it to `target`, unless another process just has."""
     compiler = compiler_path()
     if compiler is None:
         raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++): install one")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            output = Path(folder) / target.name
-            command = command_for(compiler, variant, output)
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise KernelsUnavailable(
-                    f"{compiler} cannot build the kernels: {done.stderr[:500]}"
-                )
-            output.replace(target)
+        with _lock(target.parent):
+            if not target.exists():
+                _compile(compiler, variant, target)
     except OSError as error:
         raise KernelsUnavailable(
             f"cannot write the kernels to {target.parent} ({error})"
         ) from error
     return target
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock `folder`: the nodes of a cluster start together, and one compiler run is enough."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(compiler: str, variant: Variant, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        output = Path(folder) / target.name
+        command = command_for(compiler, variant, output)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise KernelsUnavailable(f"{compiler} cannot build the kernels: {done.stderr[:500]}")
+        output.replace(target)
