@@ -274,7 +274,7 @@ def _finish(message: inference_pb2.Finish) -> Finish:
         first_token_s=timings.first_token_s,
         first_decoded_token_s=timings.first_decoded_token_s,
         finished_s=timings.finished_s,
-        served=_served(message.served),
+        served=_parse_served(message.served),
         num_cached_prompt_tokens=(
             message.usage.cached_prompt_tokens
             if message.usage.HasField("cached_prompt_tokens")
@@ -283,7 +283,7 @@ def _finish(message: inference_pb2.Finish) -> Finish:
     )
 
 
-def _served(message: inference_pb2.Served) -> Served:
+def _parse_served(message: inference_pb2.Served) -> Served:
     return Served(
         prefill_node=message.prefill_node,
         decode_node=message.decode_node,

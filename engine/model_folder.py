@@ -47,12 +47,12 @@ def resolve_model_folder(
         return folder
     if not HUB_NAME.fullmatch(model):
         raise ModelError(f"{model} is neither a folder on this machine nor a model name of the hub")
-    cached = _cached(model, revision, cache)
+    cached = _find_cached(model, revision, cache)
     if cached is not None:
         return cached
     if offline:
         raise ModelError(f"{_not_found(model, revision)}; no download was tried (offline)")
-    return _downloaded(model, revision, cache)
+    return _download(model, revision, cache)
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
@@ -149,7 +149,7 @@ def _eos_ids(raw: JsonFields) -> tuple[int, ...]:
 # huggingface_hub is imported on use: the import is slow, and local folders do not need it.
 
 
-def _cached(model: str, revision: str | None, cache: Path | None) -> Path | None:
+def _find_cached(model: str, revision: str | None, cache: Path | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -176,7 +176,7 @@ def _is_complete(snapshot: Path) -> bool:
     return all((snapshot / name).exists() for name in ("config.json", *weights))
 
 
-def _downloaded(model: str, revision: str | None, cache: Path | None) -> Path:
+def _download(model: str, revision: str | None, cache: Path | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -72,7 +72,7 @@ class TransferLedger:
                 handoff_id, role, self._transport, self._clock(), num_blocks=num_blocks
             )
 
-    def computed(self, handoff_id: HandoffId) -> None:
+    def note_computed(self, handoff_id: HandoffId) -> None:
         record = self._open.get(handoff_id)
         if record is not None:
             self._open[handoff_id] = replace(record, computed_s=self._clock())

@@ -147,7 +147,7 @@ class KvTransferWorker:
             self._sender.send(send, now)
         for complete in orders.completes:
             self._ledger.begin(complete.handoff_id, TransferRole.SENT)
-            self._ledger.computed(complete.handoff_id)
+            self._ledger.note_computed(complete.handoff_id)
             self._sender.complete(complete, now)
         # Blocks that cannot be split by layer are sent whole by the Send after the pass.
         for layer_send in orders.layer_sends if self._has_whole_layers else ():

@@ -87,7 +87,7 @@ def _settings(
             raise place.unknown("table", name, commands)
     if isinstance(node, CommandOptions):
         own = {name: value for name, value in inherited.items() if name in node.options}
-        return {name: _checked(node.options[name], own[name], place) for name in own}
+        return {name: _check_value(node.options[name], own[name], place) for name in own}
     return {
         name: _settings(tables.get(name, {}), below, inherited, place.below(name))
         for name, below in node.commands.items()
@@ -100,7 +100,7 @@ def _options_below(node: Node) -> set[str]:
     return {name for below in node.commands.values() for name in _options_below(below)}
 
 
-def _checked(option: Option, value: object, place: _SettingPlace) -> object:
+def _check_value(option: Option, value: object, place: _SettingPlace) -> object:
     """Accept lists for repeatable options and for options with comma-separated text."""
     if isinstance(value, list):
         if not (option.takes_several or option.kind is str):

@@ -44,7 +44,7 @@ def _table(columns: Sequence[Column], traces: Sequence[Trace], width: int) -> Ta
 
 
 def _attribute(name: str) -> Callable[[Trace], str]:
-    return lambda trace: _shown(trace.attribute(name))
+    return lambda trace: _format_value(trace.attribute(name))
 
 
 def _ms(name: str) -> Callable[[Trace], str]:
@@ -59,7 +59,7 @@ def _began(trace: Trace) -> str:
     return f"{datetime.fromtimestamp(trace.began_ns / 1e9):%H:%M:%S}"
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return "" if value is None else str(value)
 
 

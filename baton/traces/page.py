@@ -53,7 +53,7 @@ def render_page(trace: Trace, kept: Sequence[Trace] = ()) -> str:
         _lanes(trace, whole),
         "<h2>Every span</h2><p class=hint>Open a row for its details.</p>",
         _waterfall(trace, whole),
-        *_related(trace, kept),
+        *_render_related(trace, kept),
     ]
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
@@ -164,7 +164,7 @@ def _fall_row(row: TraceRow, window: Window) -> str:
     )
 
 
-def _related(trace: Trace, kept: Sequence[Trace]) -> Iterator[str]:
+def _render_related(trace: Trace, kept: Sequence[Trace]) -> Iterator[str]:
     heading, found = related_to(trace, kept)
     rows = "".join(
         f"<tr><th>{related.trace_id:032x}<td>{escape(related.what)}</tr>" for related in found

@@ -23,7 +23,7 @@ from engine.request import RequestId
 from engine.runner.input_batch import TokenRun
 from engine.runner.model.config import read_model_config
 from engine.runner.sampling.constraints import constrain
-from engine.runner.sampling.grammar_masks import unpacked
+from engine.runner.sampling.grammar_masks import unpack_bits
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Bits, Grammar
 from engine.structured_output.llguidance_backend import GrammarLibrary, num_words
@@ -173,7 +173,7 @@ def _apply_cost(num_rows: int, vocab_size: int) -> ApplyCost:
     took_s = []
     for _ in range(NUM_TIMES_APPLIED):
         began_s = thread_time()
-        masks = unpacked(bits, vocab_size)
+        masks = unpack_bits(bits, vocab_size)
         constrain(logits, [TokenRun(row, 0, 1, len(known), known, mask) for mask in masks], ())
         took_s.append(thread_time() - began_s)
     return ApplyCost(num_rows, 1e6 * statistics.median(took_s))

@@ -62,7 +62,7 @@ class TorchRunner:
         self._kv = kv
         self._batch = batch
         self._attention = attention
-        self.sampler = Sampler(info.eos_token_ids, processors, decoder.peaks)
+        self.sampler = Sampler(info.eos_token_ids, processors, decoder.find_peaks)
         self._prompt_logprobs = PromptLogprobs(decoder)
         self._grammar_masks = GrammarMasks(info.vocab_size)
         self._drafted_rows = None if speculation is None else SpecDecoder(batch, speculation)

@@ -29,12 +29,12 @@ class LoadFailurePolicy(Enum):
 
 def parse_scheduling_policy(name: str) -> SchedulingPolicy:
     """Parse a value of --scheduling-policy. Raises InvalidConfig."""
-    return _named(SchedulingPolicy, name, "--scheduling-policy")
+    return _parse_choice(SchedulingPolicy, name, "--scheduling-policy")
 
 
 def parse_load_failure_policy(name: str) -> LoadFailurePolicy:
     """Parse a value of --kv-load-failure-policy. Raises InvalidConfig."""
-    return _named(LoadFailurePolicy, name, "--kv-load-failure-policy")
+    return _parse_choice(LoadFailurePolicy, name, "--kv-load-failure-policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class SchedulerConfig:
             raise InvalidConfig("max_long_partial_prefills needs long_prefill_token_threshold")
 
 
-def _named(kind: type[Choice], name: str, option: str) -> Choice:
+def _parse_choice(kind: type[Choice], name: str, option: str) -> Choice:
     known = {choice.value: choice for choice in kind}
     if name not in known:
         raise InvalidConfig(f"{option} {name!r}: choose one of {', '.join(known)}")

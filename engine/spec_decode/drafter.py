@@ -34,8 +34,8 @@ class Drafter:
             drafter = self._by_request[request_id] = _SequenceDrafter(self._speculation)
         return drafter.draft(tokens_from, max_tokens)
 
-    def judged(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
-        self._by_request[request_id].judged(num_proposed, num_accepted)
+    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        self._by_request[request_id].note_accepted(num_proposed, num_accepted)
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
@@ -62,7 +62,7 @@ class _SequenceDrafter:
             return []
         return self._index.proposal(min(max_tokens, self._length))
 
-    def judged(self, num_proposed: int, num_accepted: int) -> None:
+    def note_accepted(self, num_proposed: int, num_accepted: int) -> None:
         """Adapt the draft length to twice the accepted tokens.
 
         If none are accepted, pause drafting for a number of steps that doubles each time.

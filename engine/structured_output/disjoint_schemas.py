@@ -87,7 +87,7 @@ class Disjointness:
             return False
 
     def _exclude(self, some: Sequence[_Facts], others: Sequence[_Facts], depth: int) -> bool:
-        both = (self._joined(one, other) for one, other in product(some, others))
+        both = (self._join_facts(one, other) for one, other in product(some, others))
         return all(self._is_empty(facts, depth) for facts in both)
 
     def _is_empty(self, facts: _Facts, depth: int) -> bool:
@@ -112,7 +112,7 @@ class Disjointness:
         found: Sequence[_Facts] = ANY
         for schema in schemas:
             more = self._of_one(schema, depth)
-            found = [self._joined(one, other) for one, other in product(found, more)]
+            found = [self._join_facts(one, other) for one, other in product(found, more)]
             if len(found) > MAX_ALTERNATIVES:
                 raise _LimitExceeded
         return found
@@ -126,16 +126,16 @@ class Disjointness:
         ref = schema.get("$ref")
         if ref is not None:  # older drafts ignore keywords next to it
             return self._of_one(self._at(ref), depth - 1)
-        found: Sequence[_Facts] = self._alternatives(_listed(schema, "allOf"), depth - 1)
+        found: Sequence[_Facts] = self._alternatives(_read_list(schema, "allOf"), depth - 1)
         for name in ("anyOf", "oneOf"):
-            branches = _listed(schema, name)
+            branches = _read_list(schema, name)
             if branches:
                 some = [each for one in branches for each in self._of_one(one, depth - 1)]
-                found = [self._joined(one, other) for one, other in product(found, some)]
+                found = [self._join_facts(one, other) for one, other in product(found, some)]
                 if len(found) > MAX_ALTERNATIVES:
                     raise _LimitExceeded
         own = self._own(schema)
-        return [self._joined(each, own) for each in found]
+        return [self._join_facts(each, own) for each in found]
 
     def _own(self, schema: Mapping[str, Any]) -> _Facts:
         properties = schema.get("properties")
@@ -145,7 +145,7 @@ class Disjointness:
         return _Facts(
             _kinds(schema.get("type")),
             self._values(schema),
-            frozenset(name for name in _listed(schema, "required") if isinstance(name, str)),
+            frozenset(name for name in _read_list(schema, "required") if isinstance(name, str)),
             {name: (value,) for name, value in properties.items()},
             (frozenset(properties),) if is_closed else (),
         )
@@ -153,7 +153,7 @@ class Disjointness:
     def _values(self, schema: Mapping[str, Any]) -> Mapping[Hashable, str] | None:
         values: dict[Hashable, str] | None = None
         if "enum" in schema:
-            listed = _listed(schema, "enum")
+            listed = _read_list(schema, "enum")
             self._spend(len(listed))
             values = {_key(value): _kind(value) for value in listed}
         if "const" in schema and self._has_const:
@@ -178,7 +178,7 @@ class Disjointness:
                 return True
         return place if ref.startswith("#/") or ref == "#" else True
 
-    def _joined(self, one: _Facts, other: _Facts) -> _Facts:
+    def _join_facts(self, one: _Facts, other: _Facts) -> _Facts:
         self._spend(1 + one.size + other.size)
         return one.and_(other)
 
@@ -218,7 +218,7 @@ def _key(value: Any) -> Hashable:
     return _kind(value), value
 
 
-def _listed(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
+def _read_list(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
     found = schema.get(name)
     return found if isinstance(found, list) else ()
 

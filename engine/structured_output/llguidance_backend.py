@@ -23,7 +23,7 @@ from engine.structured_output.grammar import Bits
 from engine.structured_output.params import FIELD, StructuredOutputs
 from engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
-from engine.structured_output.schema_rewrite import prepared
+from engine.structured_output.schema_rewrite import prepare_schema
 from errors import InvalidRequest
 
 ANY_OBJECT = '{"type": "object"}'
@@ -214,12 +214,12 @@ def _lark_of_grammar(wanted: StructuredOutputs, text: str) -> str:
 def _schema(wanted: StructuredOutputs, text: str) -> str:
     """Return the rewritten schema with Baton's llguidance settings, which replace the client's."""
     try:
-        schema = _parsed(wanted, text)
+        schema = _parse_schema(wanted, text)
         check_schema_ends(schema)
         _check_schema_cost(wanted, schema)
         if schema is False:
             raise _error(wanted, "no value matches the schema false")
-        fields = {} if schema is True else prepared(schema)
+        fields = {} if schema is True else prepare_schema(schema)
         return json.dumps({**fields, "x-guidance": _json_settings(wanted)}, allow_nan=False)
     except RecursionError:
         raise _error(wanted, TOO_DEEP) from None
@@ -234,7 +234,7 @@ def _json_settings(wanted: StructuredOutputs) -> dict[str, Any]:
     return {**settings, "whitespace_pattern": WHITESPACE}
 
 
-def _parsed(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
+def _parse_schema(wanted: StructuredOutputs, text: str) -> dict[str, Any] | bool:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:

@@ -77,9 +77,9 @@ class _SchemaEnds:
         if isinstance(ref, str) and ref.startswith("#") and ref not in self._ending:
             return False
         return (
-            all(map(self._ends, _listed(schema, "allOf")))
-            and self._some_ends(_listed(schema, "anyOf"))
-            and self._some_ends(_listed(schema, "oneOf"))
+            all(map(self._ends, _read_list(schema, "allOf")))
+            and self._some_ends(_read_list(schema, "anyOf"))
+            and self._some_ends(_read_list(schema, "oneOf"))
             and (not _is_only(schema, "object") or self._object_ends(schema))
             and (not _is_only(schema, "array") or self._array_ends(schema))
         )
@@ -91,14 +91,14 @@ class _SchemaEnds:
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             return True
-        required = (name for name in _listed(schema, "required") if isinstance(name, str))
+        required = (name for name in _read_list(schema, "required") if isinstance(name, str))
         return all(self._ends(properties.get(name)) for name in required)
 
     def _array_ends(self, schema: Schema) -> bool:
         least = schema.get("minItems", 0)
         if not isinstance(least, int | float) or least < 1:
             return True
-        first = _listed(schema, "prefixItems")[: int(least)]
+        first = _read_list(schema, "prefixItems")[: int(least)]
         rest_ends = len(first) >= least or self._ends(schema.get("items"))
         return rest_ends and all(map(self._ends, first))
 
@@ -117,7 +117,7 @@ def _is_only(schema: Schema, kind: str) -> bool:
     return schema.get("type") in (kind, [kind]) and not {"enum", "const"} & schema.keys()
 
 
-def _listed(schema: Schema, name: str) -> Sequence[Any]:
+def _read_list(schema: Schema, name: str) -> Sequence[Any]:
     found = schema.get(name)
     return found if isinstance(found, list) else ()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.structured_output.disjoint_schemas import Disjointness
-from engine.structured_output.subschemas import rewritten
+from engine.structured_output.subschemas import rewrite_subschemas
 
 KNOWN_FORMATS = frozenset(
     {
@@ -20,7 +20,7 @@ KNOWN_FORMATS = frozenset(
 )
 
 
-def prepared(schema: dict[str, Any]) -> dict[str, Any]:
+def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the rewritten schema. llguidance rejects the keywords that remain unsupported."""
     disjointness = Disjointness(schema)
 
@@ -32,7 +32,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
             del part["uniqueItems"]
         return _without_one_of(part, disjointness)
 
-    ready: dict[str, Any] = rewritten(schema, change)
+    ready: dict[str, Any] = rewrite_subschemas(schema, change)
     return ready
 
 

@@ -13,13 +13,13 @@ BY_NAME = frozenset(
 )
 
 
-def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def rewrite_subschemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """Return a copy of `schema` with `change` applied to each subschema, the innermost first.
 
     Unknown keywords can contain schemas, too, since references can point anywhere.
     """
     if isinstance(schema, list):
-        return [rewritten(each, change) for each in schema]
+        return [rewrite_subschemas(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     copied: dict[str, Any] = {}
@@ -27,7 +27,7 @@ def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
         if name in DATA:
             copied[name] = value
         elif name in BY_NAME and isinstance(value, dict):
-            copied[name] = {each: rewritten(value[each], change) for each in value}
+            copied[name] = {each: rewrite_subschemas(value[each], change) for each in value}
         else:
-            copied[name] = rewritten(value, change)
+            copied[name] = rewrite_subschemas(value, change)
     return change(copied)

@@ -33,7 +33,7 @@ class AnswerMeter:
     def note_part(self, part: AnswerPart) -> None:
         if not self.has_begun:
             self.has_begun = True
-            self._first_tokens.began(self._priority, self._clock())
+            self._first_tokens.note_began(self._priority, self._clock())
         if isinstance(part, CompletionSummary):
             self.is_complete = True
         elif part.token_ids:
@@ -102,13 +102,13 @@ class Admission:
     @contextmanager
     def _awaiting_first_part(self, priority: int) -> Iterator[AnswerMeter]:
         """Count the request among those that wait for a first token until its answer begins."""
-        self._first_token_forecast.came(priority, self._clock())
+        self._first_token_forecast.note_arrival(priority, self._clock())
         meter = AnswerMeter(self._first_token_forecast, priority, self._clock)
         try:
             yield meter
         finally:
             if not meter.has_begun:
-                self._first_token_forecast.left(priority)
+                self._first_token_forecast.note_left(priority)
 
     @asynccontextmanager
     async def _place(self, priority: int) -> AsyncIterator[None]:
@@ -135,7 +135,7 @@ class Admission:
         try:
             yield
         finally:
-            self._answer_forecast.given(
+            self._answer_forecast.note_answer(
                 meter.num_tokens,
                 meter.last_s - began_s,
                 self.num_in_flight,

@@ -14,7 +14,7 @@ class AnswerForecast:
         self._num_tokens: float | None = None  # of a complete answer
         self._num_concurrent = 0.0  # requests in flight during an answer
 
-    def given(
+    def note_answer(
         self, num_tokens: int, lasted_s: float, num_under_way: int, *, is_whole: bool
     ) -> None:
         """Record an answer. `num_under_way` includes it.

@@ -18,19 +18,19 @@ class FirstTokenForecast:
         self._awaited_s = 0.0  # reading of that clock
         self._since_s = 0.0  # time of that reading
 
-    def came(self, priority: int, now: float) -> None:
+    def note_arrival(self, priority: int, now: float) -> None:
         if not self._num_by_priority:
             self._since_s = now
         self._num_by_priority[priority] += 1
 
-    def began(self, priority: int, now: float) -> None:
+    def note_began(self, priority: int, now: float) -> None:
         """Record the first token of a request."""
         self._awaited_s += now - self._since_s
         self._since_s = now
         self._marks_s.append(self._awaited_s)
-        self.left(priority)
+        self.note_left(priority)
 
-    def left(self, priority: int) -> None:
+    def note_left(self, priority: int) -> None:
         """Remove a request from those that wait for a first token."""
         self._num_by_priority[priority] -= 1
         if not self._num_by_priority[priority]:

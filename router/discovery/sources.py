@@ -65,7 +65,7 @@ def parse_sources(text: str) -> tuple[NodeSource, ...]:
 def parse_list(text: str) -> frozenset[str]:
     """Parse the addresses in a list file. Raises InvalidConfig."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return frozenset(_checked(line) for line in lines if line)
+    return frozenset(_check_address(line) for line in lines if line)
 
 
 def check_single_role(prefills: Iterable[NodeSource], decodes: Iterable[NodeSource]) -> None:
@@ -87,7 +87,7 @@ def _parse_source(written: str) -> NodeSource:
         if not path.startswith("///"):
             raise InvalidConfig(f"node list {written!r}: write the whole path, as file:///path")
         return ListFile(path.removeprefix("//"))
-    return FixedNode(_checked(written))
+    return FixedNode(_check_address(written))
 
 
 def _parse_dns(written: str) -> DnsName:
@@ -97,11 +97,11 @@ def _parse_dns(written: str) -> DnsName:
             f"node name {written!r} has a DNS server; the system's resolver is used: "
             "write dns:///name:port"
         )
-    host, _, port = _checked(rest.removeprefix("///"), written).rpartition(":")
+    host, _, port = _check_address(rest.removeprefix("///"), written).rpartition(":")
     return DnsName(host, int(port))
 
 
-def _checked(address: str, written: str = "") -> str:
+def _check_address(address: str, written: str = "") -> str:
     """Return a host:port address unchanged. Raises InvalidConfig if it is malformed."""
     host, _, port = address.rpartition(":")
     if not HOST.fullmatch(host):

@@ -119,7 +119,7 @@ class Dispatcher:
                             if isinstance(part, TokenChunk):
                                 self._quarantine.note_tokens(tracked, len(part.token_ids))
                             yield part
-                    self._breakers.succeeded(route.addresses)
+                    self._breakers.note_success(route.addresses)
                     return
                 except NodeFailed as failure:
                     self._note_failure(request, attempt, tracked, failure)
@@ -157,7 +157,7 @@ class Dispatcher:
         """Account for an attempt on its nodes until the end of the block."""
         assignment = Assignment(self._table, route)
         tracked = self._quarantine.track(request.suspicion, route)
-        self._breakers.sent(route.addresses, self._clock())
+        self._breakers.note_sent(route.addresses, self._clock())
         try:
             yield assignment, tracked
         finally:
@@ -210,7 +210,7 @@ class Dispatcher:
         is_free = is_drained or is_ended
         request.failures.note(attempt.failed_addresses, attempt.num_new_tokens, is_free=is_free)
         if not is_drained:
-            self._breakers.failed(attempt.failed_addresses, self._clock())
+            self._breakers.note_failure(attempt.failed_addresses, self._clock())
         elif not request.answer.token_ids:
             request.revision = request.pinned_revision  # no token yet: it may begin with another
 

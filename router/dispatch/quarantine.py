@@ -186,7 +186,7 @@ class Quarantine:
             case FailureKind.ENGINE_FAILED if address in tracked.addresses:
                 return _engine_failed(tracked, self._engine_end(tracked, address))
             case FailureKind.VANISHED if address in tracked.addresses:
-                return _vanished(tracked, self._engine_end(tracked, address))
+                return _judge_vanished(tracked, self._engine_end(tracked, address))
         return QuarantineVerdict.ORDINARY
 
     def _engine_end(self, tracked: TrackedAttempt, address: str) -> _EngineEnd:
@@ -235,7 +235,7 @@ def _engine_failed(tracked: TrackedAttempt, engine_end: _EngineEnd) -> Quarantin
     return suspicion.suspect()
 
 
-def _vanished(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
+def _judge_vanished(tracked: TrackedAttempt, engine_end: _EngineEnd) -> QuarantineVerdict:
     suspicion = tracked.suspicion
     if engine_end.test is not None and not engine_end.test.has_passed:
         return (

@@ -119,7 +119,7 @@ class RouteFinder:
 
         Raises NoNodes and IncompatibleNodes if there are none for `node_patience_s`.
         """
-        avoided = self._breakers.avoided(self._clock())
+        avoided = self._breakers.avoided_addresses(self._clock())
         for without in dict.fromkeys(filter(None, (failed | avoided, failed))):
             with suppress(NoNodes, IncompatibleNodes):
                 return choose(self._table, self._config.routing, request, without)

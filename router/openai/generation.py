@@ -24,7 +24,7 @@ from router.openai.request.parsed_request import ModelContext, ParsedRequest
 from router.openai.request.tool_choice import tool_schema_errors
 from router.openai.response.answers import StreamedAnswer, WholeAnswer, make_choices, make_heading
 from router.openai.response.choices import EchoedPrompt
-from router.openai.response.encoding import encoded
+from router.openai.response.encoding import encode_in_slices
 from router.openai.response.output_parsers import Parsing
 from router.openai.response.request_warnings import Warnings
 from router.pipeline import Pipeline
@@ -140,7 +140,7 @@ class GenerationEndpoint:
                 whole = WholeAnswer(parsed, heading, choices, spell, warnings)
                 async for index, part in parts:
                     whole.take(index, part)
-                await reply.send_body(await encoded(whole.body()))
+                await reply.send_body(await encode_in_slices(whole.body()))
                 return
             streamed = StreamedAnswer(parsed, heading, choices, prompts, warnings)
             async for index, part in parts:

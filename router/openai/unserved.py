@@ -55,11 +55,11 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 def _wrong_method(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow", "")
-    path = _shown(request.url.path)
+    path = _shorten(request.url.path)
     if request.method == "OPTIONS":
         body = {"path": path, "allow": allowed.split(", "), "message": NO_CORS}
         return JSONResponse(body, headers={"allow": f"{allowed}, OPTIONS"})
-    message = f"{path} takes {allowed}, not {_shown(request.method)}"
+    message = f"{path} takes {allowed}, not {_shorten(request.method)}"
     return JSONResponse(
         error_body(message, error.status_code, "METHOD_NOT_ALLOWED"),
         error.status_code,
@@ -69,7 +69,7 @@ def _wrong_method(request: Request, error: HTTPException) -> Response:
 
 def _not_found(request: Request) -> str:
     path = request.url.path
-    served = list(_served(request.app.routes))
+    served = list(_list_routes(request.app.routes))
     reason = next((REASONS[prefix] for prefix in REASONS if _is_under(path, prefix)), None)
     if reason is None:
         known = {served_path for _, served_path in served}
@@ -78,10 +78,10 @@ def _not_found(request: Request) -> str:
         near = next((variant for variant in variants if variant in known), None)
         listed = ", ".join(f"{methods} {served_path}" for methods, served_path in served)
         reason = f"served are {listed}" if near is None else f"its path here is {near}"
-    return f"{_shown(request.method)} {_shown(path)} is not served here: {reason}"
+    return f"{_shorten(request.method)} {_shorten(path)} is not served here: {reason}"
 
 
-def _served(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
+def _list_routes(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
     for route in routes:
         if isinstance(route, Route):
             methods = sorted((route.methods or set()) - {"HEAD"})
@@ -92,6 +92,6 @@ def _is_under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(f"{prefix}/")
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     limit = MAX_SHOWN_PATH_CHARACTERS
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -37,25 +37,25 @@ class CircuitBreakers:
         self._config = config
         self._records: dict[str, _Record] = {}  # of nodes whose last request failed
 
-    def avoided(self, now: float) -> frozenset[str]:
+    def avoided_addresses(self, now: float) -> frozenset[str]:
         return frozenset(
             address for address, record in self._records.items() if now < record.avoided_until_s
         )
 
-    def sent(self, addresses: Iterable[str], now: float) -> None:
+    def note_sent(self, addresses: Iterable[str], now: float) -> None:
         """Restart the pauses of these nodes, so that only one request probes each."""
         for address in addresses:
             record = self._records.get(address)
             if record is not None:
                 self._pause(record, now)
 
-    def failed(self, addresses: Iterable[str], now: float) -> None:
+    def note_failure(self, addresses: Iterable[str], now: float) -> None:
         for address in addresses:
             record = self._records.setdefault(address, _Record())
             record.num_failures += 1
             self._pause(record, now)
 
-    def succeeded(self, addresses: Iterable[str]) -> None:
+    def note_success(self, addresses: Iterable[str]) -> None:
         for address in addresses:
             self._records.pop(address, None)
 

@@ -65,7 +65,7 @@ def test_a_peak_is_the_first_of_the_largest_and_what_is_not_finite_is_seen(
 ) -> None:
     logits = torch.tensor(rows)
 
-    found, wanted = NativeOps(kernels).peaks(logits), REFERENCE.peaks(logits)
+    found, wanted = NativeOps(kernels).find_peaks(logits), REFERENCE.find_peaks(logits)
 
     assert found.are_finite.tolist() == wanted.are_finite.tolist()
     has_order = ~logits.isnan().any(dim=-1)
@@ -80,9 +80,9 @@ def test_peaks_of_a_whole_vocabulary_are_those_of_torch(
     logits[4, 151_935] = logits[7, 151_935] = 99.0
     logits[8, 77_777] = float("inf")
 
-    found = NativeOps(kernels).peaks(logits)
+    found = NativeOps(kernels).find_peaks(logits)
 
-    wanted = REFERENCE.peaks(logits)
+    wanted = REFERENCE.find_peaks(logits)
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
     assert found.are_finite.tolist() == wanted.are_finite.tolist() == [True] * 8 + [False]
 
@@ -199,7 +199,7 @@ def test_a_product_of_whole_numbers_is_that_of_what_they_stand_for(
 
     found = NativeOps(kernels).linear(weight, bias)(activations)
 
-    exact = replace(weight, dtype=torch.float64).restored()
+    exact = replace(weight, dtype=torch.float64).dequantize()
     wanted = activations.double() @ exact.T + bias.double()
     # A state is off by a 32512th of half the token's largest, an answer by half a rounding.
     most = activations.double().abs().amax(dim=1, keepdim=True)
@@ -215,7 +215,7 @@ def test_rows_of_whole_numbers_are_what_they_stand_for(kernels: Kernels, bits: i
 
     rows = NativeOps(kernels).linear(weight, None).rows(row_ids)
 
-    assert torch.equal(rows, weight.restored()[row_ids])
+    assert torch.equal(rows, weight.dequantize()[row_ids])
 
 
 @each_variant
@@ -244,11 +244,11 @@ def test_a_quantised_matrix_is_off_by_half_a_step_at_most(columns: int) -> None:
 
     eight, four = (replace(make(weight), dtype=torch.float32) for make in (to_int8, to_int4))
 
-    assert torch.all((eight.restored() - wide).abs() <= eight.scales * 0.501)
+    assert torch.all((eight.dequantize() - wide).abs() <= eight.scales * 0.501)
     # Where zero falls between two steps, the ends of a group may be off by one half more.
     steps = four.scales.repeat_interleave(four.group, dim=1)[:, :columns]
-    assert torch.all((four.restored() - wide).abs() <= steps * 1.001)
-    assert torch.equal(four.restored()[3], torch.zeros(columns))
+    assert torch.all((four.dequantize() - wide).abs() <= steps * 1.001)
+    assert torch.equal(four.dequantize()[3], torch.zeros(columns))
 
 
 @each_variant
@@ -269,9 +269,9 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
     angles = drawn(seed + 1, num_tokens, 1, size), drawn(seed + 2, num_tokens, 1, size)
     norm = drawn(seed + 3, size) if has_norm else None
 
-    rotated = NativeOps(kernels).rotated(heads, norm, EPSILON, angles)
+    rotated = NativeOps(kernels).apply_rope(heads, norm, EPSILON, angles)
 
-    assert is_near(rotated, REFERENCE.rotated(heads, norm, EPSILON, angles))
+    assert is_near(rotated, REFERENCE.apply_rope(heads, norm, EPSILON, angles))
 
 
 @each_variant
@@ -285,9 +285,9 @@ def test_norms_and_gates_are_those_of_torch(
     ops = NativeOps(kernels)
 
     assert is_near(
-        ops.normed(activations, weight, EPSILON), REFERENCE.normed(activations, weight, EPSILON)
+        ops.rms_norm(activations, weight, EPSILON), REFERENCE.rms_norm(activations, weight, EPSILON)
     )
-    found, wanted = ops.gated(gate_up), REFERENCE.gated(gate_up)
+    found, wanted = ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)
     assert torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=2**-7 * scale)
 
 
@@ -302,7 +302,7 @@ def test_what_is_not_a_number_stays_so_in_its_own_row(kernels: Kernels) -> None:
     for answer in (
         plain(activations),
         whole(activations),
-        ops.normed(activations, drawn(10, 64), EPSILON),
+        ops.rms_norm(activations, drawn(10, 64), EPSILON),
     ):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]
 

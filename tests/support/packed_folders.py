@@ -66,7 +66,7 @@ def write_quantized(source: Path, target: Path, written: Format) -> tuple[Path, 
             linear = name.removesuffix("weight")
             for part, tensor in _stored(matrix, written).items():
                 stored[linear + part] = tensor.contiguous()
-            restored[name] = matrix.restored()
+            restored[name] = matrix.dequantize()
     save_file(stored, packed / "model.safetensors")
     save_file(restored, plain / "model.safetensors")
     config = json.loads((packed / "config.json").read_text())

@@ -72,7 +72,7 @@ def chat(
     stops = (*(stop or ()), *([PLAIN_STOP] if plain else ()))
     generation = Generation(chosen, stop=stops)
     with asyncio.Runner() as runner:
-        client = runner.run(_opened(for_connection))
+        client = runner.run(_open_client(for_connection))
         try:
             talk = ChatSession(
                 runner, client, generation, max_tokens, Conversation(system), plain, timings
@@ -85,7 +85,7 @@ def chat(
             runner.run(client.__aexit__(None, None, None))
 
 
-async def _opened(for_connection: dict[str, Any]) -> AsyncClient:
+async def _open_client(for_connection: dict[str, Any]) -> AsyncClient:
     """Open the client inside the event loop: a gRPC channel belongs to the loop that made it."""
     client: AsyncClient = connect(**for_connection)
     return client

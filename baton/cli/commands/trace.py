@@ -91,7 +91,7 @@ def show(
     from baton.traces.terminal import show_related, show_waterfall
 
     kept = _kept(trace_dir)
-    found = _wanted(kept, trace_dir, wanted)
+    found = _find_trace(kept, trace_dir, wanted)
     if html is None:
         console = _console()
         show_waterfall(console, found)
@@ -120,7 +120,7 @@ def export(
     from telemetry.tracing.export import send_all
 
     kept = _kept(trace_dir)
-    found = [_wanted(kept, trace_dir, wanted)] if wanted else kept
+    found = [_find_trace(kept, trace_dir, wanted)] if wanted else kept
     num_spans = send_all(otlp_endpoint, [told for one in found for told in one.told])
     print(f"sent {len(found)} traces, {num_spans} spans, to {otlp_endpoint}")
 
@@ -147,7 +147,7 @@ def _kept(trace_dir: str) -> list[Trace]:
     return traces_of(read_spans(_folder(trace_dir)))
 
 
-def _wanted(kept: list[Trace], trace_dir: str, wanted: str) -> Trace:
+def _find_trace(kept: list[Trace], trace_dir: str, wanted: str) -> Trace:
     found = find_trace(kept, wanted)
     if found is None:
         where = _folder(trace_dir)

@@ -78,7 +78,7 @@ class NativeOps:
         )
         return NativeLinear(self._kernels, matrix, (packed, bias), column_order)
 
-    def normed(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def rms_norm(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         hidden_states = hidden_states.contiguous()
         output = torch.empty_like(hidden_states)
         num_rows, size = hidden_states.shape
@@ -95,7 +95,9 @@ class NativeOps:
         )
         return output
 
-    def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
+    def apply_rope(
+        self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles
+    ) -> Tensor:
         num_tokens, num_heads, head_dim = heads.shape
         if heads.stride()[1:] != (head_dim, 1):
             heads = heads.contiguous()
@@ -118,7 +120,7 @@ class NativeOps:
         )
         return output
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
@@ -127,7 +129,7 @@ class NativeOps:
         )
         return output
 
-    def peaks(self, logits: Tensor) -> Peaks:
+    def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()
         num_rows, size = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64)

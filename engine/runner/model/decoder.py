@@ -71,11 +71,11 @@ class Decoder:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
-        return self._ops.normed(hidden_states, self._norm, self._config.rms_norm_eps)
+        return self._ops.rms_norm(hidden_states, self._norm, self._config.rms_norm_eps)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32."""
         return self._head(hidden_states).float()
 
-    def peaks(self, logits: Tensor) -> Peaks:
-        return self._ops.peaks(logits)
+    def find_peaks(self, logits: Tensor) -> Peaks:
+        return self._ops.find_peaks(logits)

@@ -74,7 +74,7 @@ class _PlainPass:
     def through(self, index: int, hidden_states: Tensor) -> Tensor:
         layer = self._layers[index]
         query = self._write(index, layer, hidden_states)
-        query = self._rotated(query, layer.q_norm)
+        query = self._apply_rope(query, layer.q_norm)
         hidden_states = hidden_states + layer.output(
             self._attention.attend(index, query).flatten(1)
         )
@@ -87,20 +87,20 @@ class _PlainPass:
         """Write the layer's keys and values; return the queries before rotation."""
         config = self._config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv = layer.qkv(self._normed(hidden_states, layer.input_norm))
+        qkv = layer.qkv(self._rms_norm(hidden_states, layer.input_norm))
         split: tuple[Tensor, ...] = qkv.view(len(hidden_states), -1, config.head_dim).split(
             heads, dim=1
         )
         query, key, value = split
-        self._attention.write(index, self._rotated(key, layer.k_norm), value)
+        self._attention.write(index, self._apply_rope(key, layer.k_norm), value)
         return query
 
-    def _rotated(self, heads: Tensor, norm: Tensor | None) -> Tensor:
-        return self._ops.rotated(heads, norm, self._config.rms_norm_eps, self._angles)
+    def _apply_rope(self, heads: Tensor, norm: Tensor | None) -> Tensor:
+        return self._ops.apply_rope(heads, norm, self._config.rms_norm_eps, self._angles)
 
     def _mlp(self, layer: Layer, hidden_states: Tensor) -> Tensor:
-        gate_up = layer.gate_up(self._normed(hidden_states, layer.post_norm))
-        return layer.down(self._ops.gated(gate_up))
+        gate_up = layer.gate_up(self._rms_norm(hidden_states, layer.post_norm))
+        return layer.down(self._ops.silu_and_mul(gate_up))
 
-    def _normed(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        return self._ops.normed(hidden_states, weight, self._config.rms_norm_eps)
+    def _rms_norm(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        return self._ops.rms_norm(hidden_states, weight, self._config.rms_norm_eps)

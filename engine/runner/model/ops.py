@@ -41,19 +41,21 @@ class Ops(Protocol):
         """Make a linear layer. It owns the tensors from then on, and can keep or copy them."""
         ...
 
-    def normed(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def rms_norm(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """RMS norm of [tokens, size]."""
         ...
 
-    def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
+    def apply_rope(
+        self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles
+    ) -> Tensor:
         """RoPE of [tokens, heads, head_dim]. If `norm` is given, each head is RMS-normed first."""
         ...
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[tokens, 2 * size] → [tokens, size]: SiLU of the first half times the second."""
         ...
 
-    def peaks(self, logits: Tensor) -> Peaks:
+    def find_peaks(self, logits: Tensor) -> Peaks:
         """Return argmax and finiteness of each row of [rows, vocab_size] in float32."""
         ...
 
@@ -62,24 +64,26 @@ class TorchOps:
     """Reference implementation in plain torch."""
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> TorchLinear:
-        plain = weight.restored() if isinstance(weight, Quantized) else weight
+        plain = weight.dequantize() if isinstance(weight, Quantized) else weight
         return TorchLinear(plain, bias)
 
-    def normed(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def rms_norm(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = hidden_states.float()
         variance = wide.pow(2).mean(-1, keepdim=True)
         return weight * (wide * torch.rsqrt(variance + epsilon)).to(hidden_states.dtype)
 
-    def rotated(self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles) -> Tensor:
+    def apply_rope(
+        self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles
+    ) -> Tensor:
         if norm is not None:
-            heads = self.normed(heads, norm, epsilon)
+            heads = self.rms_norm(heads, norm, epsilon)
         return rotate(heads, *angles)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    def peaks(self, logits: Tensor) -> Peaks:
+    def find_peaks(self, logits: Tensor) -> Peaks:
         # Both propagate NaN. They are ten times faster than `aminmax`.
         lowest, highest = logits.amin(dim=-1), logits.amax(dim=-1)
         return Peaks(_argmax(logits), lowest.isfinite() & highest.isfinite())

@@ -43,7 +43,7 @@ class Rope:
         for an output token it is the sequence up to and including the token.
         """
         if seen_lens is not None and self.is_dynamic:
-            return self._computed(positions, self._frequencies_at(seen_lens))
+            return self._compute_angles(positions, self._frequencies_at(seen_lens))
         cos, sin = self._table_of(int(positions.max()) + 1)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
@@ -51,10 +51,10 @@ class Rope:
         if self._table is None or self._table[0].shape[0] < num_positions:
             table_len = max(MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
             positions = torch.arange(table_len, device=self._frequencies.device)
-            self._table = self._computed(positions, self._frequencies)
+            self._table = self._compute_angles(positions, self._frequencies)
         return self._table
 
-    def _computed(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_angles(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         half = positions[:, None].float() * frequencies
         whole = torch.cat((half, half), dim=-1)[:, None, :]
         cos, sin = whole.cos() * self._scale, whole.sin() * self._scale

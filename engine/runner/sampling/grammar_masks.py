@@ -65,7 +65,7 @@ class GrammarMasks:
                 self._fill_mask(runs[index], grammar, bits[line])
             except InvalidRequest as refusal:
                 refusals[request_id] = str(refusal)
-        allowed = unpacked(bits, self._vocab_size)
+        allowed = unpack_bits(bits, self._vocab_size)
         for line, index in enumerate(masked):
             if runs[index].row.request_id not in refusals:
                 runs[index] = runs[index]._replace(allowed=allowed[line])
@@ -114,7 +114,7 @@ def _too_ambiguous(reason: str) -> InvalidRequest:
     )
 
 
-def unpacked(bits: Bits, vocab_size: int) -> Tensor:
+def unpack_bits(bits: Bits, vocab_size: int) -> Tensor:
     """Unpack bit masks, [rows, words], into booleans, [rows, vocab_size]."""
     flags = np.unpackbits(bits.view(np.uint8), axis=-1, bitorder="little")
     return torch.from_numpy(flags[:, :vocab_size].view(np.bool_))

@@ -22,9 +22,9 @@ def exponential_numbers(
     the weights changes the result only in a near tie.
     """
     pairs = zip(seeds, positions, strict=True)
-    keys = [_signed(_mix(_mix(seed) + position)) for seed, position in pairs]
+    keys = [_to_signed(_mix(_mix(seed) + position)) for seed, position in pairs]
     key = torch.tensor(keys, dtype=torch.int64, device=token_ids.device)[:, None]
-    bits = _mix_in_place(((token_ids + 1) * _signed(GOLDEN)).add_(key))
+    bits = _mix_in_place(((token_ids + 1) * _to_signed(GOLDEN)).add_(key))
     bits.bitwise_right_shift_(1).bitwise_and_(MASK >> 1)
     # 63 bits keep the precision near zero, where it matters; adding a half avoids zero.
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-63)
@@ -47,9 +47,9 @@ def _mix_in_place(value: Tensor) -> Tensor:
     shifted = torch.empty_like(value)
     for num_bits, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         torch.bitwise_right_shift(value, num_bits, out=shifted)
-        value.bitwise_xor_(shifted.bitwise_and_(MASK >> num_bits)).mul_(_signed(factor))
+        value.bitwise_xor_(shifted.bitwise_and_(MASK >> num_bits)).mul_(_to_signed(factor))
     return value
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value

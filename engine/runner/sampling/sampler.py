@@ -47,7 +47,7 @@ class Sampler:
         self,
         eos_token_ids: tuple[int, ...],
         processors: Processors = NO_PROCESSORS,
-        find_peaks: Callable[[Tensor], Peaks] = TORCH.peaks,
+        find_peaks: Callable[[Tensor], Peaks] = TORCH.find_peaks,
     ) -> None:
         self._eos_token_ids = eos_token_ids
         self._processors = processors

@@ -59,7 +59,7 @@ class SpecDecoder:
         """Report the numbers of proposed and accepted tokens to the drafter and the result."""
         for request_id, draft in drafts.items():
             num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
-            self._drafter.judged(request_id, len(draft), num_accepted)
+            self._drafter.note_accepted(request_id, len(draft), num_accepted)
             result.num_proposed[request_id] = len(draft)
 
     def _draft(self, row: PlanRow, max_tokens: int) -> list[int]:

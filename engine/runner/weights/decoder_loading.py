@@ -103,20 +103,20 @@ class _Loader:
     def _matrix(self, names: list[str], quantize: Quantize | None) -> Tensor | Quantized:
         how, weights = self._quantization, [f"{name}.weight" for name in names]
         if how is not None and any(is_packed(name, self._names, how) for name in names):
-            return self._packed(names, how)
+            return self._load_packed(names, how)
         shapes = [self._shapes[weight] for weight in weights]
         matrix = self.stacked(weights, (sum(rows for rows, _ in shapes), shapes[0][1]))
         return matrix if quantize is None else quantize(matrix)
 
-    def _packed(self, names: list[str], how: Quantization) -> Quantized:
+    def _load_packed(self, names: list[str], how: Quantization) -> Quantized:
         if not all(is_packed(name, self._names, how) for name in names):
             raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
-        parts = [self._unpacked(name, how) for name in names]
+        parts = [self._load_unpacked(name, how) for name in names]
         if not have_same_order(parts):
             raise ModelError(f"{', '.join(names)}: their columns have different orders")
         return stacked(parts)
 
-    def _unpacked(self, name: str, how: Quantization) -> Quantized:
+    def _load_unpacked(self, name: str, how: Quantization) -> Quantized:
         shape = self._shapes[f"{name}.weight"]
         unpacked = read_packed(
             name, shape, self._names, how, self._files.tensor, self._target.dtype

@@ -33,7 +33,7 @@ def read_quantization(raw: JsonFields) -> Quantization | None:
     if not raw.has("quantization_config"):
         return None
     fields = raw.inner("quantization_config")
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _parse_compressed_tensors}
     reader = readers.get(str(fields.get("quant_method")))
     if reader is None:
         raise fields.wrong("quant_method", f"must be one of {', '.join(readers)}")
@@ -54,7 +54,7 @@ def _awq(fields: JsonFields) -> Quantization:
     return Quantization(Packing.AWQ, _bits(fields, "bits", (4,)), _group(fields))
 
 
-def _compressed(fields: JsonFields) -> Quantization:
+def _parse_compressed_tensors(fields: JsonFields) -> Quantization:
     format_name = fields.get("format")
     if format_name not in COMPRESSED_FORMATS:
         raise fields.wrong("format", f"must be one of {', '.join(COMPRESSED_FORMATS)}")

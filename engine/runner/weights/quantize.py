@@ -30,7 +30,7 @@ class Quantized:
         tensors = {name: getattr(self, name).to(device) for name in ("numbers", "scales", "zeros")}
         return replace(self, **tensors, order=None if self.order is None else self.order.to(device))
 
-    def restored(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the dequantized matrix, rounded to `dtype`."""
         num_rows, num_columns = self.numbers.shape
         restored = torch.empty_like(self.numbers, dtype=self.dtype)

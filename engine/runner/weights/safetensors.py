@@ -118,7 +118,7 @@ class WeightFiles:
 
     def _paths(self) -> list[Path]:
         if (self._folder / INDEX).exists():
-            return self._sharded()
+            return self._list_shards()
         if (self._folder / SINGLE).exists():
             return [self._folder / SINGLE]
         raise ModelError(
@@ -126,7 +126,7 @@ class WeightFiles:
             "weights in other formats must be saved as safetensors first"
         )
 
-    def _sharded(self) -> list[Path]:
+    def _list_shards(self) -> list[Path]:
         fields = JsonFields.read(self._folder / INDEX)
         weight_map = fields.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from engine.structured_output.params import FIELD, StructuredOutputs, parse_structured_outputs
-from engine.structured_output.subschemas import rewritten
+from engine.structured_output.subschemas import rewrite_subschemas
 from errors import InvalidRequest
 from router.openai.request.bodies import ChatBody
 from rpc.errors import UnsupportedInput
@@ -125,7 +125,7 @@ def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Schema]:
 
 def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
     calls = [
-        _call(name, _embedded(parameters, f"#/items/anyOf/{place}/properties/arguments"))
+        _call(name, _embed_schema(parameters, f"#/items/anyOf/{place}/properties/arguments"))
         for place, (name, parameters) in enumerate(functions.items())
     ]
     limit = {} if body.parallel_tool_calls else {"maxItems": 1}
@@ -141,7 +141,7 @@ def _call(name: str, parameters: Schema) -> Schema:
     }
 
 
-def _embedded(schema: Schema, place: str) -> Schema:
+def _embed_schema(schema: Schema, place: str) -> Schema:
     """Return a copy of `schema` for embedding at `place`. Tools can use different JSON drafts."""
 
     def change(part: Schema) -> Schema:
@@ -155,7 +155,7 @@ def _embedded(schema: Schema, place: str) -> Schema:
         return part
 
     own = {name: value for name, value in schema.items() if name not in ("$schema", "$id")}
-    embedded: Schema = rewritten(own, change)
+    embedded: Schema = rewrite_subschemas(own, change)
     return embedded
 
 

@@ -17,9 +17,9 @@ from router.openai.response.choices import (
     EchoedPrompt,
     Json,
     ResponseChoice,
-    joined,
+    join_chunks,
 )
-from router.openai.response.encoding import LazyArray, as_json, encoded
+from router.openai.response.encoding import LazyArray, as_json, encode_in_slices
 from router.openai.response.forced_calls import NamedCallParser, RequiredCallsParser
 from router.openai.response.logprobs import TokenSpeller, prompt_logprobs
 from router.openai.response.output_parsers import NO_PARSING, FirstCallFilter, OutputParser, Parsing
@@ -180,7 +180,7 @@ class WholeAnswer:
 
     def _likelihood(self, index: int) -> float:
         """Return the mean logprob of the answer's tokens."""
-        logprobs = [entry.logprob for entry in joined(self._pieces[index]).logprobs]
+        logprobs = [entry.logprob for entry in join_chunks(self._pieces[index]).logprobs]
         return statistics.fmean(logprobs) if logprobs else -math.inf
 
     def _prompt_fields(self) -> Json:
@@ -188,7 +188,7 @@ class WholeAnswer:
         num_top = self._options.num_prompt_logprobs
         if num_top is None or not self._options.is_chat:
             return {}
-        entries = joined(self._pieces[0]).prompt_logprobs
+        entries = join_chunks(self._pieces[0]).prompt_logprobs
         return {"prompt_logprobs": prompt_logprobs(entries, num_top, self._spell)}
 
 
@@ -225,7 +225,9 @@ class StreamedAnswer:
         if len(part.logprobs) + len(part.prompt_logprobs) <= MAX_POSITIONS_PER_SLICE:
             return event(chunk)
         choices = LazyArray(chunk["choices"], has_long_items=True)
-        return b"".join((b"data: ", *await encoded({**chunk, "choices": choices}), b"\n\n"))
+        return b"".join(
+            (b"data: ", *await encode_in_slices({**chunk, "choices": choices}), b"\n\n")
+        )
 
     def end(self) -> bytes:
         if not self._options.with_usage:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine.request import FinishReason
 from router.openai.request.parsed_request import ResponseOptions
 from router.openai.request.tool_choice import ToolCallMode
-from router.openai.response.choices import Json, finish_fields, joined
+from router.openai.response.choices import Json, finish_fields, join_chunks
 from router.openai.response.logprobs import TokenSpeller, chat_logprobs
 from router.openai.response.output_parsers import Delta, OutputParser, ToolCall
 from router.values import CompletionSummary, TokenChunk
@@ -47,7 +47,7 @@ class ChatChoice:
         }
 
     def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json:
-        piece = joined(pieces)
+        piece = join_chunks(pieces)
         parsed = self._reader.push(piece.text)
         parsed += self._reader.finish(is_cut_off=_is_cut_off(ending))
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}

@@ -57,7 +57,7 @@ class CompletionChoice:
         return {"index": self._index, "text": "", "logprobs": None, **finish_fields(ending)}
 
     def whole(self, pieces: Sequence[TokenChunk], ending: CompletionSummary) -> Json:
-        piece = joined(pieces)
+        piece = join_chunks(pieces)
         fields = {**self._fields(piece), **finish_fields(ending)}
         num_top = self._options.num_prompt_logprobs
         if num_top is not None:
@@ -102,7 +102,7 @@ def finish_fields(ending: CompletionSummary) -> Json:
     return {"finish_reason": finish.reason.value, "stop_reason": stopped_by}
 
 
-def joined(pieces: Iterable[TokenChunk]) -> TokenChunk:
+def join_chunks(pieces: Iterable[TokenChunk]) -> TokenChunk:
     """Concatenate the pieces."""
     pieces = list(pieces)
     return TokenChunk(

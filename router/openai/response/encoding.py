@@ -23,7 +23,7 @@ def as_json(value: object) -> bytes:
     return _dumps(value).encode()
 
 
-async def encoded(value: object) -> list[bytes]:
+async def encode_in_slices(value: object) -> list[bytes]:
     """Encode in slices that join to the bytes of `as_json`."""
     slices: list[bytes] = []
     held: list[str] = []

@@ -23,11 +23,11 @@ class Warnings:
 
     def of(self, *endings: CompletionSummary) -> Json:
         """Return the field `warnings`, or no field if there are none."""
-        capped = (self._capped(each.num_prompt_tokens) for each in endings)
+        capped = (self._describe_cap(each.num_prompt_tokens) for each in endings)
         warnings = [*self._of_tools, *dict.fromkeys(filter(None, capped))]
         return {"warnings": warnings} if warnings else {}
 
-    def _capped(self, num_prompt_tokens: int) -> str:
+    def _describe_cap(self, num_prompt_tokens: int) -> str:
         max_tokens, max_model_len = self._options.max_tokens, self._options.max_model_len
         if max_tokens is None or max_model_len is None:
             return ""

@@ -41,7 +41,7 @@ def test_guesses_grow_with_what_comes_true() -> None:
 
     lengths = []
     for num_accepted in (1, 2, 3, 4):
-        drafter.judged(NAME, 8, num_accepted)
+        drafter.note_accepted(NAME, 8, num_accepted)
         lengths.append(drafted(drafter))
 
     assert lengths == [2, 4, 6, 8]
@@ -55,7 +55,7 @@ def test_whoever_never_guesses_right_hardly_guesses_any_more() -> None:
         length = drafted(drafter)
         num_guessed += length
         if length:
-            drafter.judged(NAME, length, 0)
+            drafter.note_accepted(NAME, length, 0)
 
     assert num_guessed <= 8 + 4 + 1000 // MAX_PAUSE_STEPS + 6
 
@@ -65,11 +65,11 @@ def test_the_first_right_guess_ends_the_pauses() -> None:
     for _ in range(6):
         while not (length := drafted(drafter)):
             pass
-        drafter.judged(NAME, length, 0)
+        drafter.note_accepted(NAME, length, 0)
     while not drafted(drafter):
         pass
 
-    drafter.judged(NAME, 1, 1)
+    drafter.note_accepted(NAME, 1, 1)
 
     assert drafted(drafter) == 2
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.structured_output.llguidance_backend import GrammarValidator
 from engine.structured_output.params import MAX_CHARACTERS, StructuredOutputs
-from engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepared
+from engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepare_schema
 from errors import InvalidRequest
 
 
@@ -83,14 +83,14 @@ OVERLAPPING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("schema", EXCLUSIVE.values(), ids=EXCLUSIVE.keys())
 def test_one_of_branches_that_exclude_each_other_is_any_of(schema: dict[str, Any]) -> None:
-    assert "oneOf" not in prepared(schema)
+    assert "oneOf" not in prepare_schema(schema)
 
     GrammarValidator().compile(StructuredOutputs(json=json.dumps(schema)))
 
 
 @pytest.mark.parametrize("schema", OVERLAPPING.values(), ids=OVERLAPPING.keys())
 def test_one_of_branches_that_may_both_match_stays(schema: dict[str, Any]) -> None:
-    assert prepared(schema) == schema
+    assert prepare_schema(schema) == schema
 
 
 @pytest.mark.parametrize("schema", [OVERLAPPING["either property"], OVERLAPPING["patterns"]])
@@ -108,7 +108,7 @@ def test_a_format_that_is_not_known_is_an_annotation() -> None:
         "components": {"a": {"items": [{"format": "path"}]}},
     }
 
-    assert prepared(schema) == {
+    assert prepare_schema(schema) == {
         **schema,
         "$defs": {"format": {"type": "string", "maxLength": 3}},
         "components": {"a": {"items": [{}]}},
@@ -127,7 +127,7 @@ def test_formats_that_are_kept_to_are_those_that_the_library_knows(name: str) ->
     "given", [{"maxItems": 1}, {"type": ["string", "null"]}, {"uniqueItems": False}]
 )
 def test_unique_items_that_hold_anyway_are_left_out(given: dict[str, Any]) -> None:
-    assert "uniqueItems" not in prepared({"uniqueItems": True, **given})
+    assert "uniqueItems" not in prepare_schema({"uniqueItems": True, **given})
 
 
 def test_other_unique_items_are_refused_by_name() -> None:
@@ -153,4 +153,4 @@ def test_proofs_end_for_schemas_made_to_take_long() -> None:
     }
     schema = {"$defs": {**ways, names[-1]: {"type": "string"}}, "$ref": "#/$defs/d0"}
 
-    assert prepared(schema)["$defs"]["d0"] == ways["d0"]
+    assert prepare_schema(schema)["$defs"]["d0"] == ways["d0"]

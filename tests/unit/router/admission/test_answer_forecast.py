@@ -12,21 +12,21 @@ def after(
 ) -> AnswerForecast:
     forecast = AnswerForecast()
     for _ in range(num):
-        forecast.given(num_tokens, lasted_s, beside, is_whole=True)
+        forecast.note_answer(num_tokens, lasted_s, beside, is_whole=True)
     return forecast
 
 
 def test_nothing_is_foretold_before_there_was_an_answer() -> None:
     forecast = AnswerForecast()
-    forecast.given(0, 0.0, 3, is_whole=False)
+    forecast.note_answer(0, 0.0, 3, is_whole=False)
 
     assert forecast.lasts_s(100, 3) == 0.0
 
 
 def test_answers_are_at_least_as_long_as_what_came_of_those_that_broke_off() -> None:
     forecast = AnswerForecast()
-    forecast.given(5, 2.0, 3, is_whole=False)
-    forecast.given(3, 1.2, 3, is_whole=False)
+    forecast.note_answer(5, 2.0, 3, is_whole=False)
+    forecast.note_answer(3, 1.2, 3, is_whole=False)
 
     assert forecast.lasts_s(100, 3) == pytest.approx(2.0)
 
@@ -54,6 +54,6 @@ def test_with_fewer_beside_it_goes_faster_and_with_more_as_it_went() -> None:
 def test_answers_that_broke_off_tell_how_fast_tokens_come() -> None:
     forecast = after(1)
     for _ in range(100):
-        forecast.given(5, 10.0, 4, is_whole=False)
+        forecast.note_answer(5, 10.0, 4, is_whole=False)
 
     assert forecast.lasts_s(None, 4) == pytest.approx(20.0, rel=0.01)

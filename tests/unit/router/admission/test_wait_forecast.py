@@ -10,18 +10,18 @@ from router.admission.wait_forecast import FirstTokenForecast
 def steady(interval_s: float, num: int = 200) -> tuple[FirstTokenForecast, float]:
     """Two requests are always ahead, and one gets its first token in each interval."""
     forecast, now = FirstTokenForecast(), 0.0
-    forecast.came(0, now)
-    forecast.came(0, now)
+    forecast.note_arrival(0, now)
+    forecast.note_arrival(0, now)
     for _ in range(num):
         now += interval_s
-        forecast.came(0, now)
-        forecast.began(0, now)
+        forecast.note_arrival(0, now)
+        forecast.note_began(0, now)
     return forecast, now
 
 
 def test_nothing_is_foretold_before_anything_was_measured() -> None:
     forecast = FirstTokenForecast()
-    forecast.came(0, 0.0)
+    forecast.note_arrival(0, 0.0)
 
     assert forecast.wait_s(0) == 0.0
 
@@ -34,12 +34,12 @@ def test_the_wait_is_an_interval_for_each_one_ahead_and_one_for_itself() -> None
 
 def test_idle_time_does_not_count_as_slowness() -> None:
     forecast, now = steady(0.5)
-    forecast.left(0)
-    forecast.left(0)
+    forecast.note_left(0)
+    forecast.note_left(0)
 
-    forecast.came(0, now + 1000.0)
-    forecast.began(0, now + 1000.5)
-    forecast.came(0, now + 1001.0)
+    forecast.note_arrival(0, now + 1000.0)
+    forecast.note_began(0, now + 1000.5)
+    forecast.note_arrival(0, now + 1001.0)
 
     assert forecast.wait_s(0) == pytest.approx(1.0)
 
@@ -47,8 +47,8 @@ def test_idle_time_does_not_count_as_slowness() -> None:
 def test_with_nobody_ahead_nobody_is_told_to_wait() -> None:
     """Else one slow answer would turn everybody away, and nobody could show it is over."""
     forecast = FirstTokenForecast()
-    forecast.came(0, 0.0)
-    forecast.began(0, 1000.0)
+    forecast.note_arrival(0, 0.0)
+    forecast.note_began(0, 1000.0)
 
     assert forecast.wait_s(0) == 0.0
 

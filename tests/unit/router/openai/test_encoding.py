@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from kv_transfer.types import TokenLogprobs
-from router.openai.response.encoding import SLICE_CHARACTERS, LazyArray, as_json, encoded
+from router.openai.response.encoding import SLICE_CHARACTERS, LazyArray, as_json, encode_in_slices
 from router.openai.response.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from text.token_text import TokenText
 
@@ -36,8 +36,8 @@ def answer_of(num_positions: int) -> dict[str, Any]:
 def test_slices_are_the_same_json_as_the_whole() -> None:
     small = {**answer_of(3), "choices": list(answer_of(3)["choices"].items)}
 
-    assert b"".join(asyncio.run(encoded(answer_of(3)))) == as_json(small)
-    large = json.loads(b"".join(asyncio.run(encoded(answer_of(1000)))))
+    assert b"".join(asyncio.run(encode_in_slices(answer_of(3)))) == as_json(small)
+    large = json.loads(b"".join(asyncio.run(encode_in_slices(answer_of(1000)))))
     assert large["choices"][2]["prompt_logprobs"][:2] == [
         None,
         json.loads(as_json(small))["choices"][2]["prompt_logprobs"][1],
@@ -59,7 +59,7 @@ def test_the_event_loop_goes_on_while_a_large_answer_is_written() -> None:
                 await asyncio.sleep(0)
 
         counting = asyncio.ensure_future(count())
-        slices = await encoded(answer_of(1000))
+        slices = await encode_in_slices(answer_of(1000))
         counting.cancel()
         return slices
 

@@ -14,48 +14,48 @@ NODE, OTHER = "p:1", "p:2"
 def failed(times: int, at_s: float = 0.0) -> CircuitBreakers:
     breakers = CircuitBreakers(CONFIG)
     for _ in range(times):
-        breakers.failed([NODE], at_s)
+        breakers.note_failure([NODE], at_s)
     return breakers
 
 
 def test_a_node_is_avoided_after_failures_in_a_row_and_no_other_one_is() -> None:
-    assert failed(1).avoided(0.0) == frozenset()
-    assert failed(2).avoided(0.0) == {NODE}
+    assert failed(1).avoided_addresses(0.0) == frozenset()
+    assert failed(2).avoided_addresses(0.0) == {NODE}
 
 
 def test_a_success_between_failures_begins_the_count_anew() -> None:
     breakers = failed(1)
 
-    breakers.succeeded([NODE, OTHER])
-    breakers.failed([NODE], 0.0)
+    breakers.note_success([NODE, OTHER])
+    breakers.note_failure([NODE], 0.0)
 
-    assert breakers.avoided(0.0) == frozenset()
+    assert breakers.avoided_addresses(0.0) == frozenset()
 
 
 def test_after_its_pause_one_request_probes_it_while_the_others_keep_away() -> None:
     breakers = failed(2)
-    assert breakers.avoided(1.0) == frozenset()
+    assert breakers.avoided_addresses(1.0) == frozenset()
 
-    breakers.sent([NODE, OTHER], 1.0)
+    breakers.note_sent([NODE, OTHER], 1.0)
 
-    assert breakers.avoided(1.0) == {NODE}
+    assert breakers.avoided_addresses(1.0) == {NODE}
 
 
 def test_a_probe_that_comes_through_takes_the_node_back() -> None:
     breakers = failed(2)
-    breakers.sent([NODE], 1.0)
+    breakers.note_sent([NODE], 1.0)
 
-    breakers.succeeded([NODE])
+    breakers.note_success([NODE])
 
-    assert breakers.avoided(1.0) == frozenset()
+    assert breakers.avoided_addresses(1.0) == frozenset()
 
 
 def test_a_probe_of_which_nothing_is_heard_is_followed_by_another() -> None:
     breakers = failed(2)
 
-    breakers.sent([NODE], 1.0)
+    breakers.note_sent([NODE], 1.0)
 
-    assert breakers.avoided(2.0) == frozenset()
+    assert breakers.avoided_addresses(2.0) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_probe_of_which_nothing_is_heard_is_followed_by_another() -> None:
 def test_pauses_double_up_to_the_longest(times: int, pause_s: float) -> None:
     breakers = failed(times, at_s=10.0)
 
-    assert breakers.avoided(10.0 + pause_s - 0.01) == {NODE}
-    assert breakers.avoided(10.0 + pause_s) == frozenset()
+    assert breakers.avoided_addresses(10.0 + pause_s - 0.01) == {NODE}
+    assert breakers.avoided_addresses(10.0 + pause_s) == frozenset()
 
 
 @pytest.mark.parametrize(
