@@ -1,4 +1,4 @@
-"""Cluster that hostile and honest clients share."""
+"""Fixture of a cluster that hostile and honest clients share."""
 
 from __future__ import annotations
 

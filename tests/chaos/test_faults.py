@@ -1,4 +1,4 @@
-"""Each kind of fault, once, to each role it can strike: under load, every answer stays right."""
+"""Every kind of fault on every role it applies to, under load: all answers stay correct."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Running:
         return self.runner.run(scene())
 
     def under(self, attack: Attack) -> Report:
-        """A hostile client beside the load and two bystanders."""
+        """Run a hostile client in parallel to the load and two bystanders."""
 
         async def scene() -> Report:
             target = self.cluster.hostile_target
@@ -73,7 +73,7 @@ class Running:
         return self.runner.run(scene())
 
     def total(self, role: TargetRole, metric: Metric, label: str = "") -> float:
-        """What all processes of a role have counted."""
+        """Return the sum of a counter over all processes of a role."""
 
         async def scene() -> float:
             places = range(self.cluster.num_by_role[role])
@@ -85,7 +85,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One cluster for all: each test leaves it well."""
+    """Share one cluster; each test leaves it healthy."""
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
     small = ("--kv-cache-memory", "256KiB", "--threads", "1")
     setting = ChaosClusterConfig(

@@ -1,4 +1,4 @@
-"""A peer that says a good Hello, and then what cannot be; or whose Hello is that already."""
+"""Links of a hostile peer: an invalid Hello, or a valid one followed by invalid messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def hello_to(channel: grpc.Channel) -> Hello:
-    """As an honest decode node would say it, which the node tells everybody how to do."""
+    """Return the Hello of an honest decode node, made from the node's public description."""
     node = node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest())
     region = kv_link_pb2.Region(base=4096, num_blocks=8, block_bytes=node.block_bytes, device="cpu")
     return Hello(
@@ -39,7 +39,7 @@ def hello_to(channel: grpc.Channel) -> Hello:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What the node answered before it ended the link, and how it ended it."""
+    """Messages that the node sent before it ended the link, and the final status."""
 
     heard: list[LinkMessage]
     code: grpc.StatusCode
@@ -47,7 +47,7 @@ class Word:
 
 
 def last_word(channel: grpc.Channel, *said: LinkMessage) -> Word:
-    """Says these and holds the link open."""
+    """Send these messages, keep the link open and return the node's reply."""
     is_over = threading.Event()
 
     def requests() -> Iterator[kv_link_pb2.LinkRequest]:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A method, and the process of the cluster that serves it."""
+    """Method and the process of the cluster that serves it."""
 
     served_by: str
     method: MethodDescriptor
@@ -111,7 +111,7 @@ class Ended:
 
 
 def outcome_of(channel: grpc.Channel, target: Target, messages: Sequence[bytes]) -> Ended:
-    """Return how the call ended; OK if it was left because it may go on."""
+    """Return the status of the call; OK if it was cancelled because it has no end."""
     is_stream = target.method.client_streaming
     make: Any = channel.stream_stream if is_stream else channel.unary_stream
     method = make(target.path, request_serializer=bytes, response_deserializer=bytes)

@@ -1,4 +1,4 @@
-"""Three times as many requests as there is room for: who is served, refused, and goes first."""
+"""Overload with three times the capacity: requests are served, queued by priority or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @dataclass(slots=True)
 class Crowd:
-    """What became of whom, in the order in which it was told."""
+    """Outcomes of concurrent requests, in the order in which they arrived."""
 
     served: list[int] = field(default_factory=list)  # priorities
     token_ids: set[tuple[int, ...]] = field(default_factory=set)
@@ -51,9 +51,10 @@ class Crowd:
 
 
 async def come(address: str) -> tuple[Crowd, int]:
-    """Ordinary requests all at once; when there is room in line whoever of them is still on its
-    way, and those just told that they are served still hold their turn, urgent ones. With how
-    many had been served by then."""
+    """Send all ordinary requests at once, and the urgent ones as soon as the queue has room.
+
+    Return the outcomes, and the number of requests that had been served before the urgent ones.
+    """
     crowd = Crowd()
     async with AsyncClient(address, retries=Retries(max_attempts=1)) as client:
         asking = [asyncio.ensure_future(crowd.ask(client, 0)) for _ in range(NUM_ORDINARY)]

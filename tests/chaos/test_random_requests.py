@@ -1,7 +1,7 @@
-"""300 random requests against three deployments: every token equals `baton.LLM`'s.
+"""Random requests (300) on three deployments: every token equals that of `baton.LLM`.
 
 The demo model runs on the native kernels, whose results do not depend on batch, chunking or
-history. So each request has one right answer, whichever nodes compute it.
+history. So each request has one correct answer, whichever nodes compute it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RandomRequest:
 
     @property
     def samplings(self) -> list[SamplingParams]:
-        """Sampling parameters of each of the `n` answers: answer i uses the seed plus i."""
+        """Return the sampling parameters of the `n` answers: answer i uses the seed plus i."""
         sampling = self.generation.sampling
         assert isinstance(sampling, SamplingParams)
         assert sampling.seed is not None
@@ -106,13 +106,13 @@ def requests() -> list[RandomRequest]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[RandomRequest]) -> Iterator[list[list[Completion]]]:
-    """The answers of `baton.LLM`, in this process, to each request."""
+    """Yield the answers of `baton.LLM`, in this process, to each request."""
     with LLM(MODEL, kv_cache_memory="64MiB", num_threads=1, show_progress=False) as llm:
         yield _answers_of(llm, requests)
 
 
 def _answers_of(llm: LLM, requests: Sequence[RandomRequest]) -> list[list[Completion]]:
-    """`LLM.generate` takes one stop rule per call, so requests are grouped by theirs."""
+    """Group the requests by stop rule, since `LLM.generate` takes one per call."""
     places_by_rule = defaultdict(list)
     for place, request in enumerate(requests):
         generation = request.generation
@@ -172,7 +172,7 @@ def test_every_random_request_gets_the_tokens_of_the_local_engine(
 async def _ask_all(
     cluster: LocalCluster, requests: Sequence[RandomRequest], kills: bool
 ) -> tuple[list[list[Answer]], int]:
-    """Answers in the order of `requests`, and the number of nodes killed meanwhile."""
+    """Return the answers in the order of `requests`, and the number of nodes killed meanwhile."""
     answers: list[list[Answer] | None] = [None] * len(requests)
     places = iter(range(len(requests)))
     num_answered = asyncio.Semaphore(0)
@@ -195,7 +195,7 @@ async def _ask_all(
 async def _kill_in_turn(
     cluster: LocalCluster, num_answered: asyncio.Semaphore, num_requests: int
 ) -> int:
-    """Kill and restart one node after another, each time some more answers have come."""
+    """Kill and restart one node after another, each time after some more answers."""
     num_kills = num_requests // ANSWERS_PER_KILL - 1
     for i, siblings in zip(range(num_kills), cycle((cluster.decodes, cluster.prefills))):
         for _ in range(ANSWERS_PER_KILL):

@@ -1,4 +1,4 @@
-"""The container image, built once, and clusters of its containers."""
+"""Fixtures of the container image, built once, and of clusters of its containers."""
 
 from __future__ import annotations
 

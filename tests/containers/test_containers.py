@@ -1,4 +1,4 @@
-"""The cluster of docker-compose.yml, in real containers. By hand: `make containers`."""
+"""Cluster of docker-compose.yml in real containers. Run it with `make containers`."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def ask(client: Client, prompt: str) -> Answer:
 
 @contextmanager
 def connected(cluster: ContainerCluster) -> Iterator[Client]:
-    """A client that tries nothing twice: the router alone has to see to it."""
+    """Yield a client without retries: recovery is up to the router alone."""
     with Client(cluster.address, timeout_s=PATIENCE_S, retries=Retries(max_attempts=1)) as client:
         yield client
 
 
 class Load:
-    """Requests without a pause, on several threads, until told to stop."""
+    """Continuous requests on several threads, until stopped."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -52,7 +52,7 @@ class Load:
         self.answers: list[tuple[str, Answer]] = []
 
     def await_answers(self, count: int) -> None:
-        """So many more, from now on."""
+        """Wait for `count` further answers."""
         while self._answered.acquire(blocking=False):
             pass
         for _ in range(count):
@@ -60,7 +60,7 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Raises whatever a request failed with."""
+        """Run the load within the block. Raises the first error of a request."""
         with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
             workers: list[Future[None]] = [threads.submit(self._work) for _ in range(NUM_AT_ONCE)]
             try:
@@ -78,7 +78,7 @@ class Load:
 
 
 def check_answers_while(cluster: ContainerCluster, disturb: Callable[[Load], object]) -> None:
-    """Every answer comes, and is the one that a quiet cluster gives."""
+    """Check that every request is answered, and with the tokens of an undisturbed cluster."""
     with connected(cluster) as client:
         quiet = {prompt: ask(client, prompt) for prompt in PROMPTS}
         assert len({tuple(quiet[prompt].token_ids) for prompt in DISTINCT}) == len(DISTINCT)
@@ -97,7 +97,7 @@ def check_answers_while(cluster: ContainerCluster, disturb: Callable[[Load], obj
 
 
 def difference(answer: Answer, quiet: Answer) -> str:
-    """Where it begins, and who served both in how many tries."""
+    """Return the first difference, and the nodes and attempts behind both answers."""
     pairs = zip_longest(answer.token_ids, quiet.token_ids)
     place, (found, wanted) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     served = [one.finish and one.finish.served for one in (answer, quiet)]

@@ -1,4 +1,4 @@
-"""The same cluster with TLS, and with the other KV transport. By hand: `make containers`."""
+"""Compose variants: TLS, and the UCXX transport for KV. Run them with `make containers`."""
 
 from __future__ import annotations
 

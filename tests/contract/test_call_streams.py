@@ -1,4 +1,4 @@
-"""Many calls on one stream between router and node, over real gRPC: none touches another."""
+"""Concurrent calls on one router-node stream over real gRPC: they do not affect each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def connected(node: ScriptedNode) -> AsyncIterator[NodeStream]:
 
 
 class Asked:
-    """A call by the router, and the node's end of it."""
+    """Call of the router, with the events that it receives."""
 
     def __init__(self, stream: NodeStream) -> None:
         self.events: list[node_pb2.CallEvent] = []

@@ -1,6 +1,6 @@
-"""How calls end, and that their spans tell it so: over real gRPC, on the router and on nodes.
+"""Span status of ended calls, on the router and on nodes, over real gRPC.
 
-OpenTelemetry's own instrumentation takes cancelled calls and bugs in streams for successes.
+OpenTelemetry's own instrumentation reports cancelled calls and bugs in streams as successful.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _broken(prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
 
 
 class Led(RequestTrace):
-    """Sends the context of a leg along."""
+    """Request trace that sends the trace context with each node RPC."""
 
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
@@ -132,7 +132,7 @@ class Led(RequestTrace):
 
 
 class StuckRunner:
-    """Ends a pass when it is let go."""
+    """Runner whose pass ends when the test releases it."""
 
     def __init__(self) -> None:
         self._fake = FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
@@ -151,7 +151,7 @@ class BrokenRunner:
 
 @dataclass
 class Called:
-    """One call of the router to a node, and the node's tracer."""
+    """One call of the router to a node, with the node's tracer."""
 
     call: asyncio.Task[None]
     calls: GrpcNodeCalls
@@ -179,12 +179,12 @@ async def calling(core: EngineCore, timeout_s: float | None = None) -> AsyncIter
 
 
 def _ignore(event: LegEvent) -> None:
-    """It is the end that counts."""
+    """Drop the event: only the end of the call matters."""
 
 
 @asynccontextmanager
 async def stuck(timeout_s: float | None = None) -> AsyncIterator[Called]:
-    """In the engine, which goes on after the block."""
+    """Yield a call whose engine pass is blocked until the end of the block."""
     runner = StuckRunner()
     async with calling(an_engine(runner=runner), timeout_s) as called:
         try:

@@ -1,4 +1,4 @@
-"""What Python clients do when calls fail, are left early, or must show a token."""
+"""Python clients: retries, cancellation, timeouts and bearer tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""KV never leaves a device before it is written: the contract of the hook's completion fences.
+"""Completion fences of the KV hook: no KV leaves a device before it is written.
 
-The device of these tests computes asynchronously. What is launched lands in order, and only when
-a fence is waited for or the test lets the device catch up.
+The device of these tests computes asynchronously. Launched work completes in order, and only when
+a fence is waited for or the test advances the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROOM = replace(CONFIG, sender=replace(CONFIG.sender, max_in_flight_bytes=64 * BL
 
 
 class FencelessWorker(KvTransferWorker):
-    """A worker half that takes "launched" for "written"."""
+    """KV worker that ignores fences: it treats launched work as completed."""
 
     def layer_done(self, layer: int, now: float, fence: Fence = PASSED) -> None:
         super().layer_done(layer, now)
@@ -56,7 +56,7 @@ def in_a_pass(
     worker: type[KvTransferWorker] = KvTransferWorker,
     verify: bool = False,
 ) -> tuple[World, Node, LaggingMemory]:
-    """A prompt whose blocks are granted and computed by the pass that begins now."""
+    """Return a world with a granted prompt that the pass just begun computes."""
     world = World(
         config=replace(ROOM, verify=verify),
         lags=True,
@@ -127,7 +127,7 @@ def test_where_no_layer_is_to_leave_the_end_of_a_pass_waits_for_nothing() -> Non
 
 
 def test_no_block_is_granted_while_a_pass_may_still_write_it() -> None:
-    """An aborted request's blocks are free before the device is done with them."""
+    """The blocks of an aborted request are free before the device has finished its writes."""
     world = World(lags=True)
     node = world.ps["p0"]
     assert isinstance(node.memory, LaggingMemory)
@@ -183,7 +183,7 @@ def test_fences_are_passed_in_order_and_each_counts_once() -> None:
 
 @dataclass(slots=True)
 class SnapshotFence:
-    """Knows which layers of a block were launched before it."""
+    """Fence that records which layers of a block were launched before it."""
 
     written: list[bool]
     is_passed: bool = False
@@ -221,7 +221,7 @@ class TakesFences:
         self.fences.append((layer, fence.written))
 
     def pass_done(self) -> None:
-        """Nothing is waited for."""
+        """Do nothing: the pass waits for no transfer."""
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def a_plan(prompt: Sequence[int], block: int, num_tokens: int) -> Plan:
 def test_each_layer_has_a_fence_behind_its_kv_and_a_pass_ends_with_the_device(
     folder: Path, num_tokens: int
 ) -> None:
-    """Of a chunk in the middle of a prompt, too, which no sampled token waits for."""
+    """This includes a chunk in the middle of a prompt, for which no sampled token is waited for."""
     with load_runner(RunnerConfig(str(folder), kv_cache_bytes=1 << 20)) as runner:
         runner.hook = hook = TakesFences()
         runner.fences = fences = SnapshotFences(runner, block=3)

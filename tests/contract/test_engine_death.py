@@ -1,4 +1,4 @@
-"""An engine that dies of a bug: the router goes on elsewhere, over real gRPC."""
+"""Engine crashes over real gRPC: the router retries on another node."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PROMPT, SEED, NUM_TOKENS = (3, 4, 5), 7, 12
 
 
 class Bug(Exception):
-    """Something that nobody thought of."""
+    """Unexpected error of an engine."""
 
 
 @dataclass(slots=True)
 class Fate:
-    """Which engines die: as many as it says, whoever is asked first."""
+    """Plan of engine crashes: the first `num_deaths` engines that run a request crash."""
 
     num_passes: int  # that each of them does before
     num_deaths: int
@@ -71,7 +71,7 @@ def a_runner() -> FakeRunner:
 
 
 class Failing(FakeRunner):
-    """No pass of it comes to its end."""
+    """Runner whose passes all fail."""
 
     def __init__(self, kv: KvTensor) -> None:
         super().__init__(kv, VOCAB_SIZE)
@@ -103,7 +103,7 @@ async def ask(pipeline: Pipeline) -> tuple[list[int], CompletionSummary]:
 
 
 def ask_nodes(*engines: EngineCore) -> tuple[list[int], CompletionSummary]:
-    """One request over a decode node for each engine."""
+    """Run one request on a router with one decode node per engine."""
 
     async def scene() -> tuple[list[int], CompletionSummary]:
         async with AsyncExitStack() as running, asyncio.timeout(PATIENCE_S):

@@ -1,4 +1,4 @@
-"""The control link over real gRPC on loopback: what the worker half may count on."""
+"""Control links of KV workers over real gRPC on loopback: order, loss and heartbeat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def a_message(number: int) -> LinkMessage:
 
 @dataclass(slots=True)
 class Heard:
-    """What one side's worker is told, in order; a loss is told as its reason."""
+    """Messages delivered to one worker, in order; the loss of a link is recorded as its reason."""
 
     letters: asyncio.Queue[tuple[LinkId, LinkMessage | str]] = field(default_factory=asyncio.Queue)
     pulsed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""Connections of the HTTP server: bounded in number and in the time that a client may take."""
+"""Connection limits of the HTTP server: number, idle time and time per request."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_connection_that_is_answered_outlives_the_limits_for_silence() -> None
 
 
 class Lines(logging.Handler):
-    """Counts what is logged, and says when there was enough of it."""
+    """Log handler that counts records and sets an event when there are enough."""
 
     def __init__(self, enough: int) -> None:
         super().__init__()

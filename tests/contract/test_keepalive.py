@@ -1,4 +1,4 @@
-"""Connections that break in silence are found out, and pings never make a server angry."""
+"""gRPC keepalive: silent connections are detected, and servers accept the pings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WATCHFUL = Keepalive(every_s=0.1, patience_s=1.0)
 
 @dataclass(slots=True)
 class Wire:
-    """Passes bytes between a client and a server until it is told to keep them."""
+    """TCP proxy between client and server that can stop forwarding."""
 
     is_silent: bool = False
     address: str = ""
@@ -65,7 +65,7 @@ async def a_wire_to(server: str) -> AsyncIterator[Wire]:
 
 
 class Watching:
-    """A call that is told of nothing more after its first answer."""
+    """Call that receives one response and then waits."""
 
     def __init__(self, address: str, keepalive: Keepalive) -> None:
         self._channel = open_channel(address, keepalive=keepalive)

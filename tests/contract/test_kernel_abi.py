@@ -27,7 +27,7 @@ def some_library() -> Path:
 
 
 def cpp_checks(struct: type[ctypes.Structure]) -> list[str]:
-    """Assertions in C++ that size, field names, field sizes and offsets are those in Python."""
+    """Return C++ assertions that size, field names, field sizes and offsets match Python."""
     name = f"baton::{struct.__name__}"
     checks = [f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"]
     for field, *_ in struct._fields_:

@@ -1,4 +1,4 @@
-"""Calls to nodes over real gRPC: what becomes of them when the client's time is over."""
+"""Deadlines of node RPCs over real gRPC."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER = replace(REQUEST, request_id=RequestId("other#1"))
 
 
 def ignore(event: LegEvent) -> None:
-    """It is the end that counts."""
+    """Drop the event: only the end of the call matters."""
 
 
 @asynccontextmanager

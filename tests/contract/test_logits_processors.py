@@ -1,4 +1,4 @@
-"""Processors of people's own: found, asked, and kept from harming anybody."""
+"""Custom logits processors: discovery, application and isolation of failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EOS = (7,)
 
 
 class Favour:
-    """Makes one token certain."""
+    """Processor that forces one token."""
 
     arguments = frozenset({"favour"})
 
@@ -45,7 +45,7 @@ class Favour:
 
 
 class Echo(Favour):
-    """The token that is so many places back in the answer; looks at what it is given."""
+    """Processor that repeats the token a given distance back, and records its arguments."""
 
     arguments = frozenset({"back"})
 
@@ -77,7 +77,7 @@ def row(*known: int, num_prompt: int = 1, **extra: Argument) -> TokenRun:
 
 
 def chosen(*rows: TokenRun) -> list[int | str]:
-    """Token ids, or why there is none; without a processor token 5 would be taken."""
+    """Return token ids or errors; without a processor, token 5 is chosen."""
     logits = torch.zeros(len(rows), MODEL.vocab_size)
     logits[:, 5] = 1.0
     choices = Sampler(EOS, all_of_them()).choose(logits, rows)

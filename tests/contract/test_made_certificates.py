@@ -1,4 +1,4 @@
-"""What tools/make_certificates.sh makes is what Compose and Kubernetes are wired for."""
+"""Certificates of tools/make_certificates.sh match the names used by Compose and Kubernetes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def identity(made: Path, who: str) -> TlsConfig:
-    """As a process of the cluster is told."""
+    """Return the TLS settings of a cluster process."""
     ca = made / "ca.crt"
     return TlsConfig(made / f"{who}.crt", made / f"{who}.key", ca, None, "node.baton")
 

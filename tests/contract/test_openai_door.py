@@ -1,4 +1,4 @@
-"""The HTTP door as the `openai` client finds it, over nodes that behave."""
+"""OpenAI-compatible HTTP API, tested with the `openai` client and fake nodes."""
 
 from __future__ import annotations
 
@@ -601,7 +601,7 @@ async def status_at(
 
 
 class Scripted(NoTokenizer):
-    """Every chat is the same prompt, and every answer the same text, three characters a token."""
+    """Tokenizer with a fixed prompt and a fixed answer of three characters per token."""
 
     def __init__(self, script: str) -> None:
         self._script = script
@@ -722,7 +722,7 @@ def test_what_a_request_asked_for_and_did_not_get_is_told_in_warnings() -> None:
 
 
 def test_both_doors_share_one_line() -> None:
-    """What came by one counts for the other."""
+    """Requests over one protocol count against the limit for the other."""
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Metrics as an OTLP collector gets them: the real exporter, a real gRPC server."""
+"""Metrics export over OTLP: the real exporter and a real gRPC server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reset of prefix caches: from the router's doors to the engines of all nodes."""
+"""Reset of prefix caches, from the router's gRPC and HTTP APIs to the engines of all nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that were quantised before, and weights that are quantised as they are loaded."""
+"""Prequantized model folders, and weights that are quantized while loading."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logprobs_of(model: Path, prompt: tuple[int, ...], **settings: Any) -> torch.Tensor:
-    """Of each token but the first, given those before it."""
+    """Return the logprob of each token but the first, given the tokens before it."""
     with LLM(str(model), kv_cache_memory="16MiB", **settings) as llm:
         [answer] = llm.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert answer.prompt_logprobs is not None

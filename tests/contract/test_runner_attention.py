@@ -1,4 +1,4 @@
-"""What every paged attention must do, shown against attention in float64, token by token."""
+"""Paged attention of every implementation against token-by-token attention in float64."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence's part in the pass."""
+    """Share of one sequence in the pass."""
 
     computed: int  # tokens whose KV is in the cache before the pass
     queries: int
@@ -61,7 +61,7 @@ class Part:
 
 
 class World:
-    """Sequences with random keys and values, laid out in blocks amid garbage."""
+    """Sequences with random keys and values, in blocks surrounded by garbage."""
 
     def __init__(self, shape: Shape, sequences: list[Part], seed: int) -> None:
         self.shape = shape
@@ -99,7 +99,7 @@ class World:
         )
 
     def attend(self, make: MakeAttention) -> list[Tensor]:
-        """By layer, as the model asks for it."""
+        """Return the outputs by layer, in the order in which the model calls attention."""
         running = make(self.kv, self.shape.windows).begin(self.layout())
         answers = []
         for layer in range(self.shape.num_layers):
@@ -128,7 +128,7 @@ class World:
         return torch.stack(heads)
 
     def _fresh(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of the pass's own tokens, in flat order."""
+        """Return the keys and values of the pass's new tokens, in flat order."""
         parts = [
             keys_values[:, layer, :, :, each.computed :].permute(0, 3, 1, 2)
             for each, keys_values in zip(self.sequences, self.keys_values, strict=True)
@@ -143,7 +143,7 @@ class World:
         return [[order.pop() for _ in range(count)] for count in counts]
 
     def _cache(self) -> Tensor:
-        """What was computed before is in its slots; everything else is NaN."""
+        """Return a cache with the KV computed before the pass, and NaN everywhere else."""
         shape = self.shape
         num_blocks = sum(map(len, self.tables)) + 3
         per_block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
@@ -174,7 +174,7 @@ def check(make: MakeAttention, world: World) -> None:
 
 
 def check_writes(world: World, before: Tensor) -> None:
-    """Each new token's slot holds its KV, and no other slot was touched."""
+    """Check that each new token's slot holds its KV, and that all other slots are unchanged."""
     layout = world.layout()
     for layer in range(world.shape.num_layers):
         keys, values = world._fresh(layer)

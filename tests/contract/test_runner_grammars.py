@@ -1,4 +1,4 @@
-"""Grammars in the runner: its masks against trying every token, alone, in company, put back."""
+"""Grammar masks in the runner against a reference that tries every token."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_in_company_in_chunks_and_put_back_an_answer_is_the_same(
 def test_an_answer_begun_elsewhere_goes_on_from_its_tokens(
     runner: TorchRunner, library: GrammarLibrary
 ) -> None:
-    """As after a hand-off, where the first token comes from the peer, and after a migration."""
+    """Covers hand-offs, whose first token comes from the peer, and migrations."""
     (whole,) = driver(runner).run(drive(library, FORMS["json"]))
     for num_given in (1, 5, len(whole) - 1):
         rest = drive(library, FORMS["json"])
@@ -133,7 +133,7 @@ def test_an_answer_begun_elsewhere_goes_on_from_its_tokens(
 
 def test_each_token_is_taken_once(runner: TorchRunner, library: GrammarLibrary) -> None:
     class Noted:
-        """A grammar that remembers what its one matcher is told."""
+        """Grammar that records the tokens passed to its matcher."""
 
         def __init__(self, grammar: Grammar) -> None:
             self._matcher: Matcher = grammar.matcher()
@@ -234,7 +234,7 @@ def driver(runner: TorchRunner) -> Driver:
 
 
 def _by_trying(folder: Path, asked: Drive) -> list[int]:
-    """Each time the likeliest token, by another implementation, that a fresh matcher takes."""
+    """Generate greedily with transformers' logits, choosing the likeliest token that is allowed."""
     assert asked.grammar is not None
     answer: list[int] = []
     while len(answer) < asked.num_tokens and EOS_TOKEN_ID not in answer:

@@ -1,4 +1,4 @@
-"""Layers in one call of the native kernels: the same bits as with these kernels part by part."""
+"""Fused layer call of the native kernels: same bits as the kernels called one by one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def passes_through(
     *,
     are_ends_alone: bool = False,
 ) -> list[Tensor]:
-    """The states behind each pass, of all tokens or of the last ones asked for; then the cache."""
+    """Return the states after each pass, of all or of the last tokens, followed by the cache."""
     config = read_model_config(folder)
     with WeightFiles(folder) as files:
         decoder = load_decoder(config, files, LoadTarget(dtype, CPU, parts, quantize))
@@ -83,7 +83,7 @@ def passes_through(
 
 
 def layout_of(sequences: Sequence[tuple[int, int]]) -> PassLayout:
-    """The first has the blocks from 0 on, the other those behind."""
+    """Return the layout of sequences with ten blocks each, in order."""
     places = [
         (which, position)
         for which, (had, now) in enumerate(sequences)
@@ -136,7 +136,7 @@ def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) 
 
 
 def at_ends(passed: Sequence[Tensor]) -> list[Tensor]:
-    """What is asked for, out of the states of all tokens."""
+    """Select the requested tokens from the states of all tokens."""
     *states, kv = passed
     last = [layout_of(sequences).last_token_indices(np.arange(2)) for sequences in PASSES]
     picked = [

@@ -1,4 +1,4 @@
-"""Loading a model folder: what is good is taken whole, what is bad is named."""
+"""Model loading: valid folders load completely, invalid ones raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def folder(made: dict[str, Path], tmp_path: Path) -> Path:
-    """A good folder of the test's own, to spoil."""
+    """Return a valid folder that the test may damage."""
     return Path(shutil.copytree(made["llama"], tmp_path / "llama"))
 
 
@@ -47,7 +47,7 @@ def load(folder: Path, **settings: Any) -> Any:
 
 
 def rewrite(path: Path, change: Mapping[str, Any]) -> None:
-    """None takes a field out."""
+    """Change fields of a JSON file; None removes a field."""
     fields = {**json.loads(path.read_text()), **change}
     path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
 
@@ -422,7 +422,7 @@ def test_a_path_that_is_no_folder_is_no_hub_name_either(tmp_path: Path) -> None:
 
 @pytest.fixture
 def snapshot(folder: Path, tmp_path: Path) -> Path:
-    """The model `maker/model`, as huggingface_hub lays it out in its cache."""
+    """Return the model `maker/model`, laid out as in the cache of huggingface_hub."""
     repo = tmp_path / "hub" / "models--maker--model"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("abc")

@@ -1,4 +1,4 @@
-"""What the parts of a decoder must compute, each kernel against plain torch."""
+"""Decoder operations: each kernel against plain torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def is_near(found: Tensor, wanted: Tensor) -> bool:
-    """Within two roundings of bfloat16."""
+    """Return whether the values are within two bfloat16 roundings."""
     return torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=2**-7)
 
 
@@ -136,7 +136,7 @@ def test_tokens_that_do_not_fit_a_cache_at_once_are_all_multiplied(
 def test_products_below_the_least_number_are_computed_alike_in_any_company(
     kernels: Kernels,
 ) -> None:
-    """Some processors take them for zero, but not in each of their instructions by themselves."""
+    """Some processors flush subnormals to zero, but only in some of their instructions."""
     activations, weight = drawn(6, 40, 96) * 2.0**-70, drawn(7, 128, 96) * 2.0**-60
     linear = NativeOps(kernels).linear(weight, None)
 
@@ -157,7 +157,7 @@ def test_an_answer_longer_than_the_caches_has_the_same_bits(
 
 
 def quantized(seed: int, num_rows: int, num_columns: int, bits: int, group: int) -> Quantized:
-    """Any numbers, scales and zeros, as folders may hold them."""
+    """Return random numbers, scales and zero points, as a quantized folder may contain them."""
     generator = torch.Generator().manual_seed(seed)
     num_groups = -(-num_columns // group)
 

@@ -1,4 +1,4 @@
-"""A runner between plans and results: its hooks, its faults and what it keeps."""
+"""Passes of a runner: hooks, contained faults and state between passes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def poisoned_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, with one token that turns everything it meets to NaN."""
+    """Return a copy of the model with one token whose embedding is NaN."""
     spoilt = tmp_path_factory.mktemp("poisoned") / "llama"
     shutil.copytree(folder, spoilt)
     tensors = load_file(spoilt / "model.safetensors")
@@ -87,14 +87,14 @@ def row(name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> PlanRow:
 
 
 def layer_of(memory: KvMemory, block: int, layer: int) -> np.ndarray:
-    """What lies at the numbers that the runner gives to those who know no torch."""
+    """Return the KV of a block's layer, read at the address that the runner publishes."""
     start = memory.address + block * memory.block_bytes + layer * memory.layer_bytes
     raw = (ctypes.c_char * memory.layer_bytes).from_address(start)
     return np.frombuffer(bytes(raw), dtype=np.float32)
 
 
 class SeenLayers:
-    """A hook that looks at the KV memory each time it is told."""
+    """Hook that reads the KV memory on each call."""
 
     def __init__(self, memory: KvMemory, block: int) -> None:
         self._memory = memory
@@ -231,7 +231,7 @@ CHUNK = 24
 
 
 def engine_of(runner: TorchRunner) -> EngineCore:
-    """It lets everything through to the runner."""
+    """Return an engine whose limits never restrict the runner."""
     config = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=CHUNK,
@@ -262,7 +262,7 @@ def prompt_logprobs_in(outputs: list[Output]) -> list[TokenLogprobs | None]:
 def test_a_pass_that_one_request_breaks_is_run_again_without_it(
     folder: Path, speculation: Speculation | None
 ) -> None:
-    """The others go on in the middle of their prompts, logprobs carried over between chunks."""
+    """The other requests continue in the middle of their prompts, with logprobs across chunks."""
     sampling = replace(GREEDY, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
     good = [
         EngineRequest(RequestId(str(n)), prompt_of(length), sampling, seed=n)
@@ -315,7 +315,7 @@ def test_a_hook_that_fails_is_told_apart_from_a_pass_that_fails(folder: Path) ->
             raise ConnectionError("the wire broke")
 
         def pass_done(self) -> None:
-            """It does not come to that."""
+            """Do nothing: the test fails the pass before this."""
 
     with load(folder) as runner:
         runner.hook = Broken()

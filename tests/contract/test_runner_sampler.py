@@ -1,4 +1,4 @@
-"""Sampling: each setting against an independent reference, and every draw repeatable."""
+"""Sampling: each setting against an independent reference, with reproducible draws."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def choose(logits: Tensor, *rows: TokenRun) -> list[int | None]:
 
 
 def draw_many(logits: Tensor, num: int, **asked: Any) -> Counter[int]:
-    """One draw per seed, all from the same row of logits."""
+    """Draw once per seed from the same row of logits."""
     rows = [row(seed=seed, **asked) for seed in range(num)]
     drawn: Counter[int] = Counter()
     for token_id in choose(logits.expand(num, -1), *rows):
@@ -62,7 +62,7 @@ def draw_many(logits: Tensor, num: int, **asked: Any) -> Counter[int]:
 
 
 def assert_drawn_by(probabilities: Tensor, drawn: Counter[int]) -> None:
-    """Chi-square over the tokens with enough mass; none drawn that has none."""
+    """Check draws by a chi-square test; tokens of zero probability must not be drawn."""
     total = sum(drawn.values())
     assert all(probabilities[token_id] > 0 for token_id in drawn)
     expected = probabilities.double() * total
@@ -94,7 +94,7 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None
 
 
 def warped(logits: Tensor, *warpers: Any) -> Tensor:
-    """What transformers' own warpers leave of the distribution, in the order given."""
+    """Return the distribution after transformers' own warpers, applied in this order."""
     scores = logits[None]
     for warper in warpers:
         scores = warper(None, scores)
@@ -186,7 +186,7 @@ def test_waiting_times_are_exponential() -> None:
 
 
 def test_waiting_times_are_these_for_ever() -> None:
-    """Another node, another build: a request goes on with the tokens it would have had."""
+    """A request that migrates to another node or build keeps its tokens."""
     times = exponential_numbers(
         [0, 1, 2**63 - 1, -5], [0, 1, 10**6, 7], torch.arange(2).expand(4, -1)
     )

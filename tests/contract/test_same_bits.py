@@ -1,8 +1,8 @@
-"""What native kernels promise: a token's bits do not depend on how it came to be computed.
+"""Batch invariance of the native kernels: a token's bits depend on its sequence alone.
 
-Not on the chunks its prompt was cut into, nor on the company it has in a pass, nor on whether it
-was written in a step of its own or is computed again with others. So an answer that goes on
-elsewhere goes on with the tokens it would have had, even where two are as likely as each other.
+They do not depend on the chunks of its prompt, on the other requests of a pass, or on whether the
+token was generated or recomputed. So an answer that migrates to another node keeps its tokens,
+even where two tokens are equally likely.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Cut = Callable[[int], int]  # of so many tokens that are left, how many the next
 
 
 class Sequences:
-    """Random keys, values and queries of some sequences, in one layer of a cache amid garbage."""
+    """Random keys, values and queries of some sequences, in one layer of a cache with garbage."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Sequences:
         self._shape = (sum(counts), 1, 2, num_kv_heads, block_size, head_dim)
 
     def attended(self, kernels: Kernels, window: int | None, cut: Cut) -> list[Tensor]:
-        """By sequence: its answers, computed in as many passes as it takes."""
+        """Return the outputs of each sequence, computed in passes of the given size."""
         kv = torch.full(self._shape, torch.nan, dtype=torch.bfloat16)
         attention = NativePagedAttention(kernels, kv, [window])
         computed = [0] * len(self._lengths)
@@ -171,7 +171,7 @@ def test_attention_is_the_same_across_the_edges_of_what_is_taken_at_once(
 def test_attention_to_values_near_the_least_number_is_the_same_however_a_sequence_is_cut(
     kernels: Kernels,
 ) -> None:
-    """Some processors take what is below it for zero, but not in each of their instructions."""
+    """Some processors flush subnormals to zero, but only in some of their instructions."""
     sequences = Sequences([90], (2, 2), head_dim=64, block_size=16, seed=2, value_scale=2.0**-127)
 
     at_once, cut = (sequences.attended(kernels, None, cut) for cut in (whole, one))

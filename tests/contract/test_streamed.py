@@ -1,4 +1,4 @@
-"""A streaming call that is cancelled ends at once on the server, wherever it stood."""
+"""Cancellation of a streaming call: it ends at once on the server, at any point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pair of a secured or plain server and client: who may talk, and what the others read."""
+"""TLS channels: every combination of secured and plain servers and clients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model_at(address: str, tls: TlsConfig) -> str:
 
 
 async def ask(server: TlsConfig, client: TlsConfig, host: str = "") -> str:
-    """The model's name, asked by both kinds of client."""
+    """Return the model's name, requested by both kinds of client."""
     async with a_router(tls=server) as (_, address):
         address = address.replace("127.0.0.1", host) if host else address
         await asyncio.to_thread(await_serving, address, PATIENCE_S, client)
@@ -73,7 +73,7 @@ def test_a_certificate_for_another_name_does_when_that_name_is_given(
 
 
 def refusals(server: TlsConfig, client: TlsConfig) -> set[tuple[grpc.StatusCode, str, str]]:
-    """What both kinds of client say, and what whoever waits for health says."""
+    """Return the errors of both kinds of client; the health check must report the same."""
 
     def blocking(address: str) -> BatonError:
         with pytest.raises(BatonError) as refusal:
@@ -178,7 +178,7 @@ def test_a_client_certificate_without_an_authority_is_refused(
 def test_a_renewed_certificate_is_shown_to_those_who_connect_from_then_on(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when a cluster's secret changes under a process that runs."""
+    """Covers a secret of the cluster that is renewed while the process runs."""
     trusting = TlsConfig(ca=authority.ca)
     old_cert, old_key = authority.issue("old", "old.example")
     new_cert, new_key = authority.issue("new", "new.example")

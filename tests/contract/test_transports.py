@@ -1,4 +1,4 @@
-"""What every transport must do, for two ends in two processes (in memory: in one)."""
+"""KV transports: the contract of each, between two processes (in-memory: within one)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def fill(end: Endpoint, block_ids: tuple[BlockId, ...], block_bytes: int = 4096)
 
 
 def push(pair: EndpointPair, sources: tuple[BlockId, ...], targets: tuple[BlockId, ...]) -> None:
-    """A whole hand-off, in two writes where there is enough for two."""
+    """Run a whole hand-off, in two writes if there is more than one block."""
     pair.d.ask("expect", TICKET, targets)
     half = len(sources) // 2
     spans = [(start, end) for start, end in [(0, half), (half, len(sources))] if start < end]
@@ -111,7 +111,7 @@ def wait_for(end: Endpoint, *events: ChannelEvent) -> None:
 
 
 def ended(end: Endpoint) -> bool:
-    """Whether a write or the data path has come to an end of whatever kind."""
+    """Return whether a write or the data path has ended, successfully or not."""
     return any(isinstance(one, Written | WriteFailed | ChannelBroken) for one in end.ask("seen"))
 
 

@@ -1,4 +1,4 @@
-"""Clients that leave, or run out of time, while their request waits for its turn in the router."""
+"""Clients that disconnect or time out while their request is in the admission queue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def named(request_id: str) -> Generation:
 
 
 async def until_in_line(router: MoodyRouter) -> None:
-    """A prompt that was read has its place before anybody else can look."""
+    """Wait until the prompt is tokenized: its request is in the queue then."""
     await router.text.read.get()
 
 
@@ -51,7 +51,7 @@ async def run_out_of_time(router: MoodyRouter, address: str) -> None:
 
 
 async def hang_up(router: MoodyRouter, address: str) -> None:
-    """The whole connection goes, as when a client's process is killed."""
+    """Close the whole connection, as when a client's process is killed."""
     client = AsyncClient(address)
     asking = asyncio.ensure_future(client.generate(LEAVER, named("leaver")))
     await until_in_line(router)

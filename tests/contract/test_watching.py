@@ -1,4 +1,4 @@
-"""The router's view of nodes, over real gRPC: named by a resolver, watched, lost, back again."""
+"""Node discovery of the router over real gRPC: nodes join, fail, restart and leave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECODES, PREFILLS = DnsName("decode", 5), DnsName("prefill", 5)
 
 @dataclass(slots=True)
 class View:
-    """A table that is kept true, and the names it is kept true by."""
+    """Node table kept up to date from the addresses that a test publishes."""
 
     named: dict[NodeSource, frozenset[str]] = field(default_factory=dict)
     table: NodeTable = field(default_factory=NodeTable)
@@ -157,7 +157,7 @@ def test_a_node_that_is_not_well_gets_nothing_new_until_it_is() -> None:
 
 
 def test_a_node_that_has_never_been_well_is_not_known() -> None:
-    """Else its role would count as there and closed, and prompts as not worth waiting for it."""
+    """A known but unready node would count as existing for its role: prompts would not wait."""
 
     async def scene() -> None:
         async with a_node_server(name="d1") as ill, a_node_server(name="d2") as well:

@@ -1,4 +1,4 @@
-"""Model folders and runners, made once per session."""
+"""Fixtures of model folders and runners, made once per session."""
 
 from __future__ import annotations
 

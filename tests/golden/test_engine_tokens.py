@@ -1,4 +1,4 @@
-"""Scheduler and runner together: prefix hits and preemptions change no token."""
+"""Engine tokens: prefix hits and preemptions change no token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FolderOf = Callable[[str], Path]
 
 @pytest.fixture
 def engine_of(model_folder: FolderOf) -> Iterator[Callable[..., EngineCore]]:
-    """A fresh engine; its scheduler's books are checked at the end of the test."""
+    """Yield a factory of engines; the scheduler's state is checked after the test."""
     made: list[tuple[EngineCore, TorchRunner]] = []
 
     def make(name: str, *, num_blocks: int = 200) -> EngineCore:

@@ -1,4 +1,4 @@
-"""The runner's greedy tokens are those of transformers, however the work is cut up."""
+"""Greedy tokens of the runner equal those of transformers, for any chunking and batching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logprobs are those of transformers' logits, before any sampling setting."""
+"""Logprobs equal those of transformers, before any sampling setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo model by native kernels, against plain torch in the same dtype."""
+"""Demo model on native kernels against plain torch in the same dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ comp
 
 
 def logprobs_of(kernels: str) -> torch.Tensor:
-    """Of each token of the text, given those before it."""
+    """Return the logprob of each token of the text, given the tokens before it."""
     with LLM(str(MODEL), dtype="bfloat16", kernels=kernels, kv_cache_memory="16MiB") as llm:
         [answer] = llm.generate(TEXT, SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert answer.prompt_logprobs is not None
@@ -54,7 +54,7 @@ def test_greedy_answers_are_the_same_alone_in_a_batch_and_with_their_prefix_cach
 
 @needs_kernels
 def test_an_answer_goes_on_the_same_when_what_there_is_of_it_has_become_prompt() -> None:
-    """As on the node that goes on where another one died or drained."""
+    """Covers an answer that continues on another node."""
     sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
     with LLM(str(MODEL), dtype="bfloat16", kernels="native", enable_prefix_caching=False) as llm:
         prompts = [llm.tokenizer.encode(prompt) for prompt in NEAR_TIES]

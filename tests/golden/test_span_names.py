@@ -1,4 +1,4 @@
-"""The names under which others look for our spans: they change only on purpose."""
+"""Names and structure of trace spans, on which dashboards and queries depend."""
 
 from __future__ import annotations
 

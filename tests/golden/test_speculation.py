@@ -1,4 +1,4 @@
-"""With speculation and without: the same tokens, logprobs and ends, whatever is asked for."""
+"""Speculative decoding: same tokens, logprobs and finish reasons as without it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MakeEngine = Callable[..., EngineCore]
 
 @dataclass(slots=True)
 class Got:
-    """What one request got."""
+    """Outputs of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Got:
 
 @pytest.fixture
 def engine_of(model_folder: FolderOf) -> Iterator[MakeEngine]:
-    """Every block is back when the test ends."""
+    """Yield a factory of engines, all of whose blocks must be free after the test."""
     made: list[EngineCore] = []
     with ExitStack() as runners:
 
@@ -137,7 +137,7 @@ def num_prior(specs: Sequence[EngineRequest], output: Output) -> int:
 
 
 def specs_of(sampling: SamplingParams) -> list[EngineRequest]:
-    """Some prompts repeat what is in them, some do not."""
+    """Return requests with repetitive prompts and others."""
     prompts = [prompt_of(9) * 3, prompt_of(40), prompt_of(5) * 7, prompt_of(1)]
     return [
         EngineRequest(RequestId(f"r{i}"), prompt, sampling, seed=i)
@@ -218,7 +218,7 @@ def test_a_stop_token_inside_a_run_ends_it_there(engine_of: MakeEngine) -> None:
 
 
 def new_token_inside_a_run(got: Got) -> int | None:
-    """A token that the answer has for the first time, with more behind it in the same output."""
+    """Return a token that first occurs inside of an output, before its last token."""
     for output in got.outputs:
         for place, token_id in enumerate(output.token_ids[:-1]):
             if token_id not in got.token_ids[: output.first_index + place]:
@@ -252,7 +252,7 @@ def test_an_answer_that_goes_on_elsewhere_goes_on_alike(engine_of: MakeEngine) -
 
 
 def test_a_draft_never_reaches_past_a_requests_own_blocks(engine_of: MakeEngine) -> None:
-    """One that resumes has room for what it came with alone, until its prompt is through."""
+    """A resumed request only has the blocks for its known tokens until its prompt is computed."""
     first = specs_of(SEEDED)[0]
     [alone] = run(engine_of("llama", None), first)
     # Its last chunk is one token, the last of a block, as the other one takes its share.
@@ -279,7 +279,7 @@ def step(engine: EngineCore) -> list[Output]:
 
 
 def test_what_was_drafted_in_vain_is_never_a_prefix_of_others(engine_of: MakeEngine) -> None:
-    """The blocks of an answer are hit by one that begins with it, and hold its KV alone."""
+    """Blocks of an answer are hit by a prompt that begins with it; they hold its KV alone."""
     engine = engine_of("llama", SPECULATION)
     spec = specs_of(SEEDED)[0]
     [first] = run(engine, spec)
@@ -294,7 +294,7 @@ def test_what_was_drafted_in_vain_is_never_a_prefix_of_others(engine_of: MakeEng
 
 @pytest.mark.parametrize("num_drafted", [NUM_DRAFTED, 32])
 def test_the_longest_sequence_is_filled_to_its_end(num_drafted: int, engine_of: MakeEngine) -> None:
-    """With lookahead slots of less than a block, and of more than one."""
+    """Lookahead slots are less than a block, or more than one."""
     name = "llama"  # 512 positions
     speculation = replace(SPECULATION, num_tokens=num_drafted)
     spec = EngineRequest(

@@ -1,4 +1,4 @@
-"""Cluster of real processes for all tests that leave it intact."""
+"""Fixtures of clusters of real processes, for tests that leave them intact."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
 
 @pytest.fixture(scope="session")
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
-    """One prefill node, one decode node and one router. Every process must exit with code 0."""
+    """Run one prefill node, one decode node and one router. Every process must exit with code 0."""
     with LocalCluster(cluster_options(router_arguments=("--http-port", "0"))) as running:
         yield running
     codes = {child.name: child.process.returncode for child in running.children}
@@ -66,7 +66,7 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
 
 @pytest.fixture(scope="session")
 def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
-    """Two decode nodes that also compute the prompts, and one router."""
+    """Run two colocated nodes and one router."""
     with LocalCluster(cluster_options(is_colocated=True)) as running:
         yield running
 
@@ -79,7 +79,7 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def local(model_folder: Path) -> Iterator[LLM]:
-    """The same model in this process, without servers and hand-offs."""
+    """Run the same model in this process, without servers and hand-offs."""
     with LLM(
         str(model_folder), kv_cache_memory="4MiB", num_threads=1, show_progress=False
     ) as engine:

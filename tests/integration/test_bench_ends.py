@@ -1,4 +1,4 @@
-"""A benchmark that is told to end ends all processes that it started."""
+"""Termination of a benchmark: it ends all processes that it started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks interference` with Baton's own engines, and vLLM made up where it fails."""
+"""`python -m benchmarks interference` with Baton's own engines, and a fake vLLM that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks peer` with a peer that is made up."""
+"""`python -m benchmarks peer` with a fake peer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def ends(pid: int) -> bool:
-    """Waits for it, but not for ever."""
+    """Return whether the process ends within a minute."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -107,7 +107,7 @@ def test_a_peer_that_ends_is_named(tmp_path: Path) -> None:
 def test_settings_before_a_peer_ended_are_kept(
     last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends at a question, or while it is not asked."""
+    """The peer ends during a measurement or while it is frozen."""
     answer = "read line; echo BATON 10.0\n"
     script = f"#!/bin/sh\necho BATON ready\n{answer * (1 + NUM_RUNS)}{last}\nexit 3\n"
     venv, path = environment(tmp_path, script), tmp_path / "peer.json"

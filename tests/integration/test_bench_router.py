@@ -1,4 +1,4 @@
-"""The router benchmark on a small scale: real processes, and figures that belong together."""
+"""Router benchmark on a small scale: real processes and plausible figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton bench serve` against real processes: what it counts is what was served."""
+"""`baton bench serve` against real processes: its counts match the served requests."""
 
 from __future__ import annotations
 

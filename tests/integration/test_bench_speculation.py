@@ -1,4 +1,4 @@
-"""`python -m benchmarks speculation`, small: its figures are there, and the tokens the same."""
+"""`python -m benchmarks speculation` on a small scale: figures and equal tokens."""
 
 from __future__ import annotations
 

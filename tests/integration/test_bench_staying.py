@@ -1,4 +1,4 @@
-"""Engines that stay between their turns, as processes that only wait."""
+"""Warm engines of benchmarks, as processes that only wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.peers.warm_engines import keep_warm
 
 
 class Waiting:
-    """Starts a process that waits, as a server does."""
+    """Engine that is a waiting process, like an idle server."""
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
@@ -31,7 +31,7 @@ class Waiting:
 
 
 def awaited(pid: int, options: int) -> int:
-    """Waits until it has stopped or goes on; its status."""
+    """Wait until the process has stopped or continued, and return its status."""
     return os.waitpid(pid, options)[1]
 
 

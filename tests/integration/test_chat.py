@@ -1,4 +1,4 @@
-"""`baton generate` and `baton chat` as people use them: a terminal, pipes, a real cluster."""
+"""`baton generate` and `baton chat` in a terminal and in pipes, with a real cluster."""
 
 from __future__ import annotations
 

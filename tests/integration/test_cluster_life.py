@@ -1,4 +1,4 @@
-"""How processes of a cluster come, drain and go."""
+"""Lifecycle of cluster processes: start, drain, shutdown and failure."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def are_running(num_requests: int) -> Callable[[NodeLoad], bool]:
 
 
 def drain_router(cluster: LocalCluster) -> None:
-    """Returns when it tells everybody that it is on its way out."""
+    """Request a drain, and wait until the router reports NOT_SERVING."""
     with health_of(cluster.address) as health:
         told = [next(health)]
         cluster.router.request_stop()
@@ -209,7 +209,7 @@ def drain_router(cluster: LocalCluster) -> None:
 
 
 def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
-    """While a request waits there that cannot end: its prefill node stands still."""
+    """Send two signals to a node with a request that cannot end: its prefill node is stopped."""
     with (
         suspended(prefill),
         health_of(decode.address) as health,
@@ -302,6 +302,6 @@ def test_an_address_of_another_machine_is_one_clear_line_too() -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all its threads: each child has one that made it."""
+    """Return the children of all threads of a process."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for listed in lists for child in listed.read_text(encoding="ascii").split()]

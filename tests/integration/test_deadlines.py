@@ -1,4 +1,4 @@
-"""A deadline that passes while a process is frozen: it ends the request on all the others."""
+"""Deadlines that expire while a process is frozen: the request ends on all others."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_in_decode(cluster: LocalCluster) -> None:
 
 
 def streams_in_decode(client: Client) -> Iterator[Iterator[Chunk]]:
-    """Each has a token that decode wrote. A busy test may be too late to stop the first ones."""
+    """Yield several streams that have a token from decode, since the first may end too soon."""
     for seed in range(2, 12):
         stream = client.stream(prompt_of(40, seed=seed), LONG)
         num_tokens = 0
@@ -88,7 +88,7 @@ def streams_in_decode(client: Client) -> Iterator[Iterator[Chunk]]:
 
 
 def end_of(stream: Iterator[Chunk]) -> BatonError | None:
-    """None: its answer was whole."""
+    """Return the stream's error, or None if the answer is complete."""
     try:
         assert [chunk for chunk in stream if chunk.finish is not None]
     except BatonError as failure:

@@ -1,4 +1,4 @@
-"""`baton demo` from its start to its end."""
+"""`baton demo` from start to end."""
 
 from __future__ import annotations
 

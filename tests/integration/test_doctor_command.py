@@ -1,4 +1,4 @@
-"""`baton doctor` on this machine: real processes that pass real bytes."""
+"""`baton doctor` on this machine: real processes that transfer real bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that is told to end and cannot come to its end: its time is bounded."""
+"""Drain timeout: a process that cannot finish its requests ends within a bounded time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Either node of a pair is killed or stopped at each phase of a hand-off; the other one serves on.
+"""Kill or stop either node of a pair in each phase of a hand-off; the other node continues.
 
-Each phase is a state that lasts: a leg not yet asked for, a forward pass held up at the gate, a
-peer that is stopped. Nothing here is hit by chance.
+Each phase is a state that lasts: a call not yet made, a forward pass blocked at the gate, or a
+stopped peer. No case depends on timing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Story:
-    """One request on its way, and what is known of it."""
+    """One request in progress and its calls."""
 
     pair: Pair
     prompt: tuple[int, ...]
@@ -77,7 +77,7 @@ def lasting_pair(model_folder: Path, kind: str, fault: str) -> Iterator[Pair]:
 
 @pytest.fixture
 def pair(lasting_pair: Pair) -> Iterator[Pair]:
-    """Both nodes are well before each test, whatever became of the one before."""
+    """Restore both nodes after each test."""
     yield lasting_pair
     lasting_pair.heal()
 
@@ -120,7 +120,7 @@ def test_the_other_node_serves_on_and_every_block_comes_back(
 
 
 def hash_of(victim: str, fault: str, phase: Phase) -> int:
-    """A prompt of its own for each case, so that none meets the blocks of another."""
+    """Return a seed that is unique for the case, so that no prompt hits the blocks of another."""
     return 1000 + 100 * (victim == "decode") + 10 * (fault == "stopped") + list(Phase).index(phase)
 
 
@@ -152,7 +152,7 @@ def bring_to(story: Story, phase: Phase) -> None:
 
 
 def go_on(story: Story, phase: Phase, ailing: EngineNode) -> None:
-    """Whoever is well and was held up for the sake of the phase is so no longer."""
+    """Release the healthy node from the state that the phase required."""
     pair = story.pair
     if phase is Phase.BEFORE_GRANT and ailing is pair.p:
         story.ask_decode()
@@ -180,7 +180,7 @@ def decoded(story: Story) -> list[int]:
 
 
 def assert_prefill_gives_up(story: Story, phase: Phase) -> None:
-    """A decode node that stands still costs prefill its blocks for a bounded time only."""
+    """Check that a stopped decode node occupies blocks on prefill for a bounded time only."""
     if phase is not Phase.BEFORE_GRANT and story.prefill is not None:
         assert story.prefill.to_its_end().was_sent
         story.pair.await_free_on(story.pair.p)

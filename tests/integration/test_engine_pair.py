@@ -1,4 +1,4 @@
-"""Two whole nodes and nothing between: disaggregated tokens, what moved for them, who has room."""
+"""Prefill and decode node without a router: tokens, transferred blocks and admission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the processes of a cluster listen: nowhere but on this machine, unless told otherwise."""
+"""Listening addresses of a cluster: loopback only, unless configured otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTENS = "0A"
 
 
 def listening_hosts(pid: int) -> set[str]:
-    """Of its TCP sockets, whoever opened them."""
+    """Return the hosts on which the process's TCP sockets listen."""
     mine = set(sockets_of(pid))
     rows = [
         row.split()
@@ -33,7 +33,7 @@ def sockets_of(pid: int) -> Iterator[str]:
 
 
 def host_of(written: str) -> str:
-    """The kernel writes an address as words of the machine's byte order."""
+    """Parse an address of /proc/net/tcp: 32-bit words in the machine's byte order."""
     digits = written.partition(":")[0]
     words = [bytes.fromhex(digits[place : place + 8])[::-1] for place in range(0, len(digits), 8)]
     address = ip_address(b"".join(words))

@@ -1,4 +1,4 @@
-"""A client that shares no code with Baton: `buf curl`, which learns the contract by reflection."""
+"""Client that shares no code with Baton: `buf curl`, which uses gRPC reflection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(BUF is None, reason="buf is not installed: pip i
 
 
 def buf_curl(address: str, method: str, message: dict[str, Any]) -> list[Any]:
-    """All responses."""
+    """Return all responses."""
     called = run_buf_curl(address, method, message)
     assert called.returncode == 0, called.stderr
     return json_objects(called.stdout)
@@ -42,7 +42,7 @@ def run_buf_curl(
 
 
 def json_objects(written: str) -> list[Any]:
-    """One after the other, as they were streamed."""
+    """Parse concatenated JSON objects."""
     objects = []
     rest = written.strip()
     while rest:

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of an answer that a blocking client waits for."""
+"""Ctrl-C while a blocking client waits for an answer."""
 
 from __future__ import annotations
 

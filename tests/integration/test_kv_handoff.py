@@ -1,4 +1,4 @@
-"""Hand-offs between two real processes: they land, and nothing that comes late does harm."""
+"""Hand-offs between two real processes: they land, and late writes do no damage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 class Nodes:
-    """Starts nodes, and ends them with the test."""
+    """Starts nodes that end with the test."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -92,7 +92,7 @@ def until_source_back(p: NodeProcess, handoff_id: HandoffId) -> KvReports:
 
 
 def hand_over(d: NodeProcess, p: NodeProcess, handoff_id: HandoffId) -> None:
-    """A small hand-off that must land."""
+    """Run a small hand-off, which must land."""
     sources, targets = blocks(3, 1, 2), blocks(7, 8, 5)
     p.ask("fill_all", DATA, sources)
     d.order(receive(handoff_id, p, targets))
@@ -186,7 +186,7 @@ def test_three_decode_nodes_killed_at_the_same_address_while_prefill_writes_leav
 
 @pytest.mark.parametrize("kind", NIXL)
 def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None:
-    """P is stopped with a write half out, its hand-off given up, the blocks wanted by others."""
+    """P is stopped in the middle of a write, its hand-off is revoked, and its blocks are reused."""
     p, d = nodes.start("p", kind, NUM_MANY), nodes.start("d", kind, NUM_MANY)
     everything = blocks(*range(NUM_MANY))
     late = stop_half_way(d, p, everything)

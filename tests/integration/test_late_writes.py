@@ -1,8 +1,8 @@
-"""A write that comes when its request is long gone, and the answers of those who have its blocks.
+"""Late KV writes: a write that lands after its request was aborted and its blocks were reused.
 
-P is held between two writes of one push and stopped, its request is aborted on D, D is flooded
-with requests that want the blocks; then P goes on. A second pair does the same with a decode node
-that takes revoked blocks back at once, to see that there is something to be safe from.
+P is held between two writes of one push and stopped, its request is aborted on D, and D gets many
+requests that need the blocks. Then P resumes. A second pair does the same with a decode node that
+releases revoked blocks at once, to show that the late write would otherwise do damage.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_without_the_fence_the_same_write_spoils_answers(large_model: Path, kind
 
 
 def stop_between_two_writes(pair: Pair) -> Call:
-    """P stands still in a push whose request nobody wants any more."""
+    """Stop P during a push whose request was cancelled."""
     late = pair.new_id()
     given_up = pair.decode(late, LATE, greedy())
     pair.await_granted()
@@ -101,13 +101,13 @@ def stop_between_two_writes(pair: Pair) -> Call:
 
 
 def await_the_cut(pair: Pair) -> None:
-    """A request that counts on P goes on without it when D has cut P off."""
+    """Wait until D has cut P off: a request that expects KV from P is computed locally then."""
     probe = pair.decode(pair.new_id(), (5, 6, 7), greedy(2)).to_its_end()
     assert probe.summary.prompt_tokens_computed == 3
 
 
 def flood(pair: Pair, num_running: int) -> list[Call]:
-    """Requests that together want nearly all blocks; returns when so many of them run."""
+    """Send requests that together need nearly all blocks; return when `num_running` of them run."""
     others = [
         pair.decode(pair.new_id(), prompt, greedy(NUM_TOKENS), is_local=True)
         for prompt in other_prompts()
@@ -118,7 +118,7 @@ def flood(pair: Pair, num_running: int) -> list[Call]:
 
 
 def let_the_write_land(pair: Pair, late: Call) -> None:
-    """While none of the others can come to its end."""
+    """Resume P while no other request can complete."""
     pair.d.hold_before_pass(1)
     pair.d.await_held()
     pair.p.let_go()
@@ -132,7 +132,7 @@ def is_idle_with(num_free_blocks: int, load: NodeLoad) -> bool:
 
 
 def other_prompts() -> list[tuple[int, ...]]:
-    """Seven blocks each, answer included."""
+    """Return prompts that take seven blocks each, answer included."""
     return [prompt_of(70, seed=10 + number) for number in range(NUM_OTHERS)]
 
 

@@ -1,4 +1,4 @@
-"""Two whole nodes, each layer's KV written as it ends: the same tokens, the same bytes, no more."""
+"""Layer-wise KV push between two nodes: the same tokens, and no byte is sent twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that leave, or run out of time, wherever their request stands: nothing stays behind."""
+"""Clients that disconnect or time out in any phase: all resources are released."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def await_blocks_held_by_a_finished_request(address: str) -> None:
 def _the_next_one_is_served(
     cluster: LocalCluster, client: Client, model_folder: Path
 ) -> Iterator[None]:
-    """Whatever happened: every block is free, the pair still works, and the answer is right."""
+    """Check after each test that all blocks are free and that the pair answers correctly."""
     yield
     for child in (*cluster.prefills, *cluster.decodes):
         await_all_free(child.address)

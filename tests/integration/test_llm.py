@@ -1,4 +1,4 @@
-"""`baton.LLM` and `baton run`: the engine as people use it from Python and from the shell."""
+"""`baton.LLM` and `baton run`: the engine in Python and from the command line."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_run_names_a_bad_setting_in_one_line(model_folder: Path) -> None:
 
 
 def _generate_until_interrupted(local: LLM) -> None:
-    """The second thread strikes whenever it likes: between two steps, or inside of one."""
+    """Generate until a second thread sends SIGINT, between two steps or during one."""
     endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     press = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
     press.start()

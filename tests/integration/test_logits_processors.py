@@ -1,4 +1,4 @@
-"""A logits processor from an installed package, and bad words, through a whole cluster."""
+"""Logits processor of an installed package, and bad words, on a whole cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Favour:
 
 
 def package(at: Path, version: str) -> Path:
-    """What pip would have put there."""
+    """Write the files of an installed package."""
     about = at / f"favourite-{version}.dist-info"
     about.mkdir(parents=True)
     (at / "favourite.py").write_text(SOURCE)

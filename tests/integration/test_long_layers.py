@@ -1,4 +1,4 @@
-"""A layer that takes longer than every limit of a hand-off ends no hand-off and cuts nobody off."""
+"""Layers that take longer than every timeout of a hand-off: no hand-off or link is given up."""
 
 from __future__ import annotations
 

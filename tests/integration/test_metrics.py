@@ -1,4 +1,4 @@
-"""Metrics of three processes against what the client itself counted."""
+"""Metrics of three processes against the client's counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request through router, prefill node and decode node: real gRPC, real UCX."""
+"""Requests through router, prefill node and decode node, over real gRPC and UCX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `openai` client against a real cluster: what gRPC answers, OpenAI's API answers, too."""
+"""`openai` client against a real cluster: the HTTP API gives the same answers as gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real tracing UI: Phoenix takes our spans by OTLP, gives them back, and shows them.
+"""Phoenix, a tracing UI, receives spans over OTLP, returns them and displays them.
 
 `pip install arize-phoenix` in a virtual environment of its own, and put its `phoenix` on the PATH
 or name it in BATON_PHOENIX.
@@ -70,7 +70,7 @@ def phoenix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Phoenix]:
 
 @pytest.fixture(scope="module")
 def trace_id(phoenix: Phoenix, cluster_options: Callable[..., ClusterOptions]) -> str:
-    """Of a request whose decode node was killed; its spans are all there."""
+    """Return the trace of a request whose decode node was killed, with all its spans."""
     otlp = ("--otlp-endpoint", phoenix.otlp, "--otlp-metrics-every-s", "0")
     options = cluster_options(num_decode=2, router_arguments=otlp)
     options = replace(options, node_arguments=(*options.node_arguments, *otlp))
@@ -116,7 +116,7 @@ def test_phoenix_shows_both_tries(phoenix: Phoenix, trace_id: str, tmp_path: Pat
 
 
 def read_whole(phoenix: Phoenix, trace_id: str) -> list[dict[str, Any]]:
-    """Each read takes its time, so that there is no need to wait."""
+    """Read the trace until it is complete; each read takes long enough to need no pause."""
     for _ in range(MOST_READS):
         spans = phoenix.spans(trace_id)
         if {names.GENERATE, names.DECODE_COMPUTE, names.KV_PUSH} <= {one["name"] for one in spans}:
@@ -125,7 +125,7 @@ def read_whole(phoenix: Phoenix, trace_id: str) -> list[dict[str, Any]]:
 
 
 def drawn(page: str, into: Path) -> bytes:
-    """Chromium's clock runs ahead of a busy machine: a page that is still empty is drawn again."""
+    """Take screenshots until one is not empty: Chromium's timer is too short on a busy machine."""
     for _ in range(MOST_LOOKS):
         in_chromium(f"--screenshot={into}", page)
         if into.stat().st_size > LEAST_PNG_BYTES:

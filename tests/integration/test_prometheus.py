@@ -1,4 +1,4 @@
-"""A real Prometheus asks a real cluster, and has an answer for every panel and rule we ship."""
+"""Prometheus scrapes a real cluster: every shipped panel and rule has data."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_panel_and_every_recorded_series_has_an_answer(
 
 
 def work(client: Client, number: int) -> None:
-    """Something new in each round: a rate needs two scrapes that differ."""
+    """Send new requests in each round: a rate needs two scrapes that differ."""
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     for place in range(3):
         client.generate(prompt_of(40, seed=3 * number + place), Generation(sampling))
@@ -81,7 +81,7 @@ def work(client: Client, number: int) -> None:
 
 
 def has_answer(address: str, expression: str) -> bool:
-    """A number for at least one series."""
+    """Return whether the expression has a number for at least one series."""
     query = urllib.parse.urlencode({"query": expression})
     found = ask(address, f"/api/v1/query?{query}")["result"]
     return any(one["value"][1] != "NaN" for one in found)
@@ -96,7 +96,7 @@ def ask(address: str, path: str) -> dict[str, Any]:
 
 
 def config_for(cluster: LocalCluster) -> dict[str, Any]:
-    """What we ship, but for where the processes are, and how often they are asked."""
+    """Return the shipped configuration with this cluster's addresses and a short interval."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(FOLDER / "rules.yaml")]

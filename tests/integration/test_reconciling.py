@@ -1,4 +1,4 @@
-"""Metrics against the client's own counts, for requests that end in every way there is."""
+"""Metrics against the client's counts, for requests that end in every possible way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANY_PORT = ("--metrics-port", "0")
 
 @dataclass(slots=True)
 class Ledger:
-    """What the client itself saw."""
+    """Counts of the client."""
 
     requests: Counter[str] = field(default_factory=Counter)
     asked: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ def broken(chunks: Iterator[Chunk], ledger: Ledger, outcome: str, num_before: in
 
 
 def failed_over(cluster: LocalCluster, client: Client, ledger: Ledger) -> None:
-    """Of two decode nodes, the one that writes the answer is killed."""
+    """Kill the one of two decode nodes that generates the answer."""
     with suspended(*cluster.decodes):
         stream = client.stream(PROMPT, LONG)
         next(stream)
@@ -117,7 +117,7 @@ def failed_over(cluster: LocalCluster, client: Client, ledger: Ledger) -> None:
 
 
 def failed(cluster: LocalCluster, client: Client, ledger: Ledger) -> None:
-    """The only decode node that is left is killed."""
+    """Kill the last decode node."""
     left = [one for one in cluster.decodes if one.process.poll() is None]
     with suspended(*left):
         stream = client.stream(PROMPT, LONG)
@@ -127,7 +127,7 @@ def failed(cluster: LocalCluster, client: Client, ledger: Ledger) -> None:
 
 
 def assert_bytes_moved(cluster: LocalCluster, num_bytes: int) -> None:
-    """Those who send and those who receive count what the client was told."""
+    """Check that senders and receivers count the bytes that the answers reported."""
     for node in (*cluster.prefills, *cluster.decodes):
         await_load(node.address, lambda load: not is_busy(load))
     for nodes in (cluster.prefills, cluster.decodes):

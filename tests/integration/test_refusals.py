@@ -1,4 +1,4 @@
-"""What a cluster refuses, each by its name and with what to do about it; nobody falls over."""
+"""Refusals of a cluster: a named error with advice, and no effect on the processes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_far_too_long_a_text_is_refused_with_the_numbers(client: Client) -> None
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """A router's lists of nodes, empty at first."""
+    """Node lists of a router, empty at first."""
 
     prefills: Path
     decodes: Path
@@ -159,7 +159,7 @@ def refusal_of(
 
 
 def until_served(client: Client) -> Served:
-    """The router reads its lists a little later than they were written."""
+    """Retry until the router has read the changed lists."""
     for _ in range(1000):
         with suppress(BatonError):
             answer = client.generate((5, 6), SHORT)

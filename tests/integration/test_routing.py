@@ -1,4 +1,4 @@
-"""Where a cluster of two prefill and two decode nodes sends its requests, and whom it refuses."""
+"""Routing on a cluster of two prefill and two decode nodes, and queue limits."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_node_tells_which_prefixes_it_has_so_that_a_repeated_prompt_goes_there
 
 
 def until(is_wanted: Callable[[Served], bool], ask: Callable[[], Served]) -> Served:
-    """The router hears of a node's blocks a little later than the client of its answer."""
+    """Repeat until the router has received the nodes' prefix updates."""
     for _ in range(100):
         served = ask()
         if is_wanted(served):
@@ -147,7 +147,7 @@ def test_a_full_queue_refuses_by_name_with_a_time_to_try_again_and_keeps_priorit
 
 
 async def crowd(address: str) -> tuple[list[int], BatonError, list[BatonError]]:
-    """One request in flight, two places in line, three that want them: who was served when."""
+    """Send three requests to a queue of two while one is in flight; return the order served."""
     served: list[int] = []
     refusals: list[BatonError] = []
 

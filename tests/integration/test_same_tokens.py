@@ -1,4 +1,4 @@
-"""One model, three ways: prefill and decode apart, together on each node, and transformers."""
+"""One model disaggregated, colocated and in transformers: the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two prefill and two decode nodes that come, go and come back while clients never pause."""
+"""Scaling under continuous load: two prefill and two decode nodes leave and return."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_nodes_come_go_and_come_back_under_load_and_every_answer_is_whole_and_ri
 
 
 def start_moved(cluster: LocalCluster, role: str) -> Child:
-    """The second node's next life, at another address."""
+    """Start the successor of the second node, at another address."""
     _, second = nodes_of(cluster, role)
     return cluster.start_node(role, name=second.name)
 
 
 def come_and_go(cluster: LocalCluster, load: Load, role: str, moved: Child) -> int:
-    """The first is killed and comes back where it was; the second drains and moves."""
+    """Kill and restart the first node at its address; drain the second one and replace it."""
     first, second = nodes_of(cluster, role)
     load.until(served_by(second))
     first.process.kill()

@@ -1,4 +1,4 @@
-"""A cluster whose every channel shows certificates both ways, and whose clients show tokens."""
+"""Cluster with mutual TLS on every channel and bearer tokens of clients."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_kv_is_handed_over_between_nodes_that_show_each_other_certificates(
 
 
 def test_a_salt_is_its_clients_own(secured: Secured) -> None:
-    """The first of two that ask the same in a row computes it, the second may find it."""
+    """The first of two equal requests computes the prompt, the second may hit its blocks."""
     prompt = prompt_of(64, seed=61)
 
     def num_cached(token: str, salt: str) -> int:

@@ -1,4 +1,4 @@
-"""n answers to one prompt: what n requests would get, with the prompt computed and moved once."""
+"""Requests with n answers: as n single requests, with the prompt computed and moved once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeOptions = Callable[..., ClusterOptions]
 
 
 def alone(client: Client, sampling: SamplingParams, count: int) -> list[list[int]]:
-    """What single requests get, with the seeds of each; none finds anything of another's."""
+    """Return the answers of single requests with the seeds of each, without shared prefixes."""
     seeds = [(sampling.seed or 0) + index for index in range(count)]
     return [
         client.generate(

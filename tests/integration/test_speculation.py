@@ -1,4 +1,4 @@
-"""Speculation on the decode nodes of a real cluster: the answers of one without it."""
+"""Speculative decoding on a real cluster: the same answers as without it."""
 
 from __future__ import annotations
 

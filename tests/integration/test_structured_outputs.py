@@ -1,4 +1,4 @@
-"""Answers in a form, through whole clusters: the same apart and together, whatever goes wrong."""
+"""Structured outputs on clusters: the same disaggregated and colocated, and under faults."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FORMS = [
 
 
 def asks_for(num_each: int) -> list[ClientRequest]:
-    """Greedy and drawn ones, with and without a form, for prompts of several lengths."""
+    """Return greedy and sampled requests, with and without constraints, of several lengths."""
     asks = []
     for place, form in enumerate(FORMS):
         for number in range(num_each):
@@ -283,7 +283,7 @@ def _sampling(ask: ClientRequest) -> SamplingParams:
 
 
 def _post(cluster: LocalCluster, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The status, and the error in the body."""
+    """Return the status and the error in the body."""
     request = urllib.request.Request(
         f"http://{cluster.router.http_address}/v1/completions",
         json.dumps(fields).encode(),
@@ -297,7 +297,7 @@ def _post(cluster: LocalCluster, fields: dict[str, Any]) -> tuple[int, dict[str,
 
 
 def _request(form: dict[str, Any]) -> inference_pb2.GenerateRequest:
-    """As a foreign client may send it."""
+    """Build a request as a client in another language would."""
     given = dict(form)
     if isinstance(given.get("json"), dict):
         given["json"] = json.dumps(given["json"])

@@ -1,4 +1,4 @@
-"""Traces as a collector gets them: three processes, real gRPC, real OTLP."""
+"""Traces of three processes as received by a collector, over real gRPC and OTLP."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_caller_that_does_not_trace_is_not_traced(
 def test_mixed_requests_have_one_root_each_and_no_orphan(
     collector: Collector, cluster_options: Callable[..., ClusterOptions]
 ) -> None:
-    """Send requests of four kinds. Half way through a decode node is killed."""
+    """Send requests of four kinds, and kill a decode node half way through."""
     num = NUM_MIXED
     options = sending_to(collector, cluster_options, num_prefill=2, num_decode=2)
     trace_ids = [f"{num:08x}{number:024x}" for number in range(1, num + 1)]
@@ -227,7 +227,7 @@ def remote(cluster: LocalCluster, client: Client, trace_id: str, number: int) ->
 
 
 def local(cluster: LocalCluster, client: Client, trace_id: str, number: int) -> None:
-    """The next turn of a conversation: its decode node alone has the answer's KV."""
+    """Send the next turn of a conversation, whose KV only the decode node has."""
     said = prompt_of(16, seed=100 + number)
     first = client.generate(said, Generation(greedy(17)))  # two blocks; the last token has no KV
     assert first.finish is not None
@@ -251,7 +251,7 @@ def refused(cluster: LocalCluster, client: Client, trace_id: str, number: int) -
 
 
 def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
-    """The decode node of a running answer is killed. The first token comes from prefill."""
+    """Kill the decode node of a running answer, whose first token came from prefill."""
     with suspended(*cluster.decodes):
         stream = client.stream(prompt_of(30, seed=9), traced_by(trace_id, max_tokens=300))
         next(stream)
@@ -314,7 +314,7 @@ def is_whole(spans: list[Collected]) -> bool:
 
 
 def assert_tree(spans: list[Collected], outside: str = "") -> None:
-    """One root, and nothing hangs in the air."""
+    """Check that the spans form one tree."""
     ids = {span.span_id for span in spans}
     assert len(ids) == len(spans)
     assert [span.name for span in spans if span.parent_id == outside] == [names.GENERATE]
@@ -323,7 +323,7 @@ def assert_tree(spans: list[Collected], outside: str = "") -> None:
 
 
 def covered_ns(root: Collected, children: list[Collected], until_ns: float) -> float:
-    """How much of the root's first so many nanoseconds lies in a child."""
+    """Return the part of the root's first `until_ns` nanoseconds that child spans cover."""
     total, reached = 0.0, 0.0
     for child in sorted(children, key=lambda span: span.began_ns):
         began = max(reached, child.began_ns - root.began_ns)

@@ -1,4 +1,4 @@
-"""`baton up` as a person runs it: in a terminal, with Ctrl-C, with what can go wrong."""
+"""`baton up` in a terminal: start, Ctrl-C and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def up(model_folder: Path) -> Callable[..., Terminal]:
 
 
 def processes(screen: Terminal) -> dict[str, tuple[int, str]]:
-    """The pid and the address of each, from the summary."""
+    """Return the pid and the address of each process, from the summary."""
     shown = screen.await_text("┘")
     return {name: (int(pid), address) for name, pid, address in ROW.findall(shown)}
 

@@ -1,4 +1,4 @@
-"""The wheel, built as `make dist` does and tried in an environment without the checkout."""
+"""Wheel, built as by `make dist`, installed into an environment without the checkout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(*(package.__path__[0] for package in ({", ".join(PACKAGES)},)), demo_model
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from an sdist of a copy of the checkout, without network."""
+    """Build the wheel from an sdist of a copy of the checkout, without network."""
     folder = tmp_path_factory.mktemp("build")
     shutil.copytree(ROOT, folder / "checkout", ignore=NOT_BUILT)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, which finds the dependencies in the one of the tests.
+    """Make an environment with the wheel that uses the dependencies of the test environment.
 
     The .pth files of the latter are not read, so that an editable install of Baton has no effect.
     """
@@ -63,7 +63,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def baton(environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The installed command, to be run from another folder."""
+    """Return the installed command, to be run from another folder."""
     monkeypatch.chdir(tmp_path)
     return str(environment / "bin" / "baton")
 

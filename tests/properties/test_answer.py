@@ -1,4 +1,4 @@
-"""An answer put together from two legs and many tries: each token once, in its place."""
+"""Answer assembly from two node RPCs and many attempts: each token once, in its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3).map(tuple
 
 @st.composite
 def told_of(draw: st.DrawFn) -> list[Output]:
-    """The whole answer in runs, from several tellers, in any order; the end may come early."""
+    """Draw outputs that cover the answer, from several sources, in any order."""
     outputs = []
     for _ in range(draw(st.integers(1, 3))):
         cuts = draw(st.lists(st.integers(1, len(TOKENS) - 1), unique=True).map(sorted))
@@ -69,7 +69,7 @@ def test_text_in_pieces_stops_where_the_whole_text_would(
 def cut_at_first_stop(
     text: str, stops: tuple[str, ...], is_included: bool
 ) -> tuple[str, str | None]:
-    """Letter by letter: the first stop string to be complete, the longest if several are."""
+    """Cut letter by letter at the first complete stop string, the longest if several are."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

@@ -1,4 +1,4 @@
-"""The block pool against a model of it: who holds what, what is cached, who goes next."""
+"""Block pool against a model of it: holders, cached blocks and eviction order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOME = st.integers(0, 1000)  # picks one of however many there are
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """`holdings` are runs of blocks, each held once by somebody."""
+    """State machine; `holdings` are runs of blocks, each held once."""
 
     def __init__(self) -> None:
         super().__init__()

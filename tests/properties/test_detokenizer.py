@@ -1,4 +1,4 @@
-"""Whatever the tokens, however they come: the pieces joined are the whole decoded."""
+"""Incremental detokenization: the joined pieces equal the decoded whole."""
 
 from __future__ import annotations
 

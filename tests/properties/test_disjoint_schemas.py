@@ -1,4 +1,4 @@
-"""Two schemas that are proven to exclude each other have no value in common."""
+"""Schemas that are proven disjoint have no value in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ types = st.sampled_from(["null", "boolean", "integer", "number", "string", "arra
 
 
 def _schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Of few keywords each, since with many no value fits one of them."""
+    """Return schemas of few keywords each, since with many no value matches."""
     branches = st.lists(inner, min_size=1, max_size=2)
     keywords: dict[str, st.SearchStrategy[Any]] = {
         "type": types | st.lists(types, min_size=1, max_size=2, unique=True),

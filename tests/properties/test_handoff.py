@@ -1,7 +1,7 @@
-"""Whatever happens, no write lands in a block with a new owner, and at the end all is free.
+"""Random hand-off histories: no write lands in a reused block, and all blocks end up free.
 
-Each history is drawn from its seed: which troubles it knows at all (few at a time find more
-than all at once), then some dozens of steps. A failing seed fails again on its own.
+Each history is drawn from its seed: first the kinds of faults (few at a time find more than all
+at once), then some dozens of steps. A failing seed is reproducible.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Steps = dict[Callable[[], None], int]  # with how often each is taken
 
 @dataclass
 class History:
-    """Two prefill nodes, one decode node, and everything that can come between them."""
+    """Random history of two prefill nodes and one decode node, with faults between them."""
 
     world: World
     draw: random.Random
@@ -81,14 +81,14 @@ class History:
             step()
 
     def introduce(self) -> None:
-        """The pairs know each other already in most histories, which leaves more of it to them."""
+        """Connect the pairs in advance in most histories."""
         for p in ("p0", "p1")[: self.draw.choice([0, 2, 2, 2])]:
             self.world.receive(HandoffId(f"hello {p}", 0), p, 0, 0)
             self.world.revoke(HandoffId(f"hello {p}", 0))
         self.world.exchange()
 
     def end_prefill(self) -> None:
-        """The requests that are still there on the prefill nodes are aborted."""
+        """Abort the remaining requests on the prefill nodes."""
         for handoff_id in list(self.world.sending):
             self.world.withdraw(handoff_id)
 
@@ -114,7 +114,7 @@ class History:
                 del self.wanted[handoff_id]
 
     def prefill_computes_for_nobody(self) -> None:
-        """A decode node that never asks for it, or asks later."""
+        """Compute a prompt that the decode node requests later or never."""
         request, num_blocks = self.draw.randrange(3), self.draw.randrange(5)
         handoff_id = HandoffId(f"r{request}", self.attempts[request])
         if self.world.begin(handoff_id, "p0", num_blocks):
@@ -126,7 +126,7 @@ class History:
             self.world.send(handoff_id, self.draw.randint(1, 3))
 
     def prefill_begins_a_pass(self) -> None:
-        """Blocks of one or two prompts, computed layer by layer."""
+        """Begin a pass that computes blocks of one or two prompts layer by layer."""
         node = self.world.ps[self.draw.choice(sorted(self.world.ps))]
         if node.num_layers_ended is None:
             here = sorted(h for h, sending in self.world.sending.items() if sending.node is node)
@@ -175,7 +175,7 @@ class History:
                     node.link.pass_on(node.link.queued.pop(0))
 
     def deliver_message_late(self) -> None:
-        """Behind those that were sent after it."""
+        """Move a message behind those that were sent after it."""
         queued = self._node().link.queued
         if queued:
             queued.append(queued.pop(self.draw.randrange(len(queued))))

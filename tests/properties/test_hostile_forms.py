@@ -1,4 +1,4 @@
-"""Forms from strangers: whatever is asked, it is compiled and followed, or refused by name."""
+"""Hostile constraints of structured outputs: each is compiled and followed, or refused."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_any_fields(fields: dict[str, Any]) -> None:
 
 
 def _try(wanted: StructuredOutputs, draw: int) -> None:
-    """Follow it for a while, whichever way leads on; nothing but InvalidRequest may be raised."""
+    """Follow the constraint along random tokens; only InvalidRequest may be raised."""
     with suppress(InvalidRequest):
         GrammarValidator().compile(wanted)
         matcher = library().compile(wanted).matcher()

@@ -1,4 +1,4 @@
-"""The line against a list that is sorted anew each time."""
+"""Admission queue against a list that is sorted each time."""
 
 from __future__ import annotations
 

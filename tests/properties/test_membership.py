@@ -1,4 +1,4 @@
-"""Nodes that are named, found, lost, told to be unwell and named no more, in any order."""
+"""Node membership under random events: discovery, loss, unreadiness and removal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def member(address: str) -> Member:
 
 
 class Nodes(RuleBasedStateMachine):
-    """Drives membership and table as the watches do; the model keeps the plain facts."""
+    """Drives membership and table like the watches do, and compares them with a model."""
 
     def __init__(self) -> None:
         super().__init__()

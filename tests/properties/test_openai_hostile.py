@@ -1,4 +1,4 @@
-"""Whatever a client sends, it is taken or refused by name; what is taken fits into messages."""
+"""Hostile OpenAI requests: accepted or refused by name; accepted ones fit into messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ values = st.recursive(
 
 
 def bodies(fields: dict[str, Any], **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Some of its fields, with anything in them, and now and then what should be in them."""
+    """Draw bodies with arbitrary values in some fields, and sometimes valid ones."""
     some = st.dictionaries(st.sampled_from([*fields, "response_format", "x"]), values, max_size=4)
     return st.tuples(some, st.fixed_dictionaries({}, optional=fixed)).map(
         lambda pair: {**pair[0], **pair[1]}
@@ -94,7 +94,7 @@ def check(asked: ParsedRequest) -> None:
 
 
 def refusal_of(read: Callable[[], ParsedRequest]) -> Exception | None:
-    """None: it was taken, and fits. A bug passes through."""
+    """Return the refusal, or None if the request was accepted and fits. Bugs propagate."""
     try:
         check(read())
     except NamedError as refusal:

@@ -1,4 +1,4 @@
-"""However a text is cut, the same is read out of it, and nothing of it is lost."""
+"""Incremental output parsing: independent of how the text is split, and lossless."""
 
 from __future__ import annotations
 

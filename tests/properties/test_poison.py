@@ -1,4 +1,4 @@
-"""Whatever requests end engines: each ends two, and everybody else gets their whole answer."""
+"""Poisonous requests that crash engines: each crashes two, and all other requests complete."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def serve(
     kind: FailureKind,
     kills: Sequence[int] = (),
 ) -> Outcome:
-    """`kills`: numbers of nodes, one every so many ticks."""
+    """Run the requests; `kills` are numbers of nodes to kill one by one at a fixed interval."""
     prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
     decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)]
     table = a_table(*prefills, *decodes)
@@ -166,7 +166,7 @@ def test_a_poison_that_makes_nodes_vanish_takes_at_most_three_and_bystanders_fin
 @pytest.mark.parametrize("num_tokens", [2, 10, 25])
 @pytest.mark.parametrize("num_others", [0, 1, 12])
 def test_progress_does_not_save_a_poison(num_tokens: int, num_others: int) -> None:
-    """Each of its tries gives tokens before the engine ends."""
+    """Each attempt generates tokens before the engine crashes."""
     culprit = Asked(1000, 3, Poison(Leg.DECODE, num_tokens))
     asked = [culprit, *(Asked(30, 2 * number) for number in range(num_others))]
 

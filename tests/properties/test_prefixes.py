@@ -1,4 +1,4 @@
-"""A router that watches knows what the node has, whatever happens and whenever it looks."""
+"""Prefix index of a router under random events: it equals the node's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever nodes there are: the chosen ones are open, fit each other, and no refusal is idle."""
+"""Routing policy on random nodes: chosen nodes are available and compatible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = tuple(range(64))
 
 @dataclass(frozen=True)
 class Known:
-    """One node as the router knows it."""
+    """Node as known to the router."""
 
     role: NodeRole
     kind: int

@@ -1,7 +1,7 @@
-"""Random lives of an engine with tiny caches, a hostile wire and everything going wrong.
+"""Random histories of an engine with tiny caches, a hostile wire and faults of all kinds.
 
-Always: no block is lost, everyone ends, and each request gets the tokens that it would
-have got alone. The world that checks this is in tests/support/engine_world.py.
+No block is lost, every request ends, and each request gets the tokens that it would get alone.
+The simulation that checks this is in tests/support/engine_world.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
-    """Many begin alike, for the prefix cache to have something to do."""
+    """Draw prompts, many of them with a common prefix, so that the prefix cache is used."""
     shared = draw(st.integers(0, 12))
     own = draw(st.lists(TOKENS, min_size=0 if shared else 1, max_size=6))
     return [place % VOCAB_SIZE for place in range(shared)] + own
@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 2, 12]),
     )
     def add_burst(self, shared: int, own: list[list[int]], max_tokens: int) -> None:
-        """Prompts that begin alike, all received at once."""
+        """Add prompts with a common prefix, all received at once."""
         for tail in own:
             prompt = [place % VOCAB_SIZE for place in range(shared)] + tail
             with suppress(InvalidRequest):

@@ -1,4 +1,4 @@
-"""What the doctor makes of what it reads."""
+"""Findings of `baton doctor` from what it reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_LIMITS = Limits(None, None)
 
 
 def tree(root: Path, **files: str) -> Path:
-    """Files by path, with __ for each slash."""
+    """Write files, named by path with __ for each slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Signals at bad moments: while a program starts, while a call starts."""
+"""Signals at critical moments: while a program or a call starts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_would_end_the_process_waits_for_the_end_of_the_block() -> None:
 
 
 class Told(subprocess.Popen[str]):
-    """Its process is there, and nobody has it yet, as we are told to end."""
+    """Popen that gets SIGTERM when its process exists but has not been returned yet."""
 
     pids: ClassVar[list[int]] = []
 
@@ -91,7 +91,7 @@ def test_a_program_ends_with_us_though_we_are_told_to_end_while_it_starts(
 
 
 class Slow:
-    """A call that starts when it may, and then streams until it is cancelled."""
+    """Call whose start the test releases, and which then streams until it is cancelled."""
 
     def __init__(self) -> None:
         self.may_start: SimpleQueue[None] = SimpleQueue()

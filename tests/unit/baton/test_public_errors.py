@@ -1,4 +1,4 @@
-"""The client library's own errors, importable from `baton`, none of them the engine's."""
+"""Errors of the client library: importable from `baton`, and none of them the engine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a client tries again, and how long it waits first."""
+"""Retry policy of clients: which errors are retried, and after which pause."""
 
 from __future__ import annotations
 

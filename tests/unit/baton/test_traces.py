@@ -1,4 +1,4 @@
-"""`baton trace`: what it draws, writes and sends."""
+"""`baton trace`: its waterfalls, pages and exports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def a_trace(*, has_failed_try: bool = False) -> Trace:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where one trace is kept, as three processes wrote it."""
+    """Store one trace as three processes write it."""
     by_role: dict[str, list[Span]] = {}
     for one in (*a_told_trace(), *a_told_step()):
         by_role.setdefault(str(one.resource["baton.role"]), []).append(one.span)

@@ -1,4 +1,4 @@
-"""The pure parts of a run with faults: what is drawn, how answers are judged, what is told."""
+"""Pure parts of a chaos run: fault script, check of answers and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of what was measured beside other engines, from files made up."""
+"""Chart of comparisons with other engines, drawn from handmade files."""
 
 from __future__ import annotations
 

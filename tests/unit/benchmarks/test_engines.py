@@ -1,4 +1,4 @@
-"""Which engines a measurement takes, by its options."""
+"""Selection of the engines of a benchmark by its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark `forms`: figures for every form, and every walk keeps to its form."""
+"""Benchmark `forms`: figures for every constraint, and every random walk obeys it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rate keeps which limits, on answers made by hand, and the picture of it."""
+"""Goodput frontier, computed from handmade answers, and its plot."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_first_tokens_count_from_when_they_were_due_and_means_are_by_token() -> 
 
 
 class MadeUp:
-    """An API that answers at once, with gaps of its own, or refuses all but the first request."""
+    """API that answers at once with given gaps, or refuses all but the first request."""
 
     def __init__(self, *, gap_s: float = 0.1, refuses: bool = False) -> None:
         self.asked: list[list[int]] = []
@@ -147,7 +147,7 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
 
 
 class Stopped(MadeUp):
-    """Ctrl-C comes when its first rate is done."""
+    """API that raises KeyboardInterrupt after the first rate."""
 
     def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         streamed = super().stream(model, prompt, max_tokens)
@@ -196,7 +196,7 @@ def test_a_sweep_to_the_end_is_whole(tmp_path: Path) -> None:
 
 
 class Hung(MadeUp):
-    """Answers nothing but the first request until its engine has ended; at the second, Ctrl-C."""
+    """API that blocks from the second request, which is interrupted, until its engine has ended."""
 
     def __init__(self) -> None:
         super().__init__()

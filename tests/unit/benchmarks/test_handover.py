@@ -1,4 +1,4 @@
-"""What is told of first tokens in two places, on times made by hand."""
+"""Figures of the hand-off benchmark, computed from given times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from errors import InvalidConfig
 
 
 class Answers:
-    """An API that notes who was asked for what, and answers at times of its own."""
+    """API that records its requests and answers after given times."""
 
     def __init__(self, name: str, asked: list[tuple[str, list[int]]], *times_s: float) -> None:
         self.url = name
@@ -90,7 +90,7 @@ def test_an_answer_that_comes_at_once_has_no_second_token_to_time() -> None:
 
 
 class Ends(Answers):
-    """After so many answers."""
+    """API that fails after a number of answers."""
 
     num_left = NUM_WARM_UP + 2
 

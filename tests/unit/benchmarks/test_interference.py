@@ -1,4 +1,4 @@
-"""What is told of streams that long prompts came in the way of, on arrivals made by hand."""
+"""Figures of the interference benchmark, computed from given arrival times."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_ratios_are_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Steady:
-    """An API whose answers come as fast as they can."""
+    """API that answers at once."""
 
     url = "made up"
 
@@ -117,7 +117,7 @@ class Steady:
 
 
 def starts(num_times: int, error: BaseException) -> Start:
-    """So many times."""
+    """Return a start function that succeeds `num_times` times and then raises the error."""
     left = [Steady() for _ in range(num_times)]
 
     @contextmanager

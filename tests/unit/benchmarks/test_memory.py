@@ -1,4 +1,4 @@
-"""How the growth of processes is told from looks at them."""
+"""Memory growth, fitted to samples of processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_points_at_one_place_make_no_slope() -> None:
 
 
 def held(*rss_mib: float) -> MemoryRun:
-    """A look after each thousand requests."""
+    """Return a run with one sample per thousand requests."""
     looks = [
         MemorySample(1000 * number, {"node": Footprint(20 + number, 9, round(rss * MIB))})
         for number, rss in enumerate(rss_mib)

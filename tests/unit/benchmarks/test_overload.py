@@ -1,4 +1,4 @@
-"""What is told of a run with more requests than can be served, on requests made by hand."""
+"""Figures of the overload benchmark, computed from handmade requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policies on a small simulated cluster: the figures must tell them apart, and repeat."""
+"""Routing policies on a small simulated cluster: distinct and reproducible figures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_seed_gives_one_result_and_another_seed_another() -> None:
 
 
 def one_at_a_time(num_requests: int, *, seed: int = 0) -> list[SimRequest]:
-    """Prompts that share their first block; a third of them repeats one of the last 80."""
+    """Return prompts with a common first block; a third of them repeats one of the last 80."""
     draw = random.Random(seed)
     prompts: list[tuple[int, ...]] = []
     for _ in range(num_requests):

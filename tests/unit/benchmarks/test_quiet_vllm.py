@@ -1,4 +1,4 @@
-"""The patches for vLLM's servers, on modules that stand in for the ones they change."""
+"""Patches for vLLM's servers, applied to stand-ins of the patched modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(config.enable_pthread, config.num_threads, shm_broadcast.sched_yield.__nam
 
 
 def stand_ins(at: Path) -> None:
-    """Packages of the names that the patches look for."""
+    """Write packages with the names of the patched ones."""
     for name, text in (
         ("vllm/distributed/device_communicators/shm_broadcast.py", RING),
         ("nixl_cu12/_api.py", NIXL),

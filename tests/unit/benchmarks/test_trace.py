@@ -1,4 +1,4 @@
-"""The figures of `python -m benchmarks trace`."""
+"""Figures of `python -m benchmarks trace`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.cluster.tracing import TraceLoad, figure, median_bounds
 
 
 def test_each_round_is_compared_with_the_one_beside_it() -> None:
-    """The machine was half as fast in the second round; tracing cost a tenth throughout."""
+    """The machine is half as fast in the second round; tracing costs a tenth throughout."""
     off = TraceLoad([1000.0, 500.0, 1000.0], [0.01] * 200)
     traced = TraceLoad([900.0, 450.0, 950.0], [0.01] * 198 + [0.5] * 2)
 
@@ -27,5 +27,5 @@ def test_each_round_is_compared_with_the_one_beside_it() -> None:
 def test_the_bounds_of_a_median_are_those_of_the_sign_test(
     num: int, bounds: tuple[int, int]
 ) -> None:
-    """As tables have them: of 15 values the 4th smallest and the 4th largest."""
+    """Tables of the sign test give the 4th smallest and the 4th largest of 15 values."""
     assert median_bounds(range(num)) == bounds

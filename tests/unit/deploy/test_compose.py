@@ -1,4 +1,4 @@
-"""docker-compose.yml says what the command line, the image and the settings page say."""
+"""Consistency of docker-compose.yml with command line, image and settings page."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ VARIABLE = re.compile(r"\$\{(\w+):?-([^${}]*)\}")
 
 
 def with_defaults(text: str) -> str:
-    """As Compose reads the file when no variable is set."""
+    """Substitute the defaults, as Compose does when no variable is set."""
     while VARIABLE.search(text):
         text = VARIABLE.sub(r"\2", text)
     return text
 
 
 def services() -> dict[str, dict[str, Any]]:
-    """Each with what it takes from others."""
+    """Return the services, each merged with the one that it extends."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(with_defaults(COMPOSE.read_text()))[
         "services"
     ]
@@ -39,7 +39,7 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def with_tls() -> dict[str, dict[str, Any]]:
-    """What deploy/compose.tls.yaml adds, merged by Compose's rules as far as it needs them."""
+    """Merge deploy/compose.tls.yaml into the services, as Compose does."""
     text = with_defaults((ROOT / "deploy/compose.tls.yaml").read_text())
     added = yaml.safe_load(text)["services"]
     return {

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: valid by Kubernetes' own schemas, true to the command line and the image."""
+"""Manifests of deploy/kubernetes: valid by schema, consistent with command line and image."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_every_process_is_started_with_options_that_exist(component: str, settin
 
 
 def secured(component: str) -> Manifest:
-    """The pod of a process with components/tls."""
+    """Return the pod of a process with components/tls."""
     [found] = [
         one["spec"]["template"]["spec"]
         for one in rendered("cpu-demo-tls")

@@ -1,4 +1,4 @@
-"""deploy/observability names what processes really tell, where they really tell it."""
+"""Configuration of deploy/observability: it uses existing metrics at existing addresses."""
 
 from __future__ import annotations
 

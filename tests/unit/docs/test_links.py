@@ -1,4 +1,4 @@
-"""Links of the pages at the top of the repository. `make docs` checks those of docs/."""
+"""Links in the pages at the top of the repository. `make docs` checks those of docs/."""
 
 from __future__ import annotations
 

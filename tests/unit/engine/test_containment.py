@@ -1,4 +1,4 @@
-"""A pass that fails costs the requests that make it fail, and no other."""
+"""Fault containment: a failing pass ends only the requests that cause the failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def a_fake() -> FakeRunner:
 
 
 def outputs_of(engine: EngineCore) -> dict[str, list[Output]]:
-    """To the end of all requests."""
+    """Run all requests to their end, and return their outputs."""
     found: dict[str, list[Output]] = {}
     while engine.scheduler.has_work:
         for outputs in engine.step().values():
@@ -78,7 +78,7 @@ def test_a_request_that_begins_to_crash_in_the_middle_keeps_what_it_got() -> Non
 
 
 class FailsOnce:
-    """As by want of memory: the next time it goes well."""
+    """Runner whose first pass fails, as by a temporary lack of memory."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

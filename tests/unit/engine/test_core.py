@@ -1,4 +1,4 @@
-"""The step, and how long the loop may sleep after it."""
+"""Engine step, and the time that the loop may sleep after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.fake_runner import tokens_alone
 
 
 class PatientKvWorker(NoKvWorker):
-    """Wants to be polled every five milliseconds."""
+    """KV worker that requests a poll every five milliseconds."""
 
     def next_poll_s(self, now: float) -> float | None:
         return 0.005

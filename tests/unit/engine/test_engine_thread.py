@@ -1,4 +1,4 @@
-"""The engine's thread: mail in, outputs out, and what happens when it dies."""
+"""Engine thread: requests, outputs and the handling of a crash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BrokenRunner:
 
 
 class Client:
-    """Waits for outputs on the test's thread."""
+    """Client that reads outputs on the test's thread."""
 
     def __init__(self) -> None:
         self.outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""The worker half with its peers, over the in-memory transport."""
+"""KV worker with its peers, over the in-memory transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ID, NEXT_ID = HandoffId("r", 0), HandoffId("r", 1)
 
 
 def half_sent(world: World) -> None:
-    """A hand-off of four blocks whose writes are all posted and have not landed."""
+    """Begin a hand-off of four blocks whose writes are posted but have not landed."""
     world.receive(ID, "p0", 0, 4)
     world.begin(ID, "p0", 4)
     exchange_messages(world)
@@ -181,7 +181,7 @@ def test_a_pair_that_was_dialled_for_a_fence_serves_the_next_hand_off() -> None:
 
 
 def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -> None:
-    """Its answer frees blocks on the other side, so a write of the older pair must be over."""
+    """The answer frees blocks on the other side, so writes of the older pair must have ended."""
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     p = world.ps["p0"].link
@@ -199,7 +199,7 @@ def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -
 
 
 def pass_in_a_long_layer(world: World, busy: Node, seconds: int) -> None:
-    """Time goes by; the node's process lives, but its engine's thread is in a layer."""
+    """Advance the time while the node's engine thread is in a layer."""
     for _ in range(seconds):
         world.now += 1.0
         for node in world.nodes:

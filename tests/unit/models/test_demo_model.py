@@ -1,4 +1,4 @@
-"""The model in the box: the folder is whole, is what its card says, and has learned Python."""
+"""Demo model: complete folder, correct model card and plausible Python."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""A node's end of a router's stream, without gRPC below it."""
+"""Node side of a router's call stream, without gRPC."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_S = 30
 
 
 class Counter:
-    """How many calls are under way."""
+    """Count of calls in progress."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -38,7 +38,7 @@ async def one_token(order: Order, context: CallContext) -> AsyncGenerator[node_p
 
 
 def test_a_call_counts_until_its_last_word_is_written() -> None:
-    """A drained node closes its server as soon as no call counts."""
+    """A draining node closes its server as soon as no call counts."""
 
     async def scene() -> None:
         counter = Counter()

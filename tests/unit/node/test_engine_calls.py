@@ -1,4 +1,4 @@
-"""Outputs of the engine's thread as streams on the asyncio side."""
+"""Outputs of the engine thread as asyncio streams."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_id_under_way_is_refused_and_the_one_under_way_goes_on() -> None:
 
 
 class LosesAll:
-    """A KV worker whose peers are gone."""
+    """KV worker that loses every receive."""
 
     def __init__(self) -> None:
         self._lost: list[HandoffId] = []

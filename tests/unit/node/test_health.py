@@ -1,4 +1,4 @@
-"""Readiness as it is told to those who watch."""
+"""Readiness and liveness as reported to health watchers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_watcher_hears_of_every_change_also_after_another_one_left() -> No
 
 
 class LayeredRunner:
-    """Its passes go on only as the test lets them, layer by layer."""
+    """Runner whose passes advance layer by layer as the test allows."""
 
     def __init__(self) -> None:
         self.layers: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether there is another

@@ -1,4 +1,4 @@
-"""What a node does unless it is told otherwise."""
+"""Defaults of node options."""
 
 from __future__ import annotations
 

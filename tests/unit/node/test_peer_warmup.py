@@ -1,4 +1,4 @@
-"""Links made ahead: to prefill nodes that answer, a bounded number at a time."""
+"""Peer warmup: links to reachable prefill nodes, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class Nodes:
-    """Prefill nodes at addresses with p, decode nodes at those with d; others never answer."""
+    """Fake nodes: prefill at addresses with p, decode at those with d; others never answer."""
 
     def __init__(self) -> None:
         self.linked: list[str] = []

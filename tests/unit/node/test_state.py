@@ -1,4 +1,4 @@
-"""What a node tells of itself, to whoever watches."""
+"""Node state as sent to watchers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE, TWO = BlockHash(b"1" * 16), BlockHash(b"2" * 16)
 
 @dataclass(slots=True)
 class FakeNews:
-    """An engine's news, made by the test; each event is told once."""
+    """Fake source of engine updates; each event is returned once."""
 
     num_running: int = 0
     events: list[KvEvent] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Steps of an engine as traces of their own: sampled, made from values, linked, and bounded."""
+"""Traces of engine steps: sampled, linked to requests and bounded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_BLOCKS, BLOCK_SIZE = 1024, 4
 
 
 class Taking(Tracer):
-    """A tracer that is on and keeps what it takes."""
+    """Enabled tracer that keeps all timelines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Taking(Tracer):
 
 @dataclass
 class SlowRunner:
-    """Takes its time."""
+    """Runner whose passes take a fixed time."""
 
     inner: FakeRunner
     took_s: float = 0.002

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, over nodes that behave: who computes it, and who goes where."""
+"""Requests with several answers, on fake nodes: shared prompt computation and placement."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parts_of(
     num_each: int | None = None,
     remaining_s: float | None = None,
 ) -> list[tuple[int, TokenChunk | CompletionSummary]]:
-    """All parts of all answers, in the order they came."""
+    """Return all parts of all answers, in order of arrival."""
 
     async def run() -> list[tuple[int, TokenChunk | CompletionSummary]]:
         pipeline = a_pipeline(nodes, table or a_table())
@@ -85,7 +85,7 @@ def answered(
     num_each: int | None = None,
     remaining_s: float | None = None,
 ) -> dict[int, tuple[list[int], CompletionSummary]]:
-    """The tokens of each answer, and how it ended."""
+    """Return the tokens and the summary of each answer."""
     token_ids: dict[int, list[int]] = {index: [] for index in range(len(calls))}
     endings: dict[int, CompletionSummary] = {}
     for index, part in parts_of(nodes, calls, table, num_each=num_each, remaining_s=remaining_s):
@@ -101,7 +101,7 @@ def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
 
 
 def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
-    """How many prefills and how many decodes were asked for."""
+    """Return the numbers of prefill and decode calls."""
     num_prefills = sum(asked.leg is Leg.PREFILL for asked in nodes.asked)
     return num_prefills, len(nodes.asked) - num_prefills
 
@@ -184,7 +184,7 @@ def test_where_the_prompt_would_not_be_found_or_have_room_each_goes_its_own_way(
     )
 
     class Slow(FakeNodeCalls):
-        """The first answer is still under way when the second one looks for a node."""
+        """Nodes whose first answer is still in progress when the second chooses a node."""
 
         async def decode(self, *args: object, **more: object) -> None:
             await super().decode(*args, **more)  # type: ignore[arg-type]

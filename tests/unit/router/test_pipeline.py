@@ -1,4 +1,4 @@
-"""One request through the router, over nodes that behave."""
+"""Router pipeline: single requests on fake nodes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def a_call(
 async def generated(
     pipeline: Pipeline, call: GenerateCall, context: RequestContext
 ) -> AsyncGenerator[TokenChunk | CompletionSummary, None]:
-    """The parts of an answer whose id is reserved meanwhile."""
+    """Yield the parts of an answer while its request id is reserved."""
     with pipeline.accept(call.request_id):
         async with aclosing(pipeline.generate(call, context)) as parts:
             async for part in parts:
@@ -480,7 +480,7 @@ def test_who_waited_for_too_long_to_be_served_whole_asks_nothing_of_nodes() -> N
 
 
 def test_who_is_alone_is_served_as_far_as_its_deadline_lets_it_be() -> None:
-    """Else one slow answer would turn everybody away, and nobody could show it is over."""
+    """Otherwise one slow answer would cause all requests to be refused, with no new measurement."""
     ticks, slept_s = itertools.count(), 0.0
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, clock=lambda: slept_s + float(next(ticks)))
@@ -665,7 +665,7 @@ def test_an_answer_whose_revision_does_not_come_back_ends_by_name() -> None:
 
 
 def test_a_request_waits_for_a_prefill_node_that_fits() -> None:
-    """As for any: the one that does not fit may be the first of a new revision to come."""
+    """The incompatible one may be the first node of a new revision."""
     table = a_table(a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER), a_node(NodeRole.DECODE))
     prefill = a_node(NodeRole.PREFILL)
     nodes = FakeNodeCalls()
@@ -714,7 +714,7 @@ def test_a_draining_router_takes_nothing_new() -> None:
 
 
 class SlowText(NoTokenizer):
-    """Takes a large text for so long as it is told."""
+    """Tokenizer that blocks on a text until it is released."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()

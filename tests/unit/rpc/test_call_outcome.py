@@ -1,4 +1,4 @@
-"""How calls end."""
+"""Outcome of calls: late or cancelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from telemetry.tracing.spans import SpanOutcome
 
 @dataclass
 class Call:
-    """Knows of a call only what its deadline leaves."""
+    """Fake call with a given remaining time."""
 
     remaining_s: float | None
 

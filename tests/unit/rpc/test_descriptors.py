@@ -1,4 +1,4 @@
-"""File descriptors: the soft limit is raised, and the servers leave a reserve."""
+"""Limit on file descriptors: it is raised, and the servers leave a reserve."""
 
 from __future__ import annotations
 

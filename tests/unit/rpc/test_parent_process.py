@@ -1,4 +1,4 @@
-"""How a process ends before it serves."""
+"""SIGTERM to a process that does not serve yet."""
 
 from __future__ import annotations
 

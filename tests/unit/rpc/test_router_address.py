@@ -1,4 +1,4 @@
-"""Addresses of a router as people write them."""
+"""Parsing of router addresses, and errors of failed connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named errors as gRPC statuses."""
+"""Mapping of named errors to gRPC statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines: for people on a terminal, for programs elsewhere."""
+"""Log lines: text on a terminal, JSON elsewhere."""
 
 from __future__ import annotations
 

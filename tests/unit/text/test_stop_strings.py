@@ -1,4 +1,4 @@
-"""Stop strings at the edges that the properties do not name."""
+"""Stop strings: cases that the property tests do not cover."""
 
 from __future__ import annotations
 

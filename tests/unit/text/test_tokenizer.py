@@ -1,4 +1,4 @@
-"""The text boundary agrees with transformers, and says what is wrong with a folder or a chat."""
+"""Tokenization and chat templates: agreement with transformers, and errors of folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_settings(folder: Path, at: Path, **changes: object) -> Path:
-    """A copy of the folder whose tokenizer_config.json says this instead."""
+    """Copy the folder with changes to tokenizer_config.json."""
     for path in folder.iterdir():
         (at / path.name).write_bytes(path.read_bytes())
     settings = json.loads((at / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -256,7 +256,7 @@ def test_spaces_at_word_starts_survive_between_pieces() -> None:
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """Words with their space marked in front, and bytes for what no word covers: as Llama 2."""
+    """Return a tokenizer like that of Llama 2: metaspace words with byte fallback."""
     words = ["<unk>", "<s>", "</s>", "▁hello", "▁world", "▁", *(f"<0x{b:02X}>" for b in range(256))]
     fast = FastTokenizer(
         models.BPE(

@@ -1,4 +1,4 @@
-"""The architecture page names files and folders that exist."""
+"""Paths on the architecture page: each exists."""
 
 from __future__ import annotations
 

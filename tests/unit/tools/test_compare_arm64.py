@@ -1,4 +1,4 @@
-"""How two builds' numbers are compared, with lines made up."""
+"""Comparison of two builds' kernel outputs, with handmade lines."""
 
 from __future__ import annotations
 

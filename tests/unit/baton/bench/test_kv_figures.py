@@ -1,4 +1,4 @@
-"""Rounds to figures."""
+"""Figures of the KV benchmark, computed from rounds."""
 
 from __future__ import annotations
 

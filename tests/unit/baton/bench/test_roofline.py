@@ -1,4 +1,4 @@
-"""What a model's step costs at least."""
+"""Roofline model: lower bounds on the duration of a model's step."""
 
 from __future__ import annotations
 

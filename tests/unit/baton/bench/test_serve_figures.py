@@ -1,4 +1,4 @@
-"""What a run amounts to, on runs made by hand."""
+"""Figures of a serving benchmark, computed from handmade runs."""
 
 from __future__ import annotations
 

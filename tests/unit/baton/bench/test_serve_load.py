@@ -1,4 +1,4 @@
-"""Plans of load: drawn from a seed, at the rate that was asked for."""
+"""Load plans: drawn from a seed, at the requested rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton bench` and the benchmarks that are not installed."""
+"""`baton bench` with benchmarks that are not installed."""
 
 from __future__ import annotations
 

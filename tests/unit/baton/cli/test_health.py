@@ -1,4 +1,4 @@
-"""`baton health`, asked by a real process of a real server."""
+"""`baton health` as a real process, against a real server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNUSED_ADDRESS = "127.0.0.1:1"  # a port that nobody who is not root can take
 async def health_of(
     address: str, *options: str, python_options: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """The exit code, and all that was printed."""
+    """Return the exit code and all output."""
     process = await asyncio.create_subprocess_exec(
         *(
             sys.executable,

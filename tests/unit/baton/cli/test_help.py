@@ -1,4 +1,4 @@
-"""What every command tells of itself, and what the shell completes."""
+"""Help texts and shell completion of all commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write on the command line."""
+"""Options of the command line: parsing, defaults and checks."""
 
 from __future__ import annotations
 

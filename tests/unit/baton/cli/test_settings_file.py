@@ -1,4 +1,4 @@
-"""Options from a file, the environment and the command line; what is said of wrong ones."""
+"""Options from a file, the environment and the command line, and errors in them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def shown(output: str) -> dict[str, tuple[str, str]]:
-    """What --show-config told: the value and its origin, by option."""
+    """Parse the output of --show-config: the value and its origin, by option."""
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
     return {row[0]: (row[1], row[2]) for row in rows if row}
 

@@ -1,4 +1,4 @@
-"""How people write on the command line what form an answer shall have."""
+"""Options of structured outputs on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def written(tmp_path: Path, content: bytes) -> Path:
 
 
 def form_of(**given: Any) -> StructuredOutputs | None:
-    """As it arrives at the router."""
+    """Return the constraint as the router parses it."""
     chosen = sampling(**given)
     return sampling_from(request_from("a", Generation(chosen)).sampling).structured_outputs
 

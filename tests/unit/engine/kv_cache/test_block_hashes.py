@@ -1,4 +1,4 @@
-"""Block hashes: equal for equal pasts, different for everything else."""
+"""Block hashes: equal for equal prefixes, different otherwise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_extending_gives_what_hashing_at_once_gives() -> None:
 
 
 def test_hashes_are_the_same_in_every_process_and_release() -> None:
-    """Nodes and routers of different versions compare them; changing one is a break."""
+    """Nodes and routers of different versions compare hashes; a change breaks compatibility."""
     hashes = block_hashes([1, 2, 3, 4], 2, root_hash(7, "m", "s"))
 
     assert [h.hex() for h in hashes] == GOLDEN

@@ -1,4 +1,4 @@
-"""The block pool: holding, caching, evicting. Random lives are in tests/properties."""
+"""Block pool: allocation, caching, eviction. Random histories are in tests/properties."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_check_finds_a_block_that_was_let_go_too_often() -> None:
 
 
 def _pool_with(count: int) -> tuple[BlockPool, list[BlockId]]:
-    """A pool of so many blocks, all of them held."""
+    """Return a pool of `count` blocks, all of them allocated."""
     pool = BlockPool(count)
     blocks = pool.allocate(count)
     assert blocks is not None

@@ -1,4 +1,4 @@
-"""A request's block table: admitted whole or not at all, grown, registered, released."""
+"""Block table of a request: admission, growth, registration and release."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _cache(num_blocks: int = 8) -> KvCache:
 
 
 def _serve(cache: KvCache, prompt: range) -> Request:
-    """Compute a prompt and give its blocks back."""
+    """Compute a prompt and release its blocks."""
     request = make_request(prompt, request_id="served")
     cache.admit(request, [])
     request.num_computed_tokens = request.num_tokens

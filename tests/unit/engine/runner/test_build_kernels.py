@@ -1,4 +1,4 @@
-"""Building the kernel library while other processes build it, too."""
+"""Concurrent builds of the kernel library."""
 
 from __future__ import annotations
 

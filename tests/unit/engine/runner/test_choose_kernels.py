@@ -1,4 +1,4 @@
-"""What computes where there is no compiler."""
+"""Kernel selection on a machine without a compiler."""
 
 from __future__ import annotations
 

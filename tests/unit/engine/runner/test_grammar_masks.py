@@ -1,4 +1,4 @@
-"""Time that the masks of a step may take: a costly grammar ends by name, and the others go on."""
+"""Time limit on the grammar masks of a step: too costly grammars end their request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock:
 
 @dataclass(slots=True)
 class CostlyGrammar:
-    """Each token and each mask takes as long as it is told."""
+    """Grammar with given durations per token and per mask."""
 
     clock: Clock
     mask_s: float = HONEST_S
@@ -62,7 +62,7 @@ def a_row(name: str, grammar: CostlyGrammar) -> PlanRow:
 
 
 class Batch:
-    """Rows that write one token in each step."""
+    """Rows that generate one token per step."""
 
     def __init__(self, clock: Clock, grammars: dict[str, CostlyGrammar], num_written: int = 0):
         self._clock = clock

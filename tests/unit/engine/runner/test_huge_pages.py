@@ -1,4 +1,4 @@
-"""Memory on huge pages, as the kernel sees it."""
+"""Memory on huge pages, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_is_all_zeros_and_can_be_written() -> None:
 
 
 def _kernel_flags(address: int) -> list[str]:
-    """VmFlags of the mapping that holds this address."""
+    """Return the VmFlags of the mapping that contains this address."""
     is_inside = False
     for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
         name, _, rest = line.partition(" ")

@@ -1,4 +1,4 @@
-"""Rows of the runner's batch: what does not fit raises an error, a single element included."""
+"""Rows of the runner's batch: an overflow raises an error, even of a single element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = RequestId("r")
 
 @pytest.mark.parametrize("num_more", [1, 2])
 def test_more_blocks_than_a_table_holds_are_refused(num_more: int) -> None:
-    """numpy would drop a single one silently, and raise ValueError over two."""
+    """numpy would ignore a single element silently, and raise ValueError for two."""
     batch = _batch_of(num_tokens=3, block_ids=[4, 5])
 
     with pytest.raises(RowOverflow, match=f"r was given {2 + num_more} blocks; .* hold 2"):
@@ -51,7 +51,7 @@ def test_a_draft_token_more_than_a_row_holds_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "draft"), [(5, []), (4, [7])])
 def test_tokens_without_a_slot_are_refused(num_tokens: int, draft: list[int]) -> None:
-    """Their KV would be written into a block that the table had before, of another request."""
+    """Their KV would be written to a block of another request."""
     batch = _batch_of(num_tokens=5, block_ids=[4])
 
     with pytest.raises(RowOverflow, match="its blocks hold 4"):

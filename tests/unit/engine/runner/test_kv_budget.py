@@ -1,4 +1,4 @@
-"""The automatic size of the KV cache, and the free host memory it is a share of."""
+"""Automatic size of the KV cache, a share of the free host memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MEMINFO = "MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n"  # 8 GiB
 
 
 def machine(root: Path, group: str = "0::/\n", **files: str) -> Path:
-    """Files below sys/fs/cgroup by path, with __ for each slash and _dot_ for each dot."""
+    """Write files below sys/fs/cgroup, with __ for slashes and _dot_ for dots in their paths."""
     written = {"proc/meminfo": MEMINFO, "proc/self/cgroup": group}
     written |= {
         f"sys/fs/cgroup/{name.replace('__', '/').replace('_dot_', '.')}": text

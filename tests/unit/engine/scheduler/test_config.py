@@ -1,4 +1,4 @@
-"""Settings that cannot work stop the process at start, by name."""
+"""Invalid scheduler settings are refused at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's cost, counted in calls instead of seconds: flat where it must be flat."""
+"""Cost of a scheduler step in function calls: constant where it must be."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_leaving_the_queue_from_the_middle_costs_the_same_however_many_wait() ->
 def _decoding(
     *, num_running: int = NUM_RUNNING, num_waiting: int = 0, num_prompt_tokens: int = 16
 ) -> Scheduler:
-    """A full batch that decodes, in the middle of its blocks, and a queue behind it."""
+    """Return a scheduler with a full decoding batch, in the middle of its blocks, and a queue."""
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_batched_tokens=num_running * num_prompt_tokens,
@@ -77,7 +77,7 @@ def _step(scheduler: Scheduler) -> None:
 
 
 def _calls(action: Callable[[], None]) -> int:
-    """How many functions the action calls, Python's own included."""
+    """Return the number of functions that the action calls, including built-in ones."""
     count = 0
 
     def note(frame: FrameType, event: str, argument: object) -> None:

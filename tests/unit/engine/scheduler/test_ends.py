@@ -1,4 +1,4 @@
-"""How requests end: stop rules, limits, errors, aborts, and what goes out."""
+"""End of requests: stop rules, limits, errors, aborts, and their outputs."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_there_is_always_room_for_the_speculative_tokens() -> None:
 
 
 def test_lookahead_slots_end_where_the_request_must_end() -> None:
-    """Lookahead longer than a block, a prompt one token short of the limit: no block too many."""
+    """Lookahead exceeds a block and the prompt is one token below the limit: no block too many."""
     config = _config(num_lookahead_tokens=9, max_model_len=16)
     world = EngineWorld(config, num_blocks=4, block_size=4)
     at_model_limit = world.add(14, max_tokens=50)
@@ -279,7 +279,7 @@ def test_aborting_a_client_ends_all_its_requests_and_no_others() -> None:
 
 
 def _world_stopping_at(place: int, min_tokens: int = 0) -> tuple[EngineWorld, RequestId]:
-    """A world with one request, whose token at `place` is the model's end of text."""
+    """Return a world with one request, whose token at `place` is the end-of-text token."""
     prompt = [5, 4, 3]
     answer, _ = EngineWorld().alone(make_spec(prompt, max_tokens=8))
     assert answer[place] not in answer[:place]
@@ -288,7 +288,7 @@ def _world_stopping_at(place: int, min_tokens: int = 0) -> tuple[EngineWorld, Re
 
 
 def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
-    """One step in which every scheduled request gets these tokens."""
+    """Run one step in which every scheduled request gets these tokens."""
     plan = scheduler.schedule(0.0)
     run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
     by_client = scheduler.update(plan, run)

@@ -1,4 +1,4 @@
-"""What hand-offs hold, by themselves, without a scheduler around them."""
+"""Hand-off manager without a scheduler: blocks and states."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_send_ends_once() -> None:
 
 
 def _receiving() -> tuple[HandoffManager, Request]:
-    """Six tokens in three blocks, of which the first was hit."""
+    """Return a request of six tokens in three blocks, of which the first was a prefix hit."""
     pool = BlockPool(4)
     handoffs, request = HandoffManager(pool), make_request(range(6))
     request.receive = RECEIVE

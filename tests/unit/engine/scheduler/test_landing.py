@@ -1,4 +1,4 @@
-"""Room for remote KV: what is granted when, and landed requests among the others."""
+"""Grants of blocks for remote KV, and scheduling of landed requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _config = partial(SchedulerConfig, max_num_batched_tokens=64, max_num_seqs=4, ma
 
 
 class _NoneConfirmed(random.Random):
-    """No drafted token comes true."""
+    """Source of randomness that rejects all draft tokens."""
 
     def randint(self, a: int, b: int) -> int:
         return a
@@ -68,7 +68,7 @@ def test_a_full_batch_does_not_keep_kv_from_landing() -> None:
 
 
 def test_landed_requests_that_need_blocks_when_none_is_free_do_not_block_each_other() -> None:
-    """All hold a full table and nothing runs that could be preempted."""
+    """All requests have full block tables, and nothing runs that could be preempted."""
     world = EngineWorld(_config(remote_headroom_blocks=0), num_blocks=4, block_size=4)
     names = [world.add([n] * 8, receives=True, max_tokens=5) for n in range(2)]
     world.step()
@@ -105,7 +105,7 @@ def test_a_landed_request_goes_before_one_that_holds_nothing() -> None:
 
 
 def test_a_landed_request_does_not_wait_for_slots_of_drafted_tokens() -> None:
-    """With them it would need two blocks, and one is free."""
+    """With those slots it would need two blocks, and one is free."""
     config = _config(num_lookahead_tokens=3, remote_headroom_blocks=0)
     world = EngineWorld(config, num_blocks=9, block_size=2, chance=_NoneConfirmed())
     world.add([9] * 3, max_tokens=8)  # five blocks at most
@@ -167,7 +167,7 @@ def _handoff(name: RequestId) -> HandoffId:
 
 
 def _make_ready_behind_another(world: EngineWorld) -> RequestId:
-    """The batch has one place, and it is taken for a while."""
+    """Land a request while the only place in the batch is taken."""
     world.add([9] * 3, max_tokens=6)
     world.step()
     ready = world.add(3, receives=True)

@@ -1,4 +1,4 @@
-"""When blocks run out: who gives them up, and how he comes back."""
+"""Preemption: choice of the victim and its resumption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_last_to_arrive_gives_up_its_blocks() -> None:
 
 
 def test_nobody_gives_up_blocks_for_drafted_tokens() -> None:
-    """Each has a free slot in its last block, and none is left for three drafted tokens."""
+    """Each has a free slot in its last block, but no block is free for three draft tokens."""
     world = EngineWorld(_config(num_lookahead_tokens=3), num_blocks=4, block_size=4)
     first, last = world.add(7, max_tokens=8), world.add([9] * 7, max_tokens=8)
     world.step()
@@ -161,7 +161,7 @@ def test_prompt_logprobs_are_handed_out_once_also_after_preemption() -> None:
 
 
 def test_one_that_runs_alone_steps_back_when_the_rest_is_in_flight() -> None:
-    """A plan without a token that is no rest all the same: the engine may not sleep on it."""
+    """The plan has no tokens, but the engine must not sleep."""
     config = _config(remote_headroom_blocks=0)
     world = EngineWorld(config, num_blocks=4, block_size=4)
     running = world.add([9] * 7, max_tokens=6)

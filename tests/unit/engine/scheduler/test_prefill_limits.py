@@ -1,4 +1,4 @@
-"""How much of a prompt one step takes."""
+"""Limits on the prompt tokens of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix hits: what is found, what must be computed all the same, what is never found."""
+"""Prefix caching: hits, tokens that are recomputed nevertheless, and isolation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_output_tokens_are_cached_as_well() -> None:
 
 
 def test_a_request_that_lacked_a_block_starts_once_its_prefix_is_cached() -> None:
-    """It needs 31 of 60 blocks and 30 are free; once the other's prompt is cached it needs 2."""
+    """It needs 31 of 60 blocks and 30 are free; once the other prompt is cached it needs 2."""
     config = _config(max_num_batched_tokens=256, max_model_len=256)
     world = EngineWorld(config, num_blocks=60, block_size=4)
     running = world.add(120, max_tokens=100)
@@ -100,7 +100,7 @@ def test_a_long_prompt_set_aside_is_short_once_its_prefix_is_cached() -> None:
 
 
 def test_a_long_prompt_set_aside_whose_prefix_was_evicted_in_part_is_judged_again() -> None:
-    """Its last shared block is cached and one before it is not: it is that one it waits for."""
+    """The last shared block is cached but an earlier one is not, and it waits for the latter."""
     config = _config(
         max_num_batched_tokens=16,
         max_model_len=256,
@@ -267,7 +267,7 @@ def test_events_tell_of_eviction_and_reset() -> None:
 
 
 def _world_that_served(prompt: list[int], max_tokens: int = 4) -> EngineWorld:
-    """Blocks of four tokens, in which this prompt and its answer are cached."""
+    """Return a world with blocks of four tokens that caches this prompt and its answer."""
     world = EngineWorld(_config(), block_size=4)
     world.add(prompt, max_tokens=max_tokens)
     world.run_to_end()

@@ -1,4 +1,4 @@
-"""Bursts with one prefix on a decode node: its blocks are received once, and what ends a wait."""
+"""Bursts with a common prefix on a decode node: its blocks are received once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _world(
 
 
 def _two(world: EngineWorld) -> tuple[RequestId, RequestId]:
-    """A request whose blocks are in flight, and one that waits for them."""
+    """Add a request whose blocks are in flight, and one that waits for them."""
     first = world.add([*SHARED, 1, 1, 1, 1], receives=True)
     second = world.add([*SHARED, 2, 2, 2, 2], receives=True)
     assert _received(world) == {first: (0, 8)}
@@ -33,7 +33,7 @@ def _two(world: EngineWorld) -> tuple[RequestId, RequestId]:
 
 
 def _received(world: EngineWorld) -> dict[RequestId, tuple[int, int]]:
-    """First block and number of blocks of each hand-off that the next step begins."""
+    """Run a step; return first block and number of blocks of each hand-off that it begins."""
     return {
         RequestId(order.handoff_id.request_id): (order.first_block, len(order.block_ids))
         for order in world.step().kv_orders.receives

@@ -1,4 +1,4 @@
-"""The priority policy: who starts first, and who gives way to an urgent request."""
+"""Priority scheduling: order of admission, and preemption for urgent requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The waiting queues: order, and leaving from the middle."""
+"""Waiting queues: order, and removal from the middle."""
 
 from __future__ import annotations
 

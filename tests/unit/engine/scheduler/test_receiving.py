@@ -1,4 +1,4 @@
-"""Decode's side of a hand-off: granted, landed or lost, and whose the blocks are meanwhile."""
+"""Decode side of a hand-off in the scheduler: grant, landing, loss and release of blocks."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def _handoff(name: RequestId) -> HandoffId:
 
 
 def _world_that_served(prompt: list[int]) -> EngineWorld:
-    """Blocks of four tokens, in which this prompt is cached."""
+    """Return a world with blocks of four tokens that caches this prompt."""
     world = EngineWorld(_config(), block_size=4)
     world.add(prompt)
     world.run_to_end()
@@ -355,7 +355,7 @@ def _world_that_served(prompt: list[int]) -> EngineWorld:
 
 
 def _make_ready_behind_another(world: EngineWorld) -> RequestId:
-    """The batch has one place, and it is taken for a while."""
+    """Land a request while the only place in the batch is taken."""
     world.add([9] * 3, max_tokens=6)
     world.step()
     ready = world.add(3, receives=True)

@@ -1,4 +1,4 @@
-"""Every move of a request's status, allowed and not."""
+"""Transitions of a request's status, allowed and forbidden."""
 
 from __future__ import annotations
 

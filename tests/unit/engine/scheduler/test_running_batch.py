@@ -1,4 +1,4 @@
-"""The calendar: a decoding request is looked at when it needs a block, and not before."""
+"""Running batch: a decoding request is only visited in the steps in which it needs a block."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _decoding(
 
 
 def _step(batch: Batch, request: Request) -> list[Request]:
-    """A step in which the request gets one token, and perhaps is due."""
+    """Run a step in which the request gets one token; return the requests that are due."""
     due = batch.begin_step()
     request.num_computed_tokens += 1
     return due

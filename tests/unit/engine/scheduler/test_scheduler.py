@@ -1,4 +1,4 @@
-"""The scheduler by hand-driven steps: budget, batch, limits, order, turns."""
+"""Scheduler, step by step: budget, batch size, limits and order."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_short_prompts_overtake_long_ones_that_wait_for_long_ones() -> None:
 
 
 def test_long_prompts_get_the_budget_that_no_short_prompt_wants() -> None:
-    """Eight of 4,096 tokens in steps of 2,048, less what those that decode by then take."""
+    """Eight prompts of 4,096 tokens take steps of 2,048, minus the decoding requests' tokens."""
     config = SchedulerConfig(long_prefill_token_threshold=512, max_long_partial_prefills=1)
     world = EngineWorld(config, num_blocks=2100, block_size=16, enable_prefix_caching=False)
     names = [world.add(4096, max_tokens=40) for _ in range(8)]
@@ -204,7 +204,7 @@ def test_short_prompts_do_not_wait_for_long_ones_to_get_the_rest_of_the_budget()
 
 
 def test_steps_stay_small_for_a_while_after_a_short_prompt() -> None:
-    """So that the next short one, which may come while a step runs, waits for a small one."""
+    """The next short prompt may arrive during a step, and then waits for a small one."""
     config = _config(max_num_batched_tokens=8, long_prefill_token_threshold=1, max_model_len=90)
     world = EngineWorld(config, enable_prefix_caching=False)
     world.add(1, max_tokens=1)
@@ -357,7 +357,7 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
 
 
 def _answer(scheduler: Scheduler, token_ids: list[int]) -> list[Output]:
-    """One step in which every scheduled request gets these tokens."""
+    """Run one step in which every scheduled request gets these tokens."""
     plan = scheduler.schedule(0.0)
     run = RunResult(dict.fromkeys(plan.num_scheduled_tokens, token_ids))
     by_client = scheduler.update(plan, run)

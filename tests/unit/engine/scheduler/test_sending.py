@@ -1,4 +1,4 @@
-"""Prefill's side of a hand-off: what is sent when, and how it ends."""
+"""Prefill side of a hand-off in the scheduler: send orders and the end of a send."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_sender_whose_peer_left_goes_on_to_its_first_token_and_orders_nothing_
 
 
 def test_a_sender_that_has_begun_to_send_is_not_preempted() -> None:
-    """Its hand-off would hold the old blocks while it waits for new ones: for ever."""
+    """Its hand-off would hold the old blocks while it waits for new ones, forever."""
     world = EngineWorld(
         _config(max_num_batched_tokens=5),
         num_blocks=6,

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may take, on machines that are made up."""
+"""Step pacing: prompt tokens per step, on simulated machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST = 2048
 
 @dataclass(frozen=True)
 class Machine:
-    """Reads its weights in every step, whatever else it does."""
+    """Machine whose step takes at least the time to read the weights."""
 
     reading_s: float
     token_s: float
@@ -31,7 +31,7 @@ class Machine:
 
 
 def chunks(pace: StepPace, machine: Machine, num_decoding: int, num_steps: int) -> list[int]:
-    """What it gives to a prompt that never ends."""
+    """Return the chunks of an endless prompt."""
     given = []
     for _ in range(num_steps):
         given.append(pace.prompt_tokens(num_decoding, MOST))
@@ -85,7 +85,7 @@ def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
 
 
 class TimedRunner:
-    """Its steps take what they would on a machine."""
+    """Runner whose steps take the time of a simulated machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

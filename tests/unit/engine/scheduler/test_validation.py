@@ -1,4 +1,4 @@
-"""Requests that no step could ever bring to an end are refused by name."""
+"""Validation: requests that can never complete are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WAITING_FOR_FSM: a request waits for its grammar and holds up nobody."""
+"""Status WAITING_FOR_FSM: a request waits for its grammar without blocking others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is guessed, by how good the guesses were."""
+"""Draft length of speculation, adapted to the acceptance rate."""
 
 from __future__ import annotations
 

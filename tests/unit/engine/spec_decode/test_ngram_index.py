@@ -1,4 +1,4 @@
-"""What an index of n-grams proposes, and that it says the same as looking through all tokens."""
+"""N-gram index: its proposals equal those of a linear search."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_index_says_what_looking_through_all_tokens_says(
 
 
 def looked_through(tokens: Sequence[int], min_ngram: int, max_ngram: int) -> list[int]:
-    """Proposals of three tokens, found the slow way, among the newest places only."""
+    """Return the proposal of a linear search over the newest positions."""
     total = len(tokens)
     newest_first = [
         end

@@ -1,4 +1,4 @@
-"""Compiling on threads: who is told what, how often the work is done, and how it ends."""
+"""Grammar compilation on threads: deduplication, cache, errors and shutdown."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_bug_of_the_library_is_told_as_a_refusal_and_ends_no_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(BaseException):
-        """As a foreign library may raise."""
+        """Error that a library in another language may raise."""
 
     class BrokenLibrary(HeldLibrary):
         def compile(self, wanted: StructuredOutputs) -> AnyAnswer:

@@ -1,4 +1,4 @@
-"""What is asked for, compiled for a real tokenizer: what fits, what is refused, and why."""
+"""llguidance backend with a real tokenizer: accepted, rejected and unsupported constraints."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_what_makes_no_sense_is_refused(wanted: dict[str, Any], reason: str) -> 
 
 
 def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) -> None:
-    """On a thread with an ordinary stack this ended the process."""
+    """On a thread with a normal stack size, this grammar crashed the process."""
     rules = "".join(f"r{n}: r{n + 1}\n" for n in range(1300))
     wanted = StructuredOutputs(grammar=f'start: r0\n{rules}r1300: "a"')
     outcomes: queue.SimpleQueue[CompiledGrammar | InvalidRequest] = queue.SimpleQueue()
@@ -228,7 +228,7 @@ def test_a_chain_of_thousands_of_rules_does_not_exhaust_a_stack(folder: Path) ->
 def test_what_goes_on_without_end_is_looked_at_one_token_at_a_time(
     library: GrammarLibrary, tokenizer: Tokenizer
 ) -> None:
-    """The first part takes all there is, so the second never begins: looking ahead never ended."""
+    """The first part matches everything, so lookahead for the second did not terminate."""
     grammar = library.compile(StructuredOutputs(grammar="start: /y+/ /y+/"))
 
     tokens = tokenizer.encode("yyy", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""JSON schemas rewritten before they are compiled: what they mean stays the same."""
+"""Rewriting of JSON schemas before compilation: the meaning is preserved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block ids to runs of memory."""
+"""Runs of contiguous memory, made from block ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D's side, one event at a time."""
+"""Receiver of the KV protocol (decode), event by event."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def done(handoff_id: HandoffId = ID, digest: int | None = None) -> Done:
 
 
 def granted(*, is_one_sided: bool = True, handoff_id: HandoffId = ID) -> Receiver:
-    """A receiver with one grant out since second 0, its actions taken."""
+    """Return a receiver that sent one grant at second 0."""
     receiver = Receiver(CONFIG, is_one_sided=is_one_sided)
     receiver.receive(order(handoff_id), LINK, 0.0)
     receiver.link_up(LINK, 0.0)

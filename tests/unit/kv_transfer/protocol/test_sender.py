@@ -1,4 +1,4 @@
-"""P's side, one event at a time."""
+"""Sender of the KV protocol (prefill), event by event."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def linked() -> Sender:
 
 
 def pushing() -> Sender:
-    """Two blocks granted and in flight since second 0, as write 1."""
+    """Return a sender with two granted blocks in flight since second 0, as write 1."""
     sender = linked()
     sender.send(Send(ID, 0, ids(1, 2)), 0.0)
     sender.hear(LINK, grant(7, 8), 0.0)
@@ -320,7 +320,7 @@ def test_chunks_must_follow_each_other() -> None:
 
 
 def in_pass(*targets: int, coming: tuple[int, ...], num_sent: int = 0) -> Sender:
-    """A granted send whose next blocks a pass of four layers is computing."""
+    """Return a sender with a grant, whose next blocks a pass of four layers is computing."""
     sender = Sender(BLOCK_BYTES, CONFIG, num_layers=4)
     sender.link_up(LINK)
     if num_sent:
@@ -433,7 +433,7 @@ def test_blocks_count_as_written_only_with_all_their_layers_and_all_before_them(
 
 
 def test_decode_is_told_once_of_what_landed_while_the_prefill_goes_on() -> None:
-    """It can go over those blocks while the next are computed or under way."""
+    """Decode can process those blocks while the next are computed or in flight."""
     sender = pushing()
 
     sender.report_progress()

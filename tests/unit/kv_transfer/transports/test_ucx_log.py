@@ -1,4 +1,4 @@
-"""What UCX told of its choices, as UCX 1.23 wrote it."""
+"""Parser of UCX's log of selected transports, in the format of UCX 1.23."""
 
 from __future__ import annotations
 

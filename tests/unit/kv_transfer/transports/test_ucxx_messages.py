@@ -1,4 +1,4 @@
-"""UCXX's messages between both sides of a channel, over a wire that lands them when told to."""
+"""UCXX messages between both sides of a channel, over a fake wire."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TICKET = 5
 
 @dataclass
 class Channel:
-    """P's sends and D's receives, each with memory of its own; P's is full of noise."""
+    """Sends of P and receives of D, each with its own memory; P's contains random bytes."""
 
     num_blocks: int
     block_bytes: int
@@ -60,7 +60,7 @@ class Channel:
         return self.receives.take_events()
 
     def settle(self) -> list[ChannelEvent]:
-        """Everything lands that is sent, and what that makes room for."""
+        """Land everything that is sent, until nothing is in flight."""
         events: list[ChannelEvent] = []
         while True:
             events += [*self.poll_d(), *self.sends.look(), *self.poll_d()]

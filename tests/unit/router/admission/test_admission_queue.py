@@ -1,4 +1,4 @@
-"""Who goes ahead, who waits, who is refused."""
+"""Admission queue: order, limits, waiting times and cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long answers will take, by those that came lately."""
+"""Forecast of answer durations from recent answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tries there may be beyond the first."""
+"""Budget of retries."""
 
 from __future__ import annotations
 

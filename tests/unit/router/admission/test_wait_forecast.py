@@ -1,4 +1,4 @@
-"""How long the next first token will take, by those that came."""
+"""Forecast of the time to first token from recent requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.admission.wait_forecast import FirstTokenForecast
 
 
 def steady(interval_s: float, num: int = 200) -> tuple[FirstTokenForecast, float]:
-    """Two requests are always ahead, and one gets its first token in each interval."""
+    """Return a forecast after `num` first tokens at this interval, with two requests ahead."""
     forecast, now = FirstTokenForecast(), 0.0
     forecast.note_arrival(0, now)
     forecast.note_arrival(0, now)
@@ -45,7 +45,7 @@ def test_idle_time_does_not_count_as_slowness() -> None:
 
 
 def test_with_nobody_ahead_nobody_is_told_to_wait() -> None:
-    """Else one slow answer would turn everybody away, and nobody could show it is over."""
+    """Otherwise one slow answer would cause all requests to be refused, with no new measurement."""
     forecast = FirstTokenForecast()
     forecast.note_arrival(0, 0.0)
     forecast.note_began(0, 1000.0)

@@ -1,4 +1,4 @@
-"""What is told of the nodes that a router knows of: their state, and how fast they work."""
+"""Node overview of a router: states and throughput."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECODE, PREFILL = NodeRole.DECODE, NodeRole.PREFILL
 
 
 def a_table(*members: Member) -> NodeTable:
-    """Every member is listed; those whose address begins with `up` are there and well."""
+    """Return a table of these members; those whose address begins with `up` are ready."""
     table = NodeTable()
     table.watched = frozenset(members)
     for member in members:

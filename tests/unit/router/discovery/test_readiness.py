@@ -1,4 +1,4 @@
-"""When a router says that it can serve."""
+"""Readiness of a router."""
 
 from __future__ import annotations
 

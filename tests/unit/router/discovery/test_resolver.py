@@ -1,4 +1,4 @@
-"""Sources of nodes that are asked again and again, with a resolver that does as the test says."""
+"""Repeated resolution of node sources, with a scripted resolver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE, TWO = frozenset({"10.0.0.1:5"}), frozenset({"10.0.0.1:5", "10.0.0.2:5"})
 
 
 class Resolver:
-    """Gives these answers in turn; then none, for ever."""
+    """Resolver that returns the given answers in order and then blocks."""
 
     def __init__(self, *answers: frozenset[str] | None) -> None:
         self._answers = list(answers)

@@ -1,4 +1,4 @@
-"""How people write where nodes are, and what a list file may hold."""
+"""Syntax of node sources and list files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose cached KV a request may hit."""
+"""Prefix-cache salts: bound to the client's token, so that tenants share no KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms looked at beside the router's loop: it goes on, and not too many wait."""
+"""Checks of structured outputs on threads: bounded, without blocking the event loop."""
 
 from __future__ import annotations
 

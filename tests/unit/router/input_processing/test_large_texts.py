@@ -1,4 +1,4 @@
-"""Large texts on threads: the loop goes on, and no more is taken than can be worked off."""
+"""Tokenization of large texts on threads: bounded, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = LargeTextConfig(small_size=SMALL, num_threads=2, max_waiting=3)
 
 @dataclass
 class Work:
-    """Takes until it is told to end, and counts how many do so at once."""
+    """Work that blocks until released, and counts its concurrent runs."""
 
     may_end: threading.Event = field(default_factory=threading.Event)
     began: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -107,7 +107,7 @@ def test_what_the_work_raises_is_raised() -> None:
 
 
 class Unread:
-    """A tokenizer that must not be asked to tokenise."""
+    """Tokenizer that fails the test if it is called."""
 
     max_token_chars = 4
 

@@ -1,4 +1,4 @@
-"""Limits on what requests hold, by name, over gRPC and HTTP alike."""
+"""Limits on the size of requests, over gRPC and HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies over HTTP: counted as they come, and limited all together."""
+"""HTTP request bodies: their weight is counted on arrival and limited in total."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ documents = st.recursive(
 
 
 def weight_of(value: Any) -> int:
-    """Count of one JSON value: its own tokens and those of its contents."""
+    """Return the weight of a JSON value, including its contents."""
     if isinstance(value, list):
         return 4 + max(0, len(value) - 1) + sum(map(weight_of, value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""JSON of large answers in slices: the same bytes, and others have their turn in between."""
+"""JSON encoding of large answers in slices: same bytes, without blocking the event loop."""
 
 from __future__ import annotations
 

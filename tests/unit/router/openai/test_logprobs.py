@@ -1,4 +1,4 @@
-"""Logprobs as clients of OpenAI's API read them, and the text of single tokens."""
+"""Logprobs in the formats of OpenAI's APIs, and the text of single tokens."""
 
 from __future__ import annotations
 

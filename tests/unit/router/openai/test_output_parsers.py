@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in the forms that models write."""
+"""Parsers of reasoning and tool calls in model outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients ask for in OpenAI's dialect, as calls of the pipeline."""
+"""Parsing of OpenAI requests into calls of the pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that must be called, as the form of an answer, and the calls read out of it."""
+"""Forced tool calls: their constraint on the answer, and the calls parsed from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a node that fails is avoided, probed and taken back."""
+"""Circuit breakers: failing nodes are avoided, probed and restored."""
 
 from __future__ import annotations
 

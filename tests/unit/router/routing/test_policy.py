@@ -1,4 +1,4 @@
-"""Which nodes a request is sent to."""
+"""Routing policies: choice of the prefill and decode node."""
 
 from __future__ import annotations
 

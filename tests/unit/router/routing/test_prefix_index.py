@@ -1,4 +1,4 @@
-"""Prefixes as a node tells of them, and as a router knows them."""
+"""Prefix updates of a node and the router's index of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits into one message."""
+"""Message size limits and the requests that fit into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values to messages, over the wire's bytes, and back: nothing is lost."""
+"""Conversion of values to messages and back, over serialized bytes."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
 
 
 def _arrived(request: EngineRequest) -> EngineRequest:
-    """The request on its node, which adds only the caller and the time."""
+    """Return the request as its node receives it, with caller and arrival time."""
     return replace(request, client_id=ClientId("c"), arrival_s=1.5)
 
 

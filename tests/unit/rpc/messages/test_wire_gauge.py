@@ -1,4 +1,4 @@
-"""Fields of a message, counted before it is parsed."""
+"""Field count of a serialized message, before it is parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files TLS takes, and what it says of others."""
+"""TLS files: accepted combinations, and errors for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking for what is wrong with TLS leaves nothing behind, whoever is at the other end."""
+"""Diagnosis of TLS failures: it leaves no resources behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_TRIES = 100
 
 
 def resets(server: socket.socket, num: int) -> None:
-    """Each connection is reset as soon as it is there."""
+    """Reset each connection as soon as it is accepted."""
     for _ in range(num):
         connection, _ = server.accept()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

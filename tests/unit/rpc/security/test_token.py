@@ -1,4 +1,4 @@
-"""Bearer tokens: which are taken, which are refused, and that none is told to anybody."""
+"""Bearer tokens: accepted, refused and never disclosed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that one thread owns, asked for by others."""
+"""Metrics that are read from the thread that owns their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Order = Callable[[], None]
 
 
 class Owner:
-    """Does what it is asked at once, or when it has time again."""
+    """Owner thread that executes orders at once or when it is no longer busy."""
 
     def __init__(self) -> None:
         self.num_running = 0

@@ -1,4 +1,4 @@
-"""The way out of a process: it never holds anyone up, and counts what it loses."""
+"""Export queue of spans: it never blocks, and counts dropped traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spans that a request's timeline tells."""
+"""Spans of a request's timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_each_instant_of_a_request_is_in_some_part_of_it(has_failed_try: bool) -
 
 
 def test_each_span_tells_whose_it_is() -> None:
-    """Some viewers drop the resource, which tells it too."""
+    """Some viewers drop the resource, which contains the role too."""
     spans = a_request(has_failed_try=True).spans(to_unix_ns)
 
     assert {span.attributes.get(names.ROLE) for span in spans} == {"router"}

@@ -1,4 +1,4 @@
-"""Trace contexts, and which requests are traced."""
+"""Trace contexts, and sampling of requests."""
 
 from __future__ import annotations
 

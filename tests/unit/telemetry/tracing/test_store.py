@@ -1,4 +1,4 @@
-"""The ring of traces on disk."""
+"""Trace store on disk, limited in size."""
 
 from __future__ import annotations
 
