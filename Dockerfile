@@ -3,34 +3,34 @@
 #   docker build -t baton .                                                      for CPUs
 #   docker build -t baton:gpu --build-arg TORCH=torch==2.13.0 --build-arg TORCH_INDEX= .
 #
-# TORCH_INDEX is asked besides PIP_INDEX_URL; leave it empty where that one has the build, or where
-# it is out of reach: pip tries it for more than a minute before it goes on.
+# TORCH_INDEX is used in addition to PIP_INDEX_URL. Leave it empty if PIP_INDEX_URL has the build, or
+# if TORCH_INDEX is unreachable: pip would retry for more than a minute.
 #
-# Where registries are out of reach, name your own images and package index. BUILD_IMAGE may hold
-# more than PYTHON_IMAGE, such as a pip.conf, certificates or wheels: none of it stays. Both must
-# have the same python3, with venv in BUILD_IMAGE.
+# Without access to public registries, set your own images and package index. BUILD_IMAGE may
+# contain a pip.conf, certificates or wheels, which do not get into the final image. Both images
+# must have the same python3, and BUILD_IMAGE needs venv.
 ARG PYTHON_IMAGE=python:3.12-slim
 ARG BUILD_IMAGE=${PYTHON_IMAGE}
 
 FROM ${BUILD_IMAGE} AS build
-# As in tools/install.sh: the CPU build, so that no CUDA libraries are pulled in.
+# The CPU build, without CUDA libraries, as in tools/install.sh.
 ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-# For the native kernels; it stays behind with this stage.
+# The compiler of the native kernels; it does not get into the final image.
 RUN command -v c++ || (apt-get update && apt-get install -y --no-install-recommends g++)
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# pip stays in /pip; what it installs goes to /opt/baton, which is all that is taken over.
+# pip is in /pip and installs into /opt/baton, which is copied into the final image.
 RUN python3 -m venv /pip && python3 -m venv --without-pip /opt/baton
 ENV PIP="/pip/bin/pip --python /opt/baton/bin/python"
 WORKDIR /src
 COPY constraints.txt ./
 RUN ${PIP} install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} "${TORCH}"
 
-# Extras of pyproject.toml, such as ucxx. Not above: other extras do not fetch torch again.
+# Extras of pyproject.toml, such as ucxx. After torch, so that other extras reuse its layer.
 ARG EXTRAS
-# What Baton needs, told by pyproject.toml alone: a change of code does not fetch it again.
+# Dependencies, installed from pyproject.toml alone, so that code changes reuse their layer.
 COPY pyproject.toml ./
 COPY deploy/image/requirements.py deploy/image/slim.sh deploy/image/
 RUN python3 deploy/image/requirements.py project.dependencies > /tmp/run.txt \
@@ -45,7 +45,7 @@ RUN python3 deploy/image/requirements.py project.dependencies > /tmp/run.txt \
 COPY . .
 RUN /pip/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /tmp/wheel . \
     && ${PIP} install --no-deps /tmp/wheel/*.whl
-# For each kind of processor, since the one that builds is not the one that serves.
+# All kernel variants, since the image may run on another processor than this one.
 RUN XDG_CACHE_HOME=/tmp /opt/baton/bin/python deploy/image/kernels.py \
     && mv /tmp/baton/kernels /opt/baton/kernels
 
@@ -54,7 +54,7 @@ FROM ${PYTHON_IMAGE}
 RUN ldconfig -p | grep -q libssl.so.3 \
     || (apt-get update && apt-get install -y --no-install-recommends libssl3 \
         && rm -rf /var/lib/apt/lists/*)
-# Models that are downloaded go to .cache. It is made here so that a volume on it is the user's, too.
+# Downloaded models go to .cache. It is created here so that the user owns volumes mounted on it.
 RUN groupadd --gid 10001 baton \
     && useradd --uid 10001 --gid baton --create-home --shell /usr/sbin/nologin baton \
     && mkdir -p /home/baton/.cache \

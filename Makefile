@@ -5,7 +5,7 @@
 #   make check        format, lint, import rules, types and the fast tests, about a minute and a half
 #   make breaking     compares the protos with those of main for incompatible changes
 #   make docs         the documentation as a site in build/docs; broken links and anchors are errors
-#   make dist         wheel and sdist in dist/, tried in an empty environment
+#   make dist         wheel and sdist in dist/, tested in an empty environment
 #   make constraints  writes the versions in .venv to constraints.txt
 #   make bench        benchmarks of scheduler and engine
 #   make sanitize     the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, a minute
@@ -70,8 +70,8 @@ dist: $(VENV)/.dev $(STUBS)
 	$(BIN)/python -m build
 	$(PYTEST) tests/packaging
 
-# Of the newest versions, after `rm -rf .venv` and `: > constraints.txt`. Without cuda-*: the default
-# build of torch needs other versions of these than the extra ucxx.
+# To upgrade to the newest versions, run `rm -rf .venv` and `: > constraints.txt` first. cuda-* is
+# excluded: the default build of torch needs other versions than the extra ucxx.
 constraints: $(VENV)/.dev
 	echo "# The versions that Baton is tested with, written by \`make constraints\`." > $@.txt
 	$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \

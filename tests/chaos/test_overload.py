@@ -79,6 +79,6 @@ def test_all_are_served_rightly_or_told_when_to_come_and_urgent_ones_pass_the_li
     }
     assert all(one.retry_after_s for one in crowd.refusals)
     assert crowd.served.count(-1) == NUM_URGENT
-    # Those under way as they came, and whoever joined those meanwhile, may end before them.
+    # Requests that ran already, and those admitted in the meantime, may end first.
     last = len(crowd.served) - crowd.served[::-1].index(-1)
     assert last - num_before - NUM_URGENT <= 2 * AT_ONCE

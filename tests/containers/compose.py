@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Any port that is free, so that a cluster of the same file may run beside this one.
+# Any free port, so that another cluster of the same file can run at the same time.
 PUBLISH = "127.0.0.1:0"
 
 

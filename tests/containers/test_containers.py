@@ -19,13 +19,13 @@ pytestmark = pytest.mark.containers
 
 PATIENCE_S = 120.0
 NUM_AT_ONCE = 4
-# Their answers' fifth tokens are as likely as another, or all but: if anything were computed
-# otherwise on another node, or in another try, these would tell.
+# The fifth token of each answer is a near tie, so that any numerical difference between nodes or
+# attempts changes the answer.
 NEAR_TIES = tuple(
     f"# Request {number} of many, long enough to fill some blocks.\n" + "import os, sys\n" * 20
     for number in range(12)
 )
-# Each has an answer of its own: if one request got another one's tokens, these would tell.
+# Each prompt has a distinct answer, which reveals tokens delivered to the wrong request.
 DISTINCT = tuple(f"    value = {number}\n" * 20 for number in (0, 4, 6, 35, 36, 60))
 PROMPTS = (*NEAR_TIES, *DISTINCT)
 

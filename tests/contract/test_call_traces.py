@@ -53,7 +53,7 @@ def assert_end(span: Span, status: SpanStatus, outcome: str, rpc: str, kind: str
     assert span.attributes.get(names.ERROR_TYPE) == kind
 
 
-# --- The router's ends of its clients' calls --------------------------------------------------
+# --- Client calls, on the router --------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ def _broken(prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
     raise ZeroDivisionError("a bug")
 
 
-# --- A node's ends of a router's calls, which share a stream ------------------------------------
+# --- Router calls on a shared stream, on the node -----------------------------------------------
 
 
 class Led(RequestTrace):

@@ -73,7 +73,7 @@ def in_a_pass(
     return world, node, node.memory
 
 
-# --- the worker half ----------------------------------------------------------------------------
+# --- KV worker ----------------------------------------------------------------------------------
 
 
 def test_a_layer_leaves_behind_its_fence_and_not_when_it_is_launched() -> None:
@@ -143,7 +143,7 @@ def test_a_worker_that_ignores_fences_is_found_out() -> None:
     world, node, _ = in_a_pass(worker=FencelessWorker)
 
     world.end_layer(node)
-    world.wire.deliver_all()  # it is quick: the device has not caught up
+    world.wire.deliver_all()  # quickly: the device has not completed its work
     world.end_pass(node)
     world.complete(ID)
     with pytest.raises(BrokenPromise, match="landed with"):

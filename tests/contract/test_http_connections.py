@@ -135,7 +135,7 @@ def test_a_connection_that_is_answered_outlives_the_limits_for_silence() -> None
             head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(ENDLESS)}"
             writing.write(head.encode() + b"\r\n\r\n" + ENDLESS)
             async with a_connection(router) as (silent, _):
-                assert await silent.read() == b""  # its time was over, which began later
+                assert await silent.read() == b""  # its timeout, which began later, expired
 
             assert b"200" in await reading.readline()
             assert not reading.at_eof()

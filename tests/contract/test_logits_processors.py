@@ -122,7 +122,7 @@ def test_what_is_banned_stays_so() -> None:
     (choice,) = Sampler(EOS, all_of_them()).choose(logits, [asked])
 
     assert choice.token_id not in (2, None)
-    assert float(logits.min()) > NEVER  # the caller's own are left as they are
+    assert float(logits.min()) > NEVER  # the caller's tensor is unchanged
 
 
 def test_what_a_form_does_not_allow_stays_so() -> None:

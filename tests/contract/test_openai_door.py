@@ -42,7 +42,7 @@ from tests.support.tracers import TakingTracer
 from text.tokenizer import Tokenizer
 
 PROMPT = [3, 4, 5]
-ANSWER = [12, 19, 26, 33]  # what the nodes that behave say to it
+ANSWER = [12, 19, 26, 33]  # of healthy fake nodes
 LONGEST_S = 120
 CHAT: list[Any] = [{"role": "user", "content": "the quick"}]
 

@@ -29,7 +29,7 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = ALL_FLOATS
 
 
-# A kernel joins the suite by being named here.
+# Add a kernel here to include it in the suite.
 IMPLEMENTATIONS = {"torch": Implementation(TorchPagedAttention)} | {
     name: Implementation(partial(NativePagedAttention, kernels), (torch.bfloat16,))
     for name, kernels in kernels_by_variant().items()
@@ -65,7 +65,7 @@ class World:
 
     def __init__(self, shape: Shape, sequences: list[Part], seed: int) -> None:
         self.shape = shape
-        # Single tokens first: what a layout promises.
+        # Single tokens first, as the layout requires.
         self.sequences = sorted(sequences, key=lambda each: each.queries != 1)
         self._generator = torch.Generator().manual_seed(seed)
         kv_shape = (2, shape.num_layers, shape.num_kv_heads, shape.head_dim)
@@ -82,7 +82,7 @@ class World:
     def layout(self) -> PassLayout:
         size = self.shape.block_size
         widest = max(map(len, self.tables))
-        # Places past a sequence's blocks name no block that exists.
+        # Entries beyond a sequence's blocks are invalid block ids.
         padded = [table + [10**6] * (widest - len(table)) for table in self.tables]
         places = [
             (i, p)

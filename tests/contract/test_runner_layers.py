@@ -28,11 +28,11 @@ pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compile
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 16, 32
-# How many tokens each sequence has had, and how many come now: single tokens lead.
+# Tokens computed before and in this pass, by sequence: single tokens first.
 PASSES = (((0, 20), (0, 33)), ((20, 1), (33, 1)), ((21, 1), (0, 70)), ((22, 1), (70, 5)))
-# Whose last tokens' states are asked for, pass by pass: of a chunk that goes on, none.
+# Sequences whose last state is requested, by pass: none for a chunk inside of a prompt.
 ASKED = ((0, 1), (), (1,), (0, 1))
-# Each has parts that others lack: biases, norms of queries and keys, windows, whole numbers.
+# Each has a part that others lack: biases, query and key norms, windows, quantization.
 MODELS = (
     ("llama-tied-mqa", "none"),
     ("llama-mha-biased-sharded", "none"),

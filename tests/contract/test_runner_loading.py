@@ -364,7 +364,7 @@ def test_a_share_of_what_is_free_is_near_that_share(folder: Path) -> None:
     with load(folder, kv_cache_bytes=None, kv_cache_share=0.001) as runner:
         num_bytes = runner.kv_memory.num_bytes
 
-    # Others allocate and free meanwhile.
+    # Other processes allocate and free memory meanwhile.
     assert num_bytes == pytest.approx(0.001 * free, rel=0.5)
 
 

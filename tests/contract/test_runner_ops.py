@@ -46,7 +46,7 @@ def is_near(found: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=2**-7)
 
 
-# Few numbers, so that the largest is often there twice.
+# Few distinct numbers, so that the largest often occurs twice.
 STRANGE = (float("nan"), float("inf"), float("-inf"))
 LOGITS = st.sampled_from([-2.0, -1.0, 0.0, 1.5, 2.0]) | st.sampled_from(STRANGE)
 

@@ -102,7 +102,7 @@ class SeenLayers:
         self.told: list[tuple[str, list[bool]]] = []
 
     def layer_done(self, layer: int, fence: Fence) -> None:
-        assert fence.is_passed  # the CPU computes as it is told
+        assert fence.is_passed  # the CPU computes synchronously
         self._note(f"layer {layer}")
 
     def pass_done(self) -> None:
@@ -147,7 +147,7 @@ def test_blocks_that_held_nan_serve_the_next_request_well(poisoned_folder: Path)
     prompt = tuple(t if t != POISON else 4 for t in prompt_of(21))
     with load(poisoned_folder) as runner:
         before = driver(runner).run(drive("before", prompt))[0]
-        # The same driver gives the next request the blocks that were left last.
+        # The driver reuses the most recently freed blocks first.
         shared = driver(runner)
         shared.run(drive("poisoned", (POISON,) * 70))
 

@@ -175,7 +175,7 @@ def test_waiting_times_are_exponential() -> None:
     assert times.min() > 0
     assert float(times.mean()) == pytest.approx(1.0, abs=0.02)
     assert float(times.var()) == pytest.approx(1.0, abs=0.05)
-    # Neighbours in each of the three keys know nothing of each other.
+    # Neighbours in each of the three keys are independent.
     for other in (
         exponential_numbers(range(1, 51), [3] * 50, torch.arange(2_000).expand(50, -1)),
         exponential_numbers(range(50), [4] * 50, torch.arange(2_000).expand(50, -1)),
@@ -206,7 +206,7 @@ GOLDEN_TIMES = [
 ]
 
 
-# --- the same whatever the company --------------------------------------------------------
+# --- independence of the batch ------------------------------------------------------------
 
 ASKED = st.fixed_dictionaries(
     {

@@ -38,7 +38,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, logp
 PROMPT_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 NUM_BLOCKS = 200
 
-Cut = Callable[[int], int]  # of so many tokens that are left, how many the next pass takes
+Cut = Callable[[int], int]  # from remaining tokens to tokens of the next pass
 
 
 class Sequences:
@@ -75,7 +75,7 @@ class Sequences:
         answers = [torch.empty_like(queries) for queries in self._queries]
         while any(self._left(computed)):
             takes = [(i, cut(left)) for i, left in enumerate(self._left(computed)) if left]
-            takes.sort(key=lambda take: take[1] != 1)  # single tokens first, as layouts promise
+            takes.sort(key=lambda take: take[1] != 1)  # single tokens first, as the layout requires
             parts = [(i, slice(computed[i], computed[i] + taken)) for i, taken in takes]
             flat = [
                 torch.cat([tensors[i][part] for i, part in parts])

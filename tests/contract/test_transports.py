@@ -310,7 +310,7 @@ def test_a_stopped_writer_cannot_write_through_an_end_that_says_it_stops_writes(
 
         kept = [pair.d.ask("read", BlockId(b))[:8] == b"new user" for b in (1, num // 2, num - 1)]
         assert all(kept) or not stops_writes
-        # Else the peer writes past us, and only its own word or death ends the fence.
+        # Otherwise the peer writes directly, and only its message or its death ends the fence.
         assert stops_writes is (kind != "nixl default")
 
 

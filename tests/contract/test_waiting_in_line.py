@@ -73,7 +73,7 @@ def test_whoever_leaves_the_line_gives_up_the_place_and_no_node_hears_of_it(leav
                 await anext(first)
                 await until_in_line(router)
                 await nodes.decode_told_all.wait()
-                nodes.is_endless = False  # those after it come to their end
+                nodes.is_endless = False  # the requests behind it complete
 
                 await leave(router, address)
                 assert await router.ended.get() == "leaver"

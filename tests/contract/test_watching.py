@@ -85,7 +85,7 @@ def test_nodes_come_when_they_are_named_and_go_when_they_are_named_no_more() -> 
 
                 view.named[DECODES] = frozenset({one.address})
                 await view.until_open("d1")
-                # It may have work to finish, so it is watched to its end.
+                # It may still have requests, so it is watched until it ends.
                 assert {node.address for node in view.table.nodes} == {one.address, two.address}
 
                 view.named[DECODES] = frozenset({one.address, two.address})
@@ -135,7 +135,7 @@ def test_a_resolver_that_fails_takes_nobody_away() -> None:
             await view.until_open("d1")
             del view.named[DECODES]  # from now on it fails
             node.state.request_drain()
-            await view.until_open()  # and the node is still heard
+            await view.until_open()  # and updates of the node still arrive
 
             assert [known.address for known in view.table.nodes] == [node.address]
 

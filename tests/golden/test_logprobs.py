@@ -20,7 +20,7 @@ HALVES = [name for name, variant in VARIANTS.items() if variant.dtype != "float3
 # A dynamic rope is another function for each length of the whole; see the greedy tests.
 ONE_PASS = [name for name in FLOAT32 if name != "llama-rope-dynamic"]
 TOLERANCE = 1e-4
-# How far two ways through the same half-precision model may stray, in nats.
+# Tolerance between two computations of a half-precision model, in nats.
 HALF_TOLERANCE = {"bfloat16": 0.3, "float16": 0.04}
 
 RunnerOf = Callable[[str], TorchRunner]

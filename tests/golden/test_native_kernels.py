@@ -15,7 +15,7 @@ from tests.support.kernels import kernels_by_variant
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 TEXT = "def read_lines(path):\n    with open(path) as file:\n        return file.read()\n"
 PROMPTS = [TEXT * 3, "import os\n", "class Queue:\n    def __init__(self):\n        self."]
-# Of each answer, the fifth token is as likely as another, or all but.
+# The fifth token of each answer is a near tie.
 NEAR_TIES = [
     f"# Request {number} of many, long enough to fill some blocks.\n" + "import os, sys\n" * 20
     for number in range(12)

@@ -29,7 +29,7 @@ FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float
 BFLOAT16 = [name for name, variant in VARIANTS.items() if variant.dtype == "bfloat16"]
 
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-# Few tokens to choose from: they repeat, so that some drafts come true and others do not.
+# Few allowed tokens: they repeat, so that some drafts are accepted and others are not.
 SEEDED = replace(GREEDY, temperature=0.7, allowed_token_ids=(5, 6, 7, 8), logprobs=2)
 ASKED = {
     "greedy": GREEDY,
@@ -47,7 +47,7 @@ ASKED = {
 }
 
 needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
-# These cannot but repeat themselves; and these may, what the prompt has.
+# The first answer can only repeat one token; the second may repeat those of the prompt.
 LOOPING = EngineRequest(RequestId("loop"), prompt_of(9), replace(GREEDY, allowed_token_ids=(5,)), 0)
 EVEN = replace(SEEDED, temperature=50.0, allowed_token_ids=(5, 6))
 COPYING = EngineRequest(RequestId("copy"), (5, 6) * 16, EVEN, 0)

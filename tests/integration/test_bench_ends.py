@@ -28,7 +28,7 @@ def test_a_peer_does_not_outlive_the_bench_that_is_told_to_end(tmp_path: Path) -
         peer_pid = _next(heard)
         bench.send_signal(signal.SIGTERM)
         code = bench.wait(TIMEOUT_S)
-        rest = _next(heard)  # there is nothing more when whoever could write has ended
+        rest = _next(heard)  # end of file when all writers have ended
     os.close(heard)
 
     assert peer_pid

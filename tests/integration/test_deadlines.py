@@ -21,7 +21,7 @@ from tests.support.suspended_processes import suspended
 LONG = Generation(SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True))
 # Longer than it takes to come to where the request is to stand, on a busy machine too.
 DEADLINE_S = 5.0
-# Nothing but a deadline shall end a hand-off whose other side is frozen.
+# Only a deadline may end a hand-off whose other side is frozen.
 PATIENT = ("--kv-silence-s", "300", "--kv-lease-s", "100")
 
 

@@ -53,7 +53,7 @@ class Story:
         return self.decode
 
 
-# A death is told by the links and must be enough by itself: no lease or silence ends in time.
+# A dead process must be detected by its links alone: leases and timeouts are too long.
 PATIENCE_S = {"killed": (600.0, 600.0), "stopped": (LEASE_S, 1.5)}
 
 
@@ -144,7 +144,7 @@ def bring_to(story: Story, phase: Phase) -> None:
     story.ask_prefill()
     pair.p.await_held()
     if phase is Phase.BEFORE_DONE:
-        # P cannot know its writes done while D does not look after the wire.
+        # The writes of P do not complete while D does not poll.
         pair.d.stop()
         pair.p.let_go()
         assert story.prefill is not None

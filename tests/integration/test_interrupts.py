@@ -9,7 +9,7 @@ from tests.support.child_programs import running_program
 from tests.support.scripted_router import WAIT_S, scripted_router
 
 NUM_ROUNDS = 25
-# It goes on after each signal: a lock of gRPC's that was left in a wrong state would show.
+# It continues after each signal, which reveals gRPC locks in a wrong state.
 SCRIPT = """
 import sys
 from contextlib import closing

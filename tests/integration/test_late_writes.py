@@ -31,7 +31,7 @@ NUM_PROBE_BLOCKS = 1
 NUM_DECODE_BLOCKS = 48
 NUM_OTHERS = 6
 NUM_TOKENS = 40
-NUM_BESIDE_FENCED = 2  # as many of the others fit in beside the late one's blocks
+NUM_BESIDE_FENCED = 2  # requests that fit next to the late one's blocks
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_every_answer_is_exact_though_a_write_comes_late(large_model: Path, kind
         assert pair.d_card.block_bytes == MIB
         late = stop_between_two_writes(pair)
         await_the_cut(pair)
-        # Over TCP, that gave the blocks back. What shares memory with P keeps them fenced.
+        # Over TCP, that released the blocks. With shared memory, they stay fenced.
         has_all_blocks = kind == "nixl tcp"
         num_fenced = 0 if has_all_blocks else NUM_LATE_BLOCKS + NUM_PROBE_BLOCKS
         await_load(pair.d.address, partial(is_idle_with, NUM_DECODE_BLOCKS - num_fenced))

@@ -61,7 +61,7 @@ def test_metrics_and_the_client_count_alike(counted: LocalCluster) -> None:
     kv_bytes = sum(one.served.kv_bytes for one in finishes)
     assert router.total("baton_request_kv_bytes_total") == kv_bytes
     assert router.total("gen_ai_server_time_to_first_token_seconds_count") == len(finishes) + 1
-    # The cancelled one may have been handed over before it was.
+    # The hand-off of the cancelled request may have completed before.
     received = decode.total("baton_kv_bytes_total", direction="received")
     assert received >= kv_bytes
     assert prefill.total("baton_kv_bytes_total", direction="sent") >= received

@@ -65,7 +65,7 @@ def test_the_live_table_shows_each_node_and_ends_well_on_ctrl_c(cluster: LocalCl
         screen.await_text("2 of 2 nodes ready")
         shown = screen.await_text("decode-0/")
         assert "prefill-0/" in shown
-        screen.await_text("2 of 2 nodes ready")  # drawn anew
+        screen.await_text("2 of 2 nodes ready")  # redrawn
 
         screen.type(CTRL_C)
 

@@ -41,7 +41,7 @@ def test_a_greedy_completion_is_the_same_by_both_doors(door: OpenAI, client: Cli
         SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
     )
     native = client.generate(prompt, generation)
-    # By id: of two tokens that look alike, the older API could tell one alone.
+    # By id: the older API can only return one of two tokens with the same text.
     extra = {**AS_BATON, "return_tokens_as_token_ids": True}
     ask = {**ASK, "prompt": list(prompt), "logprobs": 2, "extra_body": extra}
 

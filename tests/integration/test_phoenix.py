@@ -93,7 +93,7 @@ def test_phoenix_gives_back_the_tree_that_was_sent(phoenix: Phoenix, trace_id: s
     assert root["attributes"][names.SERVED] == "migrated"
     for one in spans:
         assert one is root or one["parent_id"] in by_id, one["name"]
-        assert one["attributes"][names.ROLE]  # it drops what the resource tells
+        assert one["attributes"][names.ROLE]  # it drops the attributes of the resource
     [failed] = [one for one in spans if one["status_code"] == "ERROR"]
     assert failed["attributes"][names.ERROR_TYPE] == "UNAVAILABLE"
     [again] = [one for one in spans if one["name"] == names.MIGRATE]

@@ -30,7 +30,7 @@ RULES = yaml.safe_load((FOLDER / "rules.yaml").read_text())
 RECORDED = [
     rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule
 ]
-# Nothing of the kind happens here: Prometheus knows of no series rather than of 0.
+# These events do not occur here: Prometheus has no series, rather than 0.
 NEVER_HERE = ('kind!="first"',)
 IS_UP = "Server is ready to receive web requests"
 MOST_ROUNDS = 60
@@ -75,7 +75,7 @@ def work(client: Client, number: int) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     for place in range(3):
         client.generate(prompt_of(40, seed=3 * number + place), Generation(sampling))
-    client.generate(4 * prompt_of(10, seed=number), Generation(sampling))  # can be foretold
+    client.generate(4 * prompt_of(10, seed=number), Generation(sampling))  # predictable by n-grams
     with pytest.raises(BatonError):
         client.generate((5,), Generation(sampling, model="other"))
 

@@ -56,7 +56,7 @@ def test_a_session_stays_on_its_nodes_and_moves_only_what_decode_lacks(client: C
         turns.append(served_of(answer))
         lengths.append(len(said))
         said = (*said, *answer.token_ids, *prompt_of(40, seed=number))
-        for other in (number, number + 1):  # so that taking turns would part the session
+        for other in (number, number + 1):  # so that round robin would split the session
             client.generate(others[other % 3], greedy(2))
 
     assert len({(turn.prefill_node, turn.decode_node) for turn in turns}) == 1

@@ -24,7 +24,7 @@ from tests.support.certificates import Authority, make_authority
 from tests.support.models import prompt_of, reference_greedy
 
 TOKEN, OTHER_TOKEN = "open-sesame", "sesame-open"
-# Of all processes: what is dialled is an address, as of nodes that were found by a name.
+# Common to all processes, which dial addresses, as with nodes found by DNS.
 NAME = "node.baton"
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -59,7 +59,7 @@ def secured(
     options = replace(
         options,
         node_arguments=(*options.node_arguments, f"--tls-client-ca={authority.ca}"),
-        tls=replace(process_tls, client_ca=None),  # each is told for itself
+        tls=replace(process_tls, client_ca=None),  # each process is configured separately
     )
     cert, key = of_clients.issue("client", "client.example")
     with LocalCluster(options) as cluster:
@@ -98,7 +98,7 @@ def test_a_salt_is_its_clients_own(secured: Secured) -> None:
     assert num_cached(OTHER_TOKEN, "house") == 0
     assert num_cached(TOKEN, "house") > 0
     assert num_cached(TOKEN, "") == 0
-    assert num_cached(OTHER_TOKEN, "") > 0  # who gives none shares with all who give none
+    assert num_cached(OTHER_TOKEN, "") > 0  # requests without a salt share their KV
 
 
 def test_no_process_talks_to_those_without_a_certificate(secured: Secured) -> None:

@@ -55,7 +55,7 @@ def test_each_answer_is_what_its_seed_gives_and_the_prompt_is_moved_once(
     [first] = [one for one in served if one.is_prefill_remote]
     assert first.kv_blocks == 5
     for one in (one for one in served if one is not first):
-        # The whole blocks are held together; the last one is computed anew.
+        # Full blocks are shared; the last one is recomputed.
         assert one.prompt_tokens_cached_on_decode == 4 * BLOCK_SIZE
         assert one.prompt_tokens_computed_on_decode == 70 - 4 * BLOCK_SIZE
         assert one.kv_bytes == 0

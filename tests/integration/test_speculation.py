@@ -23,7 +23,7 @@ MakeOptions = Callable[..., ClusterOptions]
 SPECULATIVE = ("--speculative", "ngram:4", "--metrics-port", "0")
 SPECULATED = "baton_tokens_speculated_total"
 
-# Few tokens to choose from, so that some are foretold and others are not.
+# Few allowed tokens, so that some drafts are accepted and others are not.
 SEEDED = SamplingParams(
     max_tokens=60,
     temperature=0.7,
@@ -71,7 +71,7 @@ def test_every_answer_is_what_it_is_without_speculation(
 def test_a_stop_string_inside_a_run_ends_the_answer_there(
     cluster: LocalCluster, speculating: LocalCluster
 ) -> None:
-    # One token over and over: all that is proposed comes true, and the string ends inside of it.
+    # One repeated token: every draft is accepted, and the string ends inside of one.
     sampling = replace(SEEDED, allowed_token_ids=(70,))
     with Client(cluster.address) as one, Client(speculating.address) as other:
         letter = one.generate("x", Generation(replace(sampling, max_tokens=1))).text

@@ -145,7 +145,7 @@ def test_a_form_is_said_to_be_wrong_before_anything_runs_here_too(local: LLM) ->
     assert local.engine.scheduler.is_idle
 
 
-# --- What is refused, and how that is told ----------------------------------------------------
+# --- Refused constraints and their errors -----------------------------------------------------
 
 ENDLESS = {
     "$defs": {

@@ -6,7 +6,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-# The same examples on every machine, so that a failure in CI is a failure at home.
+# The same examples on every machine, so that failures in CI are reproducible.
 settings.register_profile(
     "short",
     derandomize=True,

@@ -15,7 +15,7 @@ from tests.support.models import save_tokenizer
 from tests.unit.text.test_tokenizer import metaspace_tokenizer
 from text.tokenizer import Tokenizer
 
-# Enough of both kinds: words, and lone bytes that are whole characters now and then.
+# Words, and single bytes that sometimes form whole characters.
 TOKENS = st.lists(st.integers(0, 261), max_size=40)
 
 

@@ -20,7 +20,7 @@ from tests.support.memory_transport import Wire
 NUM_HISTORIES = 1000  # for each kind of wire
 NUM_QUIET_HISTORIES = 300
 NUM_LAGGING_HISTORIES = 120
-QUIET_END_S = 25.0  # a hold, for what decode gave up before it could say so
+QUIET_END_S = 25.0  # duration of a hold: decode gave up before it could report it
 NUM_STEPS = 120
 NUM_LAYERS = FINGERPRINT.num_layers
 

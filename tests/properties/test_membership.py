@@ -40,7 +40,7 @@ class Nodes(RuleBasedStateMachine):
     @rule(address=addresses, name=st.sampled_from(["d1", "d2", "d3"]))
     def join(self, address: str, name: str) -> None:
         if member(address) not in self.membership.watched:
-            return  # nobody looks there
+            return  # no watch on this source
         self.table.join(address, a_card(NodeRole.DECODE, name))
         self.membership.joined(member(address))
         self.joined.pop(address, None)

@@ -19,7 +19,7 @@ kv_events = st.one_of(
     some_names.map(BlockRemoved),
     st.just(AllBlocksCleared()),
 )
-# Each step: what happened at the node, which of two routers look, and which one begins anew.
+# Each step: event of the node, which of two routers read, and which one restarts.
 steps = st.lists(
     st.tuples(
         st.lists(kv_events, max_size=3), st.sets(st.integers(0, 1)), st.none() | st.integers(0, 1)

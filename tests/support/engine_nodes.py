@@ -46,7 +46,7 @@ from tests.support.fork_server import fork_context
 
 WAIT_S = 30.0  # for what must come
 PROGRESS_S = 0.002
-NO_LAYER = -1  # the last one that has ended: nothing of this pass may leave yet
+NO_LAYER = -1  # last completed layer: nothing of this pass may be sent yet
 PR_SET_PDEATHSIG = 1
 
 
@@ -62,7 +62,7 @@ class Hold:
     place: Place
     count: int  # 1 is the next one
     moves_bytes: bool = False  # whether the wire is looked after meanwhile, as in a long pass
-    lasts_s: float | None = None  # as long as a layer takes; None: until told
+    lasts_s: float | None = None  # the duration of a layer; None: until released
 
 
 class Gate:
@@ -261,7 +261,7 @@ def _free_port() -> int:
 def _serve(
     role: NodeRole, options: NodeOptions, orders: Connection, num_tokens: Any, has_fence: bool
 ) -> None:
-    # A stopped or held process would not hear of a gentler signal.
+    # A stopped or blocked process would not handle SIGTERM.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gate = Gate(orders)
     _put_gate_before_posts(gate)

@@ -52,7 +52,7 @@ class PairOptions:
     prefill_bytes: int = 8 << 20
     decode_bytes: int = 8 << 20
     max_num_seqs: int = 16
-    # Quick to give up, so that a test need not wait.
+    # Short timeouts, so that tests are fast.
     lease_s: float = LEASE_S
     silence_s: float = 1.5
     fence_age_s: float | None = None  # None: as long as silence
@@ -197,7 +197,7 @@ class Pair:
             channel.close()
         return [node.end() for node in (self.d, self.p)]
 
-    # --- What a router would ask ------------------------------------------------------------
+    # --- Calls of a router ------------------------------------------------------------------
 
     def new_id(self) -> HandoffId:
         return HandoffId(f"r{next(self._numbers)}", 1)
@@ -251,7 +251,7 @@ class Pair:
             node.resume()
             node.await_ready()
 
-    # --- What nodes know from before --------------------------------------------------------
+    # --- Prefix caches ----------------------------------------------------------------------
 
     def acquaint_decode(self, prompt: Sequence[int]) -> None:
         """Put the prompt into the prefix cache of the decode node, computed locally."""
@@ -270,7 +270,7 @@ class Pair:
     def await_granted(self) -> None:
         """Wait until the prefill node has received the decode node's grant."""
         await_load(self.d.address, self._has_lent)
-        # The link keeps its order: what follows the grant on it comes after it.
+        # The link preserves order: later messages arrive after the grant.
         assert self.answer((5, 6, 7), greedy(2)).was_handed_over
 
     def _has_lent(self, load: NodeLoad) -> bool:

@@ -203,7 +203,7 @@ class EngineWorld:
     def tokens(self, request_id: RequestId) -> list[int]:
         return self.receipts[request_id].token_ids
 
-    # --- what must hold -----------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------
 
     def check_receipt(self, receipt: Receipt) -> None:
         expected, reason = self.alone(receipt.spec)
@@ -223,7 +223,7 @@ class EngineWorld:
         )
         num_context = len(context_of(receipt.spec))
         assert num_had == num_context or served.num_preemptions
-        # What came true may have been cut off by the token that ends the answer.
+        # The token that ends the answer may have cut off accepted drafts.
         num_more = sum(max(0, len(output.token_ids) - 1) for output in receipt.outputs)
         assert num_more <= served.num_accepted_tokens <= served.num_proposed_tokens
         num_told = sum(len(output.prompt_logprobs) for output in receipt.outputs)

@@ -16,7 +16,7 @@ from engine.plan import Plan, PlanRow, RunResult
 from engine.request import RequestId
 from kv_transfer.types import BlockId, TokenLogprobs
 
-# What one position leaves in the cache. `prefix` stands for everything attention mixed in.
+# Cache content of one position. `prefix` stands for everything that attention mixed in.
 Slot = tuple[int, int, int]
 GARBAGE: Slot = (-1, -1, -1)
 

@@ -23,7 +23,7 @@ from tests.support.fake_runner import KvTensor, kv_of, next_token
 @dataclass(slots=True)
 class Incoming:
     order: Receive
-    is_over: bool = False  # lost or revoked: only the release is still to come
+    is_over: bool = False  # lost or revoked, but not released yet
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Outgoing:
     block_ids: list[BlockId] = field(default_factory=list)
     is_ended: bool = False
     is_withdrawn: bool = False
-    num_tokens: int | None = None  # told by Complete
+    num_tokens: int | None = None  # from Complete
     first_token: FirstToken | None = None
 
 
@@ -64,7 +64,7 @@ class FakeWire:
         """Return the lost or revoked receives that are not released yet."""
         return [h for h, incoming in self.incoming.items() if incoming.is_over]
 
-    # --- what the wire may do -----------------------------------------------------
+    # --- transfers ----------------------------------------------------------------
 
     def land(self, handoff_id: HandoffId) -> None:
         """Land a receive. No write follows."""
@@ -107,7 +107,7 @@ class FakeWire:
             if outgoing.is_ended:
                 self.end_sending(handoff_id)
 
-    # --- the KV worker's part -----------------------------------------------------
+    # --- KV worker interface ------------------------------------------------------
 
     def start(self, orders: KvOrders) -> None:
         for receive in orders.receives:
@@ -117,7 +117,7 @@ class FakeWire:
             # It may have landed, or been lost, before the order came.
             if revoke.handoff_id in self.incoming:
                 self.incoming[revoke.handoff_id].is_over = True
-        # A hand-off that the wire is done with is not there any more: see end_sending.
+        # Completed hand-offs are removed: see end_sending.
         for send in orders.sends:
             if send.handoff_id in self._sent:
                 continue

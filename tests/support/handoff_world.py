@@ -47,7 +47,7 @@ CONFIG = KvWorkerConfig(
         max_in_flight_bytes=4 * BLOCK_BYTES,
         max_write_bytes=2 * BLOCK_BYTES,
     ),
-    verify=False,  # a digest would catch what must not happen in the first place
+    verify=False,  # a digest would hide writes that must not happen
 )
 
 
@@ -182,7 +182,7 @@ class World:
     num_blocks: int = 8
     config: KvWorkerConfig = CONFIG
     lags: bool = False  # whether the prefill nodes' devices compute asynchronously
-    waits_at_pass_end: bool = True  # else the fences are left to the next orders
+    waits_at_pass_end: bool = True  # else the fences are checked at the next orders
     worker: type[KvTransferWorker] = KvTransferWorker
     hub: LinkHub = field(init=False)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -204,7 +204,7 @@ class World:
         for name in ("p0", "p1"):
             self.ps[name] = Node(self, name, self.num_blocks, self.config)
 
-    # --- What D's scheduler does -------------------------------------------------------
+    # --- Scheduler of D ----------------------------------------------------------------
 
     def receive(self, handoff_id: HandoffId, p: str, first_block: int, num_blocks: int) -> bool:
         """Start a receive. Return False if D has too few blocks."""
@@ -221,7 +221,7 @@ class World:
         self.receiving[handoff_id].is_revoked = True
         self._order(self.d, KvOrders(revokes=(Revoke(handoff_id),)))
 
-    # --- What a P's scheduler does -----------------------------------------------------
+    # --- Scheduler of a P --------------------------------------------------------------
 
     def begin(self, handoff_id: HandoffId, p: str, num_blocks: int) -> bool:
         """Start a prompt on P: its blocks are computed but not sent."""
@@ -309,7 +309,7 @@ class World:
             sending.has_final_order = True
             self._order(sending.node, KvOrders(withdraws=(Withdraw(handoff_id, "aborted"),)))
 
-    # --- What happens to processes -----------------------------------------------------
+    # --- Faults of processes -----------------------------------------------------------
 
     def restart_p(self, name: str) -> None:
         """Kill P and start a new process at its address."""
@@ -323,7 +323,7 @@ class World:
         for channel in self._channels_of(dead):
             for flight in [one for one in self.wire.flights if one.source is channel]:
                 if self.wire.is_direct:
-                    self.wire.lose(flight)  # there is nobody left to write it
+                    self.wire.lose(flight)  # its writer is dead
             channel.close()
             channel.is_gone = True
         self.sending = {h: s for h, s in self.sending.items() if s.node is not dead}
@@ -396,7 +396,7 @@ class World:
     def _order(self, node: Node, orders: KvOrders) -> None:
         node.worker.start(orders, self.now)
 
-    # --- What the world insists on -----------------------------------------------------
+    # --- Invariants --------------------------------------------------------------------
 
     def _take_reports(self, node: Node, reports: KvReports) -> None:
         for landed in reports.finished_recving:

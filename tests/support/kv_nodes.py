@@ -184,7 +184,7 @@ class NodeProcess:
 
 
 def _serve(connection: Connection, name: str, plan: NodePlan) -> None:
-    Path(plan.address).unlink(missing_ok=True)  # a killed predecessor leaves its socket
+    Path(plan.address).unlink(missing_ok=True)  # the socket of a killed predecessor
     buffer = (ctypes.c_char * (plan.num_blocks * plan.block_bytes))()
     region = Region(ctypes.addressof(buffer), plan.num_blocks, plan.block_bytes)
     link = SocketLink(plan.address, wake=lambda: None)

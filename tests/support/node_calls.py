@@ -74,14 +74,14 @@ class FakeNodeCalls:
     """Fake of NodeCalls. Each fault hits one call, the first that matches."""
 
     prefill_faults: list[Exception] = field(default_factory=list)
-    breaks_when_decoded: bool = False  # prefill, after its token and all that decode tells
+    breaks_when_decoded: bool = False  # prefill fails after its token and all of decode's
     decode_breaks_after: list[int] = field(default_factory=list)  # so many tokens
     prompt_faults: list[Exception] = field(default_factory=list)  # between chunks of a prompt
-    is_prompt_late: bool = False  # its logprobs come when decode has told all
+    is_prompt_late: bool = False  # its logprobs arrive after all of decode's tokens
     is_endless: bool = False  # decode never finishes
     ends_by: FinishReason = FinishReason.LENGTH
-    is_prefill_late: bool = False  # its token comes when decode has told all
-    num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not told
+    is_prefill_late: bool = False  # its token arrives after all of decode's
+    num_cached_on_prefill: int | None = 0  # prompt tokens in its prefix cache; None: not reported
     summary: DecodeSummary = DecodeSummary(kv_bytes=2048, kv_blocks=2, kv_transport="nixl")
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Asked] = field(default_factory=list)

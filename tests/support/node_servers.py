@@ -31,7 +31,7 @@ class NodeServer:
     address: str
     state: NodeState
     health: Health
-    connected: asyncio.Queue[str]  # the prefill nodes that it was told to link up with
+    connected: asyncio.Queue[str]  # prefill nodes that it was ordered to connect to
     resets: list[int]  # of its prefix cache: how many blocks each dropped
 
 

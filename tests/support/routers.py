@@ -65,7 +65,7 @@ class MoodyRouter(InferenceServicer):
         super().__init__(self.pipeline, table, RequestScopes(tracing))
         self.faults = list(faults)
         self.num_asked = 0
-        self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of requests that left nothing here
+        self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of released requests
 
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]

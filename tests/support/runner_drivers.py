@@ -136,7 +136,7 @@ class Driver:
             del self._drives[drive.request_id]
 
     def _leave(self, drive: Drive) -> None:
-        # The next to allocate gets these: whatever was left in them, it must not matter.
+        # These are allocated next: their old content must not matter.
         self._free.extend(reversed(drive.block_ids))
         drive.block_ids = []
         drive.is_in_batch = False

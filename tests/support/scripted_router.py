@@ -44,7 +44,7 @@ class ScriptedAnswer:
 class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, answers: Sequence[str]) -> None:
         self.address = ""
-        self._answers = list(answers)  # given at once; when they are used up, the test speaks
+        self._answers = list(answers)  # used first; then the test scripts each answer
         self._asked: queue.Queue[ScriptedAnswer] = queue.Queue()
 
     def next_request(self) -> ScriptedAnswer:

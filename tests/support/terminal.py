@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 CTRL_C, CTRL_D = "\x03", "\x04"
-# Makes the terminal the one whose Ctrl-C the program gets, even if the tests run in the background,
-# where a shell has SIGINT ignored.
+# Makes the terminal the controlling one, and restores SIGINT, which shells make background
+# processes ignore.
 IN_TERMINAL = (
     "import fcntl, os, signal, sys, termios;"
     "signal.signal(signal.SIGINT, signal.SIG_DFL);"

@@ -151,7 +151,7 @@ class Stopped(MadeUp):
 
     def stream(self, model: str, prompt: Sequence[int], max_tokens: int) -> StreamedCompletion:
         streamed = super().stream(model, prompt, max_tokens)
-        if len(self.asked) > 1 + NUM_AT_FIRST_RATE:  # one warmed it up
+        if len(self.asked) > 1 + NUM_AT_FIRST_RATE:  # after one warm-up request
             raise KeyboardInterrupt
         return streamed
 

@@ -33,7 +33,7 @@ VERSIONS = ("1.30", kubernetes_validate.latest_version())
 COMPONENTS = ("router", *NODES)
 REPOSITORY = Path(__file__).parents[3]
 FIND_EVERY_S = inspect.signature(router_options).parameters["find_every_s"].default
-SERVICES_HEAR_WITHIN_S = 5  # by when proxies and DNS know that a pod is on its way out
+SERVICES_HEAR_WITHIN_S = 5  # until proxies and DNS have removed a terminating pod
 SETTINGS = sorted(manifests.ROOT.rglob("baton.toml"))
 
 

@@ -41,7 +41,7 @@ def test_after_a_step_that_ran_something_the_next_one_follows_at_once() -> None:
 
 
 def test_a_plan_that_does_nothing_but_drop_rows_is_not_empty() -> None:
-    # The blocks of who was preempted are there for others in the next step.
+    # The blocks of the preempted request are available in the next step.
     plan = Plan(dropped=(RequestId("preempted"),))
 
     assert not plan.is_empty

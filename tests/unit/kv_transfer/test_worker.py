@@ -113,7 +113,7 @@ def test_a_stalled_peer_costs_its_blocks_only_until_our_end_is_closed() -> None:
     world.turn(world.d)
 
     assert ID in world.ended
-    world.wire.deliver_all()  # too late: the witness would object
+    world.wire.deliver_all()  # too late: the simulation would raise
     world.settle()
     world.check_all_free()
 
@@ -195,7 +195,7 @@ def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -
     exchange_messages(world)
 
     assert ID in world.ended
-    world.wire.deliver_all()  # too late: the witness would object
+    world.wire.deliver_all()  # too late: the simulation would raise
 
 
 def pass_in_a_long_layer(world: World, busy: Node, seconds: int) -> None:
@@ -400,7 +400,7 @@ def test_closing_a_node_tells_its_peers(is_direct: bool) -> None:
     half_sent(world)
 
     with world.ps["p0"].worker:
-        pass  # the node goes down in good order
+        pass  # the node shuts down cleanly
     world.d.link.pass_all()
     world.turn(world.d)
 

@@ -33,7 +33,7 @@ UNSEEN = '''class Basket:
     def __len__(self):
         return len(self._items)
 '''
-# 2.02 when the weights were made; about 7.6 for a model that knows nothing.
+# 2.02 when the weights were made; about 7.6 for an untrained model.
 MAX_LOSS = 2.4
 
 

@@ -71,7 +71,7 @@ def test_a_watcher_hears_of_changes_alone_and_of_those_that_come_together_at_onc
         news = FakeNews()
         async with followed(news) as state, aclosing(state.watch_updates()) as told:
             first = await anext(told)
-            for name in (ONE, TWO):  # the pace holds the second reading back
+            for name in (ONE, TWO):  # the rate limit delays the second read
                 news.store(name)
                 state.calls.notify_change()
             second = await anext(told)

@@ -155,7 +155,7 @@ def test_a_first_answer_that_is_tried_again_takes_the_others_with_it() -> None:
     answers = answered(nodes, calls_of(3))
 
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 3
-    # The prefill node that failed is not asked again; decode computes the prompt, once.
+    # The failed prefill node is not called again; decode computes the prompt, once.
     assert legs(nodes) == (1, 4)
 
 
@@ -321,7 +321,7 @@ def test_a_draining_router_finishes_answers_that_wait_for_the_first() -> None:
         pipeline = a_pipeline(Waiting(), a_table())
         scope = RequestScopes().begin("a", None, new_request_context())
         async with aclosing(generate_answers(pipeline, scope, calls_of(3), 3)) as parts:
-            await anext(parts)  # by prefill: nobody has the KV yet
+            await anext(parts)  # by prefill: no node has the KV yet
             draining = asyncio.ensure_future(pipeline.drain())
             await asyncio.sleep(0)
             may_decode.set()

@@ -302,7 +302,7 @@ def test_a_client_that_does_not_read_loses_its_request_and_gets_what_waited() ->
     # The first token of prefill, its end and both summaries wait there as well.
     assert MAX_WAITING - 4 <= len(token_ids) <= MAX_WAITING
     assert token_ids == expected_tokens(nodes, len(token_ids))
-    assert len(nodes.asked) == 2  # and no second try
+    assert len(nodes.asked) == 2  # no second attempt
 
 
 def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> None:

@@ -27,7 +27,7 @@ class Call:
     [
         (None, 100.0, False),  # it had no deadline
         (-1.0, 5.0, True),
-        (0.03, 4.0, True),  # the client's clock struck first
+        (0.03, 4.0, True),  # the client's deadline expired first
         (0.5, 4.0, False),
         (30.0, 0.1, False),
     ],

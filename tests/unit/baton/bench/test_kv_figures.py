@@ -23,7 +23,7 @@ def a_round(contiguous: float, written: float, landed: float) -> KvRound:
 
 
 def test_rates_are_medians_and_each_share_is_of_the_contiguous_write_of_its_own_round() -> None:
-    # The machine is three times slower in the second half, which no share shall show.
+    # The machine is three times slower in the second half, which must not affect the shares.
     rounds = [a_round(0.004, 0.004, 0.005)] * 3 + [a_round(0.012, 0.012, 0.015)] * 4
 
     figure = figure_of("nixl", MIB, 8, 8 * MIB, rounds)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from rpc.server import Running, serving
 
 PATIENCE_S = 60
-UNUSED_ADDRESS = "127.0.0.1:1"  # a port that nobody who is not root can take
+UNUSED_ADDRESS = "127.0.0.1:1"  # a port that only root can bind
 
 
 async def health_of(
@@ -59,7 +59,7 @@ def test_a_server_that_is_not_ready_makes_exit_code_1() -> None:
     async def scene() -> None:
         async with a_server(is_ready=False) as server:
             code, output = await health_of(server.address)
-        assert code == 1  # 2 is not for probes to use, says Docker
+        assert code == 1  # Docker reserves 2
         assert "is not ready: NOT_SERVING" in output
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

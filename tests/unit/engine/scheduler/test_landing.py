@@ -25,7 +25,7 @@ def test_a_grant_leaves_a_block_for_each_that_holds_blocks() -> None:
     running = world.add([9] * 7, max_tokens=9)
     world.step()
 
-    # Four blocks are free and one runs: three may be granted, four not.
+    # Four blocks are free and one request runs: three may be granted, but not four.
     large, small = world.add(16, receives=True, max_tokens=2), world.add(8, receives=True)
     plan = world.step()
     assert plan.kv_orders.receives == ()

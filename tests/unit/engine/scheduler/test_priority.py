@@ -96,7 +96,7 @@ def test_nobody_gives_way_in_vain() -> None:
     world.add(16, max_tokens=12)
     world.add([9] * 4, priority=2, max_tokens=12)
     world.step()
-    world.add([7] * 24, priority=1, max_tokens=2)  # the lax one's blocks are too few for it
+    world.add([7] * 24, priority=1, max_tokens=2)  # the low-priority request has too few blocks
 
     for _ in range(3):
         assert world.step().dropped == ()

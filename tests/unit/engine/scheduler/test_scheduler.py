@@ -217,7 +217,7 @@ def test_steps_stay_small_for_a_while_after_a_short_prompt() -> None:
     world.run_to_end()
 
 
-# --- who goes first ---------------------------------------------------------------
+# --- order ------------------------------------------------------------------------
 
 
 def test_fcfs_does_not_look_at_priorities() -> None:
@@ -250,7 +250,7 @@ def test_equal_priorities_go_by_arrival_time() -> None:
     assert list(plan.num_scheduled_tokens) == ["early"]
 
 
-# --- turns, names, sight ----------------------------------------------------------
+# --- turns, ids, statistics--------------------------------------------------------
 
 
 def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:

@@ -43,7 +43,7 @@ def test_layers_are_ordered_for_the_blocks_that_the_coming_pass_completes() -> N
 
     orders = [world.step().kv_orders for _ in range(4)]
 
-    # A block that a chunk leaves half full is completed, and sent, by the next one.
+    # A block that is half full after a chunk is completed, and sent, by the next one.
     assert [order.layer_sends for order in orders] == [
         (_layers(name, 0, 0),),
         (_layers(name, 1, 1, 2),),

@@ -143,7 +143,7 @@ def test_a_lease_that_ends_fails_the_send_and_says_so() -> None:
     sender.tick(3.0)
 
     assert said(sender) == [Failed(ID, "the lease ended")]
-    assert sender.take_finished() == ()  # the scheduler has never heard of it
+    assert sender.take_finished() == ()  # unknown to the scheduler
 
 
 def test_done_is_announced_after_every_write_and_the_source_is_free_then() -> None:

@@ -73,7 +73,7 @@ def test_a_thread_that_nobody_waits_for_any_more_still_counts() -> None:
         third: list[str] = []
         reading = asyncio.ensure_future(texts.read(LARGE, lambda: third.append("read")))
         await asyncio.sleep(0)
-        await asyncio.to_thread(str)  # on the one free thread, behind whatever was let in
+        await asyncio.to_thread(str)  # on the only free thread, after all admitted work
         meanwhile = list(third)
         work.may_end.set()
         await reading
