@@ -130,7 +130,7 @@ def test_no_answer_is_wrong_or_lost_and_nothing_is_left_behind(
     assert (switch.num_hits > num_hits) is (kind in TRANSFER_FAULTS)
 
 
-def test_other_bytes_than_were_sent_are_found_out_and_the_prompt_is_computed_on_decode(
+def test_corrupted_kv_is_detected_and_the_prompt_is_computed_on_decode(
     running: Running,
 ) -> None:
     before = running.total(TargetRole.DECODE, DIGEST_MISMATCHES)

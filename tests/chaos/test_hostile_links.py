@@ -116,7 +116,7 @@ def base_of(address: int) -> Change:
     "change",
     [region_of(0), region_of(2**40), device_of("cuda:x"), device_of("🙂"), base_of(2**64 - 1)],
 )
-def test_a_region_that_cannot_be_ends_the_link_by_name(
+def test_an_invalid_region_ends_the_link_with_the_reason(
     cluster: LocalCluster,
     channel_of: dict[str, grpc.Channel],
     right_answer: tuple[int, ...],
@@ -135,7 +135,7 @@ def test_a_region_that_cannot_be_ends_the_link_by_name(
 @pytest.mark.parametrize(
     "metadata", [b"", b"\0", b"\xff\xfe\0x", b"a b c\0", b"a 1\0", b"x" * 9999]
 )
-def test_metadata_that_leads_nowhere_is_refused_with_a_word(
+def test_unusable_transport_metadata_is_refused_with_a_closed_message(
     cluster: LocalCluster,
     channel_of: dict[str, grpc.Channel],
     right_answer: tuple[int, ...],

@@ -74,7 +74,7 @@ TARGETS = [target for target in targets() if target.method.name != "Drain"]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.method.full_name)
-def test_a_hostile_message_ends_by_name_and_hurts_nobody_else(
+def test_a_hostile_message_gets_a_named_error_and_affects_no_other_client(
     cluster: LocalCluster,
     channel_of: dict[str, grpc.Channel],
     right_answer: tuple[int, ...],

@@ -66,7 +66,7 @@ async def come(address: str) -> tuple[Crowd, int]:
     return crowd, num_before
 
 
-def test_all_are_served_rightly_or_told_when_to_come_and_urgent_ones_pass_the_line(
+def test_every_request_is_served_or_gets_a_retry_delay_and_urgent_ones_go_first(
     address: str,
 ) -> None:
     crowd, num_before = asyncio.run(come(address))

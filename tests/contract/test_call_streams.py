@@ -71,7 +71,7 @@ def test_each_call_gets_its_own_events_in_order_to_its_own_end() -> None:
     play(scene())
 
 
-def test_what_all_calls_have_to_tell_at_one_moment_is_one_message() -> None:
+def test_events_of_all_calls_at_one_moment_are_sent_in_one_message() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
@@ -234,7 +234,7 @@ def test_a_connection_that_is_given_up_closes_when_its_last_call_has_ended() -> 
     ],
     ids=["a number in use", "no order"],
 )
-def test_a_router_that_talks_nonsense_loses_its_stream(
+def test_an_invalid_message_of_a_router_ends_its_stream(
     nonsense: node_pb2.DecodeRequest, reason: str
 ) -> None:
     async def scene() -> None:

@@ -100,7 +100,7 @@ def test_other_refusals_are_told_at_once(ask: Ask, fault: Exception) -> None:
 
 
 @both_clients
-def test_a_full_router_is_asked_again_when_it_says_if_told_to(ask: Ask) -> None:
+def test_a_full_queue_is_retried_after_its_delay_if_enabled(ask: Ask) -> None:
     patient = Retries(max_attempts=3, waits_when_full=True)
 
     async def scene() -> None:
@@ -114,7 +114,7 @@ def test_a_full_router_is_asked_again_when_it_says_if_told_to(ask: Ask) -> None:
 
 
 @both_clients
-def test_the_id_of_ones_own_broken_try_may_still_be_in_use(ask: Ask) -> None:
+def test_a_retry_waits_while_the_failed_attempt_holds_the_request_id(ask: Ask) -> None:
     async def scene() -> None:
         async with a_router(GONE, RequestIdInUse("in use")) as (router, address):
             answer = await ask(address, SOON)
@@ -178,7 +178,7 @@ def test_leaving_the_loop_of_a_stream_cancels_its_request(
     run(scene())
 
 
-def test_what_a_client_leaves_to_the_model_is_as_the_node_tells_of_it() -> None:
+def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
     advised = SamplingDefaults(temperature=0.3, top_k=7)
     node = a_node(NodeRole.DECODE)
     table = a_table(replace(node, card=replace(node.card, sampling_defaults=advised)))
@@ -290,7 +290,7 @@ def test_a_token_that_the_router_takes_opens_every_call(token: str) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_without_it_nothing_is_asked_of_the_router(token: str | None) -> None:
+def test_without_a_valid_token_every_call_is_refused(token: str | None) -> None:
     async def scene() -> None:
         async with a_router(interceptors=[GATE]) as (router, address):
             async with AsyncClient(address, token=token) as client:

@@ -76,7 +76,7 @@ def in_a_pass(
 # --- KV worker ----------------------------------------------------------------------------------
 
 
-def test_a_layer_leaves_behind_its_fence_and_not_when_it_is_launched() -> None:
+def test_a_layer_is_sent_after_its_fence_has_passed_not_at_launch() -> None:
     world, node, memory = in_a_pass()
 
     world.end_layer(node)
@@ -91,7 +91,7 @@ def test_a_layer_leaves_behind_its_fence_and_not_when_it_is_launched() -> None:
 
 
 @pytest.mark.parametrize("waits_at_pass_end", [True, False])
-def test_what_lands_is_what_was_computed(waits_at_pass_end: bool) -> None:
+def test_landed_kv_equals_the_computed_kv(waits_at_pass_end: bool) -> None:
     world, node, _ = in_a_pass(waits_at_pass_end=waits_at_pass_end)
 
     world.end_pass(node)
@@ -114,7 +114,7 @@ def test_the_end_of_a_pass_moves_each_layer_as_its_fence_is_passed() -> None:
     assert memory.fence().is_passed
 
 
-def test_where_no_layer_is_to_leave_the_end_of_a_pass_waits_for_nothing() -> None:
+def test_a_pass_without_layers_to_send_waits_for_no_fence() -> None:
     world = World(lags=True)
     node = world.ps["p0"]
     assert isinstance(node.memory, LaggingMemory)

@@ -136,7 +136,9 @@ def test_a_stream_goes_on_elsewhere_when_an_engine_dies(num_passes: int) -> None
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 5])
-def test_a_request_ends_two_engines_at_most_and_the_client_hears_of_what(num_passes: int) -> None:
+def test_a_request_crashes_two_engines_at_most_and_its_client_gets_the_reason(
+    num_passes: int,
+) -> None:
     fate = Fate(num_passes, num_deaths=3)
 
     with pytest.raises(PoisonedRequest, match="the engine stopped: Bug"):

@@ -98,7 +98,7 @@ def test_messages_sent_before_the_stream_stands_arrive_first_and_in_order() -> N
     in_time(scene)
 
 
-def test_the_worker_half_is_given_a_pulse_though_nothing_is_said() -> None:
+def test_the_worker_gets_a_pulse_without_any_message() -> None:
     async def scene() -> None:
         async with a_side() as alone:
             await alone.heard.pulsed.wait()
@@ -106,7 +106,7 @@ def test_the_worker_half_is_given_a_pulse_though_nothing_is_said() -> None:
     in_time(scene)
 
 
-def test_the_accepting_side_answers_on_the_link_it_heard() -> None:
+def test_the_accepting_side_replies_on_the_same_link() -> None:
     async def scene() -> None:
         async with a_listening_side() as (p, address), a_side() as d:
             dialled = [d.links.dial(address) for _ in range(2)]

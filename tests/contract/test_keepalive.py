@@ -109,7 +109,7 @@ def test_a_peer_that_falls_silent_is_found_out() -> None:
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_pings_as_often_as_agreed_are_taken_while_others_are_sent_away() -> None:
+def test_pings_at_the_agreed_rate_are_accepted_and_faster_ones_refused() -> None:
     async def scene() -> None:
         async with (
             serving("127.0.0.1", 0, (), keepalive=OFTEN) as calm,

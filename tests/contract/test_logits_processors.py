@@ -96,7 +96,7 @@ def test_several_go_in_the_order_in_which_the_node_names_them() -> None:
     assert chosen(row(1, 3, num_prompt=1, favour=2, back=1)) == [2]  # equals: the lower id
 
 
-def test_what_a_form_forbids_no_processor_can_bring_back() -> None:
+def test_a_processor_cannot_allow_a_token_that_the_grammar_forbids() -> None:
     allowed = torch.tensor([token in (3, 4) for token in range(MODEL.vocab_size)])
 
     assert chosen(row(favour=2)._replace(allowed=allowed)) == [3]
@@ -114,7 +114,7 @@ def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: st
     assert other == 2
 
 
-def test_what_is_banned_stays_so() -> None:
+def test_a_processor_cannot_allow_a_banned_token() -> None:
     logits = torch.zeros(1, MODEL.vocab_size)
     banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
     asked = make_run([1], banned)
@@ -125,7 +125,7 @@ def test_what_is_banned_stays_so() -> None:
     assert float(logits.min()) > NEVER  # the caller's tensor is unchanged
 
 
-def test_what_a_form_does_not_allow_stays_so() -> None:
+def test_a_processor_cannot_extend_the_tokens_of_the_grammar() -> None:
     allowed = torch.zeros(MODEL.vocab_size, dtype=torch.bool)
     allowed[[4, 6]] = True
 
@@ -136,7 +136,7 @@ def test_what_a_form_does_not_allow_stays_so() -> None:
 @pytest.mark.parametrize(
     ("extra", "word"), [({"favour": 8}, "token id"), ({"favor": 2}, "takes 'favor'")]
 )
-def test_what_nobody_takes_or_a_processor_refuses_is_an_invalid_request(
+def test_unknown_or_rejected_processor_arguments_are_an_invalid_request(
     extra: dict[str, Argument], word: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=word) as refused:
@@ -176,6 +176,6 @@ def test_one_that_is_not_there_or_cannot_be_made_is_named(name: str, word: str) 
 
 
 @pytest.mark.usefixtures("installed")
-def test_nodes_with_others_are_told_apart() -> None:
+def test_different_processors_have_different_versions() -> None:
     assert versions(["echo"]) != versions(["echo", "favour"]) != versions(["favour", "echo"])
     assert versions([]) == []

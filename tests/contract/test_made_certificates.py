@@ -57,7 +57,7 @@ def test_nodes_let_in_routers_and_other_nodes_by_the_one_name_of_nodes(
     assert asyncio.run(model_of(node, identity(made, who))) == "tiny"
 
 
-def test_nodes_let_in_nobody_else(made: Path) -> None:
+def test_nodes_refuse_clients_without_a_certificate(made: Path) -> None:
     node = replace(identity(made, "node"), client_ca=made / "ca.crt")
     client = TlsConfig(ca=made / "ca.crt", server_name="node.baton")
 

@@ -307,7 +307,7 @@ def test_a_poisoned_request_fails_by_name_and_clients_are_told_not_to_send_it_ag
     assert len(faults) == 9 - 2
 
 
-def test_nobody_there_is_an_outage_and_not_the_clients_fault() -> None:
+def test_without_nodes_the_status_is_503() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.InternalServerError) as refusal:
             await client.completions.create(model="tiny", prompt=PROMPT)
@@ -497,7 +497,7 @@ def test_a_client_that_disconnects_within_its_body_is_no_bug(
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_clients_of_grpc_that_meet_the_http_port_are_told_so() -> None:
+def test_grpc_clients_of_the_http_port_get_an_explanation() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         async with AsyncClient(router.address) as lost:
             with pytest.raises(BatonError, match="speaks HTTP and not gRPC"):
@@ -508,7 +508,7 @@ def test_clients_of_grpc_that_meet_the_http_port_are_told_so() -> None:
     through_the_door(scene)
 
 
-def test_the_small_questions_have_answers(text: TextBoundary) -> None:
+def test_models_tokenize_and_detokenize_endpoints(text: TextBoundary) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         async def post(path: str, **fields: Any) -> Any:
             return (await client._client.post(router.url + path, json=fields)).json()
@@ -531,7 +531,7 @@ def test_the_small_questions_have_answers(text: TextBoundary) -> None:
     through_the_door(scene, text=text)
 
 
-def test_one_id_is_not_two_requests_at_once() -> None:
+def test_a_request_id_in_use_is_a_conflict() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -700,7 +700,7 @@ def test_forced_calls_are_told_whole_and_streamed_as_the_client_expects(
     through_the_door(scene, nodes, text=Scripted(script), parsing=Parsing("hermes", "qwen3"))
 
 
-def test_what_a_request_asked_for_and_did_not_get_is_told_in_warnings() -> None:
+def test_unfulfilled_options_are_reported_as_warnings() -> None:
     ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "max_tokens": 600}
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -721,7 +721,7 @@ def test_what_a_request_asked_for_and_did_not_get_is_told_in_warnings() -> None:
     through_the_door(scene, text=Scripted("some"))
 
 
-def test_both_doors_share_one_line() -> None:
+def test_grpc_and_http_share_one_admission_queue() -> None:
     """Requests over one protocol count against the limit for the other."""
     nodes = FakeNodeCalls(is_endless=True)
 

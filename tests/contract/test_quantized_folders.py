@@ -40,7 +40,7 @@ def logprobs_of(model: Path, prompt: tuple[int, ...], **settings: Any) -> torch.
 
 
 @pytest.mark.parametrize("written", FORMATS.values(), ids=FORMATS.keys())
-def test_a_quantised_folder_answers_as_the_weights_it_stands_for(
+def test_a_quantised_folder_answers_like_its_dequantised_weights(
     source: Path, tmp_path: Path, written: Any
 ) -> None:
     packed, plain = write_quantized(source, tmp_path, written)

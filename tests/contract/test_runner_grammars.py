@@ -91,7 +91,7 @@ def test_greedy_takes_the_likeliest_of_the_tokens_that_fit_when_tried(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_in_company_in_chunks_and_put_back_an_answer_is_the_same(
+def test_an_answer_is_the_same_in_a_batch_in_chunks_and_after_preemption(
     name: str, runner: TorchRunner, library: GrammarLibrary
 ) -> None:
     alone = [

@@ -98,7 +98,7 @@ def test_shards_give_the_same_model_as_one_file(sharded: Path, tmp_path: Path) -
     assert load(whole).info.fingerprint == load(sharded).info.fingerprint
 
 
-def test_what_old_folders_carry_beside_the_weights_is_left_alone(folder: Path) -> None:
+def test_unused_tensors_of_old_folders_are_ignored(folder: Path) -> None:
     respell(
         folder,
         lambda tensors: tensors.update(
@@ -406,7 +406,7 @@ def test_a_budget_is_filled_up_to_the_last_whole_block() -> None:
 # --- where a model is ------------------------------------------------------------------------
 
 
-def test_a_folder_is_itself(folder: Path) -> None:
+def test_a_folder_path_is_returned_unchanged(folder: Path) -> None:
     assert resolve_model_folder(str(folder)) == folder
 
 

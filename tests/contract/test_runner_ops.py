@@ -106,7 +106,7 @@ def test_a_product_is_that_of_float64_but_for_the_last_rounding(
 
 @each_variant
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 7, 12, 33, 200, 500])
-def test_a_token_is_computed_alike_in_any_company_and_by_any_number_of_threads(
+def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
     kernels: Kernels, num_tokens: int
 ) -> None:
     activations, weight = drawn(1, num_tokens, 96), drawn(2, 300, 96)
@@ -133,7 +133,7 @@ def test_tokens_that_do_not_fit_a_cache_at_once_are_all_multiplied(
 
 
 @each_variant
-def test_products_below_the_least_number_are_computed_alike_in_any_company(
+def test_subnormal_products_have_the_same_bits_in_any_batch(
     kernels: Kernels,
 ) -> None:
     """Some processors flush subnormals to zero, but only in some of their instructions."""
@@ -145,7 +145,7 @@ def test_products_below_the_least_number_are_computed_alike_in_any_company(
 
 @each_variant
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_an_answer_longer_than_the_caches_has_the_same_bits(
+def test_outputs_larger_than_the_cpu_caches_have_the_same_bits(
     kernels: Kernels, has_bias: bool
 ) -> None:
     """Outputs of 1.1 MiB use non-temporal stores on processors with AVX-512-BF16."""
@@ -221,7 +221,7 @@ def test_rows_of_whole_numbers_are_what_they_stand_for(kernels: Kernels, bits: i
 @each_variant
 @pytest.mark.parametrize("make", [to_int8, to_int4])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 33])
-def test_tokens_times_whole_numbers_are_computed_alike_in_any_company(
+def test_int8_products_have_the_same_bits_in_any_batch(
     kernels: Kernels, make: Quantize, num_tokens: int
 ) -> None:
     activations, weight = drawn(1, num_tokens, 96), make(drawn(2, 300, 96))
@@ -292,7 +292,7 @@ def test_norms_and_gates_are_those_of_torch(
 
 
 @each_variant
-def test_what_is_not_a_number_stays_so_in_its_own_row(kernels: Kernels) -> None:
+def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     activations = drawn(8, 3, 64)
     activations[1, 5] = float("nan")
     ops = NativeOps(kernels)

@@ -196,7 +196,7 @@ def test_a_slot_is_used_again_without_a_trace_of_its_last_row(folder: Path) -> N
     assert found == expected
 
 
-def test_prompts_for_another_length_of_dynamic_rope_are_told_apart(
+def test_dynamic_rope_limits_the_shareable_prompt_length(
     tmp_path: Path,
 ) -> None:
     folder = make_model_folder(tmp_path / "dynamic", VARIANTS["llama-rope-dynamic"])

@@ -152,7 +152,7 @@ def test_top_p_of_a_flat_distribution_looks_at_the_whole_vocabulary(top_p: float
     assert found == pytest.approx(expected, abs=5 * math.sqrt(expected))
 
 
-def test_equals_of_the_last_of_top_k_all_stay() -> None:
+def test_ties_at_the_top_k_limit_are_all_kept() -> None:
     logits = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0])
 
     drawn = draw_many(logits, 2_000, top_k=2)
@@ -169,7 +169,7 @@ def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
     assert tokens == logits.argmax(dim=-1).tolist()
 
 
-def test_waiting_times_are_exponential() -> None:
+def test_the_random_numbers_of_draws_are_exponential() -> None:
     times = exponential_numbers(range(50), [3] * 50, torch.arange(2_000).expand(50, -1)).double()
 
     assert times.min() > 0
@@ -185,7 +185,7 @@ def test_waiting_times_are_exponential() -> None:
         assert abs(float(together.corrcoef()[0, 1])) < 0.02
 
 
-def test_waiting_times_are_these_for_ever() -> None:
+def test_the_random_numbers_of_draws_never_change() -> None:
     """A request that migrates to another node or build keeps its tokens."""
     times = exponential_numbers(
         [0, 1, 2**63 - 1, -5], [0, 1, 10**6, 7], torch.arange(2).expand(4, -1)
@@ -283,7 +283,7 @@ def test_logit_bias_is_added() -> None:
     ("num_outputs", "ignore_eos", "masked"),
     [(0, False, {7, 8, 20}), (2, False, {7, 8, 20}), (3, False, set()), (0, True, {20})],
 )
-def test_what_would_end_an_answer_waits_for_min_tokens(
+def test_end_tokens_are_masked_until_min_tokens(
     num_outputs: int, ignore_eos: bool, masked: set[int]
 ) -> None:
     asked = row(

@@ -131,7 +131,7 @@ def one(left: int) -> int:
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=40, deadline=None)
-def test_attention_is_the_same_however_a_sequence_is_cut_and_whoever_is_beside_it(
+def test_attention_is_the_same_for_any_chunks_and_any_batch(
     kernels: Kernels,
     lengths: list[int],
     heads: tuple[int, int],
@@ -153,7 +153,7 @@ def test_attention_is_the_same_however_a_sequence_is_cut_and_whoever_is_beside_i
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @pytest.mark.parametrize("window", [None, 70, 300])
 @pytest.mark.parametrize("heads", [(2, 2), (1, 7)])
-def test_attention_is_the_same_across_the_edges_of_what_is_taken_at_once(
+def test_attention_is_the_same_across_tile_boundaries(
     kernels: Kernels, window: int | None, heads: tuple[int, int]
 ) -> None:
     sequences = Sequences([530, 300, 257], heads, head_dim=64, block_size=16, seed=1)
@@ -168,7 +168,7 @@ def test_attention_is_the_same_across_the_edges_of_what_is_taken_at_once(
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
-def test_attention_to_values_near_the_least_number_is_the_same_however_a_sequence_is_cut(
+def test_attention_to_subnormal_values_is_the_same_for_any_chunks(
     kernels: Kernels,
 ) -> None:
     """Some processors flush subnormals to zero, but only in some of their instructions."""
@@ -230,7 +230,7 @@ def drives() -> list[Drive]:
     ]
 
 
-def test_tokens_and_logprobs_are_the_same_in_any_chunks_in_any_company_and_computed_again(
+def test_tokens_and_logprobs_are_the_same_for_any_chunks_any_batch_and_when_recomputed(
     runner: TorchRunner,
 ) -> None:
     alone, together = drives(), drives()

@@ -208,9 +208,7 @@ def test_decode_is_told_of_whole_blocks_before_all_have_come(pool: EndpointPool,
 
 @pytest.mark.parametrize("kind", ONE_SIDED)
 @pytest.mark.parametrize("note", [b"", NOTE, bytes(range(256)) * 16], ids=["none", "some", "4 KiB"])
-def test_what_is_said_with_a_notification_arrives_with_it(
-    pool: EndpointPool, kind: str, note: bytes
-) -> None:
+def test_the_note_of_a_notification_arrives(pool: EndpointPool, kind: str, note: bytes) -> None:
     with ends(pool, kind) as pair:
         pair.p.ask("notify", TICKET, note)
 
@@ -218,7 +216,7 @@ def test_what_is_said_with_a_notification_arrives_with_it(
 
 
 @pytest.mark.parametrize("kind", TWO_SIDED)
-def test_a_cancelled_ticket_goes_quiet_once_and_what_comes_for_it_is_not_let_in(
+def test_a_cancelled_ticket_completes_once_and_its_late_writes_are_dropped(
     pool: EndpointPool, kind: str
 ) -> None:
     with ends(pool, kind) as pair:
@@ -315,9 +313,7 @@ def test_a_stopped_writer_cannot_write_through_an_end_that_says_it_stops_writes(
 
 
 @pytest.mark.parametrize("kind", ["nixl tcp", "nixl default"])
-def test_d_sees_for_itself_that_a_process_of_its_machine_is_gone(
-    pool: EndpointPool, kind: str
-) -> None:
+def test_d_detects_that_a_process_on_its_machine_has_ended(pool: EndpointPool, kind: str) -> None:
     with ends(pool, kind) as pair:
         assert isinstance(pair.p, ProcessEndpoint)
         assert pair.d.ask("is_peer_gone") is False
@@ -344,7 +340,7 @@ def test_closing_with_a_write_under_way_is_quiet_and_quick(
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("fate", FATES)
-def test_d_closes_with_words_of_the_other_end_unread_and_keeps_nothing_of_it(
+def test_d_closes_with_unread_messages_and_leaks_nothing(
     pool: EndpointPool, kind: str, fate: str
 ) -> None:
     with ends(pool, kind, 512, 65536) as pair:

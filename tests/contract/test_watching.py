@@ -193,7 +193,7 @@ def test_a_node_of_the_other_role_is_not_taken_and_does_no_harm_where_it_is_righ
     run(scene)
 
 
-def test_nodes_that_join_are_told_to_link_up_whoever_comes_first() -> None:
+def test_joining_nodes_are_connected_in_either_order() -> None:
     async def scene() -> None:
         async with (
             a_node_server(NodeRole.PREFILL, "p1") as first,

@@ -84,7 +84,7 @@ def test_prompt_logprobs_equal_those_of_transformers_however_chunked(
         assert [token for token, _ in found.top] == row.topk(2).indices.tolist()
 
 
-def test_a_resumed_request_does_not_tell_its_prompt_again(runner_of: RunnerOf) -> None:
+def test_a_resumed_request_does_not_repeat_its_prompt_logprobs(runner_of: RunnerOf) -> None:
     runner = runner_of("llama")
     drive = Drive(
         RequestId("r"),
@@ -105,7 +105,7 @@ def test_a_resumed_request_does_not_tell_its_prompt_again(runner_of: RunnerOf) -
     assert len(drive.prompt_logprobs) == len(drive.prompt)
 
 
-def test_a_prompt_begun_again_is_told_again_from_its_start(runner_of: RunnerOf) -> None:
+def test_a_restarted_prompt_repeats_its_logprobs_from_the_start(runner_of: RunnerOf) -> None:
     runner = runner_of("llama")
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
     drive = Drive(RequestId("r"), prompt_of(40), sampling=sampling, num_tokens=1)

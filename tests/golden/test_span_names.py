@@ -98,7 +98,7 @@ def test_kv_that_was_lost_is_an_error_with_its_reason_and_no_link() -> None:
     assert wait.links == ()
 
 
-def test_spans_made_twice_are_the_same() -> None:
+def test_spans_of_a_timeline_are_deterministic() -> None:
     timeline = a_request(has_failed_try=True)
 
     assert timeline.spans(to_unix_ns) == timeline.spans(to_unix_ns)

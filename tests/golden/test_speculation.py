@@ -156,7 +156,7 @@ def assert_alike(plain: Sequence[Got], speculated: Sequence[Got]) -> None:
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "llama-rope-dynamic"])
-def test_nothing_of_the_answers_changes(name: str, asked: str, engine_of: MakeEngine) -> None:
+def test_speculation_does_not_change_answers(name: str, asked: str, engine_of: MakeEngine) -> None:
     specs = specs_of(ASKED[asked])
     plain = run(engine_of(name, None), *specs)
 
@@ -278,7 +278,7 @@ def step(engine: EngineCore) -> list[Output]:
     return [output for outputs in engine.step().values() for output in outputs]
 
 
-def test_what_was_drafted_in_vain_is_never_a_prefix_of_others(engine_of: MakeEngine) -> None:
+def test_rejected_drafts_are_never_cached_as_a_prefix(engine_of: MakeEngine) -> None:
     """Blocks of an answer are hit by a prompt that begins with it; they hold its KV alone."""
     engine = engine_of("llama", SPECULATION)
     spec = specs_of(SEEDED)[0]
@@ -325,7 +325,7 @@ def test_without_room_for_more_rows_nothing_is_proposed(engine_of: MakeEngine) -
     assert engine.scheduler.stats().total_proposed_tokens == 0
 
 
-def test_an_answer_that_must_keep_a_form_is_the_same_beside_one_that_need_not(
+def test_a_constrained_answer_is_the_same_next_to_an_unconstrained_one(
     model_folder: FolderOf,
 ) -> None:
     form = StructuredOutputs(regex="[a-f]{3,9}(-[0-9]{2}){4}")

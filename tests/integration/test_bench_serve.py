@@ -69,7 +69,7 @@ def test_refusals_are_counted_by_their_reason_and_the_rest_is_answered(
     assert [one.error for one in samples] == [None, "INVALID_REQUEST", None]
 
 
-def test_what_waits_for_its_turn_waits_on_the_clock(cluster: LocalCluster) -> None:
+def test_waiting_time_counts_from_the_planned_start(cluster: LocalCluster) -> None:
     async def scene() -> list[Sample]:
         async with connect(cluster.address) as client:
             return (await send(client, requests_of(5, 6, 7), concurrency=1)).samples

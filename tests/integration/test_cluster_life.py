@@ -267,7 +267,7 @@ def test_a_busy_port_is_one_clear_line_and_exit_code_1(command: list[str]) -> No
     )
 
 
-def test_cores_that_are_not_there_are_told_with_those_that_are() -> None:
+def test_unavailable_cores_are_refused_with_the_available_ones() -> None:
     there = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
     ended = subprocess.run(

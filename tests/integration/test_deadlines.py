@@ -50,7 +50,7 @@ def _is_all_free(num_blocks: int, load: NodeLoad) -> bool:
     return is_idle(load) and load.num_free_blocks == num_blocks
 
 
-def test_in_prefill(cluster: LocalCluster) -> None:
+def test_a_deadline_expires_while_prefill_is_frozen(cluster: LocalCluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
 
     with Client(cluster.address, timeout_s=0.5) as hasty, suspended(prefill):
@@ -62,7 +62,7 @@ def test_in_prefill(cluster: LocalCluster) -> None:
     await_all_free(cluster)
 
 
-def test_in_decode(cluster: LocalCluster) -> None:
+def test_a_deadline_expires_while_decode_is_frozen(cluster: LocalCluster) -> None:
     [decode] = cluster.decodes
 
     with Client(cluster.address, timeout_s=DEADLINE_S) as hasty:
@@ -96,7 +96,7 @@ def end_of(stream: Iterator[Chunk]) -> BatonError | None:
     return None
 
 
-def test_while_the_router_is_frozen_nodes_know_it_by_themselves(cluster: LocalCluster) -> None:
+def test_nodes_enforce_a_deadline_while_the_router_is_frozen(cluster: LocalCluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
 
     with (

@@ -64,7 +64,7 @@ def test_a_transport_that_cannot_work_is_a_failure_with_exit_code_1() -> None:
     assert done.returncode == 1
 
 
-def test_what_takes_longer_than_the_patience_is_ended_and_told_of() -> None:
+def test_a_check_that_takes_too_long_is_ended_and_reported() -> None:
     [finding] = check_transfer_rate(["nixl"], patience_s=0.0)
 
     assert finding.status is Status.FAIL
@@ -79,7 +79,7 @@ def test_a_model_that_is_not_there_fails() -> None:
     assert done.returncode == 1
 
 
-def test_a_whole_model_folder_is_told_with_what_it_takes(tmp_path: Path) -> None:
+def test_a_complete_model_folder_is_reported_with_its_memory_use(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", VARIANTS["llama"])
 
     findings = {one.check: one for one in check_model_folder(str(folder), 4 * MIB)}

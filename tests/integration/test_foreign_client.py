@@ -74,7 +74,7 @@ def test_it_streams_the_answer_that_a_client_of_ours_gets(
     assert finish["served"]["prefill"] == "PREFILL_PLACE_REMOTE"
 
 
-def test_it_learns_of_the_model_and_that_the_router_is_well(cluster: LocalCluster) -> None:
+def test_a_foreign_client_reads_model_and_health(cluster: LocalCluster) -> None:
     [model] = buf_curl(cluster.address, "baton.v1.InferenceService/GetModel", {})
     [health] = buf_curl(
         cluster.address, "grpc.health.v1.Health/Check", {"service": "baton.v1.InferenceService"}

@@ -43,7 +43,7 @@ def test_tokens_are_those_of_transformers_and_no_byte_moves_twice(
 
 
 @pytest.mark.parametrize("known_to", ["decode", "prefill"])
-def test_what_one_side_has_already_is_no_obstacle(
+def test_cached_prefixes_on_either_side_do_not_change_tokens(
     pair: Pair, model_folder: Path, known_to: str
 ) -> None:
     prompt = prompt_of(200, seed=701 + len(known_to))

@@ -75,9 +75,7 @@ def _the_next_one_is_served(
 
 
 @pytest.mark.parametrize("leave", [cancel, run_out_of_time])
-def test_while_decode_waits_for_kv_that_prefill_does_not_send(
-    cluster: LocalCluster, leave: Leave
-) -> None:
+def test_a_client_leaves_while_decode_waits_for_kv(cluster: LocalCluster, leave: Leave) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
 
     with suspended(prefill):
@@ -89,7 +87,7 @@ def test_while_decode_waits_for_kv_that_prefill_does_not_send(
 
 
 @pytest.mark.parametrize("leave", [cancel, run_out_of_time])
-def test_while_prefill_has_the_kv_and_waits_for_where_to_send_it(
+def test_a_client_leaves_while_prefill_waits_for_a_grant(
     cluster: LocalCluster, leave: Leave
 ) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
@@ -103,7 +101,7 @@ def test_while_prefill_has_the_kv_and_waits_for_where_to_send_it(
         await_all_free(prefill.address)  # it does not wait for decode to agree
 
 
-def test_while_prefill_computes_some_and_others_wait_for_their_turn_there(
+def test_clients_leave_while_prefill_computes_and_queues(
     cluster: LocalCluster,
 ) -> None:
     [prefill] = cluster.prefills

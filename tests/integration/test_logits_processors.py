@@ -75,7 +75,7 @@ def greedy(
     return Generation(sampling, bad_words=bad_words)
 
 
-def test_both_nodes_ask_it_for_each_token_of_who_wants_it(client: Client) -> None:
+def test_the_processor_runs_on_both_nodes_for_requests_with_its_argument(client: Client) -> None:
     favoured = client.generate(PROMPT, greedy({"favour": FAVOURED}))
     plain = client.generate(PROMPT, greedy())
 
@@ -88,7 +88,7 @@ def test_both_nodes_ask_it_for_each_token_of_who_wants_it(client: Client) -> Non
 @pytest.mark.parametrize(
     ("extra", "word"), [({"favour": 10**6}, "is no token"), ({"other": 1}, "taken: favour")]
 )
-def test_what_it_refuses_or_nobody_takes_is_the_clients_fault(
+def test_rejected_or_unknown_arguments_are_a_client_error(
     client: Client, extra: dict[str, Argument], word: str
 ) -> None:
     with pytest.raises(BatonError, match=word) as refused:
@@ -97,7 +97,7 @@ def test_what_it_refuses_or_nobody_takes_is_the_clients_fault(
     assert refused.value.code.name == "INVALID_ARGUMENT"
 
 
-def test_it_is_asked_by_vllms_name_over_http(cluster: LocalCluster) -> None:
+def test_processor_arguments_are_accepted_over_http_as_vllm_xargs(cluster: LocalCluster) -> None:
     body = {
         "prompt": PROMPT,
         "max_tokens": 4,

@@ -85,7 +85,7 @@ def test_a_repeated_prompt_moves_only_what_decode_does_not_have(client: Client) 
     assert served.prompt_tokens_computed_on_decode == 0
 
 
-def test_one_token_alone_needs_no_second(client: Client, model_folder: Path) -> None:
+def test_an_answer_of_one_token_ends_with_it(client: Client, model_folder: Path) -> None:
     prompt = prompt_of(30, seed=5)
 
     answer = client.generate(prompt, Generation(greedy(max_tokens=1)))

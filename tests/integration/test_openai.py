@@ -100,7 +100,7 @@ TOOLS: Any = [
     ("choice", "finish_reason"),
     [("required", "tool_calls"), ({"type": "function", "function": {"name": "feed"}}, "stop")],
 )
-def test_a_model_that_knows_no_tools_calls_those_it_must(
+def test_a_model_without_tool_training_makes_forced_calls(
     choice: Any, finish_reason: str, door: OpenAI
 ) -> None:
     ask: dict[str, Any] = {
@@ -190,7 +190,7 @@ def test_a_stop_text_ends_the_answer_and_is_told(door: OpenAI) -> None:
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
 
 
-def test_what_nodes_refuse_is_the_clients_fault_here_too(door: OpenAI) -> None:
+def test_errors_of_nodes_are_client_errors_over_http(door: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
         door.completions.create(model="", prompt=[100_000])
     with pytest.raises(openai.BadRequestError, match="max_model_len"):

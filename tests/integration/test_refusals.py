@@ -115,7 +115,7 @@ def a_child(name: str, arguments: list[str], options: ClusterOptions) -> Iterato
     assert code == 0
 
 
-def test_a_router_says_what_it_lacks_until_it_lacks_nothing(
+def test_a_router_reports_what_is_missing_until_it_is_complete(
     cluster: LocalCluster, cluster_options: Callable[..., ClusterOptions], tmp_path: Path
 ) -> None:
     options, lists = cluster_options(), Lists(tmp_path / "prefills", tmp_path / "decodes")

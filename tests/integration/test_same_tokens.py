@@ -15,7 +15,7 @@ from tests.support.models import prompt_of, reference_greedy
 PROMPTS = [prompt_of(length, seed=80) for length in (1, 15, 16, 17, 64, 130, 300)]
 
 
-def test_apart_together_and_transformers_give_the_same_greedy_tokens(
+def test_disaggregated_and_colocated_give_the_greedy_tokens_of_transformers(
     cluster: LocalCluster, colocated: LocalCluster, model_folder: Path
 ) -> None:
     greedy = Generation(SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
@@ -34,7 +34,7 @@ def test_apart_together_and_transformers_give_the_same_greedy_tokens(
         assert served.prompt_tokens_computed_on_decode == len(prompt)
 
 
-def test_apart_and_together_draw_the_same_tokens_from_one_seed_and_say_the_same_of_them(
+def test_disaggregated_and_colocated_draw_the_same_seeded_tokens(
     cluster: LocalCluster, colocated: LocalCluster
 ) -> None:
     sampling = SamplingParams(
@@ -57,5 +57,5 @@ def test_apart_and_together_draw_the_same_tokens_from_one_seed_and_say_the_same_
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-def test_as_many_nodes_work_together_as_would_apart(colocated: LocalCluster) -> None:
+def test_the_colocated_cluster_has_as_many_nodes(colocated: LocalCluster) -> None:
     assert (len(colocated.prefills), len(colocated.decodes)) == (0, 2)

@@ -84,7 +84,7 @@ def test_kv_is_handed_over_between_nodes_that_show_each_other_certificates(
     assert answer.finish.served.prompt_tokens_computed_on_decode == 0
 
 
-def test_a_salt_is_its_clients_own(secured: Secured) -> None:
+def test_a_salt_is_bound_to_the_token_of_its_client(secured: Secured) -> None:
     """The first of two equal requests computes the prompt, the second may hit its blocks."""
     prompt = prompt_of(64, seed=61)
 

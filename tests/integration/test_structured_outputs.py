@@ -70,7 +70,7 @@ def asks_for(num_each: int) -> list[ClientRequest]:
     return asks
 
 
-def test_apart_together_and_here_the_tokens_are_the_same_with_and_without_a_form(
+def test_disaggregated_colocated_and_local_tokens_are_the_same(
     cluster: LocalCluster, colocated: LocalCluster, local: LLM
 ) -> None:
     asks = asks_for(3)
@@ -137,7 +137,7 @@ def test_preempted_answers_keep_their_form(model_folder: Path, local: LLM) -> No
     assert [one.token_ids for one in crowded] == apart
 
 
-def test_a_form_is_said_to_be_wrong_before_anything_runs_here_too(local: LLM) -> None:
+def test_an_invalid_constraint_is_refused_before_the_local_engine_runs(local: LLM) -> None:
     wrong = SamplingParams(structured_outputs=StructuredOutputs(json='{"type": "strnig"}'))
 
     with pytest.raises(InvalidRequest, match="strnig"):

@@ -188,7 +188,7 @@ def test_wrong_options_of_nodes_and_router_are_told_before_anything_is_loaded(
     assert done.returncode == 2
 
 
-def test_why_a_process_did_not_start_is_the_last_word(tmp_path: Path) -> None:
+def test_a_failed_start_ends_with_the_reason(tmp_path: Path) -> None:
     done = run_up("--model", str(tmp_path), "--port", "0")
 
     last = done.stderr.splitlines()[-1]

@@ -33,7 +33,7 @@ def an_output(start: int, end: int) -> Output:
 
 
 @given(told_of(), st.integers(1, 4))
-def test_tokens_come_once_and_in_order_whoever_tells_them_first(
+def test_tokens_are_emitted_once_and_in_order_from_any_source(
     outputs: list[Output], num_at_once: int
 ) -> None:
     answer = AnswerAssembler()

@@ -54,7 +54,7 @@ objects = _schemas(schemas)
     st.dictionaries(names, objects),
     st.lists(values, min_size=9),
 )
-def test_what_is_proven_to_exclude_each_other_does(
+def test_schemas_proven_disjoint_are_disjoint(
     one: Any, other: Any, also: Any, definitions: dict[str, Any], candidates: list[Any]
 ) -> None:
     root = {"$defs": {"a": {"const": "a"}, "b": True, **definitions}, "oneOf": [one, other]}

@@ -276,9 +276,7 @@ def test_no_write_lands_in_a_block_with_a_new_owner_and_all_ends_free(wire: str)
 
 @pytest.mark.parametrize("wire", ["one-sided", "two-sided"])
 @pytest.mark.parametrize("waits_at_pass_end", [True, False])
-def test_what_a_device_computes_behind_the_back_of_its_host_lands_as_computed(
-    wire: str, waits_at_pass_end: bool
-) -> None:
+def test_asynchronously_computed_kv_lands_as_computed(wire: str, waits_at_pass_end: bool) -> None:
     for seed in range(NUM_LAGGING_HISTORIES):
         with told_apart(seed, wire):
             world = World(wire=WIRES[wire](), lags=True, waits_at_pass_end=waits_at_pass_end)

@@ -121,5 +121,7 @@ def test_a_chat_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
 
 
 @given(tidy)
-def test_what_is_within_the_bounds_is_taken_and_fits_into_messages(fields: dict[str, Any]) -> None:
+def test_requests_within_the_limits_are_accepted_and_fit_into_messages(
+    fields: dict[str, Any],
+) -> None:
     check(completion_from(json_object(json.dumps(fields).encode()), "id", ADVICE))

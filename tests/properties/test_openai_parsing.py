@@ -38,7 +38,7 @@ def read(reader: OutputParser, pieces: Sequence[str], *, is_cut_off: bool = Fals
 
 
 @given(texts, parsings, st.booleans(), st.data())
-def test_however_a_text_is_cut_the_same_is_read(
+def test_parsing_does_not_depend_on_how_the_text_is_split(
     fragments: list[str], parsing: Parsing, is_cut_off: bool, data: st.DataObject
 ) -> None:
     text = "".join(fragments)

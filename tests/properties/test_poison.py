@@ -165,7 +165,7 @@ def test_a_poison_that_makes_nodes_vanish_takes_at_most_three_and_bystanders_fin
 
 @pytest.mark.parametrize("num_tokens", [2, 10, 25])
 @pytest.mark.parametrize("num_others", [0, 1, 12])
-def test_progress_does_not_save_a_poison(num_tokens: int, num_others: int) -> None:
+def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_others: int) -> None:
     """Each attempt generates tokens before the engine crashes."""
     culprit = Asked(1000, 3, Poison(Leg.DECODE, num_tokens))
     asked = [culprit, *(Asked(30, 2 * number) for number in range(num_others))]
@@ -181,7 +181,7 @@ def test_progress_does_not_save_a_poison(num_tokens: int, num_others: int) -> No
     st.integers(0, 2),
     st.integers(1, 3),
 )
-def test_nodes_that_are_killed_poison_nobody(
+def test_killed_nodes_make_no_request_suspect(
     asked: list[Asked], kills: list[int], num_prefill: int, num_decode: int
 ) -> None:
     outcome = serve(

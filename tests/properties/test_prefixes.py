@@ -39,7 +39,7 @@ def after(names: set[BlockHash], event: KvEvent) -> set[BlockHash]:
 
 
 @given(steps)
-def test_every_router_that_looks_knows_exactly_what_the_node_has(
+def test_every_reading_router_has_the_exact_cache_of_the_node(
     history: list[tuple[list[KvEvent], set[int], int | None]],
 ) -> None:
     cached, expected = CachedPrefixes(), set[BlockHash]()

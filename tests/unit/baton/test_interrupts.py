@@ -47,7 +47,7 @@ def sigterm_exits() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sigterm_exits")
-def test_what_would_end_the_process_waits_for_the_end_of_the_block() -> None:
+def test_a_deferred_signal_ends_the_process_after_the_block() -> None:
     came_to = []
 
     def hear() -> None:
@@ -121,7 +121,7 @@ def test_a_call_that_is_left_while_it_starts_is_started_whole_and_then_cancelled
     assert call.is_cancelled.wait(TIMEOUT_S)
 
 
-def test_what_keeps_a_call_from_starting_is_raised_where_it_is_read() -> None:
+def test_an_error_at_the_start_of_a_call_is_raised_to_its_reader() -> None:
     def start() -> Slow:
         raise ValueError("a closed channel")
 

@@ -42,7 +42,7 @@ def test_a_full_router_is_waited_for_as_long_as_it_asks_if_told_to() -> None:
     assert Retries().pause_s(FULL, 1, 0.0) is None
 
 
-def test_what_is_too_large_stays_so() -> None:
+def test_a_message_that_is_too_large_is_never_retried() -> None:
     too_large = RemoteError(StatusCode.RESOURCE_EXHAUSTED, "too large", "MESSAGE_TOO_LARGE")
 
     assert Retries(waits_when_full=True).pause_s(too_large, 1, 0.0) is None

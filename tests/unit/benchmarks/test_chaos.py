@@ -120,7 +120,7 @@ baton_attempts_created{kind="migrate"} 1.7e9
 """
 
 
-def test_what_is_held_for_nobody_is_named() -> None:
+def test_leaked_resources_are_named() -> None:
     assert list(held(parse(METRICS))) == ["1 open hand-offs", "2 fenced blocks"]
 
 
@@ -169,7 +169,7 @@ def test_a_run_in_which_all_is_right_is_good() -> None:
     assert reported(told(), told(RequestOutcome.CANCELLED)).is_good
 
 
-def test_the_hurried_may_be_late_or_refused_as_long_as_they_are_told_in_time() -> None:
+def test_short_deadlines_may_fail_if_the_error_comes_in_time() -> None:
     late = told(RequestOutcome.LATE, patience_s=9.5)
     refused = told(RequestOutcome.REFUSED, "TOO_LATE", patience_s=9.5)
 
@@ -201,7 +201,7 @@ def test_what_went_wrong_is_told_with_the_faults_beside_it(one: AnswerOutcome, n
     assert not found.is_good
 
 
-def test_who_fails_with_the_router_gone_or_full_is_not_lost() -> None:
+def test_failures_with_a_killed_or_full_router_are_not_lost_requests() -> None:
     without_router = told(RequestOutcome.BROKEN, "UNREACHABLE")
     refused = told(RequestOutcome.REFUSED, "QUEUE_FULL", began_s=100.0, ended_s=100.1)
 
@@ -286,7 +286,7 @@ def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a
     assert not whole.is_good
 
 
-def test_waits_beside_a_fault_that_is_no_attack_miss_no_bound() -> None:
+def test_waits_during_other_faults_exceed_no_limit() -> None:
     waits = [waited(Wait.GAP, 11.0, 15.0), waited(Wait.FAILURE, 11.0, 11.1, "UNREACHABLE")]
 
     found = bystander_latencies(

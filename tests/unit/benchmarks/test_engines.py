@@ -48,7 +48,7 @@ def test_without_its_environment_there_is_no_vllm() -> None:
 
 
 @two_cores
-def test_what_cannot_be_is_told_before_anything_starts(venv: Path, tmp_path: Path) -> None:
+def test_invalid_engines_are_refused_before_the_start(venv: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="painted"):
         chosen_engines("model", "default", venv, "", "painted")
     with pytest.raises(InvalidConfig, match="not a virtual environment"):
@@ -80,7 +80,7 @@ def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen_engines("model", "default", None, "", "")
 
 
-def test_who_waits_hears_what_goes_on() -> None:
+def test_the_progress_of_engines_is_reported() -> None:
     told: list[str] = []
 
     @contextmanager

@@ -24,7 +24,7 @@ def test_the_rate_is_that_of_the_later_three_quarters() -> None:
     assert found.share_of_peak == pytest.approx(0.5)
 
 
-def test_who_was_told_when_to_come_again_is_refused_and_who_got_nothing_is_unserved() -> None:
+def test_errors_with_retry_after_count_as_refused_and_others_as_unserved() -> None:
     found = overloaded(
         [
             asked(0.0, 1.0, URGENT, first_token_s=0.25),

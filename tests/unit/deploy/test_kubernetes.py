@@ -185,7 +185,7 @@ def test_every_selector_finds_its_pods_and_no_others(component: str) -> None:
         assert [one for one in COMPONENTS if labels_match(selector, one)] == [component]
 
 
-def test_the_network_lets_through_who_dials_whom() -> None:
+def test_network_policies_allow_the_connections_that_are_made() -> None:
     dialled_by = {
         component: {
             dialler
@@ -239,14 +239,14 @@ def test_pods_run_as_the_user_of_the_image_and_write_where_it_may(component: str
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_a_pod_lets_others_forget_it_and_has_the_time_to_drain_after_that(component: str) -> None:
+def test_a_pod_waits_for_its_removal_from_discovery_and_has_time_to_drain(component: str) -> None:
     hook_s = container(component)["lifecycle"]["preStop"]["sleep"]["seconds"]
 
     assert hook_s >= (FIND_EVERY_S if component in NODES else 0) + SERVICES_HEAR_WITHIN_S
     assert pod(component)["spec"]["terminationGracePeriodSeconds"] > hook_s + DRAIN_TIMEOUT_S
 
 
-def test_no_settings_change_what_the_hooks_count_on() -> None:
+def test_no_overlay_changes_the_options_that_hooks_depend_on() -> None:
     for path in SETTINGS:
         assert "drain-timeout-s" not in path.read_text()
         assert "find-every-s" not in path.read_text()

@@ -118,7 +118,7 @@ def test_when_every_row_fails_the_engine_ends_with_the_first_failure() -> None:
         engine.step()
 
 
-def test_culprits_among_rows_that_succeed_are_not_counted_together() -> None:
+def test_successful_passes_reset_the_crash_count() -> None:
     runner = a_fake()
     engine = an_engine(runner=runner)
     for number in range(2 * MAX_CRASHES_IN_A_ROW):
@@ -134,7 +134,7 @@ class HookFails:
         raise PassHookFailed(ConnectionError("the wire broke"))
 
 
-def test_a_failure_of_the_hook_is_nobodys_row() -> None:
+def test_a_failing_hook_ends_the_engine_and_no_single_row() -> None:
     engine = an_engine(runner=HookFails())
     engine.scheduler.add(a_spec())
 

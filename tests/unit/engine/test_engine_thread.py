@@ -152,7 +152,7 @@ def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> No
     assert all(end.finish_reason is FinishReason.ERROR for end in ends)
 
 
-def test_the_heart_beats_with_every_turn() -> None:
+def test_every_turn_updates_the_heartbeat() -> None:
     now_s = 100.0
     with EngineThread(an_engine(), clock=lambda: now_s) as loop:
         turned = queue.SimpleQueue[None]()

@@ -118,7 +118,7 @@ def test_a_stalled_peer_costs_its_blocks_only_until_our_end_is_closed() -> None:
     world.check_all_free()
 
 
-def test_a_stalled_peer_that_writes_past_us_keeps_its_blocks_fenced_until_it_is_heard_of() -> None:
+def test_a_stalled_peer_with_direct_access_keeps_its_blocks_fenced_until_it_answers() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
     world.ps["p0"].is_stopped = True
@@ -271,7 +271,7 @@ def landed_whole(world: World) -> Flight:
 
 
 @pytest.mark.parametrize("busy", ["d", "p0"])
-def test_an_engine_that_does_not_come_back_is_spoken_for_no_longer(busy: str) -> None:
+def test_keepalives_for_a_stuck_engine_end(busy: str) -> None:
     world = World(config=replace(CONFIG, busy_s=8))
     half_sent(world)
 
@@ -352,7 +352,7 @@ def test_peers_that_do_not_fit_are_refused_by_name() -> None:
         ({}, None),
     ],
 )
-def test_what_keeps_two_sides_apart_is_said_with_what_to_do(
+def test_a_mismatch_of_peers_is_reported_with_advice(
     change: dict[str, object], reason: str | None
 ) -> None:
     region = Memory(1).region
@@ -413,7 +413,7 @@ def test_a_poll_interval_of_zero_is_refused() -> None:
         KvWorkerConfig(poll_s=0)
 
 
-def test_a_process_knows_its_own_mark_and_sees_that_another_is_gone() -> None:
+def test_a_process_identity_detects_that_a_process_has_ended() -> None:
     mark = current_process_mark()
     reused = replace(mark, start_ticks="1")
 

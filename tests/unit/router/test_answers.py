@@ -126,7 +126,7 @@ def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() ->
     assert places.count(PrefillPlace.REMOTE) == 1
 
 
-def test_what_is_laid_on_the_node_is_the_last_block_alone() -> None:
+def test_a_shared_prompt_adds_only_its_last_block_to_the_load() -> None:
     table = a_table()
     [decode] = table.open_nodes(NodeRole.DECODE)
     seen: list[int] = []

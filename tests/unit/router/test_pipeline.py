@@ -335,7 +335,7 @@ def test_when_every_try_fails_the_last_failure_is_told() -> None:
     assert [a.handoff_id.attempt for a in nodes.asked if a.leg is Leg.DECODE] == [1, 2, 3]
 
 
-def test_tries_that_bring_the_answer_on_are_not_counted_together() -> None:
+def test_attempts_with_progress_do_not_count_against_the_limit() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[2, 2, 2, 2])
     table = a_table(a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2"))
 
@@ -377,7 +377,7 @@ def test_a_node_that_fails_again_and_again_is_avoided_and_then_taken_back() -> N
     assert num_asked == 3
 
 
-def test_who_would_wait_beyond_its_deadline_is_refused_at_once_and_told_when_to_come() -> None:
+def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() -> None:
     ticks = itertools.count()
     pipeline = a_pipeline(
         FakeNodeCalls(is_endless=True), clock=lambda: float(next(ticks)), max_in_flight=1
@@ -436,7 +436,7 @@ def test_the_time_that_remains_of_the_deadline_goes_to_both_legs_of_every_try() 
     assert len(nodes.asked) == 4
 
 
-def test_whose_answer_would_not_be_whole_by_its_deadline_is_refused_before_it_begins() -> None:
+def test_a_request_that_cannot_complete_by_its_deadline_is_refused() -> None:
     ticks = itertools.count()
     pipeline = a_pipeline(FakeNodeCalls(), clock=lambda: float(next(ticks)))
 
@@ -452,7 +452,7 @@ def test_whose_answer_would_not_be_whole_by_its_deadline_is_refused_before_it_be
     assert asyncio.run(scene()).retry_after_s > 0
 
 
-def test_who_waited_for_too_long_to_be_served_whole_asks_nothing_of_nodes() -> None:
+def test_a_request_that_queued_too_long_for_its_deadline_reaches_no_node() -> None:
     ticks, slept_s = itertools.count(), 0.0
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, clock=lambda: slept_s + float(next(ticks)), max_in_flight=2)
@@ -479,7 +479,7 @@ def test_who_waited_for_too_long_to_be_served_whole_asks_nothing_of_nodes() -> N
     assert len({asked.handoff_id for asked in nodes.asked}) == 3
 
 
-def test_who_is_alone_is_served_as_far_as_its_deadline_lets_it_be() -> None:
+def test_a_lone_request_runs_until_its_deadline() -> None:
     """Otherwise one slow answer would cause all requests to be refused, with no new measurement."""
     ticks, slept_s = itertools.count(), 0.0
     nodes = FakeNodeCalls()

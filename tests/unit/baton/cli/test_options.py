@@ -53,7 +53,7 @@ def test_other_ways_to_write_cpus_are_refused(written: str) -> None:
         (f"{'x' * 300}", "cannot be written to"),
     ],
 )
-def test_where_an_outcome_goes_is_looked_at_before_the_work(
+def test_the_output_path_is_checked_before_the_work(
     arguments: list[str], path: str, complaint: str, tmp_path: Path
 ) -> None:
     ended = CliRunner().invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "400"})
@@ -156,7 +156,7 @@ def test_leases_and_patience_reach_the_kv_worker() -> None:
         node_options("m", kv_lease_s=0.0)
 
 
-def test_a_heart_may_not_be_called_stuck_between_two_beats() -> None:
+def test_the_stuck_timeout_must_exceed_the_heartbeat_interval() -> None:
     assert node_options("m", stuck_after_s=7.0).stuck_after_s == 7.0
     with pytest.raises(InvalidConfig, match="--stuck-after-s"):
         node_options("m", stuck_after_s=1.0)
@@ -192,7 +192,7 @@ def test_nodes_order_requests_by_priority_unless_told_otherwise() -> None:
         node_options("m", scheduling_policy="lifo")
 
 
-def test_what_the_scheduler_can_do_has_a_switch() -> None:
+def test_every_scheduler_feature_has_an_option() -> None:
     as_it_is = node_options("m").scheduling
     changed = node_options(
         "m",

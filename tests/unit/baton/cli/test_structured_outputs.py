@@ -38,7 +38,7 @@ def test_schemas_and_grammars_come_from_files(tmp_path: Path) -> None:
     assert form_of(grammar=path) == StructuredOutputs(grammar='start: "é"')
 
 
-def test_the_others_are_written_out() -> None:
+def test_other_constraints_are_given_inline() -> None:
     assert form_of(json_object=True) == StructuredOutputs(json_object=True)
     assert form_of(regex="a+") == StructuredOutputs(regex="a+")
     assert form_of(choices=["a", "b"]) == StructuredOutputs(choice=("a", "b"))
@@ -56,6 +56,6 @@ def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
         ({"regex": "a", "ignore_eos": True}, "exclude each other"),
     ],
 )
-def test_what_excludes_each_other_is_refused(given: dict[str, Any], reason: str) -> None:
+def test_mutually_exclusive_options_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         sampling(**given)

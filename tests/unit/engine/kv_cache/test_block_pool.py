@@ -63,7 +63,7 @@ def test_the_block_let_go_first_is_evicted_first_and_of_a_run_its_end() -> None:
     assert pool.take_evicted() == (_hash("tail"), _hash("head"), _hash("other"))
 
 
-def test_a_hit_makes_a_block_young_again() -> None:
+def test_a_hit_makes_a_block_the_last_to_be_evicted() -> None:
     pool, (old, young) = _pool_with(2)
     pool.register(old, _hash("old"))
     pool.register(young, _hash("young"))

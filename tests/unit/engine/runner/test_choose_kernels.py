@@ -33,7 +33,7 @@ def test_plain_torch_computes_and_one_warning_names_the_cost(
     assert "install one" in warning
 
 
-def test_nobody_is_warned_of_kernels_that_would_not_be_used(
+def test_kernels_that_would_not_be_used_cause_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert choose.choose_parts("auto", torch.float32, CPU) is choose.TORCH
@@ -41,6 +41,6 @@ def test_nobody_is_warned_of_kernels_that_would_not_be_used(
     assert not caplog.messages
 
 
-def test_who_wants_them_is_told_why_they_cannot_be_had() -> None:
+def test_native_kernels_without_a_compiler_are_refused_with_the_reason() -> None:
     with pytest.raises(InvalidConfig, match="not available: there is no C"):
         choose.choose_parts("native", torch.bfloat16, CPU)

@@ -54,7 +54,7 @@ def test_a_receive_ends_once() -> None:
     assert handoffs.total_unknown_reports == 1
 
 
-def test_one_who_waits_no_more_is_not_the_receiver() -> None:
+def test_a_finished_request_is_no_longer_the_receiver() -> None:
     handoffs, request = _receiving()
     before = handoffs.receiver_of(ID)
     request.move(RequestStatus.FINISHED)
@@ -96,7 +96,7 @@ def test_a_send_is_pending_until_it_is_ended_on_both_sides() -> None:
     assert (before, handoffs.num_sending) == (1, 0)
 
 
-def test_a_wire_that_is_done_early_lets_go_at_once_and_hears_no_more() -> None:
+def test_an_early_end_of_a_send_releases_its_blocks_and_stops_orders() -> None:
     handoffs, request = _sending()
     handoffs.send(request, 2)
     handoffs.take_orders()

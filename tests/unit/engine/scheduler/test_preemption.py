@@ -50,7 +50,7 @@ def test_of_the_running_the_least_urgent_gives_up_its_blocks() -> None:
     world.run_to_end()
 
 
-def test_one_that_ranks_last_itself_gives_up_its_own() -> None:
+def test_the_lowest_ranked_request_preempts_itself() -> None:
     world = EngineWorld(_config(), num_blocks=4, block_size=4)
     first, last = world.add(6, max_tokens=10), world.add([9] * 8, max_tokens=6)
     world.step()

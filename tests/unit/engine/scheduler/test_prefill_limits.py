@@ -22,7 +22,7 @@ def test_without_chunks_a_prompt_is_taken_whole_or_not_at_all() -> None:
     assert limits.first_chunk(9, 7) == 7
 
 
-def test_a_full_house_of_part_done_prompts_takes_only_what_ends_at_once() -> None:
+def test_at_the_partial_prefill_limit_only_prompts_of_one_chunk_start() -> None:
     limits = PrefillLimits(SchedulerConfig(max_num_partial_prefills=1))
     limits.count(make_request(), num_left=1)
 

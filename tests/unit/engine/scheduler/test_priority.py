@@ -91,7 +91,7 @@ def test_each_request_gives_way_at_most_once() -> None:
     world.run_to_end()
 
 
-def test_nobody_gives_way_in_vain() -> None:
+def test_no_request_is_preempted_without_benefit() -> None:
     world = EngineWorld(_config(), num_blocks=8, block_size=4)
     world.add(16, max_tokens=12)
     world.add([9] * 4, priority=2, max_tokens=12)
@@ -103,7 +103,7 @@ def test_nobody_gives_way_in_vain() -> None:
     world.run_to_end()
 
 
-def test_equals_and_fcfs_never_give_way() -> None:
+def test_equal_priorities_and_fcfs_never_preempt() -> None:
     for policy, priority in ((SchedulingPolicy.PRIORITY, 0), (SchedulingPolicy.FCFS, 2)):
         world = EngineWorld(_config(policy=policy, max_num_seqs=1))
         world.add(4, priority=priority, max_tokens=8)

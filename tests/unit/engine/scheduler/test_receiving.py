@@ -137,7 +137,7 @@ def test_landed_blocks_can_be_hit() -> None:
 # --- lost -------------------------------------------------------------------------
 
 
-def test_a_lost_request_starts_anew_and_here() -> None:
+def test_a_lost_request_restarts_locally() -> None:
     world = EngineWorld(_config(), block_size=4)
     name = world.add(10, receives=True)
     world.step()

@@ -15,7 +15,7 @@ EOS, STOP, OTHER = 7, 8, 9
 GRAMMAR = AnyAnswer()
 
 
-def test_it_waits_and_those_behind_it_run() -> None:
+def test_a_request_without_its_grammar_waits_and_later_ones_run() -> None:
     scheduler = _scheduler()
     scheduler.add(_spec("slow"))
     scheduler.add(_spec("plain", is_ruled=False))
@@ -28,7 +28,7 @@ def test_it_waits_and_those_behind_it_run() -> None:
     scheduler.check()
 
 
-def test_alone_it_is_no_work() -> None:
+def test_a_lone_waiting_request_is_no_work() -> None:
     scheduler = _scheduler()
     scheduler.add(_spec("slow"))
 

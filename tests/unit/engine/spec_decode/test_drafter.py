@@ -47,7 +47,7 @@ def test_guesses_grow_with_what_comes_true() -> None:
     assert lengths == [2, 4, 6, 8]
 
 
-def test_whoever_never_guesses_right_hardly_guesses_any_more() -> None:
+def test_drafts_become_rare_if_none_is_accepted() -> None:
     drafter = Drafter(Speculation(num_tokens=8))
     num_guessed = 0
 

@@ -181,7 +181,7 @@ FOUND_WITH_A_TOKENIZER = {"no text at all"}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - FOUND_WITH_A_TOKENIZER))
-def test_nearly_all_of_it_is_found_without_a_tokenizer_too(name: str) -> None:
+def test_unsupported_constraints_are_refused_without_a_tokenizer(name: str) -> None:
     wanted, reason = REFUSED[name]
     with pytest.raises(InvalidRequest, match=reason):
         GrammarValidator().compile(StructuredOutputs(**wanted))

@@ -54,7 +54,7 @@ def said(receiver: Receiver) -> list[LinkMessage]:
     return [action.message for action in receiver.take_actions() if isinstance(action, SendMessage)]
 
 
-def test_a_grant_waits_for_the_link_and_the_channel_hears_of_it_first() -> None:
+def test_a_grant_waits_for_the_link_and_writes_are_expected_first() -> None:
     receiver = Receiver(CONFIG, is_one_sided=True)
     receiver.receive(order(), LINK, 0.0)
     before = receiver.take_actions()
@@ -142,7 +142,7 @@ def test_a_doorbell_that_the_data_overtook_is_not_counted_as_dropped() -> None:
     assert receiver.num_dropped == 0
 
 
-def test_what_is_said_on_another_link_or_of_another_attempt_is_dropped() -> None:
+def test_messages_of_another_link_or_attempt_are_dropped() -> None:
     receiver = granted()
     receiver.link_up(OTHER_LINK, 0.0)
     receiver.arrived(LINK, 1)
@@ -389,7 +389,7 @@ def test_what_has_landed_is_digested_while_the_rest_is_on_its_way_each_block_onc
     ]
 
 
-def test_where_p_only_sends_its_word_for_what_is_written_is_not_taken() -> None:
+def test_two_sided_transports_ignore_writing_messages() -> None:
     receiver = granted(is_one_sided=False)
     receiver.take_actions()
 

@@ -61,5 +61,5 @@ def test_the_choice_is_the_one_for_the_size(num_bytes: int, transport: str) -> N
 
 
 @pytest.mark.parametrize("log", ["", SELF, "hello\n", a_log("| cut", "off")])
-def test_where_ucx_told_nothing_nothing_is_made_up(log: str) -> None:
+def test_a_log_without_a_transport_gives_none(log: str) -> None:
     assert find_write_transport(log, 32768) is None

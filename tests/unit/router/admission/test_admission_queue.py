@@ -48,7 +48,7 @@ def test_a_lower_number_goes_first_whenever_it_came() -> None:
     assert order == ["high", "middle", "low"]
 
 
-def test_whoever_leaves_the_line_makes_room_at_once_and_is_never_called() -> None:
+def test_a_request_that_leaves_the_queue_frees_its_place_and_is_never_admitted() -> None:
     line = a_line()
     for key in "abc":
         line.join(key, 0)
@@ -85,7 +85,7 @@ def test_the_time_to_wait_follows_the_pace_of_ends_and_the_length_of_the_line() 
     assert line.retry_after_s() == pytest.approx(0.2 * 4, rel=0.05)
 
 
-def test_nobody_is_sent_away_for_hours() -> None:
+def test_the_retry_delay_is_bounded() -> None:
     line = a_line()
     for number in range(100):
         line.join(f"x{number}", 0)
@@ -137,7 +137,7 @@ def test_as_many_go_ahead_as_nodes_run_at_once() -> None:
     assert (line.num_in_flight, line.num_waiting) == (3, 1)
 
 
-def test_nobody_is_called_back_when_nodes_go_and_nobody_follows_before_there_is_room() -> None:
+def test_a_lower_limit_evicts_nothing_and_admits_nothing_until_there_is_room() -> None:
     line = an_open_line()
     line.resize(3)
     for key in "abcd":

@@ -35,16 +35,16 @@ def test_an_answer_takes_as_long_as_the_last_ones_did() -> None:
     assert after(20).lasts_s(None, 4) == pytest.approx(5.0)
 
 
-def test_who_asks_for_few_tokens_waits_for_no_more() -> None:
+def test_the_forecast_scales_with_max_tokens() -> None:
     assert after(20).lasts_s(4, 4) == pytest.approx(2.0)
     assert after(20).lasts_s(1, 4) == pytest.approx(0.5)
 
 
-def test_who_comes_alone_shows_how_it_goes_now() -> None:
+def test_the_forecast_for_a_lone_request_is_zero() -> None:
     assert after(20).lasts_s(None, 0) == 0.0
 
 
-def test_with_fewer_beside_it_goes_faster_and_with_more_as_it_went() -> None:
+def test_the_forecast_scales_with_fewer_concurrent_answers_only() -> None:
     forecast = after(20, beside=8)
 
     assert forecast.lasts_s(None, 3) == pytest.approx(2.5)

@@ -14,11 +14,11 @@ def test_clients_are_told_apart_by_tokens_that_nobody_can_read_back() -> None:
     assert token_digest([("authorization", b"Bearer ann")]) == ann
 
 
-def test_whoever_shows_no_token_is_nobody() -> None:
+def test_a_missing_token_has_an_empty_digest() -> None:
     assert token_digest([]) == token_digest([("authorization", "")]) == ""
 
 
-def test_a_salt_is_its_owners_and_no_salt_is_everybodys() -> None:
+def test_a_salt_is_bound_to_its_client_and_no_salt_is_shared() -> None:
     assert bind_salt("s", "ann") != bind_salt("s", "bob") != bind_salt("s", "")
     assert bind_salt("", "ann") == bind_salt("", "bob") == ""
 

@@ -361,7 +361,7 @@ def test_a_form_that_makes_no_sense_is_refused_by_the_name_that_was_used(
     assert refusal.value.field == field
 
 
-def test_what_says_nothing_of_the_answer_is_taken() -> None:
+def test_fields_without_effect_on_the_answer_are_accepted() -> None:
     harmless = {
         "user": "me",
         "metadata": {"a": "b"},

@@ -168,7 +168,7 @@ def test_the_last_token_is_missing_even_where_every_block_is_cached() -> None:
     assert choose(table, Routing(), RoutingRequest(PROMPT[:96])).num_missing_tokens == 16
 
 
-def test_a_prefix_is_not_worth_any_queue() -> None:
+def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     table = a_cluster(2, 1)
     tell_prefix(table, "p1", PROMPT)
     table.note_load("p1:1", NodeLoad(num_waiting=4))

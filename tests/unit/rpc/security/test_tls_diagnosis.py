@@ -40,7 +40,7 @@ def test_a_peer_that_is_gone_at_once_leaves_no_socket_open() -> None:
     assert unraised == []
 
 
-def test_where_nobody_is_nothing_is_said() -> None:
+def test_an_unreachable_server_gives_no_tls_diagnosis() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 

@@ -24,7 +24,7 @@ def test_any_token_of_the_file_opens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shown", [None, "", "Bearer", "Bearer ", "Bearer first-on", "first-one", "Basic first-one"]
 )
-def test_nothing_else_does(shown: str | None) -> None:
+def test_other_tokens_are_refused(shown: str | None) -> None:
     with pytest.raises(Unauthenticated):
         AcceptedTokens(("first-one",)).check(shown)
 
