@@ -49,7 +49,7 @@ def _arguments(protos: list[Path]) -> list[str]:
 
 
 def _plugin(name: str) -> str:
-    """The plugin beside this interpreter; an isolated build has its own on the PATH."""
+    """Return the plugin next to this interpreter: an isolated build has its own on the PATH."""
     path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", "")))
     found = shutil.which(name, path=path)
     if found is None:

@@ -1,7 +1,7 @@
 """Proof that no value can match two schemas. Pure and conservative: it can miss disjointness.
 
-Schemas are told apart by type, by `const` and `enum`, and for objects by a required property that
-the other schema excludes or constrains differently. Lengths, ranges and patterns are ignored.
+Schemas are distinguished by type, by `const` and `enum`, and for objects by a required property
+that the other schema excludes or constrains differently. Lengths, ranges and patterns are ignored.
 """
 
 from __future__ import annotations

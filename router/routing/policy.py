@@ -161,12 +161,12 @@ class RoutingView:
         Evicted cache blocks count too, since later requests must compute them again.
         """
         cached, num_tokens = self.expected or {}, self.request.num_tokens
-        num_told, min_match = self.table.prefixes.num_told, MIN_MATCH * num_tokens
+        num_reported, min_match = self.table.prefixes.num_reported, MIN_MATCH * num_tokens
         costs = self._queued_costs(nodes)
         for place, node in enumerate(nodes):
             card, num_cached = node.card, cached.get(node.address, 0)
             num_missing = num_tokens - num_cached
-            num_blank = card.num_blocks - num_told(node.address)
+            num_blank = card.num_blocks - num_reported(node.address)
             num_evicted = num_missing - num_blank * card.fingerprint.block_size
             if num_evicted > 0:
                 costs[place] += int(EVICTION_WEIGHT * num_evicted)
@@ -244,7 +244,10 @@ def _build_view(table: NodeTable, routing: Routing, request: RoutingRequest) -> 
     for naming in table.namings:
         # The last token is always computed: its logits give the next one.
         usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), request.cache_salt)
-        for hits, match in ((reported, table.prefixes.told), (expected, table.prefixes.likely)):
+        for hits, match in (
+            (reported, table.prefixes.match_reported),
+            (expected, table.prefixes.match_expected),
+        ):
             hits.update(
                 (address, num * naming.block_size) for address, num in match(usable).items()
             )

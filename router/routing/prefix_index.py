@@ -107,15 +107,15 @@ class NodePrefixes:
         self._expected.drop(address)
         self._sequence_by_address.pop(address, None)
 
-    def num_told(self, address: str) -> int:
+    def num_reported(self, address: str) -> int:
         """Return how many cached blocks the node has reported."""
         return self._reported.num_names(address)
 
-    def told(self, names: Sequence[BlockHash]) -> dict[str, int]:
+    def match_reported(self, names: Sequence[BlockHash]) -> dict[str, int]:
         """Return the number of leading blocks that each node has reported."""
         return self._reported.match(names)
 
-    def likely(self, names: Sequence[BlockHash]) -> Mapping[str, int]:
+    def match_expected(self, names: Sequence[BlockHash]) -> Mapping[str, int]:
         """Return the number of leading blocks that each node has or is about to have."""
         likely = self._reported.match(names)
         for address, count in self._expected.match(names).items():

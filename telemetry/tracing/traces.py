@@ -35,12 +35,12 @@ class Trace:
     """Spans of one request, or of one step of an engine."""
 
     trace_id: int
-    told: tuple[ExportedSpan, ...]
+    exported_spans: tuple[ExportedSpan, ...]
 
     @cached_property
     def root(self) -> Span | None:
         """The generate or engine_step span; None if it is not stored yet, or no longer."""
-        found = [exported.span for exported in self.told if exported.span.name in ROOTS]
+        found = [exported.span for exported in self.exported_spans if exported.span.name in ROOTS]
         return min(found, key=_began, default=None)
 
     @property
@@ -50,9 +50,9 @@ class Trace:
     @cached_property
     def rows(self) -> tuple[TraceRow, ...]:
         """The spans in tree order, siblings by start; spans with an unknown parent come last."""
-        spans = [*self.told]
+        spans = [*self.exported_spans]
         if self.is_step:
-            spans += [part for step in self.told for part in step_parts(step)]
+            spans += [part for step in self.exported_spans for part in step_parts(step)]
         ids = {exported.span.span_id for exported in spans}
         children: dict[int | None, list[ExportedSpan]] = defaultdict(list)
         for child in sorted(spans, key=lambda exported: _began(exported.span)):
@@ -63,11 +63,15 @@ class Trace:
 
     @property
     def began_ns(self) -> int:
-        return self.root.began_ns if self.root else min(_began(each.span) for each in self.told)
+        return (
+            self.root.began_ns
+            if self.root
+            else min(_began(each.span) for each in self.exported_spans)
+        )
 
     @property
     def ended_ns(self) -> int:
-        return max(each.span.ended_ns for each in self.told)
+        return max(each.span.ended_ns for each in self.exported_spans)
 
     @property
     def duration_s(self) -> float:

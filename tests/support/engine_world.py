@@ -226,10 +226,10 @@ class EngineWorld:
         # The token that ends the answer may have cut off accepted drafts.
         num_more = sum(max(0, len(output.token_ids) - 1) for output in receipt.outputs)
         assert num_more <= served.num_accepted_tokens <= served.num_proposed_tokens
-        num_told = sum(len(output.prompt_logprobs) for output in receipt.outputs)
+        num_seen = sum(len(output.prompt_logprobs) for output in receipt.outputs)
         wants_all = receipt.spec.sampling.prompt_logprobs is not None
         if receipt.spec.receive_from is None:
-            assert num_told == wants_all * len(receipt.spec.prompt_token_ids)
+            assert num_seen == wants_all * len(receipt.spec.prompt_token_ids)
 
     def alone(self, spec: EngineRequest) -> tuple[list[int], FinishReason]:
         """Return the outputs and the finish reason of the request when it runs alone."""

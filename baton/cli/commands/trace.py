@@ -121,7 +121,7 @@ def export(
 
     kept = _kept(trace_dir)
     found = [_find_trace(kept, trace_dir, wanted)] if wanted else kept
-    num_spans = send_all(otlp_endpoint, [told for one in found for told in one.told])
+    num_spans = send_all(otlp_endpoint, [span for trace in found for span in trace.exported_spans])
     print(f"sent {len(found)} traces, {num_spans} spans, to {otlp_endpoint}")
 
 

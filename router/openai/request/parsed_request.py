@@ -64,12 +64,12 @@ class ResponseOptions:
 class ParsedRequest:
     """Parsed request: `num_each` consecutive calls per prompt.
 
-    The answer contains the `num_told` likeliest results of each prompt.
+    The answer contains the `num_returned` likeliest results of each prompt.
     """
 
     calls: tuple[GenerateCall, ...]
     num_each: int
-    num_told: int
+    num_returned: int
     telling: ResponseOptions
 
 

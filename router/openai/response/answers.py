@@ -174,9 +174,9 @@ class WholeAnswer:
         parsed = self._parsed
         for first in range(0, len(self._choices), parsed.num_each):
             indices: Sequence[int] = range(first, first + parsed.num_each)
-            if parsed.num_told < parsed.num_each:
+            if parsed.num_returned < parsed.num_each:
                 indices = sorted(indices, key=self._likelihood, reverse=True)
-            yield from indices[: parsed.num_told]
+            yield from indices[: parsed.num_returned]
 
     def _likelihood(self, index: int) -> float:
         """Return the mean logprob of the answer's tokens."""

@@ -400,7 +400,7 @@ def test_a_body_is_read_as_it_was_written() -> None:
 def test_the_best_of_several_is_sought_among_as_many_with_seeds_of_their_own() -> None:
     asked = completion(prompt=["one", "two"], n=2, best_of=3, seed=4)
 
-    assert (asked.num_each, asked.num_told) == (3, 2)
+    assert (asked.num_each, asked.num_returned) == (3, 2)
     assert [call.sampling.seed for call in asked.calls] == [4, 5, 6] * 2
     assert {call.sampling.logprobs for call in asked.calls} == {0}
     assert asked.telling.num_logprobs is None
@@ -427,7 +427,7 @@ def test_a_best_of_that_cannot_be_is_refused(
 def test_a_best_of_as_many_as_are_told_may_be_streamed() -> None:
     asked = completion(n=2, best_of=2, stream=True)
 
-    assert (asked.num_each, asked.num_told) == (2, 2)
+    assert (asked.num_each, asked.num_returned) == (2, 2)
     assert asked.calls[0].sampling.logprobs is None
 
 
