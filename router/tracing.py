@@ -104,7 +104,7 @@ class RecordedTrace(RequestTrace):
 
     def note_call(self, call: GenerateCall) -> None:
         is_chat = isinstance(call.prompt, ChatPrompt)
-        self._timeline.asked |= {
+        self._timeline.request_attributes |= {
             names.OPERATION: "chat" if is_chat else "text_completion",
             names.REQUEST_MODEL: call.model,
             names.MAX_TOKENS: call.sampling.max_tokens,
@@ -128,7 +128,7 @@ class RecordedTrace(RequestTrace):
 
     def note_routed(self, route: Route, policy: RoutingPolicy, table: NodeTable) -> None:
         num_tokens = self._timeline.num_prompt_tokens or 0
-        self._timeline.asked.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
+        self._timeline.request_attributes.setdefault(names.RESPONSE_MODEL, route.decode.card.model)
         self._timeline.tries[-1].choice = RouteChoice(
             at_s=time.monotonic(),
             policy=policy.value,

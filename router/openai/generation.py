@@ -90,7 +90,7 @@ class GenerationEndpoint:
             with request_scope.ending_on_error():
                 parsed = await self._parse(body, request_id)
                 prompts = await self._repeated_prompts(parsed)
-            with tool_schema_errors(parsed.telling.calling):
+            with tool_schema_errors(parsed.options.tool_call_mode):
                 await self._answer(parsed, prompts, request_scope, request_id, reply)
         except NamedError as error:
             await reply.send_error(error)
@@ -107,7 +107,7 @@ class GenerationEndpoint:
 
     async def _repeated_prompts(self, parsed: ParsedRequest) -> list[EchoedPrompt]:
         """Return the prompt of each call; empty unless the answer repeats it."""
-        if not parsed.telling.needs_prompt_ids:
+        if not parsed.options.needs_prompt_ids:
             return [EchoedPrompt()] * len(parsed.calls)
         inputs = self._pipeline.inputs
         prompts: list[EchoedPrompt] = []
@@ -116,7 +116,7 @@ class GenerationEndpoint:
             if isinstance(call.prompt, TextPrompt):
                 text = call.prompt.text
             else:
-                text = await inputs.text(token_ids) if parsed.telling.echoes else ""
+                text = await inputs.text(token_ids) if parsed.options.echoes else ""
             prompts += [EchoedPrompt(token_ids, text)] * parsed.num_each
         return prompts
 
@@ -129,14 +129,14 @@ class GenerationEndpoint:
         reply: Reply,
     ) -> None:
         heading = make_heading(parsed, request_id, int(time.time()), self._model(parsed))
-        spell = by_id if parsed.telling.tokens_by_id else self._pipeline.inputs.token
+        spell = by_id if parsed.options.tokens_by_id else self._pipeline.inputs.token
         choices = make_choices(parsed, prompts, spell, self._parsing)
         warnings = Warnings(
-            parsed.telling, self._parsing, supports_tools=self._pipeline.inputs.supports_tools
+            parsed.options, self._parsing, supports_tools=self._pipeline.inputs.supports_tools
         )
         answers = generate_answers(self._pipeline, request_scope, parsed.calls, parsed.num_each)
         async with aclosing(answers) as parts:
-            if not parsed.telling.is_streamed:
+            if not parsed.options.is_streamed:
                 whole = WholeAnswer(parsed, heading, choices, spell, warnings)
                 async for index, part in parts:
                     whole.take(index, part)

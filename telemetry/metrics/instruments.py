@@ -163,8 +163,8 @@ def _histogram(registry: CollectorRegistry, metric: Metric) -> Histogram:
 
 def _call(timeline: RequestTimeline) -> tuple[str, str, str]:
     """Return the call labels. The model is the served one: clients could send any name."""
-    asked = timeline.asked
-    operation, model = asked.get(names.OPERATION, ""), asked.get(names.RESPONSE_MODEL, "")
+    attributes = timeline.request_attributes
+    operation, model = attributes.get(names.OPERATION, ""), attributes.get(names.RESPONSE_MODEL, "")
     return str(operation), PROVIDER, str(model)
 
 

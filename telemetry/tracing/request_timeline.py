@@ -110,7 +110,7 @@ class RequestTimeline:
     context: TraceContext  # of the generate span
     parent_id: int | None
     received_s: float
-    asked: dict[str, AttributeValue] = field(default_factory=dict)
+    request_attributes: dict[str, AttributeValue] = field(default_factory=dict)
     num_prompt_tokens: int | None = None
     tokenized_s: float | None = None
     queue_position: int = 0
@@ -169,7 +169,7 @@ class _RequestSpans:
             timeline.received_s,
             self._end,
             {
-                **timeline.asked,
+                **timeline.request_attributes,
                 **attributes,
                 **_usage_attributes(usage),
                 **_rpc(GENERATE_METHOD, self._end),

@@ -48,7 +48,7 @@ class ResponseOptions:
     with_answer: bool = True  # False: return the prompt only
     with_token_ids: bool = False
     tokens_by_id: bool = False
-    calling: ToolCallMode = ToolCallMode.NONE
+    tool_call_mode: ToolCallMode = ToolCallMode.NONE
     function: str = ""  # the function that tool_choice names
     with_one_call: bool = False  # at most one tool call
     has_form: bool = False  # structured output, which has no reasoning in front
@@ -70,7 +70,7 @@ class ParsedRequest:
     calls: tuple[GenerateCall, ...]
     num_each: int
     num_returned: int
-    telling: ResponseOptions
+    options: ResponseOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def chat_completion_from(
     options = ResponseOptions(
         is_chat=True,
         num_logprobs=num_logprobs,
-        calling=choice.calling,
+        tool_call_mode=choice.tool_call_mode,
         function=choice.name,
         with_one_call=not body.parallel_tool_calls,
         max_tokens=max_tokens,
@@ -215,7 +215,9 @@ def _parsed_request(
     check_total_size(advice.defaults.params(**sampling), bad_words, num_choices)
     shown_tokens: tuple[str, ...] = ()
     if options.is_chat and form is None:
-        shown_tokens = advice.parsing.marks(with_tools=choice.calling is ToolCallMode.BY_MODEL)
+        shown_tokens = advice.parsing.marks(
+            with_tools=choice.tool_call_mode is ToolCallMode.BY_MODEL
+        )
     calls = []
     for index in range(num_choices):
         params = advice.defaults.params(**sampling, seed=answer_seed(body.seed, index % num_each))

@@ -35,7 +35,7 @@ class ToolCallMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    calling: ToolCallMode = ToolCallMode.NONE
+    tool_call_mode: ToolCallMode = ToolCallMode.NONE
     shown: Sequence[Mapping[str, Any]] = ()  # to the chat template
     name: str = ""  # of the one function
     form: StructuredOutputs | None = None
@@ -66,13 +66,15 @@ def tool_choice_from(body: ChatBody) -> ToolChoice:
 
 
 @contextmanager
-def tool_schema_errors(calling: ToolCallMode) -> Iterator[None]:
+def tool_schema_errors(tool_call_mode: ToolCallMode) -> Iterator[None]:
     """Rewrite errors of a schema made from tools to name `tools`, which the client sent."""
     try:
         yield
     except InvalidRequest as refusal:
         reason = str(refusal).removeprefix(f"{FIELD}.json ")
-        if calling not in (ToolCallMode.REQUIRED, ToolCallMode.NAMED) or reason == str(refusal):
+        if tool_call_mode not in (ToolCallMode.REQUIRED, ToolCallMode.NAMED) or reason == str(
+            refusal
+        ):
             raise
         raise InvalidRequest(f"the form made of the tools' parameters {reason}", TOOLS) from None
 
@@ -159,6 +161,6 @@ def _embed_schema(schema: Schema, place: str) -> Schema:
     return embedded
 
 
-def _form(calling: ToolCallMode, schema: Schema) -> StructuredOutputs:
-    with tool_schema_errors(calling):
+def _form(tool_call_mode: ToolCallMode, schema: Schema) -> StructuredOutputs:
+    with tool_schema_errors(tool_call_mode):
         return parse_structured_outputs({"json": schema})

@@ -52,7 +52,7 @@ class ResponseHeader:
 def make_heading(
     parsed: ParsedRequest, request_id: str, created: int, model: str
 ) -> ResponseHeader:
-    options = parsed.telling
+    options = parsed.options
     if not options.is_chat:
         return ResponseHeader(f"cmpl-{request_id}", "text_completion", created, model)
     kind = "chat.completion.chunk" if options.is_streamed else "chat.completion"
@@ -66,7 +66,7 @@ def make_choices(
     parsing: Parsing = NO_PARSING,
 ) -> list[ResponseChoice]:
     """Return a choice for each call. `prompts` has one entry per call."""
-    options = parsed.telling
+    options = parsed.options
     if options.is_chat:
         return [
             ChatChoice(index, options, spell, _reader(options, parsing))
@@ -76,14 +76,14 @@ def make_choices(
 
 
 def _reader(options: ResponseOptions, parsing: Parsing) -> OutputParser:
-    match options.calling:
+    match options.tool_call_mode:
         case ToolCallMode.NAMED:
             return NamedCallParser(options.function)
         case ToolCallMode.REQUIRED:
             return RequiredCallsParser()
     if options.has_form:
         return NO_PARSING.reader(with_tools=False)
-    reader = parsing.reader(with_tools=options.calling is ToolCallMode.BY_MODEL)
+    reader = parsing.reader(with_tools=options.tool_call_mode is ToolCallMode.BY_MODEL)
     return FirstCallFilter(reader) if options.with_one_call else reader
 
 
@@ -92,7 +92,7 @@ class UsageTotals:
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self._num_each = parsed.num_each
-        self._with_answer = parsed.telling.with_answer
+        self._with_answer = parsed.options.with_answer
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
         self._num_cached_by_prompt: dict[int, int | None] = {}
@@ -138,7 +138,7 @@ class WholeAnswer:
     ) -> None:
         self._parsed = parsed
         self._warnings = warnings
-        self._options = parsed.telling
+        self._options = parsed.options
         self._heading = heading
         self._choices = choices
         self._spell = spell
@@ -203,7 +203,7 @@ class StreamedAnswer:
         prompts: Sequence[EchoedPrompt],
         warnings: Warnings,
     ) -> None:
-        self._options = parsed.telling
+        self._options = parsed.options
         self._warnings = warnings
         self._heading = heading
         self._choices = choices

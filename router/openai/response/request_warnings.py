@@ -41,12 +41,12 @@ class Warnings:
 
 
 def _of_tools(options: ResponseOptions, parsing: Parsing, *, supports_tools: bool) -> Sequence[str]:
-    if options.calling is ToolCallMode.NONE:
+    if options.tool_call_mode is ToolCallMode.NONE:
         return ()
     warnings = []
     if not supports_tools:
         warnings.append("tools: this model's chat template does not show them to the model")
-    if options.calling is ToolCallMode.BY_MODEL:
+    if options.tool_call_mode is ToolCallMode.BY_MODEL:
         if options.has_form:
             warnings.append(
                 "tools: structured output contains no calls unless tool_choice forces one"

@@ -199,7 +199,7 @@ def test_an_echo_needs_the_prompts_logprobs_and_may_be_all_that_is_wanted() -> N
 
     assert asked.calls[0].sampling.prompt_logprobs == 2
     assert asked.calls[0].sampling.max_tokens == 1
-    assert not asked.telling.with_answer
+    assert not asked.options.with_answer
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_form_is_read_by_all_its_names(
 ) -> None:
     for asked in (chat(**fields), completion(**fields)):
         assert asked.calls[0].sampling.structured_outputs == form
-        assert asked.telling.has_form == (form is not None)
+        assert asked.options.has_form == (form is not None)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_the_best_of_several_is_sought_among_as_many_with_seeds_of_their_own() -
     assert (asked.num_each, asked.num_returned) == (3, 2)
     assert [call.sampling.seed for call in asked.calls] == [4, 5, 6] * 2
     assert {call.sampling.logprobs for call in asked.calls} == {0}
-    assert asked.telling.num_logprobs is None
+    assert asked.options.num_logprobs is None
 
 
 @pytest.mark.parametrize(
