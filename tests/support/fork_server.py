@@ -146,14 +146,17 @@ def _fork_child_of(parent_pid: int) -> int:
     read_fd, write_fd = os.pipe()
     middle_pid = os.fork()
     if middle_pid == 0:
+        middle_pid = os.getpid()
         pid = os.fork()
         if pid:
             os.write(write_fd, str(pid).encode())
             os._exit(0)
         os.close(read_fd)
         os.close(write_fd)
-        while os.getppid() != parent_pid:
+        while os.getppid() == middle_pid:
             time.sleep(REPARENT_POLL_S)
+        if os.getppid() != parent_pid:
+            os._exit(1)  # the test process has ended
         return 0
     os.waitpid(middle_pid, 0)  # after its end, our parent is the parent of the child
     pid = int(os.read(read_fd, 64))
