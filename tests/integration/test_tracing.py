@@ -261,7 +261,7 @@ def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
 
 
 LOCAL_BELOW = 8
-NUM_MIXED = 80  # a fourth of each kind
+NUM_MIXED = 200  # a fourth of each kind
 
 
 def sending_to(

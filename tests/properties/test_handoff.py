@@ -17,7 +17,7 @@ from kv_transfer.types import HandoffId
 from tests.support.handoff_world import FINGERPRINT, LaggingMemory, Node, World
 from tests.support.memory_transport import Wire
 
-NUM_HISTORIES = 1000  # for each kind of wire
+NUM_HISTORIES = 1500  # for each kind of wire
 NUM_QUIET_HISTORIES = 300
 NUM_LAGGING_HISTORIES = 120
 QUIET_END_S = 25.0  # duration of a hold: decode gave up before it could report it
