@@ -130,6 +130,16 @@ class JsonFields:
             raise self.wrong(name, "must be true or false")
         return found
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        found = self._fields.get(name)
+        if not isinstance(found, list) or not all(isinstance(each, int | float) for each in found):
+            raise self.wrong(name, "must be a list of numbers")
+        return tuple(map(float, found))
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> JsonFields:
+        """Return these fields, with the default of each field that is missing."""
+        return JsonFields(self.where, {**defaults, **self._fields})
+
     def wrong(self, name: str, expected: str) -> ModelError:
         found = self._fields.get(name)
         state = "is missing" if found is None else f"is {found!r}"

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.runner.model.config import read_model_config
+from engine.runner.families.read_config import read_model_config
 from engine.runner.weights.safetensors import Shape
 from engine.runner.weights.tensor_names import expected_tensors
 

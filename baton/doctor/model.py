@@ -48,8 +48,8 @@ def _weights(folder: Path, kv_bytes: int | None) -> Iterator[Finding]:
     from engine.runner.attention.kv_budget import auto_kv_bytes
     from engine.runner.attention.kv_tensor import KvShape, free_bytes
     from engine.runner.config import RunnerConfig
+    from engine.runner.families.read_config import read_model_config
     from engine.runner.load import DTYPES
-    from engine.runner.model.config import read_model_config
     from engine.runner.weights.safetensors import WeightFiles
     from engine.runner.weights.tensor_names import check_tensors, expected_tensors
 

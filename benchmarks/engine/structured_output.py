@@ -20,8 +20,8 @@ import torch
 from engine.model_folder import read_generation_defaults, resolve_model_folder
 from engine.plan import PlanRow
 from engine.request import RequestId
+from engine.runner.families.read_config import read_model_config
 from engine.runner.input_batch import TokenRun
-from engine.runner.model.config import read_model_config
 from engine.runner.sampling.constraints import constrain
 from engine.runner.sampling.grammar_masks import unpack_bits
 from engine.sampling import SamplingParams

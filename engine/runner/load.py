@@ -11,14 +11,15 @@ from engine.model_folder import read_generation_defaults, resolve_model_folder
 from engine.runner.attention.kv_budget import auto_kv_bytes
 from engine.runner.attention.kv_tensor import KvShape, free_bytes, num_blocks_within
 from engine.runner.config import RunnerConfig as RunnerConfig
+from engine.runner.families.read_config import read_model_config
 from engine.runner.input_batch import PersistentBatch
 from engine.runner.kernels.choose import choose_parts
-from engine.runner.model.config import ModelConfig, read_model_config
-from engine.runner.model.rope import Rope
+from engine.runner.model.config import ModelConfig
+from engine.runner.model.rope import Ropes
 from engine.runner.model_info import LoadProgressCallback, ModelInfo
 from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.logits_processors import ModelView, load_processors, versions
-from engine.runner.weights.decoder_loading import LoadTarget, load_decoder
+from engine.runner.weights.decoder_loading import LoadTarget, attention_of, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
 from errors import InvalidConfig
 
@@ -42,6 +43,7 @@ def load_runner(
     with WeightFiles(folder) as files:
         target = LoadTarget(dtype, device, parts, config.quantize)
         decoder = load_decoder(model, files, target, on_progress)
+        attention = attention_of(model, files, device)
         fingerprint = _fingerprint(model, config, files)
     info = _describe(config, model, folder, fingerprint)
     shape = KvShape.of(model, config.block_size, dtype)
@@ -49,10 +51,10 @@ def load_runner(
     return TorchRunner(
         info,
         decoder,
-        Rope(model.rope, model.head_dim, model.max_position_embeddings, device, dtype),
+        Ropes(model, device, dtype),
         kv,
         PersistentBatch(config.max_num_seqs, info.max_model_len, config.block_size),
-        parts.make_attention(kv, model.sliding_windows),
+        parts.make_attention(kv, attention),
         config.speculation,
         load_processors(config.logits_processors, ModelView(str(folder), info.vocab_size)),
     )
@@ -71,7 +73,6 @@ def _describe(
     config: RunnerConfig, model: ModelConfig, folder: Path, fingerprint: str
 ) -> ModelInfo:
     defaults = read_generation_defaults(folder)
-    is_dynamic = model.rope.kind == "dynamic"
     return ModelInfo(
         folder=folder,
         fingerprint=fingerprint,
@@ -80,7 +81,7 @@ def _describe(
         eos_token_ids=defaults.eos_token_ids,
         defaults=defaults,
         dtype=_dtype_name(config, model),
-        max_shareable_prompt_len=model.max_position_embeddings if is_dynamic else None,
+        max_shareable_prompt_len=model.max_shareable_prompt_len(),
     )
 
 

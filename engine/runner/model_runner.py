@@ -23,7 +23,7 @@ from engine.runner.attention.paged_attention import PagedAttention
 from engine.runner.fences import FencedHook, make_fences
 from engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step, TokenRun
 from engine.runner.model.decoder import Decoder, Ends
-from engine.runner.model.rope import Rope
+from engine.runner.model.rope import Ropes
 from engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from engine.runner.sampling.grammar_masks import GrammarMasks
 from engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
@@ -44,7 +44,7 @@ class TorchRunner:
         self,
         info: ModelInfo,
         decoder: Decoder,
-        rope: Rope,
+        ropes: Ropes,
         kv: Tensor,
         batch: PersistentBatch,
         attention: PagedAttention,
@@ -58,7 +58,7 @@ class TorchRunner:
         self.hook: PassHook | None = None
         self.fences = make_fences(kv.device)
         self.decoder = decoder
-        self._rope = rope
+        self._ropes = ropes
         self._kv = kv
         self._batch = batch
         self._attention = attention
@@ -126,10 +126,12 @@ class TorchRunner:
     def _forward(self, step: Step, is_retry: bool) -> Tensor:
         device = self._kv.device
         positions = torch.from_numpy(step.layout.positions).to(device)
-        seen = torch.from_numpy(step.seen_lens).to(device) if self._rope.is_dynamic else None
+        seen = (
+            torch.from_numpy(step.seen_lens).to(device) if self._ropes.depends_on_length else None
+        )
         return self.decoder.forward(
             torch.from_numpy(step.token_ids).to(device),
-            self._rope.angles(positions, seen),
+            self._ropes.angles(positions, seen),
             self._attention.begin(step.layout),
             None if self.hook is None else FencedHook(self.hook, self.fences, is_retry),
             self._sampled_tokens(step),

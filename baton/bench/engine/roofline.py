@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.runner.model.config import read_model_config
+from engine.runner.families.read_config import read_model_config
 from engine.runner.weights.tensor_names import expected_tensors
 
 BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights

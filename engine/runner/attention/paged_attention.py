@@ -38,19 +38,34 @@ class PagedAttention(Protocol):
     def begin(self, layout: PassLayout) -> AttentionPass: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """Attention of one layer."""
+
+    scale: float  # of the scores
+    window: int | None = None  # tokens that are seen, the token itself included
+    chunk: int | None = None  # tokens see only their own chunk of this size
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # [heads] in float32: logits of a slot without a value
+
+
 class TorchPagedAttention:
     """Reference implementation: gathers each sequence's blocks and calls torch's attention."""
 
-    def __init__(self, kv: Tensor, windows: Sequence[int | None]) -> None:
+    def __init__(self, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
         self._kv = kv
-        self._windows = tuple(windows)
+        self._layers = tuple(layers)
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        by_window = {window: _groups(layout, window, self._kv) for window in set(self._windows)}
+        ranges = [(layer.window, layer.chunk) for layer in self._layers]
+        by_range = {
+            (window, chunk): _groups(layout, window, chunk, self._kv)
+            for window, chunk in set(ranges)
+        }
         write_blocks = torch.from_numpy(layout.write_blocks).to(self._kv.device)
         write_offsets = torch.from_numpy(layout.write_offsets).to(self._kv.device)
-        groups_by_layer = [by_window[window] for window in self._windows]
-        return _TorchPass(self._kv, groups_by_layer, write_blocks, write_offsets)
+        groups_by_layer = [by_range[each] for each in ranges]
+        return _TorchPass(self._kv, self._layers, groups_by_layer, write_blocks, write_offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +89,13 @@ class _TorchPass:
     def __init__(
         self,
         kv: Tensor,
+        layers: tuple[LayerAttention, ...],
         groups_by_layer: list[list[_Group]],
         write_blocks: Tensor,
         write_offsets: Tensor,
     ) -> None:
         self._kv = kv
+        self._layers = layers
         self._groups_by_layer = groups_by_layer
         self._write_blocks = write_blocks
         self._write_offsets = write_offsets
@@ -92,7 +109,9 @@ class _TorchPass:
         for group in self._groups_by_layer[layer]:
             keys, values = self._gather(layer, group)
             attend = _attend_decodes if group.num_queries == 1 else _attend_chunk
-            output[group.tokens] = attend(query[group.tokens], keys, values, group.mask)
+            output[group.tokens] = attend(
+                query[group.tokens], keys, values, group.mask, self._layers[layer]
+            )
         return output
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
@@ -111,37 +130,70 @@ class _TorchPass:
         return keys, values
 
 
-def _attend_decodes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_decodes(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: LayerAttention
+) -> Tensor:
     """Attend for one token of each sequence; the heads of a KV head form the query dimension."""
     num_kv_heads, num_sequences, _, head_dim = keys.shape
     grouped = query.view(num_sequences, num_kv_heads, -1, head_dim).transpose(0, 1)
-    output = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    sinks = None if layer.sinks is None else layer.sinks.view(num_kv_heads, 1, -1, 1)
+    output = _attend(grouped, keys, values, mask, layer, sinks)
     return output.transpose(0, 1).reshape(query.shape)
 
 
-def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_chunk(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: LayerAttention
+) -> Tensor:
     """Attend for many tokens of one sequence; the heads of a KV head form a dimension."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, _, num_slots, _ = keys.shape
     gqa_group_size = num_heads // num_kv_heads
-    output = functional.scaled_dot_product_attention(
+    output = _attend(
         query.view(num_tokens, num_kv_heads, gqa_group_size, head_dim).permute(1, 2, 0, 3),
         keys.expand(num_kv_heads, gqa_group_size, num_slots, head_dim),
         values.expand(num_kv_heads, gqa_group_size, num_slots, head_dim),
-        attn_mask=mask,
-        is_causal=mask is None,
+        mask,
+        layer,
+        None if layer.sinks is None else layer.sinks.view(num_kv_heads, gqa_group_size, 1, 1),
     )
     return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
-def _groups(layout: PassLayout, window: int | None, kv: Tensor) -> list[_Group]:
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    layer: LayerAttention,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend over [.., queries, head_dim]. Without a mask, attention is causal."""
+    if layer.softcap is None and sinks is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=layer.scale
+        )
+    scores = query.float() @ keys.float().transpose(-1, -2) * layer.scale
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    if mask is None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    else:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(query.dtype)
+
+
+def _groups(layout: PassLayout, window: int | None, chunk: int | None, kv: Tensor) -> list[_Group]:
     block_size = kv.shape[4]
     num_single = layout.num_single
     starts = layout.query_starts
     singles = _runs_of_similar_length(layout.context_lens[:num_single], block_size)
     chunks = [(row, row + 1) for row in range(num_single, len(layout.num_queries))]
     return [
-        _group(layout, np.arange(first, last), int(starts[first]), window, kv)
+        _group(layout, np.arange(first, last), int(starts[first]), window, chunk, kv)
         for first, last in (*singles, *chunks)
     ]
 
@@ -156,12 +208,21 @@ def _runs_of_similar_length(context_lens: Ints, block_size: int) -> list[tuple[i
 
 
 def _group(
-    layout: PassLayout, rows: Ints, first_token: int, window: int | None, kv: Tensor
+    layout: PassLayout,
+    rows: Ints,
+    first_token: int,
+    window: int | None,
+    chunk: int | None,
+    kv: Tensor,
 ) -> _Group:
     block_size, num_queries = kv.shape[4], int(layout.num_queries[rows[0]])
     lens = layout.context_lens[rows]
     first_query = lens - num_queries
-    first_seen = np.zeros_like(lens) if window is None else np.maximum(first_query - window + 1, 0)
+    first_seen = np.zeros_like(lens)
+    if window is not None:
+        first_seen = np.maximum(first_query - window + 1, 0)
+    if chunk is not None:
+        first_seen = first_query // chunk * chunk
     first_block = first_seen // block_size
     num_blocks = int((((lens - 1) // block_size) - first_block).max()) + 1
     columns = first_block[:, None] + np.arange(num_blocks)
@@ -178,20 +239,25 @@ def _group(
         block_table=torch.from_numpy(table).to(kv.device),
         padded_blocks=torch.from_numpy(padded_blocks).to(kv.device),
         padding=torch.from_numpy(padding[padded_blocks]).to(kv.device)[:, :, None],
-        mask=_mask(queries, slots, window, kv),
+        mask=_mask(queries, slots, window, chunk, kv),
     )
 
 
-def _mask(queries: Ints, slots: Ints, window: int | None, kv: Tensor) -> Tensor | None:
+def _mask(
+    queries: Ints, slots: Ints, window: int | None, chunk: int | None, kv: Tensor
+) -> Tensor | None:
     """Build the mask from the sequence positions of queries and slots, each [sequences, any]."""
     is_whole_prompt = queries.shape[1] > 1 and queries[0, 0] == 0 and slots[0, 0] == 0
-    if is_whole_prompt and (window is None or window >= queries.shape[1]):
+    limits = [limit for limit in (window, chunk) if limit is not None]
+    if is_whole_prompt and all(limit >= queries.shape[1] for limit in limits):
         return None
     query = torch.from_numpy(queries).to(kv.device)[None, :, :, None]
     slot = torch.from_numpy(slots).to(kv.device)[None, :, None, :]
     hidden = slot > query
     if window is not None:
         hidden = hidden | (slot <= query - window)
+    if chunk is not None:
+        hidden = hidden | (slot < query // chunk * chunk)
     return torch.zeros(hidden.shape, dtype=kv.dtype, device=kv.device).masked_fill_(
         hidden, float("-inf")
     )

@@ -10,7 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import PagedAttention, TorchPagedAttention
+from engine.runner.attention.paged_attention import (
+    LayerAttention,
+    PagedAttention,
+    TorchPagedAttention,
+)
 from engine.runner.kernels.build import KernelsUnavailable, best_variant, cpu_features, library
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
 from engine.runner.kernels.native_layers import native_layers
@@ -21,7 +25,7 @@ from errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 
-MakeAttention = Callable[[Tensor, Sequence[int | None]], PagedAttention]
+MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
 MakeLayers = Callable[[ModelConfig, Sequence[Layer]], Layers]
 
 
@@ -68,7 +72,13 @@ def native_parts() -> Parts:
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
 
-    def make_attention(kv: Tensor, windows: Sequence[int | None]) -> NativePagedAttention:
-        return NativePagedAttention(kernels, kv, windows)
+    def make_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> PagedAttention:
+        if any(_needs_torch(layer) for layer in layers):
+            return TorchPagedAttention(kv, layers)
+        return NativePagedAttention(kernels, kv, layers)
 
     return Parts(variant.name, NativeOps(kernels), make_attention, partial(native_layers, kernels))
+
+
+def _needs_torch(layer: LayerAttention) -> bool:
+    return any(part is not None for part in (layer.chunk, layer.softcap, layer.sinks))

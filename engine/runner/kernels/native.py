@@ -6,7 +6,6 @@ call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import AttentionPass
+from engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from engine.runner.huge_pages import huge_page_memory
 from engine.runner.kernels.abi import (
     ArgmaxArgs,
@@ -31,7 +30,10 @@ from engine.runner.kernels.abi import (
     load_library,
 )
 from engine.runner.layout import PassLayout
-from engine.runner.model.ops import Angles, Peaks
+from engine.runner.model.config import Activation
+from engine.runner.model.experts import Moe, Router, Routing, mix_experts, route
+from engine.runner.model.ops import Gate, Norm, Peaks, TorchOps
+from engine.runner.model.rope import Angles
 from engine.runner.weights.quantize import Quantized
 
 
@@ -55,6 +57,7 @@ class NativeOps:
         self._library = kernels.library
         self._num_threads = kernels.num_threads
         self._kernels = kernels
+        self._torch = TorchOps()
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight, on huge pages where available."""
@@ -78,26 +81,28 @@ class NativeOps:
         )
         return NativeLinear(self._kernels, matrix, (packed, bias), column_order)
 
-    def rms_norm(self, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
+        if norm.rounds_once:
+            return self._torch.rms_norm(hidden_states, norm)
         hidden_states = hidden_states.contiguous()
         output = torch.empty_like(hidden_states)
         num_rows, size = hidden_states.shape
         self._library.baton_rms_norm(
             RmsNormArgs(
                 src=hidden_states.data_ptr(),
-                weight=weight.data_ptr(),
+                weight=norm.weight.data_ptr(),
                 dst=output.data_ptr(),
                 num_rows=num_rows,
                 size=size,
-                epsilon=epsilon,
+                epsilon=norm.epsilon,
                 num_threads=self._num_threads,
             )
         )
         return output
 
-    def apply_rope(
-        self, heads: Tensor, norm: Tensor | None, epsilon: float, angles: Angles
-    ) -> Tensor:
+    def apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
+        if norm is not None and norm.rounds_once:
+            heads, norm = self._torch.rms_norm(heads, norm), None
         num_tokens, num_heads, head_dim = heads.shape
         if heads.stride()[1:] != (head_dim, 1):
             heads = heads.contiguous()
@@ -106,7 +111,7 @@ class NativeOps:
         self._library.baton_rope(
             RopeArgs(
                 src=heads.data_ptr(),
-                norm_weight=address(norm),
+                norm_weight=None if norm is None else norm.weight.data_ptr(),
                 cosines=cosines.data_ptr(),
                 sines=sines.data_ptr(),
                 dst=output.data_ptr(),
@@ -114,13 +119,15 @@ class NativeOps:
                 num_tokens=num_tokens,
                 num_heads=num_heads,
                 head_dim=head_dim,
-                epsilon=epsilon,
+                epsilon=0.0 if norm is None else norm.epsilon,
                 num_threads=self._num_threads,
             )
         )
         return output
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        if gate.activation is not Activation.SILU:
+            return self._torch.apply_gate(gate_up, gate)
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
@@ -128,6 +135,15 @@ class NativeOps:
             gate_up.data_ptr(), output.data_ptr(), *output.shape, self._num_threads
         )
         return output
+
+    def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
+        return self._torch.add(hidden_states, output, scale)
+
+    def route(self, hidden_states: Tensor, router: Router) -> Routing:
+        return route(hidden_states, router)
+
+    def mix_experts(self, moe: Moe, gate: Gate, hidden_states: Tensor, routing: Routing) -> Tensor:
+        return mix_experts(self, moe, gate, hidden_states, routing)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()
@@ -184,15 +200,15 @@ class NativeLinear:
 class NativePagedAttention:
     """Implements `PagedAttention`. A token's output depends only on its own context."""
 
-    def __init__(self, kernels: Kernels, kv: Tensor, windows: Sequence[int | None]) -> None:
+    def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
         self._kernels = kernels
         self._kv = kv
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
         self._paged_kv = PagedKv(kv.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
-        self._windows = tuple(windows)
+        self._layers = tuple(layers)
 
     def begin(self, layout: PassLayout) -> AttentionPass:
-        return NativePass(self._kernels, self._paged_kv, self._windows, layout)
+        return NativePass(self._kernels, self._paged_kv, self._layers, layout)
 
 
 class NativePass:
@@ -202,11 +218,11 @@ class NativePass:
         self,
         kernels: Kernels,
         kv: PagedKv,
-        windows: tuple[int | None, ...],
+        layers: tuple[LayerAttention, ...],
         layout: PassLayout,
     ) -> None:
         self._kernels = kernels
-        self._windows = windows
+        self._layers = layers
         arrays = {
             "write_blocks": layout.write_blocks,
             "write_offsets": layout.write_offsets,
@@ -229,7 +245,7 @@ class NativePass:
     def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
         output = torch.empty_like(query)
-        _, num_heads, head_dim = query.shape
+        num_heads = query.shape[1]
         self._kernels.library.baton_attention(
             AttentionArgs(
                 kv=self.kv,
@@ -238,8 +254,8 @@ class NativePass:
                 dst=output.data_ptr(),
                 layer=layer,
                 num_heads=num_heads,
-                window=self._windows[layer] or 0,
-                scale=1 / math.sqrt(head_dim),
+                window=self._layers[layer].window or 0,
+                scale=self._layers[layer].scale,
                 num_threads=self._kernels.num_threads,
             )
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,23 +9,38 @@ from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs
-from engine.runner.kernels.native import Kernels, NativeLinear, NativeOps, NativePass, address
-from engine.runner.model.config import ModelConfig
+from engine.runner.kernels.native import Kernels, NativeLinear, NativeOps, NativePass
+from engine.runner.model.config import Activation, LayerConfig, ModelConfig, QkNorm
+from engine.runner.model.experts import Mlp
 from engine.runner.model.layers import Layer, LayerPass, Layers, UnfusedLayers
-from engine.runner.model.ops import Angles, Linear
+from engine.runner.model.ops import Linear, Norm
+from engine.runner.model.rope import Angles
 
 
 def native_layers(kernels: Kernels, config: ModelConfig, layers: Sequence[Layer]) -> Layers:
-    """Return fused layers, or `UnfusedLayers` if a matrix needs its columns reordered."""
+    """Return fused layers, or `UnfusedLayers` if the fused kernels lack a part of the model."""
     plain = UnfusedLayers(config, NativeOps(kernels), layers)
-    linears = [
-        linear
-        for layer in layers
-        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    ]
-    if any(_matrix(linear) is None for linear in linears):
+    if config.residual_scale != 1.0 or config.activation is not Activation.SILU:
+        return plain
+    parts = zip(config.layers, layers, strict=True)
+    if len(config.ropes) > 1 or not all(_is_fusible(*part) for part in parts):
         return plain
     return NativeLayers(kernels, config, layers, plain)
+
+
+def _is_fusible(config: LayerConfig, layer: Layer) -> bool:
+    """Whether the fused kernels compute this layer. They need columns in their own order."""
+    norms = (layer.input_norm, layer.mlp_norm)
+    if not isinstance(layer.mlp, Mlp) or layer.attention_norm or layer.mlp_output_norm:
+        return False
+    if config.qk_norm is QkNorm.ALL_HEADS or config.chunk is not None:
+        return False
+    if any(norm is None or norm.rounds_once for norm in norms):
+        return False
+    if any(norm is not None and norm.rounds_once for norm in (layer.q_norm, layer.k_norm)):
+        return False
+    linears = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+    return all(_matrix(linear) is not None for linear in linears)
 
 
 class NativeLayers:
@@ -40,10 +54,10 @@ class NativeLayers:
         self._plain = plain  # keeps the tensors alive
         self._layers = [_layer(config, index, layer) for index, layer in enumerate(layers)]
 
-    def begin(self, angles: Angles, attention: AttentionPass) -> LayerPass:
+    def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
         if not isinstance(attention, NativePass):
             return self._plain.begin(angles, attention)
-        cosines, sines = (angle.contiguous() for angle in angles)
+        cosines, sines = (angle.contiguous() for angle in angles[0])
         buffers = self._allocate_buffers(len(cosines))
         args = PassArgs(
             kv=attention.kv,
@@ -92,21 +106,26 @@ class _NativeLayerPass:
 
 
 def _layer(config: ModelConfig, index: int, layer: Layer) -> LayerArgs:
+    assert isinstance(layer.mlp, Mlp)
     return LayerArgs(
-        input_norm=layer.input_norm.data_ptr(),
-        q_norm=address(layer.q_norm),
-        k_norm=address(layer.k_norm),
-        post_norm=layer.post_norm.data_ptr(),
+        input_norm=_weight(layer.input_norm),
+        q_norm=_weight(layer.q_norm),
+        k_norm=_weight(layer.k_norm),
+        post_norm=_weight(layer.mlp_norm),
         qkv=_matrix(layer.qkv),
         output=_matrix(layer.output),
-        gate_up=_matrix(layer.gate_up),
-        down=_matrix(layer.down),
+        gate_up=_matrix(layer.mlp.gate_up),
+        down=_matrix(layer.mlp.down),
         index=index,
         num_heads=config.num_heads,
-        window=config.sliding_windows[index] or 0,
-        epsilon=config.rms_norm_eps,
-        scale=1 / math.sqrt(config.head_dim),
+        window=config.layers[index].window or 0,
+        epsilon=config.norm.epsilon,
+        scale=config.attention_scale,
     )
+
+
+def _weight(norm: Norm | None) -> int | None:
+    return None if norm is None else norm.weight.data_ptr()
 
 
 def _matrix(linear: Linear) -> PackedMatrix | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
 from engine.runner.fences import FencedHook
 from engine.runner.model.config import ModelConfig
 from engine.runner.model.layers import Layers
-from engine.runner.model.ops import Angles, Linear, Ops, Peaks
+from engine.runner.model.ops import Linear, Norm, Ops, Peaks
+from engine.runner.model.rope import Angles
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Decoder:
         ops: Ops,
         embedding: Linear,
         layers: Layers,
-        norm: Tensor,
+        norm: Norm,
         head: Linear,
     ) -> None:
         self._config = config
@@ -46,7 +49,7 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        angles: Angles,
+        angles: Sequence[Angles],
         attention: AttentionPass,
         hook: FencedHook | None,
         ends: Ends | None = None,
@@ -56,26 +59,38 @@ class Decoder:
         With `ends`, only the hidden states of those tokens are returned, and the last layer
         computes only keys and values of the others.
         """
-        hidden_states = self._embedding.rows(token_ids)
+        hidden_states = self._embed(token_ids)
         layers = self._layers.begin(angles, attention)
         last = self._config.num_layers - 1
         for index in range(self._config.num_layers):
             if index == last and ends is not None:
                 layers.write(index, hidden_states)
                 hidden_states = hidden_states[ends.places]
-                cosines, sines = (angle[ends.places] for angle in angles)
-                layers = self._layers.begin((cosines, sines), ends.attention)
+                angles = [(cos[ends.places], sin[ends.places]) for cos, sin in angles]
+                layers = self._layers.begin(angles, ends.attention)
             if len(hidden_states):
                 hidden_states = layers.through(index, hidden_states)
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
-        return self._ops.rms_norm(hidden_states, self._norm, self._config.rms_norm_eps)
+        return self._ops.rms_norm(hidden_states, self._norm)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32."""
-        return self._head(hidden_states).float()
+        logits = self._head(hidden_states).float()
+        if self._config.logits_scale != 1.0:
+            logits = logits * self._config.logits_scale
+        if self._config.logits_softcap is not None:
+            logits = torch.tanh(logits / self._config.logits_softcap) * self._config.logits_softcap
+        return logits
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embeddings = self._embedding.rows(token_ids)
+        if self._config.embedding_scale == 1.0:
+            return embeddings
+        # The scale is rounded to the dtype first, as the models were trained.
+        return embeddings * torch.tensor(self._config.embedding_scale, dtype=embeddings.dtype)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         return self._ops.find_peaks(logits)

@@ -1,7 +1,4 @@
-"""Decoder layers: the Protocol of fused kernels and the reference, operation by operation.
-
-Llama, Mistral, Qwen2 and Qwen3 differ only in a few switches.
-"""
+"""Decoder layers: the Protocol of fused kernels and the reference, operation by operation."""
 
 from __future__ import annotations
 
@@ -12,20 +9,25 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.runner.attention.paged_attention import AttentionPass
-from engine.runner.model.config import ModelConfig
-from engine.runner.model.ops import Angles, Linear, Ops
+from engine.runner.model.config import ModelConfig, QkNorm
+from engine.runner.model.experts import Mlp, Moe, compute_mlp, compute_moe
+from engine.runner.model.ops import Gate, Linear, Norm, Ops
+from engine.runner.model.rope import Angles
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    input_norm: Tensor
+    """Weights of a layer. A norm that the model lacks is None."""
+
+    input_norm: Norm | None
     qkv: Linear  # rows of queries, then keys, then values
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     output: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    attention_norm: Norm | None  # of the output of attention
+    mlp_norm: Norm | None  # of the input of the MLP
+    mlp: Mlp | Moe
+    mlp_output_norm: Norm | None
 
 
 class LayerPass(Protocol):
@@ -39,9 +41,13 @@ class LayerPass(Protocol):
 
 
 class Layers(Protocol):
-    def begin(self, angles: Angles, attention: AttentionPass) -> LayerPass:
-        """Begin a forward pass over the tokens of `angles`."""
+    def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
+        """Begin a forward pass over the tokens of `angles`, one pair for each RoPE."""
         ...
+
+
+def gate_of(config: ModelConfig) -> Gate:
+    return Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
 
 
 class UnfusedLayers:
@@ -52,7 +58,7 @@ class UnfusedLayers:
         self._ops = ops
         self._layers = layers
 
-    def begin(self, angles: Angles, attention: AttentionPass) -> LayerPass:
+    def begin(self, angles: Sequence[Angles], attention: AttentionPass) -> LayerPass:
         return _PlainPass(self._config, self._ops, self._layers, angles, attention)
 
 
@@ -62,11 +68,12 @@ class _PlainPass:
         config: ModelConfig,
         ops: Ops,
         layers: Sequence[Layer],
-        angles: Angles,
+        angles: Sequence[Angles],
         attention: AttentionPass,
     ) -> None:
         self._config = config
         self._ops = ops
+        self._gate = gate_of(config)
         self._layers = layers
         self._angles = angles
         self._attention = attention
@@ -74,33 +81,43 @@ class _PlainPass:
     def through(self, index: int, hidden_states: Tensor) -> Tensor:
         layer = self._layers[index]
         query = self._write(index, layer, hidden_states)
-        query = self._apply_rope(query, layer.q_norm)
-        hidden_states = hidden_states + layer.output(
-            self._attention.attend(index, query).flatten(1)
-        )
-        return hidden_states + self._mlp(layer, hidden_states)
+        rope = self._config.layers[index].query_rope
+        query = self._apply_rope(index, query, layer.q_norm, rope)
+        output = layer.output(self._attention.attend(index, query).flatten(1))
+        hidden_states = self._add(hidden_states, output, layer.attention_norm)
+        output = self._compute_mlp(layer.mlp, self._norm(hidden_states, layer.mlp_norm))
+        return self._add(hidden_states, output, layer.mlp_output_norm)
 
     def write(self, index: int, hidden_states: Tensor) -> None:
         self._write(index, self._layers[index], hidden_states)
 
     def _write(self, index: int, layer: Layer, hidden_states: Tensor) -> Tensor:
-        """Write the layer's keys and values; return the queries before rotation."""
+        """Write the layer's keys and values; return the queries before norm and rotation."""
         config = self._config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv = layer.qkv(self._rms_norm(hidden_states, layer.input_norm))
+        qkv = layer.qkv(self._norm(hidden_states, layer.input_norm))
         split: tuple[Tensor, ...] = qkv.view(len(hidden_states), -1, config.head_dim).split(
             heads, dim=1
         )
         query, key, value = split
-        self._attention.write(index, self._apply_rope(key, layer.k_norm), value)
+        rope = config.layers[index].key_rope
+        self._attention.write(index, self._apply_rope(index, key, layer.k_norm, rope), value)
         return query
 
-    def _apply_rope(self, heads: Tensor, norm: Tensor | None) -> Tensor:
-        return self._ops.apply_rope(heads, norm, self._config.rms_norm_eps, self._angles)
+    def _apply_rope(self, index: int, heads: Tensor, norm: Norm | None, rope: int) -> Tensor:
+        if norm is not None and self._config.layers[index].qk_norm is QkNorm.ALL_HEADS:
+            heads = self._ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
+            norm = None
+        return self._ops.apply_rope(heads, norm, self._angles[rope])
 
-    def _mlp(self, layer: Layer, hidden_states: Tensor) -> Tensor:
-        gate_up = layer.gate_up(self._rms_norm(hidden_states, layer.post_norm))
-        return layer.down(self._ops.silu_and_mul(gate_up))
+    def _compute_mlp(self, mlp: Mlp | Moe, hidden_states: Tensor) -> Tensor:
+        if isinstance(mlp, Moe):
+            return compute_moe(self._ops, mlp, self._gate, hidden_states)
+        return compute_mlp(self._ops, mlp, self._gate, hidden_states)
 
-    def _rms_norm(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        return self._ops.rms_norm(hidden_states, weight, self._config.rms_norm_eps)
+    def _add(self, hidden_states: Tensor, output: Tensor, norm: Norm | None) -> Tensor:
+        output = self._norm(output, norm)
+        return self._ops.add(hidden_states, output, self._config.residual_scale)
+
+    def _norm(self, hidden_states: Tensor, norm: Norm | None) -> Tensor:
+        return hidden_states if norm is None else self._ops.rms_norm(hidden_states, norm)

@@ -7,70 +7,106 @@ import math
 import torch
 from torch import Tensor
 
-from engine.runner.model.config import RopeConfig
+from engine.runner.model.config import ModelConfig, QueryTemperature, RopeConfig
 
 MIN_TABLE_POSITIONS = 1024
 
+Angles = tuple[Tensor, Tensor]  # cosines and sines, each [tokens, 1, head_dim]
+
+
+class Ropes:
+    """Computes the angles of all RoPEs of a model, once per pass for all layers."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._ropes = [Rope(rope, config, device, dtype) for rope in config.ropes]
+        self.depends_on_length = config.depends_on_length
+
+    def angles(self, positions: Tensor, seen_lens: Tensor | None) -> tuple[Angles, ...]:
+        """Return the angles of each RoPE of the configuration; see `Rope.angles`."""
+        return tuple(rope.angles(positions, seen_lens) for rope in self._ropes)
+
 
 class Rope:
-    """Computes cosines and sines of positions, once per pass for all layers."""
+    """Computes cosines and sines of positions.
+
+    RoPE pairs dimension i of a head with dimension i + head_dim / 2. `head_order` brings the heads
+    of models that pair others, or that rotate only some dimensions, into this order. Dimensions
+    that are not rotated have the angle zero.
+    """
 
     def __init__(
-        self,
-        config: RopeConfig,
-        head_dim: int,
-        max_position_embeddings: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, rope: RopeConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._config = config
-        self._head_dim = head_dim
-        self._trained_len = max_position_embeddings
+        self._config = rope
+        self._rotary_dim = config.rotary_dim
+        self._num_unrotated = (config.head_dim - config.rotary_dim) // 2  # in half a head
+        self._trained_len = config.max_position_embeddings
         self._dtype = dtype
-        frequencies, self._scale = _frequencies(config, head_dim)
+        frequencies, self._scale = _frequencies(rope, config.rotary_dim)
         self._frequencies = frequencies.to(device)
-        self._table: tuple[Tensor, Tensor] | None = None  # of the positions from 0 on
+        self._table: Angles | None = None  # of the positions from 0 on
 
-    @property
-    def is_dynamic(self) -> bool:
-        return self._config.kind == "dynamic"
-
-    def angles(self, positions: Tensor, seen_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, seen_lens: Tensor | None) -> Angles:
         """Return (cos, sin), each [tokens, 1, head_dim].
 
-        Only the dynamic kind uses `seen_lens`: the sequence length at which each token is first
-        computed. For prompt tokens that is the length of the whole prompt, whatever its chunks;
-        for an output token it is the sequence up to and including the token.
+        Only kinds that depend on the length use `seen_lens`: the sequence length at which each
+        token is first computed. For prompt tokens that is the length of the whole prompt, whatever
+        its chunks; for an output token it is the sequence up to and including the token.
         """
-        if seen_lens is not None and self.is_dynamic:
+        if seen_lens is not None and self._config.depends_on_length:
             return self._compute_angles(positions, self._frequencies_at(seen_lens))
         cos, sin = self._table_of(int(positions.max()) + 1)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def _table_of(self, num_positions: int) -> tuple[Tensor, Tensor]:
+    def _table_of(self, num_positions: int) -> Angles:
         if self._table is None or self._table[0].shape[0] < num_positions:
             table_len = max(MIN_TABLE_POSITIONS, 1 << (num_positions - 1).bit_length())
             positions = torch.arange(table_len, device=self._frequencies.device)
             self._table = self._compute_angles(positions, self._frequencies)
         return self._table
 
-    def _compute_angles(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
         half = positions[:, None].float() * frequencies
-        whole = torch.cat((half, half), dim=-1)[:, None, :]
-        cos, sin = whole.cos() * self._scale, whole.sin() * self._scale
+        cos, sin = half.cos() * self._scale, half.sin() * self._scale
+        if self._num_unrotated:
+            rest = cos.new_ones(len(cos), self._num_unrotated)
+            cos, sin = torch.cat((cos, rest), dim=-1), torch.cat((sin, 0 * rest), dim=-1)
+        if self._config.temperature is not None:
+            scales = _query_scales(self._config.temperature, positions)
+            cos, sin = cos * scales, sin * scales
+        cos, sin = (torch.cat((each, each), dim=-1)[:, None, :] for each in (cos, sin))
         return cos.to(self._dtype), sin.to(self._dtype)
 
     def _frequencies_at(self, seen_lens: Tensor) -> Tensor:
+        if self._config.kind == "longrope":
+            is_long = seen_lens > self._config.original_max_position_embeddings
+            long = _longrope(self._config, self._rotary_dim, self._config.long_factors)
+            return torch.where(is_long[:, None], long.to(seen_lens.device), self._frequencies)
         lens, indices = seen_lens.clamp(min=self._trained_len).unique(return_inverse=True)
         # One length at a time: the last bits of torch's powers depend on the batch size.
         by_len = torch.stack([self._scaled_frequencies(seen_len) for seen_len in lens.tolist()])
         return by_len.to(indices.device)[indices]
 
     def _scaled_frequencies(self, seen_len: int) -> Tensor:
-        factor, dim = self._config.factor, self._head_dim
+        factor, dim = self._config.factor, self._rotary_dim
         stretch = (factor * seen_len / self._trained_len) - (factor - 1)
         base: float = self._config.theta * stretch ** (dim / (dim - 2))
         return 1.0 / (base ** _exponents(dim))
+
+
+def head_order(config: ModelConfig) -> list[int] | None:
+    """Return the stored dimension of each dimension of a head, or None if they are the same.
+
+    Attention scores do not depend on the order of dimensions that queries and keys share.
+    """
+    dim, rotary_dim = config.head_dim, config.rotary_dim
+    rotated, rest = range(rotary_dim), range(rotary_dim, dim)
+    first, second = rotated[: rotary_dim // 2], rotated[rotary_dim // 2 :]
+    if config.is_rope_interleaved:
+        first, second = rotated[::2], rotated[1::2]
+    half = len(rest) // 2
+    order = [*first, *rest[:half], *second, *rest[half:]]
+    return None if order == list(range(dim)) else order
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -83,7 +119,14 @@ def _exponents(dim: int) -> Tensor:
     return torch.arange(0, dim, 2, dtype=torch.float) / dim
 
 
+def _query_scales(temperature: QueryTemperature, positions: Tensor) -> Tensor:
+    steps = torch.floor((positions.float() + temperature.offset) / temperature.period)
+    return 1 + temperature.gain * torch.log1p(steps)[:, None]
+
+
 def _frequencies(config: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    if config.kind == "none":
+        return torch.zeros(dim // 2), 1.0
     plain = 1.0 / (config.theta ** _exponents(dim))
     if config.kind == "linear":
         return plain / config.factor, 1.0
@@ -91,6 +134,8 @@ def _frequencies(config: RopeConfig, dim: int) -> tuple[Tensor, float]:
         return _llama3(config, plain), 1.0
     if config.kind == "yarn":
         return _yarn(config, dim), _yarn_scale(config)
+    if config.kind == "longrope":
+        return _longrope(config, dim, config.short_factors), _longrope_scale(config)
     return plain, 1.0  # dynamic equals default until a sequence exceeds the trained length
 
 
@@ -103,6 +148,20 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
     blended = (1 - blend) * plain / config.factor + blend * plain
     is_slow, is_fast = wavelength > trained / low, wavelength < trained / high
     return torch.where(is_slow, plain / config.factor, torch.where(is_fast, plain, blended))
+
+
+def _longrope(config: RopeConfig, dim: int, factors: tuple[float, ...]) -> Tensor:
+    """Divide each frequency by its own factor (LongRoPE)."""
+    return 1.0 / (torch.tensor(factors) * config.theta ** _exponents(dim))
+
+
+def _longrope_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    trained = config.original_max_position_embeddings
+    return math.sqrt(1 + math.log(config.factor) / math.log(trained))
 
 
 def _yarn(config: RopeConfig, dim: int) -> Tensor:

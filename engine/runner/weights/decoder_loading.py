@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.runner.attention.paged_attention import LayerAttention
+from engine.runner.families.family import ExpertNames
 from engine.runner.kernels.choose import Parts
-from engine.runner.model.config import ModelConfig
+from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from engine.runner.model.decoder import Decoder
+from engine.runner.model.experts import Mlp, Moe, Router
 from engine.runner.model.layers import Layer
-from engine.runner.model.ops import Linear
+from engine.runner.model.ops import Linear, Norm
+from engine.runner.model.rope import head_order
 from engine.runner.model_info import LoadProgress, LoadProgressCallback
 from engine.runner.weights.packed import is_packed, read_packed
 from engine.runner.weights.quantization import Quantization
@@ -20,12 +24,13 @@ from engine.runner.weights.quantize import (
     Quantize,
     Quantized,
     have_same_order,
+    select_rows,
     stacked,
     to_int4,
     to_int8,
 )
 from engine.runner.weights.safetensors import Shape, WeightFiles
-from engine.runner.weights.tensor_names import check_tensors, expected_tensors
+from engine.runner.weights.tensor_names import TensorMap, check_tensors
 from errors import ModelError
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
@@ -49,15 +54,32 @@ def load_decoder(
 ) -> Decoder:
     """Check all tensors before the first one is read, then copy each to its place once."""
     check_tensors(config, files)
-    loader = _Loader(config, files, target, on_progress)
-    embedding = loader.embedding("model.embed_tokens")
-    layers = [_load_layer(config, loader, f"model.layers.{i}") for i in range(config.num_layers)]
-    norm = loader.stacked(["model.norm.weight"], (config.hidden_size,))
-    head = embedding
-    if not config.ties_embeddings:
-        head = loader.embedding("lm_head")
+    tensors = TensorMap(config, files.names())
+    loader = _Loader(tensors, files, target, on_progress)
+    embedding = loader.embedding(f"{tensors.model}.embed_tokens")
+    layers = [_LayerLoader(tensors, loader, i).load() for i in range(config.num_layers)]
+    norm = loader.norm(f"{tensors.model}.norm")
+    head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts = target.parts
     return Decoder(config, parts.ops, embedding, parts.make_layers(config, layers), norm, head)
+
+
+def attention_of(
+    config: ModelConfig, files: WeightFiles, device: torch.device
+) -> list[LayerAttention]:
+    """Return the attention of each layer, with its sinks."""
+    tensors, layers = TensorMap(config, files.names()), []
+    for index, layer in enumerate(config.layers):
+        sinks = None
+        if config.has_sinks:
+            name = tensors.in_layer(index, tensors.names.sinks)
+            sinks = files.tensor(name).float().to(device)
+        layers.append(
+            LayerAttention(
+                config.attention_scale, layer.window, layer.chunk, config.attention_softcap, sinks
+            )
+        )
+    return layers
 
 
 class _Loader:
@@ -65,13 +87,13 @@ class _Loader:
 
     def __init__(
         self,
-        config: ModelConfig,
+        tensors: TensorMap,
         files: WeightFiles,
         target: LoadTarget,
         on_progress: LoadProgressCallback | None,
     ) -> None:
-        self._quantization = config.quantization
-        self._shapes = expected_tensors(config)
+        self._config = tensors.config
+        self._shapes = tensors.shapes()
         self._files = files
         self._names = frozenset(files.names())
         self._target = target
@@ -79,36 +101,80 @@ class _Loader:
         self._loaded = 0
         self._total = sum(map(self._bytes_of, self._shapes))
 
-    def stacked(self, names: list[str], shape: Shape) -> Tensor:
-        whole = torch.empty(shape, dtype=self._target.dtype, device=self._target.device)
-        parts = whole.split([self._shapes[name][0] for name in names])
-        for name, part in zip(names, parts, strict=True):
-            self._files.copy_into(name, part)
-            self._report(name)
-        return whole
+    def vector(self, name: str) -> Tensor:
+        """Load a small tensor in float32."""
+        vector = self._files.tensor(name).float().to(self._target.device)
+        self._report(name)
+        return vector
+
+    def norm(self, name: str, order: Sequence[int] | None = None) -> Norm:
+        """Load a norm's weight. `order` permutes it."""
+        config = self._config.norm
+        weight = self.vector(f"{name}.weight") + config.weight_offset
+        if order is not None:
+            weight = weight[list(order)]
+        if not config.rounds_once:
+            weight = weight.to(self._target.dtype)
+        return Norm(weight, config.epsilon, config.rounds_once)
 
     def embedding(self, name: str) -> Linear:
         """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""
         quantize = None if self._target.quantize == "none" else to_int8
         return self._target.parts.ops.linear(self._matrix([name], quantize), None)
 
-    def linear(self, names: list[str], has_bias: bool) -> Linear:
+    def linear(
+        self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
+    ) -> Linear:
+        """Load a linear layer whose matrices are stacked. `order` permutes its first rows."""
         matrix = self._matrix(names, QUANTIZERS[self._target.quantize])
-        rows = sum(self._shapes[f"{name}.weight"][0] for name in names)
-        biases = [f"{name}.bias" for name in names]
+        bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
+        if order is not None:
+            rows = torch.arange(sum(self._shapes[f"{name}.weight"][0] for name in names))
+            rows[: len(order)] = torch.tensor(order)
+            matrix = select_rows(matrix, rows.to(self._target.device))
+            bias = None if bias is None else bias[rows]
+        return self._target.parts.ops.linear(matrix, bias)
+
+    def expert_linear(
+        self, name: str, expert: int, names: ExpertNames, has_bias: bool, *, is_gate_up: bool
+    ) -> Linear:
+        """Load one expert's matrix out of a tensor that stacks those of all experts."""
+        stored = f"{name}.weight" if names.has_weight_suffix else name
+        matrix = self._files.part(stored, expert)
+        matrix = matrix.T if names.is_transposed else matrix
+        bias = self._files.part(f"{name}_bias", expert) if has_bias else None
+        if is_gate_up and names.is_interleaved:
+            matrix = torch.cat((matrix[::2], matrix[1::2]))
+            bias = None if bias is None else torch.cat((bias[::2], bias[1::2]))
+        matrix = self._place(matrix)
+        quantize = QUANTIZERS[self._target.quantize]
+        self._count(matrix.numel())
         return self._target.parts.ops.linear(
-            matrix, self.stacked(biases, (rows,)) if has_bias else None
+            matrix if quantize is None else quantize(matrix),
+            None if bias is None else self._place(bias),
         )
 
-    def _matrix(self, names: list[str], quantize: Quantize | None) -> Tensor | Quantized:
-        how, weights = self._quantization, [f"{name}.weight" for name in names]
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._target.device, self._target.dtype).contiguous()
+
+    def _stacked(self, names: Sequence[str]) -> Tensor:
+        shapes = [self._shapes[name] for name in names]
+        shape: Shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+        whole = torch.empty(shape, dtype=self._target.dtype, device=self._target.device)
+        parts = whole.split([each[0] for each in shapes])
+        for name, part in zip(names, parts, strict=True):
+            self._files.copy_into(name, part)
+            self._report(name)
+        return whole
+
+    def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
+        how = self._config.quantization
         if how is not None and any(is_packed(name, self._names, how) for name in names):
             return self._load_packed(names, how)
-        shapes = [self._shapes[weight] for weight in weights]
-        matrix = self.stacked(weights, (sum(rows for rows, _ in shapes), shapes[0][1]))
+        matrix = self._stacked([f"{name}.weight" for name in names])
         return matrix if quantize is None else quantize(matrix)
 
-    def _load_packed(self, names: list[str], how: Quantization) -> Quantized:
+    def _load_packed(self, names: Sequence[str], how: Quantization) -> Quantized:
         if not all(is_packed(name, self._names, how) for name in names):
             raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
         parts = [self._load_unpacked(name, how) for name in names]
@@ -128,24 +194,107 @@ class _Loader:
         return torch.Size(self._shapes[name]).numel() * self._target.dtype.itemsize
 
     def _report(self, name: str) -> None:
-        self._loaded += self._bytes_of(name)
+        self._count(torch.Size(self._shapes[name]).numel())
+
+    def _count(self, num_numbers: int) -> None:
+        self._loaded += num_numbers * self._target.dtype.itemsize
         if self._on_progress is not None:
-            self._on_progress(LoadProgress(self._loaded, self._total))
+            self._on_progress(LoadProgress(min(self._loaded, self._total), self._total))
 
 
-def _load_layer(config: ModelConfig, loader: _Loader, prefix: str) -> Layer:
-    hidden, head = (config.hidden_size,), (config.head_dim,)
-    qk_norm = config.has_qk_norm
-    qkv = [f"{prefix}.self_attn.{part}_proj" for part in "qkv"]
-    return Layer(
-        input_norm=loader.stacked([f"{prefix}.input_layernorm.weight"], hidden),
-        qkv=loader.linear(qkv, config.has_qkv_bias),
-        q_norm=loader.stacked([f"{prefix}.self_attn.q_norm.weight"], head) if qk_norm else None,
-        k_norm=loader.stacked([f"{prefix}.self_attn.k_norm.weight"], head) if qk_norm else None,
-        output=loader.linear([f"{prefix}.self_attn.o_proj"], config.has_output_bias),
-        post_norm=loader.stacked([f"{prefix}.post_attention_layernorm.weight"], hidden),
-        gate_up=loader.linear(
-            [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], config.has_mlp_bias
-        ),
-        down=loader.linear([f"{prefix}.mlp.down_proj"], config.has_mlp_bias),
-    )
+class _LayerLoader:
+    """Loads one layer."""
+
+    def __init__(self, tensors: TensorMap, loader: _Loader, index: int) -> None:
+        self._tensors = tensors
+        self._names = tensors.names
+        self._config = tensors.config
+        self._loader = loader
+        self._index = index
+        self._order = head_order(tensors.config)
+
+    def load(self) -> Layer:
+        names, config = self._names, self._config
+        layer = config.layers[self._index]
+        return Layer(
+            input_norm=self._norm(names.input_norm),
+            qkv=self._linear(names.qkv, config.has_qkv_bias, self._order_of_heads()),
+            q_norm=self._qk_norm(names.q_norm, config.num_heads),
+            k_norm=self._qk_norm(names.k_norm, config.num_kv_heads),
+            output=self._linear([names.output], config.has_output_bias),
+            attention_norm=self._norm(names.attention_norm),
+            mlp_norm=self._norm(names.mlp_norm),
+            mlp=self._mlp(names.gate_up, names.down) if layer.mlp_size else self._moe(),
+            mlp_output_norm=self._norm(names.mlp_output_norm),
+        )
+
+    def _norm(self, name: str) -> Norm | None:
+        return self._loader.norm(self._tensors.in_layer(self._index, name)) if name else None
+
+    def _qk_norm(self, name: str, num_heads: int) -> Norm | None:
+        kind, head_dim = self._config.layers[self._index].qk_norm, self._config.head_dim
+        if kind is QkNorm.NONE:
+            return None
+        if kind is QkNorm.UNWEIGHTED:
+            return Norm(torch.ones(head_dim), self._config.norm.epsilon, rounds_once=True)
+        count = num_heads if kind is QkNorm.ALL_HEADS else 1
+        order = _repeat_order(self._order, count, head_dim)
+        return self._loader.norm(self._tensors.in_layer(self._index, name), order)
+
+    def _order_of_heads(self) -> list[int] | None:
+        """Return the order of the rows of queries and keys."""
+        num_heads = self._config.num_heads + self._config.num_kv_heads
+        return _repeat_order(self._order, num_heads, self._config.head_dim)
+
+    def _linear(
+        self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
+    ) -> Linear:
+        return self._loader.linear(self._tensors.in_layers(self._index, names), has_bias, order)
+
+    def _mlp(self, gate_up: Sequence[str], down: str) -> Mlp:
+        has_bias = self._config.has_mlp_bias
+        return Mlp(self._linear(gate_up, has_bias), self._linear([down], has_bias))
+
+    def _moe(self) -> Moe:
+        moe, names = self._config.moe, self._names.experts
+        if moe is None or names is None:
+            raise ModelError(f"{self._config.architecture}: no experts are configured")
+        shared, shared_gate = None, None
+        if moe.shared_size:
+            gate_up = [f"{names.shared}.gate_proj", f"{names.shared}.up_proj"]
+            shared = self._mlp(gate_up, f"{names.shared}.down_proj")
+        if moe.has_shared_gate:
+            shared_gate = self._linear([names.shared_gate], False)
+        experts = [self._expert(moe, names, expert) for expert in range(moe.num_experts)]
+        return Moe(moe, self._router(moe, names), experts, shared, shared_gate)
+
+    def _router(self, moe: MoeConfig, names: ExpertNames) -> Router:
+        router = self._tensors.in_layer(self._index, names.router)
+        correction = self._tensors.in_layer(self._index, names.correction_bias)
+        return Router(
+            moe,
+            self._loader.vector(f"{router}.weight"),
+            self._loader.vector(f"{router}.bias") if moe.has_bias else None,
+            self._loader.vector(correction) if moe.has_correction_bias else None,
+        )
+
+    def _expert(self, moe: MoeConfig, names: ExpertNames, expert: int) -> Mlp:
+        if "{expert}" in names.down:
+            gate_up = [name.format(expert=expert) for name in names.gate_up]
+            down = names.down.format(expert=expert)
+            return Mlp(self._linear(gate_up, moe.has_bias), self._linear([down], moe.has_bias))
+        gate_up_name, down_name = (
+            self._tensors.in_layer(self._index, name) for name in (names.gate_up[0], names.down)
+        )
+        has_bias, read = moe.has_bias, self._loader.expert_linear
+        return Mlp(
+            read(gate_up_name, expert, names, has_bias, is_gate_up=True),
+            read(down_name, expert, names, has_bias, is_gate_up=False),
+        )
+
+
+def _repeat_order(order: list[int] | None, num_heads: int, head_dim: int) -> list[int] | None:
+    """Return the order of dimensions of several heads, from that of one head."""
+    if order is None:
+        return None
+    return [head * head_dim + dimension for head in range(num_heads) for dimension in order]

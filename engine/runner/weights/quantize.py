@@ -90,6 +90,14 @@ def stacked(parts: Sequence[Quantized]) -> Quantized:
     )
 
 
+def select_rows(matrix: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:
+    """Return these rows of a matrix."""
+    if isinstance(matrix, Tensor):
+        return matrix[rows]
+    parts = {name: getattr(matrix, name)[rows] for name in ("numbers", "scales", "zeros")}
+    return replace(matrix, **parts)
+
+
 def have_same_order(parts: Sequence[Quantized]) -> bool:
     """Return whether all parts have the same column order, so that they can be stacked."""
     first = parts[0].order

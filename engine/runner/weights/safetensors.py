@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,20 +83,24 @@ class WeightFiles:
     def names(self) -> list[str]:
         return sorted(self._file_by_tensor)
 
-    def check(self, expected: Mapping[str, Expected], ignored: frozenset[str]) -> None:
+    def check(self, expected: Mapping[str, Expected], is_ignored: Callable[[str], bool]) -> None:
         """Raise ModelError unless the files hold exactly the expected tensors.
 
-        Shape and dtype must match. Tensors in `ignored` can be present or absent.
+        Shape and dtype must match. Ignored tensors can be present or absent.
         """
         found = set(self._file_by_tensor)
         _refuse("lacks", sorted(set(expected) - found), self._folder)
-        unknown = sorted(found - set(expected) - ignored)
+        unknown = sorted(name for name in found - set(expected) if not is_ignored(name))
         _refuse("has tensors that this architecture does not use:", unknown, self._folder)
         for name, tensor in expected.items():
             self._check_one(name, tensor)
 
     def tensor(self, name: str) -> Tensor:
         return self._file_by_tensor[name].get_tensor(name)
+
+    def part(self, name: str, index: int) -> Tensor:
+        """Return one element of a tensor's first dimension. Reads nothing else."""
+        return self._file_by_tensor[name].get_slice(name)[index : index + 1][0]
 
     def copy_into(self, name: str, destination: Tensor) -> None:
         destination.copy_(self.tensor(name))

@@ -2,23 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from engine.runner.model.config import ModelConfig
+from engine.runner.families.family import ExpertNames, TensorNames
+from engine.runner.families.table import FAMILIES
+from engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from engine.runner.weights.packed import is_packed, packed_parts
 from engine.runner.weights.safetensors import FLOATS, WHOLE, Expected, Shape, WeightFiles
+
+Shapes = Iterator[tuple[str, Shape]]
+
+
+class TensorMap:
+    """Names of a model's tensors. `found` are the names of a folder, to choose prefixes by."""
+
+    def __init__(self, config: ModelConfig, found: Collection[str] = ()) -> None:
+        self.config = config
+        self.names: TensorNames = FAMILIES[config.architecture].names
+        prefixes = zip(self.names.models, self.names.heads, strict=True)
+        present = [pair for pair in prefixes if f"{pair[0]}.embed_tokens.weight" in found]
+        default = self.names.models[0], self.names.heads[0]
+        self.model, self.head = present[0] if present else default
+
+    def in_layer(self, index: int, name: str) -> str:
+        return f"{self.model}.layers.{index}.{name}"
+
+    def in_layers(self, index: int, names: Sequence[str]) -> list[str]:
+        return [self.in_layer(index, name) for name in names]
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of each tensor as if no matrix was quantized."""
+        return dict(self._shapes())
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor is of no use: tied heads, rotary buffers, parts for images, MTP."""
+        if name == f"{self.head}.weight" or name.endswith("rotary_emb.inv_freq"):
+            return True
+        # Layers after the last one predict several tokens at once.
+        predictor = f"{self.model}.layers.{self.config.num_layers}."
+        return name.startswith((predictor, *self.names.ignored))
+
+    def _shapes(self) -> Shapes:
+        config = self.config
+        yield f"{self.model}.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        yield f"{self.model}.norm.weight", (config.hidden_size,)
+        if not config.ties_embeddings:
+            yield f"{self.head}.weight", (config.vocab_size, config.hidden_size)
+        for index in range(config.num_layers):
+            for name, shape in self._layer_shapes(index):
+                yield self.in_layer(index, name), shape
+
+    def _layer_shapes(self, index: int) -> Shapes:
+        config, names = self.config, self.names
+        for norm in (names.input_norm, names.attention_norm, names.mlp_norm, names.mlp_output_norm):
+            if norm:
+                yield f"{norm}.weight", (config.hidden_size,)
+        yield from self._attention_shapes(index)
+        if config.layers[index].mlp_size:
+            yield from self._mlp_shapes(names.gate_up, names.down, config.layers[index].mlp_size)
+        elif config.moe is not None and names.experts is not None:
+            yield from self._moe_shapes(config.moe, names.experts)
+
+    def _attention_shapes(self, index: int) -> Shapes:
+        config, names = self.config, self.names
+        hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
+        queries, keys = (count * config.head_dim for count in heads)
+        rows = (queries, keys, keys) if len(names.qkv) == 3 else (queries + 2 * keys,)
+        for name, count in zip(names.qkv, rows, strict=True):
+            yield from _linear(name, count, hidden, config.has_qkv_bias)
+        yield from _linear(names.output, hidden, queries, config.has_output_bias)
+        kind = config.layers[index].qk_norm
+        if kind in (QkNorm.HEAD, QkNorm.ALL_HEADS):
+            is_wide = kind is QkNorm.ALL_HEADS
+            yield f"{names.q_norm}.weight", (queries if is_wide else config.head_dim,)
+            yield f"{names.k_norm}.weight", (keys if is_wide else config.head_dim,)
+        if config.has_sinks:
+            yield names.sinks, (config.num_heads,)
+
+    def _mlp_shapes(self, gate_up: Sequence[str], down: str, size: int) -> Shapes:
+        hidden, has_bias = self.config.hidden_size, self.config.has_mlp_bias
+        for name in gate_up:
+            yield from _linear(name, 2 * size // len(gate_up), hidden, has_bias)
+        yield from _linear(down, hidden, size, has_bias)
+
+    def _moe_shapes(self, moe: MoeConfig, names: ExpertNames) -> Shapes:
+        hidden = self.config.hidden_size
+        yield from _linear(names.router, moe.num_experts, hidden, moe.has_bias)
+        if names.correction_bias:
+            yield names.correction_bias, (moe.num_experts,)
+        for name in names.gate_up:
+            rows = 2 * moe.expert_size // len(names.gate_up)
+            yield from _experts(name, moe, names, rows, hidden)
+        yield from _experts(names.down, moe, names, hidden, moe.expert_size)
+        if moe.shared_size:
+            gate_up = [f"{names.shared}.gate_proj", f"{names.shared}.up_proj"]
+            yield from self._mlp_shapes(gate_up, f"{names.shared}.down_proj", moe.shared_size)
+        if moe.has_shared_gate:
+            yield f"{names.shared_gate}.weight", (1, hidden)
 
 
 def check_tensors(config: ModelConfig, files: WeightFiles) -> None:
     """Raise ModelError unless the files hold every tensor in its shape, and no other."""
-    files.check(_stored_tensors(config, files.names()), _ignored(config))
+    tensors = TensorMap(config, files.names())
+    files.check(_stored_tensors(tensors, files.names()), tensors.is_ignored)
 
 
-def _stored_tensors(config: ModelConfig, names: Collection[str]) -> dict[str, Expected]:
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Return the names and shapes of a new folder's tensors."""
+    return TensorMap(config).shapes()
+
+
+def _stored_tensors(tensors: TensorMap, names: Collection[str]) -> dict[str, Expected]:
     """Return the tensors as stored: a quantized matrix consists of several parts."""
     stored = {}
-    for name, shape in expected_tensors(config).items():
-        linear, how = name.removesuffix(".weight"), config.quantization
+    for name, shape in tensors.shapes().items():
+        linear, how = name.removesuffix(".weight"), tensors.config.quantization
         if how is not None and is_packed(linear, names, how):
             for part in packed_parts(linear, shape, names, how):
                 stored[part.name] = Expected(part.shape, WHOLE if part.is_whole else FLOATS)
@@ -27,43 +125,18 @@ def _stored_tensors(config: ModelConfig, names: Collection[str]) -> dict[str, Ex
     return stored
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    hidden = config.hidden_size
-    tensors: dict[str, Shape] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.ties_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, hidden)
-    for index in range(config.num_layers):
-        for name, shape in _layer_tensors(config):
-            tensors[f"model.layers.{index}.{name}"] = shape
-    return tensors
-
-
-def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    for part, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield from _linear(f"self_attn.{part}", rows, hidden, config.has_qkv_bias)
-    yield from _linear("self_attn.o_proj", hidden, queries, config.has_output_bias)
-    if config.has_qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
-    yield from _linear("mlp.gate_proj", inner, hidden, config.has_mlp_bias)
-    yield from _linear("mlp.up_proj", inner, hidden, config.has_mlp_bias)
-    yield from _linear("mlp.down_proj", hidden, inner, config.has_mlp_bias)
-
-
-def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
+def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
     yield f"{name}.weight", (rows, columns)
     if has_bias:
         yield f"{name}.bias", (rows,)
 
 
-def _ignored(config: ModelConfig) -> frozenset[str]:
-    """Return redundant tensors of some checkpoints: tied heads and rotary buffers."""
-    buffers = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)]
-    return frozenset(["lm_head.weight", "model.rotary_emb.inv_freq", *buffers])
+def _experts(name: str, moe: MoeConfig, names: ExpertNames, rows: int, columns: int) -> Shapes:
+    if "{expert}" in name:
+        for expert in range(moe.num_experts):
+            yield from _linear(name.format(expert=expert), rows, columns, moe.has_bias)
+        return
+    shape = (columns, rows) if names.is_transposed else (rows, columns)
+    yield f"{name}.weight" if names.has_weight_suffix else name, (moe.num_experts, *shape)
+    if moe.has_bias:
+        yield f"{name}_bias", (moe.num_experts, rows)

@@ -1,0 +1,78 @@
+"""Description of a model family: config fields, fixed properties and tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from engine.model_folder import JsonFields
+from engine.runner.model.config import Activation, MoeConfig, QkNorm, QueryTemperature
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]  # of a config with this many layers
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of the tensors of a mixture of experts, relative to their layer.
+
+    With `{expert}` in a name, each expert has its own tensors. Otherwise one tensor stacks the
+    matrices of all experts along its first dimension.
+    """
+
+    router: str
+    gate_up: tuple[str, ...]  # one name if gate and up are fused
+    down: str
+    correction_bias: str = ""
+    shared: str = ""  # prefix of the MLP that computes all tokens
+    shared_gate: str = ""
+    is_transposed: bool = False  # stored as [columns, rows]
+    is_interleaved: bool = False  # rows of gate and up alternate
+    has_weight_suffix: bool = True  # names end with `.weight`
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of the stored tensors. Names of a layer are relative to it; `""` means none."""
+
+    models: tuple[str, ...] = ("model",)  # possible prefixes of embeddings, layers and final norm
+    heads: tuple[str, ...] = ("lm_head",)  # name of the LM head with each of these prefixes
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    input_norm: str = "input_layernorm"
+    attention_norm: str = ""  # of the output of attention
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_output_norm: str = ""
+    experts: ExpertNames | None = None
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family. Flags can be fixed, or be the name of a config field."""
+
+    names: TensorNames = TensorNames()
+    fields: frozenset[str] = frozenset()  # optional fields that it honours, of `MATH_FIELDS`
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of missing config fields
+    layer_types: LayerTypes | None = None  # None: attention without windows
+    qk_norm: QkNorm | str = QkNorm.NONE  # a field that switches QkNorm.HEAD on
+    norm_weight_offset: float = 0.0
+    norm_rounds_once: bool = False
+    activation: Activation = Activation.SILU
+    is_rope_interleaved: bool = False
+    has_local_rope: bool = False  # layers with a window have their own RoPE, without scaling
+    has_qkv_bias: bool | str = "attention_bias"
+    has_output_bias: bool | str = "attention_bias"
+    has_sinks: bool = False
+    scales_embedding: bool = False  # by the square root of the hidden size
+    has_text_config: bool = False  # the text model's fields are in `text_config`
+    moe: Callable[[JsonFields], MoeConfig] | None = None
+    dense_layers: Callable[[JsonFields, int], frozenset[int]] | None = None  # without experts
+    dense_size: str = "intermediate_size"
+    temperature: Callable[[JsonFields], QueryTemperature | None] | None = None

@@ -1,0 +1,160 @@
+"""Mixtures of experts by family: tensor names and config fields."""
+
+from __future__ import annotations
+
+from engine.model_folder import JsonFields
+from engine.runner.families.family import ExpertNames
+from engine.runner.model.config import MoeConfig, QueryTemperature, Scoring
+
+QWEN_EXPERTS = ExpertNames(
+    router="mlp.gate",
+    gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    down="mlp.experts.{expert}.down_proj",
+)
+SHARED_EXPERTS = ExpertNames(
+    router=QWEN_EXPERTS.router,
+    gate_up=QWEN_EXPERTS.gate_up,
+    down=QWEN_EXPERTS.down,
+    correction_bias="mlp.gate.e_score_correction_bias",
+    shared="mlp.shared_experts",
+)
+SHARED_GATED_EXPERTS = ExpertNames(
+    router=QWEN_EXPERTS.router,
+    gate_up=QWEN_EXPERTS.gate_up,
+    down=QWEN_EXPERTS.down,
+    shared="mlp.shared_expert",
+    shared_gate="mlp.shared_expert_gate",
+)
+MIXTRAL_EXPERTS = ExpertNames(
+    router="block_sparse_moe.gate",
+    gate_up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+    down="block_sparse_moe.experts.{expert}.w2",
+)
+GRANITE_EXPERTS = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    gate_up=("block_sparse_moe.input_linear",),
+    down="block_sparse_moe.output_linear",
+)
+OPENAI_EXPERTS = ExpertNames(
+    router="mlp.router",
+    gate_up=("mlp.experts.gate_up_proj",),
+    down="mlp.experts.down_proj",
+    is_transposed=True,
+    is_interleaved=True,
+    has_weight_suffix=False,
+)
+LLAMA4_EXPERTS = ExpertNames(
+    router="feed_forward.router",
+    gate_up=("feed_forward.experts.gate_up_proj",),
+    down="feed_forward.experts.down_proj",
+    shared="feed_forward.shared_expert",
+    is_transposed=True,
+    has_weight_suffix=False,
+)
+
+
+def _num_experts(raw: JsonFields) -> int:
+    """Read the number of experts. Each name is that of some families and versions."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return raw.positive_int(next((name for name in names if raw.has(name)), names[0]))
+
+
+def qwen3_moe(raw: JsonFields) -> MoeConfig:
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok"),
+        expert_size=raw.positive_int("moe_intermediate_size"),
+        normalizes=raw.flag("norm_topk_prob", False),
+    )
+
+
+def qwen2_moe(raw: JsonFields) -> MoeConfig:
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok"),
+        expert_size=raw.positive_int("moe_intermediate_size"),
+        normalizes=raw.flag("norm_topk_prob", False),
+        shared_size=raw.positive_int("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+
+
+def mixtral_moe(raw: JsonFields) -> MoeConfig:
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok", 2),
+        expert_size=raw.positive_int("intermediate_size"),
+        normalizes=True,
+    )
+
+
+def olmoe_moe(raw: JsonFields) -> MoeConfig:
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok", 8),
+        expert_size=raw.positive_int("intermediate_size"),
+        normalizes=raw.flag("norm_topk_prob", False),
+    )
+
+
+def granite_moe(raw: JsonFields) -> MoeConfig:
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok", 2),
+        expert_size=raw.positive_int("intermediate_size"),
+        scoring=Scoring.SOFTMAX_OF_TOP,
+    )
+
+
+def gpt_oss_moe(raw: JsonFields) -> MoeConfig:
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok", 4),
+        expert_size=raw.positive_int("intermediate_size"),
+        scoring=Scoring.SOFTMAX_OF_TOP,
+        has_bias=True,
+    )
+
+
+def glm4_moe(raw: JsonFields) -> MoeConfig:
+    expert_size = raw.positive_int("moe_intermediate_size")
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok"),
+        expert_size=expert_size,
+        scoring=Scoring.SIGMOID,
+        normalizes=raw.flag("norm_topk_prob", True),
+        scale=raw.number("routed_scaling_factor", 1.0),
+        num_groups=raw.positive_int("n_group", 1),
+        top_groups=raw.positive_int("topk_group", 1),
+        has_correction_bias=True,
+        shared_size=expert_size * raw.positive_int("n_shared_experts", 1),
+    )
+
+
+def llama4_moe(raw: JsonFields) -> MoeConfig:
+    size = raw.positive_int("intermediate_size")
+    return MoeConfig(
+        num_experts=_num_experts(raw),
+        top_k=raw.positive_int("num_experts_per_tok"),
+        expert_size=size,
+        scoring=Scoring.SIGMOID,
+        scales_input=True,
+        shared_size=size,
+    )
+
+
+def llama4_temperature(raw: JsonFields) -> QueryTemperature | None:
+    if not raw.flag("attn_temperature_tuning", True):
+        return None
+    gain, period = raw.number("attn_scale", 0.1), raw.number("floor_scale", 8192)
+    return QueryTemperature(period, gain, offset=1.0)
+
+
+def ministral_temperature(raw: JsonFields) -> QueryTemperature | None:
+    name = "rope_parameters" if raw.has("rope_parameters") else "rope_scaling"
+    if not raw.has(name) or not raw.inner(name).has("llama_4_scaling_beta"):
+        return None
+    rope = raw.inner(name)
+    period = rope.number("original_max_position_embeddings")
+    return QueryTemperature(period, rope.number("llama_4_scaling_beta"))

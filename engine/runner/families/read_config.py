@@ -1,0 +1,269 @@
+"""Reads a model configuration from config.json, as its family describes it. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from engine.model_folder import JsonFields
+from engine.runner.families.family import CHUNKED, FULL, SLIDING, Family
+from engine.runner.families.rope_fields import read_ropes, read_rotary_dim
+from engine.runner.families.table import FAMILIES
+from engine.runner.model.config import (
+    LayerConfig,
+    ModelConfig,
+    MoeConfig,
+    NormConfig,
+    QkNorm,
+    RopeConfig,
+)
+from engine.runner.weights.quantization import read_quantization
+from errors import ModelError
+
+NO_ROPE = RopeConfig(kind="none")
+# Optional fields that change the computation, with the values that have no effect.
+MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "partial_rotary_factor": (1, 1.0),
+    "no_rope_layers": (),
+    "clip_qkv": (),
+    "use_bidirectional_attention": (False,),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0, 1),
+    "hidden_activation": (),
+    "use_qk_norm": (False,),
+    "attention_out_bias": (False,),
+    "attention_chunk_size": (),
+}
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read and check config.json. Raises ModelError for an unsupported architecture or field."""
+    raw = JsonFields.read(folder / "config.json")
+    name = _read_architecture(raw)
+    family = FAMILIES[name]
+    fields = raw
+    if family.has_text_config and raw.has("text_config"):
+        fields = raw.inner("text_config").with_defaults(_shared_fields(raw))
+    fields = fields.with_defaults(family.defaults)
+    _check_fields(fields, family)
+    return _read(name, family, fields, raw)
+
+
+def _shared_fields(raw: JsonFields) -> dict[str, object]:
+    """Return the fields that some folders have outside of `text_config` only."""
+    names = ("dtype", "torch_dtype", "tie_word_embeddings")
+    return {name: raw.get(name) for name in names if raw.has(name)}
+
+
+def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> ModelConfig:
+    num_heads, hidden_size = (
+        fields.positive_int(field) for field in ("num_attention_heads", "hidden_size")
+    )
+    head_dim = fields.positive_int("head_dim", hidden_size // num_heads)
+    layers, ropes = _read_layers(family, fields)
+    config = ModelConfig(
+        architecture=name,
+        vocab_size=fields.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=fields.positive_int("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        max_position_embeddings=fields.positive_int("max_position_embeddings"),
+        norm=NormConfig(
+            fields.number("rms_norm_eps", 1e-6), family.norm_weight_offset, family.norm_rounds_once
+        ),
+        ropes=ropes,
+        rotary_dim=read_rotary_dim(fields, head_dim),
+        is_rope_interleaved=family.is_rope_interleaved,
+        layers=layers,
+        activation=family.activation,
+        moe=_read_moe(family, fields, layers),
+        attention_scale=_read_attention_scale(family, fields, head_dim),
+        ties_embeddings=fields.flag("tie_word_embeddings", False),
+        has_qkv_bias=_read_flag(family.has_qkv_bias, fields),
+        has_output_bias=_read_flag(family.has_output_bias, fields),
+        has_mlp_bias="mlp_bias" in family.fields and fields.flag("mlp_bias", False),
+        has_sinks=family.has_sinks,
+        attention_softcap=_optional(family, fields, "attn_logit_softcapping"),
+        logits_softcap=_optional(family, fields, "final_logit_softcapping"),
+        logits_scale=1 / (_optional(family, fields, "logits_scaling") or 1.0),
+        embedding_scale=_read_embedding_scale(family, fields, hidden_size),
+        residual_scale=_optional(family, fields, "residual_multiplier") or 1.0,
+        swiglu_alpha=fields.number("swiglu_alpha", 1.702),
+        swiglu_limit=fields.number("swiglu_limit", 7.0),
+        dtype=_read_dtype(fields),
+        quantization=read_quantization(raw),
+    )
+    _check_heads(config, fields)
+    return config
+
+
+def _read_architecture(raw: JsonFields) -> str:
+    names = raw.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
+        return str(names[0])
+    raise raw.wrong("architectures", f"must name one of {', '.join(FAMILIES)}")
+
+
+def _check_fields(fields: JsonFields, family: Family) -> None:
+    """Refuse fields that change the computation, but not of this family."""
+    activation = fields.get("hidden_activation") or fields.get("hidden_act") or "silu"
+    expected = "silu" if family.activation.name != "GELU_TANH" else family.activation.value
+    if activation != expected:
+        name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+        raise fields.wrong(name, f"must be {expected!r}")
+    for name, neutral in MATH_FIELDS.items():
+        is_used = name in family.fields or name == "hidden_activation"
+        if not is_used and fields.has(name) and fields.get(name) not in neutral:
+            raise fields.wrong(name, "changes the computation, and is not supported here")
+
+
+def _read_layers(
+    family: Family, fields: JsonFields
+) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
+    num_layers = fields.positive_int("num_hidden_layers")
+    types = (FULL,) * num_layers
+    if family.layer_types is not None:
+        types = family.layer_types(fields, num_layers)
+    ropes = _Ropes(family, fields, frozenset(types))
+    dense = frozenset(range(num_layers))
+    if family.moe is not None:
+        dense = family.dense_layers(fields, num_layers) if family.dense_layers else frozenset()
+    size = fields.positive_int(family.dense_size) if dense else 0
+    layers = []
+    for index, kind in enumerate(types):
+        query_rope, key_rope = ropes.find(index, kind)
+        layers.append(
+            LayerConfig(
+                window=fields.positive_int("sliding_window") if kind == SLIDING else None,
+                chunk=fields.positive_int("attention_chunk_size") if kind == CHUNKED else None,
+                query_rope=query_rope,
+                key_rope=key_rope,
+                qk_norm=_read_qk_norm(family, fields, has_rope=ropes.has_rope(index)),
+                mlp_size=size if index in dense else 0,
+            )
+        )
+    return tuple(layers), ropes.all()
+
+
+class _Ropes:
+    """Numbers the different RoPEs of a model."""
+
+    def __init__(self, family: Family, fields: JsonFields, types: frozenset[str]) -> None:
+        self._by_type = read_ropes(fields, types, has_local_rope=family.has_local_rope)
+        self._temperature = None if family.temperature is None else family.temperature(fields)
+        self._lacks_rope = frozenset(_layers_without_rope(family, fields))
+        self._scales_all = "no_rope_layers" not in family.fields
+        self._found: list[RopeConfig] = []
+
+    def has_rope(self, layer: int) -> bool:
+        return layer not in self._lacks_rope
+
+    def find(self, layer: int, kind: str) -> tuple[int, int]:
+        """Return the indices of the RoPEs of queries and keys."""
+        rope = self._by_type[kind] if self.has_rope(layer) else NO_ROPE
+        query_rope = rope
+        if self._temperature is not None and (self._scales_all or not self.has_rope(layer)):
+            query_rope = rope.with_temperature(self._temperature)
+        return self._number(query_rope), self._number(rope)
+
+    def all(self) -> tuple[RopeConfig, ...]:
+        return tuple(self._found)
+
+    def _number(self, rope: RopeConfig) -> int:
+        if rope not in self._found:
+            self._found.append(rope)
+        return self._found.index(rope)
+
+
+def _layers_without_rope(family: Family, fields: JsonFields) -> Iterator[int]:
+    if "no_rope_layers" not in family.fields:
+        return
+    num_layers = fields.positive_int("num_hidden_layers")
+    if not fields.get("no_rope_layers"):
+        interval = fields.positive_int("no_rope_layer_interval", 4)
+        yield from range(interval - 1, num_layers, interval)
+        return
+    flags = fields.numbers("no_rope_layers")
+    if len(flags) != num_layers:
+        raise fields.wrong("no_rope_layers", f"must list {num_layers} numbers")
+    yield from (layer for layer, has_rope in enumerate(flags) if not has_rope)
+
+
+def _read_qk_norm(family: Family, fields: JsonFields, *, has_rope: bool) -> QkNorm:
+    kind = family.qk_norm
+    if isinstance(kind, str):
+        kind = QkNorm.HEAD if fields.flag(kind, False) else QkNorm.NONE
+    if kind is QkNorm.UNWEIGHTED and not (has_rope and fields.flag("use_qk_norm", True)):
+        return QkNorm.NONE
+    return kind
+
+
+def _read_moe(
+    family: Family, fields: JsonFields, layers: tuple[LayerConfig, ...]
+) -> MoeConfig | None:
+    if family.moe is None or all(layer.mlp_size for layer in layers):
+        return None
+    moe = family.moe(fields)
+    if moe.top_k > moe.num_experts or moe.num_experts % moe.num_groups:
+        raise fields.wrong("num_experts_per_tok", f"must be at most {moe.num_experts}")
+    return moe
+
+
+def _read_attention_scale(family: Family, fields: JsonFields, head_dim: int) -> float:
+    scale = _optional(family, fields, "attention_multiplier")
+    if scale is not None:
+        return scale
+    scalar = _optional(family, fields, "query_pre_attn_scalar")
+    return 1 / math.sqrt(head_dim if scalar is None else scalar)
+
+
+def _read_embedding_scale(family: Family, fields: JsonFields, hidden_size: int) -> float:
+    if family.scales_embedding:
+        return math.sqrt(hidden_size)
+    return _optional(family, fields, "embedding_multiplier") or 1.0
+
+
+def _optional(family: Family, fields: JsonFields, name: str) -> float | None:
+    return fields.optional_number(name) if name in family.fields else None
+
+
+def _read_flag(flag: bool | str, fields: JsonFields) -> bool:
+    return fields.flag(flag, False) if isinstance(flag, str) else flag
+
+
+def _check_heads(config: ModelConfig, fields: JsonFields) -> None:
+    if config.num_heads % config.num_kv_heads:
+        expected = f"must divide num_attention_heads ({config.num_heads})"
+        raise fields.wrong("num_key_value_heads", expected)
+    if config.head_dim % 2:
+        raise fields.wrong("head_dim", "must be even")
+    for rope in config.ropes:
+        for name in ("short_factor", "long_factor"):
+            factors = rope.short_factors if name == "short_factor" else rope.long_factors
+            if rope.kind == "longrope" and len(factors) != config.rotary_dim // 2:
+                raise ModelError(
+                    f"{fields.where}: {name!r} has {len(factors)} numbers; "
+                    f"it must have {config.rotary_dim // 2}"
+                )
+
+
+def _read_dtype(fields: JsonFields) -> str:
+    # transformers 5 writes `dtype`, earlier ones `torch_dtype`.
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    if not fields.has(name):
+        return "float32"
+    if fields.get(name) not in ("float32", "bfloat16", "float16"):
+        raise fields.wrong(name, "must be float32, bfloat16 or float16")
+    return str(fields.get(name))

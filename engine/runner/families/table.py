@@ -1,0 +1,332 @@
+"""Model families, one entry per architecture of config.json.
+
+A family that combines known parts needs an entry here and a variant in the golden tests
+(`tests/support/models.py`); see docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engine.runner.families.family import Family, TensorNames
+from engine.runner.families.layer_types import (
+    chunks_with_rope,
+    dense_at_first,
+    dense_of_step,
+    dense_outside_listed,
+    full_every,
+    window_everywhere,
+    window_from_layer,
+)
+from engine.runner.families.mixtures import (
+    GRANITE_EXPERTS,
+    LLAMA4_EXPERTS,
+    MIXTRAL_EXPERTS,
+    OPENAI_EXPERTS,
+    QWEN_EXPERTS,
+    SHARED_EXPERTS,
+    SHARED_GATED_EXPERTS,
+    glm4_moe,
+    gpt_oss_moe,
+    granite_moe,
+    llama4_moe,
+    llama4_temperature,
+    ministral_temperature,
+    mixtral_moe,
+    olmoe_moe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from engine.runner.model.config import Activation, QkNorm
+
+PLAIN = TensorNames()
+SANDWICH = TensorNames(
+    attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+POST_NORM = TensorNames(
+    input_norm="",
+    attention_norm="post_attention_layernorm",
+    mlp_norm="",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+FUSED_MLP = TensorNames(gate_up=("mlp.gate_up_proj",))
+LLAMA4 = TensorNames(
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    experts=LLAMA4_EXPERTS,
+)
+GEMMA_FIELDS = frozenset(
+    {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_bias"}
+)
+GRANITE_FIELDS = frozenset(
+    {
+        "attention_bias",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    }
+)
+BIAS = frozenset({"attention_bias"})
+PARTIAL = frozenset({"partial_rotary_factor"})
+EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
+
+
+def _wrapped(names: TensorNames) -> TensorNames:
+    """Return the names within a model that also takes images."""
+    return replace(
+        names,
+        models=("model.language_model", "language_model.model", "model"),
+        heads=("lm_head", "language_model.lm_head", "lm_head"),
+        ignored=(
+            "visual.",
+            "model.visual.",
+            "vision_tower.",
+            "model.vision_tower.",
+            "vision_model.",
+            "multi_modal_projector.",
+            "model.multi_modal_projector.",
+        ),
+    )
+
+
+def _gemma3(names: TensorNames, *, has_text_config: bool) -> Family:
+    return Family(
+        names=names,
+        fields=GEMMA_FIELDS,
+        defaults={
+            "head_dim": 256,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+            "hidden_activation": Activation.GELU_TANH.value,
+        },
+        layer_types=full_every(6),
+        qk_norm=QkNorm.HEAD,
+        norm_weight_offset=1.0,
+        norm_rounds_once=True,
+        activation=Activation.GELU_TANH,
+        has_local_rope=True,
+        scales_embedding=True,
+        has_text_config=has_text_config,
+    )
+
+
+def _qwen2(names: TensorNames, *, has_text_config: bool) -> Family:
+    return Family(
+        names=names,
+        layer_types=window_from_layer,
+        defaults={"sliding_window": 4096},
+        has_qkv_bias=True,
+        has_output_bias=False,
+        has_text_config=has_text_config,
+    )
+
+
+def _qwen3(names: TensorNames, *, has_text_config: bool) -> Family:
+    return Family(
+        names=names,
+        fields=BIAS,
+        layer_types=window_from_layer,
+        defaults={"head_dim": 128, "sliding_window": 4096},
+        qk_norm=QkNorm.HEAD,
+        has_text_config=has_text_config,
+    )
+
+
+def _mistral(*, has_text_config: bool, names: TensorNames = PLAIN) -> Family:
+    return Family(
+        names=names,
+        layer_types=window_everywhere,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_text_config=has_text_config,
+        temperature=ministral_temperature,
+    )
+
+
+def _glm(names: TensorNames) -> Family:
+    return Family(
+        names=names,
+        fields=BIAS | PARTIAL,
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        is_rope_interleaved=True,
+        has_output_bias=False,
+    )
+
+
+def _llama4(names: TensorNames, *, has_text_config: bool) -> Family:
+    return Family(
+        names=names,
+        fields=EXPERTS | BIAS | {"no_rope_layers", "use_qk_norm", "attention_chunk_size"},
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8192,
+            "rope_theta": 500_000.0,
+            "max_position_embeddings": 131_072,
+        },
+        layer_types=chunks_with_rope,
+        qk_norm=QkNorm.UNWEIGHTED,
+        is_rope_interleaved=True,
+        has_text_config=has_text_config,
+        moe=llama4_moe,
+        dense_layers=dense_outside_listed,
+        dense_size="intermediate_size_mlp",
+        temperature=llama4_temperature,
+    )
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(fields=BIAS | {"mlp_bias"}),
+    "MistralForCausalLM": _mistral(has_text_config=False),
+    "Mistral3ForConditionalGeneration": _mistral(has_text_config=True, names=_wrapped(PLAIN)),
+    "Ministral3ForCausalLM": _mistral(has_text_config=False),
+    "Qwen2ForCausalLM": _qwen2(PLAIN, has_text_config=False),
+    "Qwen2_5_VLForConditionalGeneration": _qwen2(_wrapped(PLAIN), has_text_config=True),
+    "Qwen3ForCausalLM": _qwen3(PLAIN, has_text_config=False),
+    "Qwen3VLForConditionalGeneration": _qwen3(_wrapped(PLAIN), has_text_config=True),
+    "Gemma2ForCausalLM": Family(
+        names=SANDWICH,
+        fields=GEMMA_FIELDS,
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "hidden_activation": Activation.GELU_TANH.value,
+        },
+        layer_types=full_every(2),
+        norm_weight_offset=1.0,
+        norm_rounds_once=True,
+        activation=Activation.GELU_TANH,
+        scales_embedding=True,
+    ),
+    "Gemma3ForCausalLM": _gemma3(SANDWICH, has_text_config=False),
+    "Gemma3ForConditionalGeneration": _gemma3(_wrapped(SANDWICH), has_text_config=True),
+    "Phi3ForCausalLM": Family(
+        names=replace(FUSED_MLP, qkv=("self_attn.qkv_proj",)),
+        fields=PARTIAL,
+        layer_types=window_everywhere,
+        has_qkv_bias=False,
+        has_output_bias=False,
+    ),
+    "GlmForCausalLM": _glm(FUSED_MLP),
+    "Glm4ForCausalLM": _glm(
+        replace(
+            FUSED_MLP,
+            attention_norm="post_self_attn_layernorm",
+            mlp_output_norm="post_mlp_layernorm",
+        )
+    ),
+    "GraniteForCausalLM": Family(fields=GRANITE_FIELDS | {"mlp_bias"}),
+    "Olmo2ForCausalLM": Family(
+        names=POST_NORM,
+        fields=BIAS,
+        qk_norm=QkNorm.ALL_HEADS,
+        norm_rounds_once=True,
+    ),
+    "Olmo3ForCausalLM": Family(
+        names=POST_NORM,
+        fields=BIAS,
+        defaults={"sliding_window": 4096, "rope_theta": 500_000.0},
+        layer_types=full_every(4),
+        qk_norm=QkNorm.ALL_HEADS,
+        norm_rounds_once=True,
+        has_local_rope=True,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        fields=BIAS | {"mlp_bias", "no_rope_layers"},
+        defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        layer_types=window_from_layer,
+    ),
+    "SeedOssForCausalLM": Family(
+        fields=BIAS | {"mlp_bias", "attention_out_bias"},
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
+        has_output_bias="attention_out_bias",
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        names=TensorNames(experts=SHARED_GATED_EXPERTS),
+        fields=EXPERTS | {"qkv_bias"},
+        defaults={"sliding_window": 4096, "qkv_bias": True},
+        layer_types=window_from_layer,
+        has_qkv_bias="qkv_bias",
+        has_output_bias=False,
+        moe=qwen2_moe,
+        dense_layers=dense_of_step,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        names=TensorNames(experts=QWEN_EXPERTS),
+        fields=EXPERTS | BIAS,
+        layer_types=window_from_layer,
+        qk_norm=QkNorm.HEAD,
+        moe=qwen3_moe,
+        dense_layers=dense_of_step,
+    ),
+    "MixtralForCausalLM": Family(
+        names=TensorNames(experts=MIXTRAL_EXPERTS),
+        fields=EXPERTS,
+        defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
+        layer_types=window_everywhere,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        moe=mixtral_moe,
+    ),
+    "OlmoeForCausalLM": Family(
+        names=TensorNames(experts=QWEN_EXPERTS),
+        fields=EXPERTS | BIAS,
+        qk_norm=QkNorm.ALL_HEADS,
+        moe=olmoe_moe,
+    ),
+    "GraniteMoeForCausalLM": Family(
+        names=TensorNames(experts=GRANITE_EXPERTS),
+        fields=EXPERTS | GRANITE_FIELDS,
+        moe=granite_moe,
+    ),
+    "GptOssForCausalLM": Family(
+        names=TensorNames(experts=OPENAI_EXPERTS),
+        fields=EXPERTS | BIAS,
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rope_theta": 150_000.0,
+        },
+        layer_types=full_every(2),
+        norm_rounds_once=True,
+        activation=Activation.CLAMPED_SWIGLU,
+        has_sinks=True,
+        moe=gpt_oss_moe,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        names=TensorNames(experts=SHARED_EXPERTS),
+        fields=EXPERTS | BIAS | PARTIAL | {"use_qk_norm"},
+        defaults={"head_dim": 128, "partial_rotary_factor": 0.5, "num_key_value_heads": 8},
+        qk_norm="use_qk_norm",
+        has_output_bias=False,
+        moe=glm4_moe,
+        dense_layers=dense_at_first,
+    ),
+    "Llama4ForCausalLM": _llama4(LLAMA4, has_text_config=False),
+    "Llama4ForConditionalGeneration": _llama4(_wrapped(LLAMA4), has_text_config=True),
+}
