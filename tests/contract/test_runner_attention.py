@@ -14,12 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner.attention.paged_attention import PagedAttention, TorchPagedAttention
+from engine.runner.attention.paged_attention import (
+    LayerAttention,
+    PagedAttention,
+    TorchPagedAttention,
+)
 from engine.runner.kernels.native import NativePagedAttention
 from engine.runner.layout import PassLayout
 from tests.support.kernels import kernels_by_variant
 
-MakeAttention = Callable[[Tensor, Sequence[int | None]], PagedAttention]
+MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
 ALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -100,7 +104,8 @@ class World:
 
     def attend(self, make: MakeAttention) -> list[Tensor]:
         """Return the outputs by layer, in the order in which the model calls attention."""
-        running = make(self.kv, self.shape.windows).begin(self.layout())
+        layers = [LayerAttention(self.shape.head_dim**-0.5, w) for w in self.shape.windows]
+        running = make(self.kv, layers).begin(self.layout())
         answers = []
         for layer in range(self.shape.num_layers):
             running.write(layer, *self._fresh(layer))

@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.runner.attention.paged_attention import LayerAttention
+from engine.runner.families.read_config import read_model_config
 from engine.runner.kernels.choose import TORCH, Parts, native_parts
 from engine.runner.kernels.native import Kernels, NativeOps, NativePagedAttention
 from engine.runner.kernels.native_layers import NativeLayers, native_layers
 from engine.runner.layout import PassLayout
-from engine.runner.model.config import ModelConfig, read_model_config
+from engine.runner.model.config import ModelConfig
 from engine.runner.model.decoder import Ends
 from engine.runner.model.layers import Layer, Layers, UnfusedLayers
-from engine.runner.model.rope import Rope
-from engine.runner.weights.decoder_loading import LoadTarget, load_decoder
+from engine.runner.model.rope import Ropes
+from engine.runner.weights.decoder_loading import LoadTarget, attention_of, load_decoder
 from engine.runner.weights.safetensors import WeightFiles
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
@@ -63,16 +65,17 @@ def passes_through(
     config = read_model_config(folder)
     with WeightFiles(folder) as files:
         decoder = load_decoder(config, files, LoadTarget(dtype, CPU, parts, quantize))
+        attention_layers = attention_of(config, files, CPU)
     shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     kv = torch.zeros(shape, dtype=dtype)
-    attention = parts.make_attention(kv, config.sliding_windows)
-    rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, CPU, kv.dtype)
+    attention = parts.make_attention(kv, attention_layers)
+    ropes = Ropes(config, CPU, kv.dtype)
     generator = torch.Generator().manual_seed(1)
     found = []
     for sequences, asked in zip(PASSES, ASKED, strict=True):
         layout = layout_of(sequences)
         token_ids = torch.randint(config.vocab_size, layout.positions.shape, generator=generator)
-        angles = rope.angles(torch.from_numpy(layout.positions), None)
+        angles = ropes.angles(torch.from_numpy(layout.positions), None)
         ends = None
         if are_ends_alone:
             of_ends = np.array(asked, dtype=np.int64)
@@ -119,8 +122,8 @@ def test_every_build_takes_layers_in_one_call(kernels: Kernels, tmp_path: Path) 
     folder = make_model_folder(tmp_path, VARIANTS["qwen3-bf16"])
     made: list[Layers] = []
 
-    def make_attention(kv: Tensor, windows: Sequence[int | None]) -> NativePagedAttention:
-        return NativePagedAttention(kernels, kv, windows)
+    def make_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> NativePagedAttention:
+        return NativePagedAttention(kernels, kv, layers)
 
     def make_layers(config: ModelConfig, layers: Sequence[Layer]) -> Layers:
         made.append(native_layers(kernels, config, layers))

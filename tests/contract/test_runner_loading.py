@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.model_folder import GenerationDefaults, read_generation_defaults, resolve_model_folder
 from engine.runner.attention.kv_tensor import free_bytes, num_blocks_within
+from engine.runner.families.read_config import read_model_config
 from engine.runner.load import RunnerConfig, load_runner
-from engine.runner.model.config import ModelConfig, RopeConfig, read_model_config
+from engine.runner.model.config import ModelConfig, RopeConfig
 from engine.runner.model_info import LoadProgress
 from errors import InvalidConfig, ModelError
 from tests.support.models import VARIANTS, make_model_folder
@@ -132,9 +133,13 @@ def test_the_asked_dtype_is_that_of_the_cache(folder: Path, dtype: str) -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"dtype": "float8"}, "dtype.*float8"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type.*longrope"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type.*spiral"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "factor.*missing"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping.*30"),
+        ({"num_local_experts": 4}, "num_local_experts.*4"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor.*0.5"),
     ],
     ids=str,
 )
@@ -279,7 +284,7 @@ def config_of(at: Path, **change: Any) -> ModelConfig:
 def test_both_spellings_of_rope_are_read(
     tmp_path: Path, fields: Mapping[str, Any], rope: RopeConfig
 ) -> None:
-    assert config_of(tmp_path, **fields).rope == rope
+    assert config_of(tmp_path, **fields).ropes == (rope,)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +319,9 @@ def test_both_spellings_of_rope_are_read(
 def test_sliding_windows_by_layer(
     tmp_path: Path, fields: Mapping[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert config_of(tmp_path, **fields).sliding_windows == windows
+    layers = config_of(tmp_path, **fields).layers
+
+    assert tuple(layer.window for layer in layers) == windows
 
 
 @pytest.mark.parametrize(

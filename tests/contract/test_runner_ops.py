@@ -21,7 +21,7 @@ from engine.runner.kernels.build import (
 )
 from engine.runner.kernels.choose import TORCH, choose_parts
 from engine.runner.kernels.native import Kernels, NativeOps
-from engine.runner.model.ops import TorchOps
+from engine.runner.model.ops import Gate, Norm, TorchOps
 from engine.runner.weights.quantize import Quantize, Quantized, to_int4, to_int8
 from errors import InvalidConfig
 from tests.support.kernels import kernels_by_variant
@@ -267,11 +267,11 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
     # A part of a wider tensor, as queries and keys are.
     heads = drawn(seed, num_tokens, num_heads + 2, size)[:, 1 : 1 + num_heads]
     angles = drawn(seed + 1, num_tokens, 1, size), drawn(seed + 2, num_tokens, 1, size)
-    norm = drawn(seed + 3, size) if has_norm else None
+    norm = Norm(drawn(seed + 3, size), EPSILON) if has_norm else None
 
-    rotated = NativeOps(kernels).apply_rope(heads, norm, EPSILON, angles)
+    rotated = NativeOps(kernels).apply_rope(heads, norm, angles)
 
-    assert is_near(rotated, REFERENCE.apply_rope(heads, norm, EPSILON, angles))
+    assert is_near(rotated, REFERENCE.apply_rope(heads, norm, angles))
 
 
 @each_variant
@@ -280,14 +280,12 @@ def test_heads_are_normed_and_turned_as_torch_does_it(
 def test_norms_and_gates_are_those_of_torch(
     kernels: Kernels, num_tokens: int, size: int, scale: float
 ) -> None:
-    activations, weight = drawn(5, num_tokens, size) * scale, drawn(6, size)
+    activations, norm = drawn(5, num_tokens, size) * scale, Norm(drawn(6, size), EPSILON)
     gate_up = drawn(7, num_tokens, 2 * size) * scale
     ops = NativeOps(kernels)
 
-    assert is_near(
-        ops.rms_norm(activations, weight, EPSILON), REFERENCE.rms_norm(activations, weight, EPSILON)
-    )
-    found, wanted = ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)
+    assert is_near(ops.rms_norm(activations, norm), REFERENCE.rms_norm(activations, norm))
+    found, wanted = ops.apply_gate(gate_up, Gate()), REFERENCE.apply_gate(gate_up, Gate())
     assert torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=2**-7 * scale)
 
 
@@ -302,7 +300,7 @@ def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     for answer in (
         plain(activations),
         whole(activations),
-        ops.rms_norm(activations, drawn(10, 64), EPSILON),
+        ops.rms_norm(activations, Norm(drawn(10, 64), EPSILON)),
     ):
         assert answer.isnan().any(dim=1).tolist() == [False, True, False]
 

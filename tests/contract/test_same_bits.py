@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.request import RequestId
+from engine.runner.attention.paged_attention import LayerAttention
 from engine.runner.kernels.native import Kernels, NativePagedAttention
 from engine.runner.layout import PassLayout
 from engine.runner.load import RunnerConfig, load_runner
@@ -70,7 +71,9 @@ class Sequences:
     def attended(self, kernels: Kernels, window: int | None, cut: Cut) -> list[Tensor]:
         """Return the outputs of each sequence, computed in passes of the given size."""
         kv = torch.full(self._shape, torch.nan, dtype=torch.bfloat16)
-        attention = NativePagedAttention(kernels, kv, [window])
+        attention = NativePagedAttention(
+            kernels, kv, [LayerAttention(kv.shape[-1] ** -0.5, window)]
+        )
         computed = [0] * len(self._lengths)
         answers = [torch.empty_like(queries) for queries in self._queries]
         while any(self._left(computed)):
@@ -248,7 +251,7 @@ def test_tokens_and_logprobs_are_the_same_for_any_chunks_any_batch_and_when_reco
 
 def test_the_angles_of_dynamic_rope_do_not_depend_on_how_many_are_asked_for() -> None:
     scaling = RopeConfig(kind="dynamic", factor=4.0)
-    rope = Rope(scaling, 64, 128, torch.device("cpu"), torch.float32)
+    rope = Rope(scaling, 64, 64, 128, torch.device("cpu"), torch.float32)
     positions, seen = torch.arange(700), torch.arange(1, 701)
 
     whole = rope.angles(positions, seen)

@@ -18,7 +18,8 @@ class Ropes:
     """Computes the angles of all RoPEs of a model, once per pass for all layers."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._ropes = [Rope(rope, config, device, dtype) for rope in config.ropes]
+        sizes = config.head_dim, config.rotary_dim, config.max_position_embeddings
+        self._ropes = [Rope(rope, *sizes, device, dtype) for rope in config.ropes]
         self.depends_on_length = config.depends_on_length
 
     def angles(self, positions: Tensor, seen_lens: Tensor | None) -> tuple[Angles, ...]:
@@ -35,14 +36,20 @@ class Rope:
     """
 
     def __init__(
-        self, rope: RopeConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        self._config = rope
-        self._rotary_dim = config.rotary_dim
-        self._num_unrotated = (config.head_dim - config.rotary_dim) // 2  # in half a head
-        self._trained_len = config.max_position_embeddings
+        self._config = config
+        self._rotary_dim = rotary_dim
+        self._num_unrotated = (head_dim - rotary_dim) // 2  # in half a head
+        self._trained_len = max_position_embeddings
         self._dtype = dtype
-        frequencies, self._scale = _frequencies(rope, config.rotary_dim)
+        frequencies, self._scale = _frequencies(config, rotary_dim)
         self._frequencies = frequencies.to(device)
         self._table: Angles | None = None  # of the positions from 0 on
 
