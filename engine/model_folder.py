@@ -140,6 +140,10 @@ class JsonFields:
         """Return these fields, with the default of each field that is missing."""
         return JsonFields(self.where, {**defaults, **self._fields})
 
+    def with_fields(self, fields: Mapping[str, object]) -> JsonFields:
+        """Return these fields, some of them replaced."""
+        return JsonFields(self.where, {**self._fields, **fields})
+
     def wrong(self, name: str, expected: str) -> ModelError:
         found = self._fields.get(name)
         state = "is missing" if found is None else f"is {found!r}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.set_verbosity_error()
@@ -35,6 +35,8 @@ class Variant:
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_sharded: bool = False
     dtype: str = "float32"
+    model_class: str = ""  # by default {family}ForCausalLM
+    vision: Mapping[str, Any] | None = None  # of a model that also takes images
 
 
 SMALL: Mapping[str, Any] = {
@@ -130,7 +132,9 @@ def save_tokenizer(folder: Path) -> None:
 @cache
 def reference(folder: Path) -> Any:
     """Return the model as loaded by transformers."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    loader = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
+    return loader.from_pretrained(folder, dtype="auto").eval()
 
 
 def reference_greedy(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -163,7 +167,9 @@ def reference_logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 def fresh_rope(model: Any) -> Any:
     """Reset a dynamic rope, which otherwise keeps the longest sequence length it has seen."""
-    rope = model.model.rotary_emb
+    rope = getattr(getattr(model, "model", None), "rotary_emb", None)
+    if not hasattr(rope, "original_inv_freq"):
+        return model
     rope.inv_freq.data = rope.original_inv_freq.clone()
     rope.max_seq_len_cached = rope.original_max_seq_len
     return model
@@ -177,21 +183,30 @@ def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
 
 
 def _new_model(variant: Variant, seed: int) -> Any:
-    config = getattr(transformers, f"{variant.family}Config")(**{**SMALL, **variant.settings})
+    settings = {**SMALL, **variant.settings}
+    name, ending = variant.family, "ForCausalLM"
+    if variant.vision is not None:
+        settings = {"text_config": settings, "vision_config": dict(variant.vision)}
+        ending = "ForConditionalGeneration"
+    config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{variant.family}ForCausalLM")(config)
-    _make_norms_and_biases_count(model)
+    model = getattr(transformers, variant.model_class or name + ending)(config)
+    _make_all_parameters_count(model)
     return model.to(getattr(torch, variant.dtype))
 
 
-def _make_norms_and_biases_count(model: Any) -> None:
-    # They start as ones and zeros, and a loader that mixed them up would not show.
+def _make_all_parameters_count(model: Any) -> None:
+    # Some start as ones, zeros or uninitialised, and a loader that mixed them up would not show.
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            if name.endswith(".bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
+            if (".experts." in name and parameter.ndim == 3) or name.endswith("router.weight"):
+                parameter.copy_(torch.randn_like(parameter) * 0.25)
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(torch.randn_like(parameter) * 0.25)
 
 
 def _write_tokenizer_config(folder: Path) -> None:

@@ -54,14 +54,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     family = FAMILIES[name]
     fields = raw
     if family.has_text_config and raw.has("text_config"):
-        fields = raw.inner("text_config").with_defaults(_shared_fields(raw))
+        fields = raw.inner("text_config").with_fields(_outer_fields(raw))
     fields = fields.with_defaults(family.defaults)
     _check_fields(fields, family)
     return _read(name, family, fields, raw)
 
 
-def _shared_fields(raw: JsonFields) -> dict[str, object]:
-    """Return the fields that some folders have outside of `text_config` only."""
+def _outer_fields(raw: JsonFields) -> dict[str, object]:
+    """Return the fields outside of `text_config` that hold for the text model, too."""
     names = ("dtype", "torch_dtype", "tie_word_embeddings")
     return {name: raw.get(name) for name in names if raw.has(name)}
 

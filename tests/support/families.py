@@ -1,0 +1,182 @@
+"""A small model of each family, for golden tests. See `Variant` in tests/support/models.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.support.models import Variant
+
+MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+# With tied and scaled embeddings, a random model repeats its last token.
+UNTIED = {"tie_word_embeddings": False}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+IMAGES = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+PROJECTED = {
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+
+
+def _rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+# The windows and chunks are shorter than the prompts of the tests.
+DENSE: Mapping[str, Variant] = {
+    "gemma2": Variant(
+        "Gemma2",
+        {**UNTIED, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3": Variant(
+        "Gemma3Text",
+        {
+            **UNTIED,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            },
+        },
+        model_class="Gemma3ForCausalLM",
+    ),
+    "phi3": Variant("Phi3", {"sliding_window": 24}),
+    "phi4-mini": Variant(
+        "Phi3",
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 256,
+            **_rope(
+                "longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0 + i / 10 for i in range(6)],
+                long_factor=[2.0 + i / 3 for i in range(6)],
+            ),
+        },
+    ),
+    "glm": Variant("Glm", {"head_dim": 32}),
+    "glm4": Variant("Glm4", {"head_dim": 32}),
+    "granite": Variant("Granite", MULTIPLIERS),
+    "olmo2": Variant("Olmo2"),
+    "olmo3": Variant("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
+    "smollm3": Variant("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    "seed-oss": Variant("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
+    "ministral3": Variant(
+        "Ministral3",
+        {
+            "head_dim": 32,
+            **_rope(
+                "yarn",
+                factor=8.0,
+                original_max_position_embeddings=64,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                llama_4_scaling_beta=0.3,
+            ),
+        },
+    ),
+}
+EXPERTS: Mapping[str, Variant] = {
+    "qwen2-moe": Variant(
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "qwen3-moe": Variant(
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": Variant("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": Variant("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    "granite-moe": Variant(
+        "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, **MULTIPLIERS}
+    ),
+    "gpt-oss": Variant(
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            **_rope("yarn", factor=8.0, original_max_position_embeddings=64, truncate=False),
+        },
+    ),
+    "glm4-moe": Variant(
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "llama4": Variant(
+        "Llama4Text",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 80,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 24,
+            "floor_scale": 16,
+            "num_hidden_layers": 4,
+        },
+        model_class="Llama4ForCausalLM",
+    ),
+}
+# Text models within models that also take images.
+WRAPPED: Mapping[str, Variant] = {
+    "gemma3-vision": Variant("Gemma3", DENSE["gemma3"].settings, vision={**VISION, **IMAGES}),
+    "mistral3": Variant(
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        vision={"model_type": "pixtral", "head_dim": 8, **VISION, **IMAGES},
+    ),
+    "qwen2.5-vl": Variant(
+        "Qwen2_5_VL", _rope("default", mrope_section=[2, 3, 3]), vision=QWEN_VISION
+    ),
+    "qwen3-vl": Variant(
+        "Qwen3VL",
+        {"head_dim": 32, **_rope("default", mrope_section=[6, 5, 5], mrope_interleaved=True)},
+        vision={**QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+    "llama4-vision": Variant(
+        "Llama4", EXPERTS["llama4"].settings, vision={**VISION, **IMAGES, **PROJECTED}
+    ),
+}
+FAMILY_VARIANTS: Mapping[str, Variant] = {**DENSE, **EXPERTS, **WRAPPED}
