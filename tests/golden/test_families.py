@@ -69,7 +69,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
     folder = family_folder(name)
     assert batched == [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
-    assert len(set(batched[0])) > NUM_TOKENS // 8
+    assert len(set(batched[0])) > NUM_TOKENS // 16
 
 
 @each_family
