@@ -15,7 +15,7 @@ from dataclasses import fields
 
 from engine.errors import PassHookFailed
 from engine.plan import Plan, Runner, RunResult
-from engine.request import RequestId
+from engine.request import Failure, FailureCause, RequestId
 from engine.scheduler.scheduler import Scheduler
 
 # If this many rows fail one after the other, with no success in between, the rows are not at
@@ -94,7 +94,8 @@ class Containment:
         if self._num_crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
             raise failure
         log.error("request %s ends: a pass of it alone fails", request_id, exc_info=error)
-        result.crashes[request_id] = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        result.failures[request_id] = Failure(reason, FailureCause.PASS)
 
 
 def _halves(request_ids: Sequence[RequestId]) -> list[Sequence[RequestId]]:

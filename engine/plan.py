@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.request import RequestId
+from engine.request import Failure, RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
@@ -72,9 +72,7 @@ class RunResult:
     logprobs: dict[RequestId, list[TokenLogprobs]] = field(default_factory=dict)
     # Logprobs of the prompt tokens scheduled in this step; None for the first of a prompt.
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
-    errors: dict[RequestId, str] = field(default_factory=dict)  # instead of a token
-    refusals: dict[RequestId, str] = field(default_factory=dict)  # errors caused by the request
-    crashes: dict[RequestId, str] = field(default_factory=dict)  # rows that failed a whole pass
+    failures: dict[RequestId, Failure] = field(default_factory=dict)  # instead of a token
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
 

@@ -63,7 +63,8 @@ class RecordedCall(CallTrace):
         self._timeline.num_output_tokens = output.first_index + len(output.token_ids)
         if output.finish_reason in FAILED:
             outcome, kind, code = FAILED[output.finish_reason]
-            self.failed = End(time.monotonic(), outcome, kind, output.error or "", code)
+            reason = "" if output.failure is None else output.failure.reason
+            self.failed = End(time.monotonic(), outcome, kind, reason, code)
         elif output.finish_reason not in (None, FinishReason.HANDED_OFF):
             self.is_finished = True
 

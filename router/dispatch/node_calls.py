@@ -200,7 +200,7 @@ def failure_kind(remote: RemoteError) -> FailureKind:
 def _parse_output(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
     output = output_from(message, request_id)
     if output.finish_reason is FinishReason.ERROR:
-        raise GenerationFailed(output.error or "the engine gave no reason")
+        raise GenerationFailed(message.error or "the engine gave no reason")
     if output.finish_reason is FinishReason.ABORT:
         raise NodeFailed("the node aborted the request")
     return output

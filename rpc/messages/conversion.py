@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from baton.v1 import node_pb2, sampling_pb2
 from engine.extra_args import parse_argument
-from engine.request import FinishReason, Output, RequestId
+from engine.request import Failure, FinishReason, Output, RequestId
 from engine.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from kv_transfer.protocol.messages import Fingerprint
@@ -180,7 +180,7 @@ def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
         prompt_logprobs=prompt_logprobs_from(message.prompt_logprobs),
         finish_reason=FINISH_FROM_MESSAGE[message.finish_reason],
         stop_token_id=present(message, "stop_token_id", message.stop_token_id),
-        error=message.error or None,
+        failure=Failure(message.error) if message.error else None,
         first_prompt_index=message.first_prompt_index,
     )
 
@@ -193,7 +193,7 @@ def output_to(output: Output) -> node_pb2.TokenOutput:
         prompt_logprobs=prompt_logprobs_to(output.prompt_logprobs),
         finish_reason=FINISH_TO_MESSAGE[output.finish_reason],
         stop_token_id=output.stop_token_id,
-        error=output.error or "",
+        error="" if output.failure is None else output.failure.reason,
         first_prompt_index=output.first_prompt_index,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import RequestId
+from engine.request import Failure, FailureCause, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_runner import TorchRunner
 from engine.runner.sampling.sampler import GRAMMAR_TOKENS_FORBIDDEN
@@ -194,7 +194,7 @@ def test_a_form_that_the_other_settings_forbid_ends_with_their_names(
 
     driver(runner).run(asked)
 
-    assert asked.refusal == GRAMMAR_TOKENS_FORBIDDEN
+    assert asked.failure == Failure(GRAMMAR_TOKENS_FORBIDDEN, FailureCause.REQUEST)
 
 
 def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(
@@ -206,8 +206,9 @@ def test_tokens_from_elsewhere_that_do_not_fit_end_that_request_alone(
 
     driver(runner).run(bad, good)
 
-    assert bad.refusal is not None
-    assert good.refusal is None
+    assert bad.failure is not None
+    assert bad.failure.cause is FailureCause.REQUEST
+    assert good.failure is None
     assert good.outputs == driver(runner).run(drive(library, FORMS["regex"]))[0]
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.core import EngineCore, NoKvWorker
 from engine.errors import PassHookFailed
 from engine.plan import Plan, PlanRow, RunResult
-from engine.request import EngineRequest, Output, RequestId
+from engine.request import EngineRequest, Failure, FailureCause, Output, RequestId
 from engine.runner.load import RunnerConfig, load_runner
 from engine.runner.model_info import NO_LAYER, KvMemory
 from engine.runner.model_runner import TorchRunner
@@ -139,7 +139,7 @@ def test_a_request_of_nan_ends_alone(poisoned_folder: Path) -> None:
         together = driver(runner).run(*drives)
 
     assert POISON not in {token for answer in together for token in answer}
-    assert [each.error for each in drives] == [None, NOT_FINITE, None]
+    assert [each.failure for each in drives] == [None, Failure(NOT_FINITE), None]
     assert together == [alone[0], [], alone[1]]
 
 
@@ -163,7 +163,7 @@ def test_prompt_logprobs_of_nan_are_an_error_too(poisoned_folder: Path) -> None:
     with load(poisoned_folder) as runner:
         driver(runner).run(asked)
 
-    assert asked.error == NOT_FINITE
+    assert asked.failure == Failure(NOT_FINITE)
 
 
 def test_a_plan_that_schedules_nothing_gives_nothing(folder: Path) -> None:
@@ -281,7 +281,9 @@ def test_a_pass_that_one_request_breaks_is_run_again_without_it(
         expected = answers(engine_of(runner), good)
         found = answers(engine_of(runner), [good[0], bad, *good[1:]])
 
-    assert [output.has_crashed for output in found.pop("bad")] == [True]
+    (failed,) = found.pop("bad")
+    assert failed.failure is not None
+    assert failed.failure.cause is FailureCause.PASS
     for name, outputs in expected.items():
         its_own = found[name]
         assert [t for o in its_own for t in o.token_ids] == [

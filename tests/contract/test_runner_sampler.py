@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
+from engine.request import Failure, FailureCause
 from engine.runner.input_batch import TokenRun
 from engine.runner.sampling import sampler as sampler_module
 from engine.runner.sampling.constraints import constrain
@@ -22,8 +23,8 @@ from engine.runner.sampling.randomness import exponential_numbers
 from engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
     NOT_FINITE,
+    Choice,
     Sampler,
-    SamplingResult,
 )
 from engine.sampling import SamplingParams
 from tests.support.token_runs import make_run
@@ -47,8 +48,8 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     return torch.randn(*shape, generator=generator) * spread
 
 
-def choose(logits: Tensor, *rows: TokenRun) -> list[int | None]:
-    return [choice.token_id for choice in Sampler(EOS).choose(logits, rows)]
+def choose(logits: Tensor, *rows: TokenRun) -> list[Choice]:
+    return Sampler(EOS).choose(logits, rows)
 
 
 def draw_many(logits: Tensor, num: int, **asked: Any) -> Counter[int]:
@@ -56,7 +57,7 @@ def draw_many(logits: Tensor, num: int, **asked: Any) -> Counter[int]:
     rows = [row(seed=seed, **asked) for seed in range(num)]
     drawn: Counter[int] = Counter()
     for token_id in choose(logits.expand(num, -1), *rows):
-        assert token_id is not None
+        assert isinstance(token_id, int)
         drawn[token_id] += 1
     return drawn
 
@@ -238,7 +239,7 @@ def test_a_choice_depends_on_its_own_row_alone(asked: list[dict[str, Any]], seed
 def test_seed_and_position_decide_the_draw() -> None:
     logits = torch.zeros(1, 5_000)
 
-    def drawn(seed: int, num_known: int) -> int | None:
+    def drawn(seed: int, num_known: int) -> Choice:
         return choose(logits, row([1] * num_known, seed=seed))[0]
 
     assert drawn(1, 5) == drawn(1, 5)
@@ -263,8 +264,8 @@ def test_a_request_that_allows_nothing_is_an_error_of_its_own() -> None:
     choices = Sampler(EOS).choose(logits, [nothing, row(temperature=0.0)])
 
     assert choices == [
-        SamplingResult(None, ALL_TOKENS_FORBIDDEN, is_refused=True),
-        SamplingResult(int(logits[1].argmax())),
+        Failure(ALL_TOKENS_FORBIDDEN, FailureCause.REQUEST),
+        int(logits[1].argmax()),
     ]
 
 
@@ -354,7 +355,7 @@ def test_a_row_that_is_not_finite_is_an_error_and_its_mates_are_not(
 
     choices = Sampler(EOS).choose(logits, rows)
 
-    assert choices == [sound[0], SamplingResult(None, NOT_FINITE), sound[2]]
+    assert choices == [sound[0], Failure(NOT_FINITE), sound[2]]
 
 
 def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
@@ -362,7 +363,7 @@ def test_a_batch_of_nothing_but_broken_rows_is_all_errors() -> None:
 
     choices = Sampler(EOS).choose(logits, [row(), row(temperature=0.0)])
 
-    assert choices == [SamplingResult(None, NOT_FINITE)] * 2
+    assert choices == [Failure(NOT_FINITE)] * 2
 
 
 # --- logprobs --------------------------------------------------------------------------------
@@ -436,7 +437,7 @@ def test_without_a_form_min_tokens_is_never_given_up() -> None:
     asked = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
 
     assert Sampler(EOS).choose(random_logits(1, VOCAB_SIZE), [asked]) == [
-        SamplingResult(None, ALL_TOKENS_FORBIDDEN, is_refused=True)
+        Failure(ALL_TOKENS_FORBIDDEN, FailureCause.REQUEST)
     ]
 
 

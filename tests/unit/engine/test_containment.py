@@ -8,7 +8,7 @@ from engine.containment import MAX_CRASHES_IN_A_ROW
 from engine.core import EngineCore, NoKvWorker
 from engine.errors import EngineStopped, PassHookFailed
 from engine.plan import Plan, Runner, RunResult
-from engine.request import FinishReason, Output, RequestId
+from engine.request import Failure, FailureCause, FinishReason, Output, RequestId
 from kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
@@ -56,8 +56,8 @@ def test_a_pass_that_fails_ends_its_culprits_and_the_others_get_their_tokens(
     for number in range(NUM_REQUESTS):
         (*_, last) = outputs = found[str(number)]
         if number in culprits:
-            assert (last.finish_reason, last.has_crashed) == (FinishReason.ERROR, True)
-            assert last.error == f"Crash: {number}"
+            assert last.finish_reason is FinishReason.ERROR
+            assert last.failure == Failure(f"Crash: {number}", FailureCause.PASS)
         else:
             assert last.finish_reason is FinishReason.LENGTH
             assert tokens(outputs) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)

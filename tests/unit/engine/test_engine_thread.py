@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.engine_thread import Compiler, EngineThread
 from engine.errors import EngineStopped
 from engine.plan import Plan, RunResult
-from engine.request import ClientId, FinishReason, Output, RequestId
+from engine.request import ClientId, Failure, FailureCause, FinishReason, Output, RequestId
 from engine.structured_output.compiler import GrammarCompiler
 from errors import InvalidRequest
 from tests.support.engines import VOCAB_SIZE, a_spec, an_engine
@@ -93,8 +93,9 @@ def test_an_id_that_is_in_use_is_refused_through_the_outputs() -> None:
         refusal = client.last_output()
 
     assert refusal.finish_reason is FinishReason.ERROR
-    assert refusal.error is not None
-    assert "a" in refusal.error
+    assert refusal.failure is not None
+    assert refusal.failure.cause is FailureCause.REQUEST
+    assert "a" in refusal.failure.reason
 
 
 def test_an_aborted_request_ends_and_gives_its_blocks_back() -> None:
@@ -129,6 +130,8 @@ def test_a_bug_tells_every_client_and_takes_no_more_requests() -> None:
         loop.join(PATIENCE_S)
 
         assert told.finish_reason is FinishReason.ERROR
+        assert told.failure is not None
+        assert told.failure.cause is FailureCause.ENGINE_STOPPED
         assert isinstance(loop.failure, ZeroDivisionError)
         with pytest.raises(EngineStopped):
             loop.submit(a_spec("b"))
@@ -150,6 +153,7 @@ def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> No
 
     assert [end.request_id for end in ends] == ["early", "late"]
     assert all(end.finish_reason is FinishReason.ERROR for end in ends)
+    assert [end.failure.cause for end in ends if end.failure] == [FailureCause.ENGINE_STOPPED] * 2
 
 
 def test_every_turn_updates_the_heartbeat() -> None:
@@ -183,8 +187,7 @@ def test_a_grammar_that_cannot_be_had_is_told_as_the_requests_own_fault() -> Non
 
         refusal = client.last_output()
 
-    assert refusal.is_refused
-    assert refusal.error == "it is bad"
+    assert refusal.failure == Failure("it is bad", FailureCause.REQUEST)
 
 
 def test_an_abort_reaches_one_that_waits_for_its_grammar() -> None:

@@ -12,7 +12,15 @@ from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 from baton.generation import Generation, request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.kv_cache.block_hashes import PrefixNaming
-from engine.request import ClientId, EngineRequest, FinishReason, Output, ReceiveKv, RequestId
+from engine.request import (
+    ClientId,
+    EngineRequest,
+    Failure,
+    FinishReason,
+    Output,
+    ReceiveKv,
+    RequestId,
+)
 from engine.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
@@ -202,7 +210,14 @@ def test_sampling_that_cannot_be_sent_is_refused_by_name(wrong: Any) -> None:
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_outputs_survive_the_wire(reason: FinishReason | None) -> None:
     output = Output(
-        RequestId("r#3"), 4, (7, 0), (LOGPROBS, LOGPROBS), (None, LOGPROBS), reason, 0, "why"
+        RequestId("r#3"),
+        4,
+        (7, 0),
+        (LOGPROBS, LOGPROBS),
+        (None, LOGPROBS),
+        reason,
+        0,
+        Failure("why"),
     )
 
     wire = output_to(output).SerializeToString()
