@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-import baton.cluster
+import baton.cluster.child
 from baton.cli.options.telemetry import TRACE_DIR_VARIABLE
 from tests.support.fork_server import ForkServer, can_fork
 
@@ -36,13 +36,13 @@ def _sigint_handler() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_processes(_sigint_handler: None, _trace_dir: None) -> Iterator[None]:
     """Fork the processes of clusters from one server per test process."""
-    server, start_process = ForkServer(), baton.cluster.start_process
+    server, start_process = ForkServer(), baton.cluster.child.start_process
 
     def fork_or_start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         start = server.start_process if can_fork(command, environment) else start_process
         return start(command, environment)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baton.cluster, "start_process", fork_or_start)
+        patch.setattr(baton.cluster.child, "start_process", fork_or_start)
         yield
     server.close()
