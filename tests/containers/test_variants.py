@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.client import Answer, BatonError, Client, Generation, TlsConfig
-from baton.retries import Retries
+from baton.client.retries import Retries
 from engine.sampling import SamplingParams
 from rpc.security.tls import PLAIN
 from tests.containers.compose import ContainerCluster, run

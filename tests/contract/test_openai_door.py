@@ -15,8 +15,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError
-from baton.health import ask
 from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from router.admission.admission_queue import AdmissionQueueConfig

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from baton.client import AsyncClient, Client, Generation
+from baton.client.node_status import NodeStatus
 from baton.cluster import ClusterOptions, LocalCluster
-from baton.node_status import NodeStatus
 from engine.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from baton.interruptible_stream import stream_interruptibly
+from baton.client.interruptible_stream import stream_interruptibly
 from benchmarks.processes import defer_signals, external_process
 
 TIMEOUT_S = 60.0

@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 
-from baton.generation import Answer, Finish, Generation, Served
+from baton.client.generation import Answer, Finish, Generation, Served
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,
     Fault,

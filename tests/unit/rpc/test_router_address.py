@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from grpc import StatusCode
 
+from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError, Client
-from baton.health import ask
 from errors import InvalidConfig
 from rpc.router_address import router_target, unreachable
 from rpc.security.tls import PLAIN

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
+from baton.client.node_status import NodeRates, NodeStatus, Snapshot, rates_between, statuses_from
 from router.cluster_servicer import report_to
 from router.discovery.node_registry import NodeAvailability, roster
 from router.discovery.sources import Member

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 
-from baton.generation import Generation, request_from
+from baton.client.generation import Generation
+from baton.client.messages import request_from
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from engine.kv_cache.block_hashes import PrefixNaming
 from engine.request import (

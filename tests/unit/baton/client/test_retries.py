@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
-from baton.retries import Retries
+from baton.client.retries import Retries
 from errors import InvalidConfig
 from rpc.status import RemoteError
 
