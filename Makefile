@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := $(VENV)/.stubs
 PYTEST := $(BIN)/python -m pytest
-CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.c')
+CPP_FILES = $(shell find benchmarks engine tools -name '*.cpp' -o -name '*.h' -o -name '*.c')
 # Test runs start hundreds of processes, which should share compiled bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
