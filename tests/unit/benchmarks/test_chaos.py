@@ -144,7 +144,7 @@ def test_tries_of_routers_that_are_gone_count_as_well() -> None:
 
 
 def injected(kind: FaultKind, role: TargetRole, at_s: float, recovered_s: float) -> InjectedFault:
-    fault = Fault(0, at_s, kind, role, 0, Phase.ASKED, 1.0)
+    fault = Fault(0, at_s, kind, role, 0, Phase.SENT, 1.0)
     return InjectedFault(
         fault, role.value, at_s, listening_s=recovered_s - 1, recovered_s=recovered_s
     )
