@@ -106,7 +106,7 @@ def test_cancelling_one_call_ends_it_on_the_node_and_no_other() -> None:
     play(scene())
 
 
-def test_a_call_that_fails_tells_why_and_leaves_the_others_alone() -> None:
+def test_a_failed_call_reports_its_reason_and_affects_no_other() -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:
@@ -127,7 +127,9 @@ def test_a_call_that_fails_tells_why_and_leaves_the_others_alone() -> None:
     play(scene())
 
 
-def test_a_bug_in_one_call_is_told_and_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_one_call_is_reported_and_ends_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scene() -> None:
         node = ScriptedNode()
         async with connected(node) as stream:

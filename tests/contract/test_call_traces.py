@@ -71,7 +71,7 @@ def asked() -> Generation:
     return Generation(ENDLESS, traceparent=CALLER.traceparent)
 
 
-def test_a_client_that_leaves_has_cancelled() -> None:
+def test_a_disconnected_client_counts_as_cancelled() -> None:
     async def scene() -> None:
         async with traced_router() as (router, client, tracer):
             asking = asyncio.ensure_future(client.generate((1,), asked()))
@@ -230,7 +230,7 @@ def test_a_deadline_that_passes_on_the_node_is_an_error_of_that_name() -> None:
     play(scene())
 
 
-def test_an_engine_that_dies_is_the_error_of_its_calls() -> None:
+def test_an_engine_failure_is_the_error_of_its_calls() -> None:
     async def scene() -> None:
         async with calling(an_engine(runner=BrokenRunner())) as called:
             span = await called.span()

@@ -61,7 +61,7 @@ def test_a_node_knows_the_time_that_remains_and_gives_up_by_itself(leg: str) -> 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
-def test_without_a_deadline_a_node_is_told_of_none() -> None:
+def test_without_a_deadline_none_is_sent_to_the_node() -> None:
     async def scene() -> None:
         called = ScriptedNode()
         async with calls_to(called) as (calls, node):

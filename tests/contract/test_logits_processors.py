@@ -89,7 +89,7 @@ def test_only_requests_that_give_its_argument_get_a_processor() -> None:
     assert chosen(row(favour=2), row(), row(favour=6)) == [2, 5, 6]
 
 
-def test_a_processor_is_told_the_tokens_so_far_and_where_the_answer_begins() -> None:
+def test_a_processor_receives_the_tokens_so_far_and_the_prompt_length() -> None:
     assert chosen(row(1, 2, 3, 4, num_prompt=2, back=2)) == [3]
 
 

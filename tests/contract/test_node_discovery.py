@@ -129,7 +129,7 @@ def test_a_name_that_moves_to_another_address_is_followed() -> None:
     run(scene)
 
 
-def test_a_resolver_that_fails_takes_nobody_away() -> None:
+def test_a_failing_resolver_removes_no_node() -> None:
     async def scene() -> None:
         async with a_node_server(name="d1") as node, a_view(decode=node.address) as view:
             await view.until_open("d1")

@@ -144,7 +144,7 @@ def test_a_stream_joined_is_the_whole_answer(text: TextBoundary) -> None:
     through_the_door(scene, text=text)
 
 
-def test_several_choices_are_told_apart_and_their_prompt_counts_once(text: TextBoundary) -> None:
+def test_several_choices_have_indices_and_their_prompt_counts_once(text: TextBoundary) -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         ids = {"return_token_ids": True}
         several: dict[str, Any] = {"model": "tiny", "prompt": [PROMPT, [7]], "n": 2}
@@ -275,7 +275,7 @@ def test_what_is_refused_is_a_typed_error_that_names_the_field(
     through_the_door(scene)
 
 
-def test_a_full_queue_tells_when_to_come_again() -> None:
+def test_a_full_queue_returns_a_retry_delay() -> None:
     nodes = FakeNodeCalls(is_endless=True)
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
@@ -397,7 +397,7 @@ def test_only_those_with_a_token_come_in() -> None:
     through_the_door(scene, tokens=AcceptedTokens(("sesame",)))
 
 
-def test_a_trace_goes_on_through_the_door_and_its_id_comes_back() -> None:
+def test_a_trace_continues_through_the_http_api_and_its_id_is_returned() -> None:
     tracer = TakingTracer()
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     header = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "mine"}
@@ -626,7 +626,7 @@ class ScriptedSpeller:
         return ""
 
 
-def test_reasoning_and_tool_calls_are_told_apart_whole_and_streamed() -> None:
+def test_reasoning_and_tool_calls_are_separated_whole_and_streamed() -> None:
     call = '<tool_call>{"name": "look", "arguments": {"for": "a fox"}}</tool_call>'
     script = f"<think>why not</think>I look.{call}{call}<end>"
     tools: Any = [{"type": "function", "function": {"name": "look"}}]
@@ -678,7 +678,7 @@ NAMED: Any = {"type": "function", "function": {"name": "look"}}
         ('{"for": "a fox"}', NAMED, ['{"for": "a fox"}'], "stop"),
     ],
 )
-def test_forced_calls_are_told_whole_and_streamed_as_the_client_expects(
+def test_forced_calls_are_returned_whole_and_as_a_stream(
     script: str, choice: Any, arguments: list[str], finish_reason: str
 ) -> None:
     ask: dict[str, Any] = {"model": "tiny", "messages": CHAT, "tools": LOOK, "tool_choice": choice}

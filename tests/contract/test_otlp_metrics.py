@@ -114,7 +114,7 @@ def test_metrics_are_sent_while_the_process_runs(collector: MetricsCollector) ->
         assert collector.has_some.wait(60)
 
 
-def test_a_collector_that_is_gone_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_collector_delays_no_process(caplog: pytest.LogCaptureFixture) -> None:
     metrics = NodeMetrics("decode")
     options = TelemetryOptions(otlp_endpoint="http://127.0.0.1:1", otlp_metrics_every_s=3600)
 

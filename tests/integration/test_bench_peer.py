@@ -82,7 +82,7 @@ def ends(pid: int) -> bool:
         os.close(process)
 
 
-def test_a_peer_is_frozen_while_it_is_not_asked(tmp_path: Path) -> None:
+def test_a_peer_process_is_stopped_between_measurements(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     venv = environment(tmp_path, ANSWERS.replace("#!/bin/sh\n", f"#!/bin/sh\necho $$ > {pid}\n"))
     are_stopped: list[bool] = []

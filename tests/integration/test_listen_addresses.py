@@ -40,9 +40,7 @@ def host_of(written: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def test_a_cluster_of_one_machine_lets_nobody_else_in(
-    cluster: LocalCluster, client: Client
-) -> None:
+def test_a_local_cluster_listens_on_loopback_only(cluster: LocalCluster, client: Client) -> None:
     answer = client.generate(prompt_of(40, seed=70))  # UCX is in use by then
 
     assert answer.finish is not None

@@ -200,7 +200,7 @@ def test_errors_of_nodes_are_client_errors_over_http(door: OpenAI) -> None:
         door.completions.create(model="", prompt=[7], extra_body=nothing, max_tokens=2)
 
 
-def test_the_routers_metrics_are_at_the_same_door(cluster: LocalCluster, door: OpenAI) -> None:
+def test_the_routers_metrics_are_on_the_http_port(cluster: LocalCluster, door: OpenAI) -> None:
     door.completions.create(**ASK, prompt=list(prompt_of(5)))
 
     with urllib.request.urlopen(f"http://{cluster.router.http_address}/metrics") as answer:
@@ -235,7 +235,7 @@ def test_a_busy_http_port_is_told_before_anything_is_loaded(model_folder: Path) 
     assert done.returncode == 1
 
 
-def test_what_is_told_of_a_failure_is_json(cluster: LocalCluster) -> None:
+def test_an_http_error_is_json(cluster: LocalCluster) -> None:
     request = urllib.request.Request(
         f"http://{cluster.router.http_address}/v1/chat/completions", data=b"{", method="POST"
     )

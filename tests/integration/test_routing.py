@@ -96,7 +96,7 @@ def test_what_decode_lacks_of_the_next_turn_is_computed_there_and_the_reason_tol
     assert handed_over.is_prefill_remote
 
 
-def test_a_node_tells_which_prefixes_it_has_so_that_a_repeated_prompt_goes_there(
+def test_a_repeated_prompt_goes_to_the_node_that_reports_its_prefix(
     client: Client, wide_cluster: LocalCluster
 ) -> None:
     prompt = prompt_of(70, seed=50)

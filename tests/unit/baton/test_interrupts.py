@@ -75,7 +75,7 @@ class Told(subprocess.Popen[str]):
 
 
 @pytest.mark.usefixtures("sigterm_exits")
-def test_a_program_ends_with_us_though_we_are_told_to_end_while_it_starts(
+def test_a_program_is_ended_when_the_parent_is_stopped_during_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", Told)
@@ -110,7 +110,7 @@ class Slow:
         self.is_cancelled.set()
 
 
-def test_a_call_that_is_left_while_it_starts_is_started_whole_and_then_cancelled() -> None:
+def test_a_call_closed_while_it_starts_is_started_and_then_cancelled() -> None:
     call = Slow()
 
     with pytest.raises(KeyboardInterrupt), closing(stream_interruptibly(call.start)) as messages:

@@ -92,7 +92,7 @@ def test_a_failed_try_says_which_node_failed_and_why(width: int) -> None:
     assert "UNAVAILABLE: <gone> & away" in note_of(the(trace, names.MIGRATE))
 
 
-def test_a_node_that_failed_has_a_lane_of_the_page_though_it_told_nothing() -> None:
+def test_a_failed_node_without_spans_has_a_lane_on_the_page() -> None:
     told = a_told_trace(has_failed_try=True)
     [trace] = traces_of(one for one in told if one.resource["baton.role"] == "router")
 

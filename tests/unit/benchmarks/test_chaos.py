@@ -65,7 +65,7 @@ def test_each_kind_strikes_each_role_it_can_equally_often() -> None:
     assert {fault.phase for fault in drawn} == set(Phase)
 
 
-def test_faults_that_can_strike_nobody_are_refused() -> None:
+def test_faults_without_a_possible_target_are_refused() -> None:
     with pytest.raises(InvalidConfig):
         Script(kinds=(FaultKind.CUT,), roles=(TargetRole.DECODE,))
 
@@ -191,7 +191,7 @@ def test_short_deadlines_may_fail_if_the_error_comes_in_time() -> None:
         (told(RequestOutcome.REFUSED, "TOO_LATE", patience_s=8.5), "overdue"),
     ],
 )
-def test_what_went_wrong_is_told_with_the_faults_beside_it(one: AnswerOutcome, name: str) -> None:
+def test_a_failure_is_reported_with_the_faults_at_that_time(one: AnswerOutcome, name: str) -> None:
     found = reported(told(), one, faults=(injected(FaultKind.KILL, TargetRole.DECODE, 12.0, 15.0),))
 
     [line] = getattr(found, name)
@@ -270,7 +270,7 @@ def attacked(attack: Attack, at_s: float, recovered_s: float) -> InjectedFault:
     return one
 
 
-def test_a_bystanders_missed_bound_is_told_with_the_attack_beside_it_and_makes_a_run_bad() -> None:
+def test_a_missed_latency_bound_is_reported_with_the_attack_and_fails_the_run() -> None:
     waits = [waited(Wait.GAP, 11.0, 12.5), waited(Wait.HEALTH, 12.0, 12.9)]
     attack = attacked(Attack.LONG_IDS, 10.0, 12.0)
 

@@ -113,7 +113,7 @@ def test_no_two_panels_lie_on_each_other() -> None:
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_prometheus_asks_each_process_where_it_tells(role: str) -> None:
+def test_prometheus_scrapes_each_process_at_its_metrics_port(role: str) -> None:
     jobs = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())["scrape_configs"]
     [asked] = [job["dns_sd_configs"][0] for job in jobs if job["job_name"] == role]
     command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][role]["command"]

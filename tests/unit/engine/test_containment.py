@@ -92,7 +92,7 @@ class FailsOnce:
         return self._runner.run(plan)
 
 
-def test_a_failure_that_passes_costs_nobody_anything() -> None:
+def test_a_temporary_failure_fails_no_request() -> None:
     engine = an_engine(runner=FailsOnce(a_fake()))
     for number in range(NUM_REQUESTS):
         engine.scheduler.add(a_spec(str(number), prompt=prompt(number)))
@@ -142,7 +142,7 @@ def test_a_failing_hook_ends_the_engine_and_no_single_row() -> None:
         engine.step()
 
 
-def test_what_ended_the_engine_is_told_by_every_step_after_it() -> None:
+def test_every_step_after_a_failure_raises_its_cause() -> None:
     class Broken(NoKvWorker):
         def poll(self, now: float) -> KvReports:
             raise ZeroDivisionError("a bug of the wire")

@@ -111,7 +111,7 @@ def test_an_aborted_request_ends_and_gives_its_blocks_back() -> None:
     engine.scheduler.check()
 
 
-def test_a_client_that_leaves_takes_its_requests_along() -> None:
+def test_detaching_a_client_aborts_its_requests() -> None:
     engine = an_engine(num_blocks=4096)
     with a_loop(engine) as (loop, client):
         loop.submit(a_spec("a", max_tokens=LONG // 2))
@@ -122,7 +122,7 @@ def test_a_client_that_leaves_takes_its_requests_along() -> None:
     engine.scheduler.check()
 
 
-def test_a_bug_tells_every_client_and_takes_no_more_requests() -> None:
+def test_an_engine_exception_fails_all_requests_and_refuses_new_ones() -> None:
     with a_loop(an_engine(runner=BrokenRunner())) as (loop, client):
         loop.submit(a_spec("a"))
 
@@ -137,7 +137,7 @@ def test_a_bug_tells_every_client_and_takes_no_more_requests() -> None:
             loop.submit(a_spec("b"))
 
 
-def test_a_request_that_comes_in_the_step_the_engine_dies_of_is_told_too() -> None:
+def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:
     client = Client()
 
     class BreaksOnceAnotherCame:
@@ -181,7 +181,7 @@ def test_while_one_waits_for_its_grammar_others_are_answered() -> None:
     assert after.finish_reason is FinishReason.LENGTH
 
 
-def test_a_grammar_that_cannot_be_had_is_told_as_the_requests_own_fault() -> None:
+def test_a_grammar_that_does_not_compile_is_a_fault_of_the_request() -> None:
     with a_loop_with(HeldLibrary()) as (loop, client):
         loop.submit(a_spec("bad", form=BAD))
 

@@ -135,7 +135,7 @@ def test_a_stalled_peer_with_direct_access_keeps_its_blocks_fenced_until_it_answ
     assert world.d.worker.counters().num_fenced_blocks == 0
 
 
-def test_a_peer_that_is_seen_to_be_dead_ends_its_fence_though_it_never_comes_back() -> None:
+def test_a_dead_peer_ends_its_fence_without_reconnecting() -> None:
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
 
@@ -180,7 +180,7 @@ def test_a_pair_that_was_dialled_for_a_fence_serves_the_next_hand_off() -> None:
     assert NEXT_ID in world.landed
 
 
-def test_a_peer_that_dials_anew_has_its_older_pair_cut_before_it_is_answered() -> None:
+def test_a_new_connection_of_a_peer_closes_its_older_pair_first() -> None:
     """The answer frees blocks on the other side, so writes of the older pair must have ended."""
     world = World(wire=Wire(is_direct=True))
     half_sent(world)
@@ -395,7 +395,7 @@ def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_closing_a_node_tells_its_peers(is_direct: bool) -> None:
+def test_closing_a_node_notifies_its_peers(is_direct: bool) -> None:
     world = World(wire=Wire(is_direct=is_direct))
     half_sent(world)
 

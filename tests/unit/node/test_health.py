@@ -24,7 +24,7 @@ PATIENCE_S = 30
 STUCK_AFTER_S = 60.0
 
 
-def test_every_watcher_hears_of_every_change_also_after_another_one_left() -> None:
+def test_every_watcher_receives_every_change_after_another_has_disconnected() -> None:
     async def scene() -> None:
         health = Health(("a.Service",))
         stays, leaves = health.changes(), health.changes()

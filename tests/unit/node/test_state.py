@@ -48,7 +48,7 @@ async def followed(news: FakeNews) -> AsyncIterator[NodeState]:
         following.cancel()
 
 
-def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> None:
+def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
     async def late() -> tuple[NodeLoad, PrefixChanges | None]:
         news = FakeNews(num_running=2)
         async with followed(news) as state:
@@ -66,7 +66,7 @@ def test_events_that_nobody_watched_are_told_to_a_late_watcher_as_a_whole() -> N
     assert changes == PrefixChanges(1, True, frozenset({ONE, TWO}))
 
 
-def test_a_watcher_hears_of_changes_alone_and_of_those_that_come_together_at_once() -> None:
+def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() -> None:
     async def watched() -> list[tuple[NodeLoad, PrefixChanges | None]]:
         news = FakeNews()
         async with followed(news) as state, aclosing(state.watch_updates()) as told:

@@ -86,7 +86,7 @@ def a_world(*, ratio: float = 1.0, traced: tuple[str, ...] = (), most_tokens: in
     return World(tracer, steps.build_core(scheduler, runner, NoWorker()), runner)
 
 
-def test_a_step_tells_who_was_in_it_and_what_was_computed() -> None:
+def test_a_step_span_has_its_requests_and_computed_tokens() -> None:
     world = a_world(traced=("a",))
     world.core.scheduler.add(a_spec("a", prompt=(1, 2, 3, 4, 5)))
     world.core.step()
@@ -130,7 +130,7 @@ def test_the_parts_of_a_step_are_all_of_it() -> None:
     assert float(str(span.attributes[names.STEP_RUN])) >= world.runner.took_s
 
 
-def test_turns_that_run_nothing_are_not_told() -> None:
+def test_steps_that_run_nothing_are_not_traced() -> None:
     world = a_world()
 
     for _ in range(5):
@@ -139,7 +139,7 @@ def test_turns_that_run_nothing_are_not_told() -> None:
     assert world.tracer.taken == []
 
 
-def test_only_a_share_of_the_steps_is_told() -> None:
+def test_only_a_share_of_the_steps_is_traced() -> None:
     world = a_world(ratio=0.2)
     world.runner.took_s = 0.0
     world.core.scheduler.add(a_spec("a", max_tokens=300))

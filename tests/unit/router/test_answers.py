@@ -159,7 +159,7 @@ def test_a_first_answer_that_is_tried_again_takes_the_others_with_it() -> None:
     assert legs(nodes) == (1, 4)
 
 
-def test_when_the_first_answer_is_refused_nobody_waits_for_it() -> None:
+def test_when_the_first_answer_is_refused_the_others_do_not_wait() -> None:
     nodes = FakeNodeCalls(prefill_faults=[InvalidRequest("too long")] * 3)
 
     with pytest.raises(InvalidRequest, match="too long"):
@@ -257,7 +257,7 @@ def two_decodes() -> NodeTable:
     return a_table(a_node(NodeRole.PREFILL), *decodes)
 
 
-def test_an_answer_that_breaks_off_beside_the_first_goes_on_elsewhere() -> None:
+def test_a_failed_second_answer_continues_on_another_node() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[100, 2])
 
     answers = answered(nodes, calls_of(2), two_decodes())
@@ -267,7 +267,7 @@ def test_an_answer_that_breaks_off_beside_the_first_goes_on_elsewhere() -> None:
     assert first == beside != again
 
 
-def test_nobody_follows_to_a_node_that_takes_no_more_requests() -> None:
+def test_the_other_answers_avoid_a_draining_decode_node() -> None:
     table = two_decodes()
 
     class Draining(FakeNodeCalls):

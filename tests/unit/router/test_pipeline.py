@@ -250,7 +250,7 @@ def test_a_first_token_that_comes_after_all_others_is_waited_for() -> None:
     ],
     ids=["in turn", "behind all tokens", "broken off", "behind, and broken off", "decode breaks"],
 )
-def test_a_prompts_logprobs_are_told_once_whole_and_in_front_of_the_tokens(
+def test_prompt_logprobs_are_sent_once_and_before_the_tokens(
     nodes: FakeNodeCalls,
 ) -> None:
     sampling = SamplingParams(max_tokens=6, prompt_logprobs=0)

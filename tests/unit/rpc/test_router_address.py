@@ -65,7 +65,7 @@ def test_a_failed_connection_is_told_without_grpcs_own_words() -> None:
     assert unreachable("a:1", "of a new kind").startswith("a:1 cannot be reached: of a new kind")
 
 
-def test_a_server_that_is_no_router_is_told_apart() -> None:
+def test_a_server_that_is_not_a_router_is_an_error_with_advice() -> None:
     async def scene() -> BatonError:
         async with serving("127.0.0.1", 0, ()) as server, AsyncClient(server.address) as client:
             with pytest.raises(BatonError) as refusal:

@@ -57,7 +57,7 @@ def test_a_line_for_people_ends_with_the_fields() -> None:
     assert line.endswith("INFO router: request ended outcome=failed num_tries=2")
 
 
-def test_an_event_leaves_out_what_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_omits_unknown_fields(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("router.told")
 
     with caplog.at_level(logging.INFO):

@@ -203,7 +203,7 @@ def test_tokens_behind_the_one_that_ends_it_are_cut_off() -> None:
 # --- abort ------------------------------------------------------------------------
 
 
-def test_aborting_in_line_ends_it_at_once() -> None:
+def test_an_abort_in_the_waiting_queue_ends_the_request_at_once() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     running, waiting = world.add(), world.add()
     world.step()

@@ -93,7 +93,7 @@ def test_a_grammar_that_cannot_be_had_ends_it_with_the_reason() -> None:
     scheduler.check()
 
 
-def test_aborted_while_it_waits_it_ends_and_what_comes_late_is_nothing() -> None:
+def test_an_abort_ends_a_request_that_waits_for_its_grammar_and_late_ones_are_ignored() -> None:
     scheduler = _scheduler()
     old, new = _spec("a"), _spec("a")
     scheduler.add(old)

@@ -62,7 +62,7 @@ def test_those_that_ask_for_the_same_wait_for_the_same_work() -> None:
     assert told["a"] is told["b"] is later
 
 
-def test_a_refusal_is_told_and_not_remembered() -> None:
+def test_a_refusal_is_returned_and_not_cached() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library) as compiler:
         for _ in range(2):
@@ -73,7 +73,7 @@ def test_a_refusal_is_told_and_not_remembered() -> None:
     assert library.compiled == [BAD, BAD]
 
 
-def test_a_bug_of_the_library_is_told_as_a_refusal_and_ends_no_thread(
+def test_a_library_exception_becomes_a_refusal_and_ends_no_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(BaseException):

@@ -334,7 +334,7 @@ def parts(sender: Sender) -> list[tuple[tuple[BlockId, ...], LayerRange | None]]
     return [(write.targets, write.layers) for write in posts(sender)]
 
 
-def test_a_layer_leaves_when_it_has_ended_and_not_before() -> None:
+def test_a_layer_is_sent_after_it_has_been_computed() -> None:
     sender = in_pass(10, 11, coming=(5, 6))
 
     before = parts(sender)
@@ -348,7 +348,7 @@ def test_a_layer_leaves_when_it_has_ended_and_not_before() -> None:
     ]
 
 
-def test_what_a_pass_left_unsent_follows_with_the_send_and_nothing_goes_twice() -> None:
+def test_layers_unsent_by_a_pass_follow_with_the_send_and_none_is_sent_twice() -> None:
     sender = in_pass(10, 11, 12, coming=(5, 6))
     sender.layer_done(3, now=0.0)
     parts(sender)
@@ -358,7 +358,7 @@ def test_what_a_pass_left_unsent_follows_with_the_send_and_nothing_goes_twice() 
     assert parts(sender) == [(ids(10, 11), LayerRange(3, 4, 4)), (ids(12), None)]
 
 
-def test_blocks_whose_layers_have_all_left_need_no_more_writes_to_be_announced() -> None:
+def test_blocks_whose_layers_are_all_sent_are_announced_without_more_writes() -> None:
     sender = in_pass(10, 11, coming=(5, 6))
     sender.layer_done(4, now=0.0)
     written = posts(sender)[0]
@@ -432,7 +432,7 @@ def test_blocks_count_as_written_only_with_all_their_layers_and_all_before_them(
     assert said(sender) == [Writing(ID, num_written=0), Writing(ID, num_written=1)]
 
 
-def test_decode_is_told_once_of_what_landed_while_the_prefill_goes_on() -> None:
+def test_decode_learns_once_of_blocks_that_landed_during_the_prefill() -> None:
     """Decode can process those blocks while the next are computed or in flight."""
     sender = pushing()
 

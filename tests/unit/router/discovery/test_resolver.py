@@ -56,7 +56,7 @@ async def told_of(*answers: frozenset[str] | None) -> list[frozenset[str]]:
         ((ONE, frozenset(), ONE), [ONE, frozenset(), ONE]),
     ],
 )
-def test_changes_are_told_and_failures_are_not(
+def test_changes_are_reported_and_failures_are_not(
     answers: tuple[frozenset[str] | None, ...], told: list[frozenset[str]]
 ) -> None:
     assert asyncio.run(asyncio.wait_for(told_of(*answers), PATIENCE_S)) == told

@@ -100,7 +100,7 @@ def test_when_too_much_waits_a_small_one_may_still_come() -> None:
         asyncio.run(look(ThreadedFormChecks(compiler, max_waiting_characters=10)))
 
 
-def test_what_is_told_after_the_loop_has_closed_troubles_no_thread() -> None:
+def test_a_grammar_compiled_after_the_loop_has_closed_raises_in_no_thread() -> None:
     library = HeldLibrary()
 
     async def leave(checks: ThreadedFormChecks) -> None:

@@ -23,7 +23,7 @@ def spell(token_id: int) -> TokenText:
     return TokenText(f"<{token_id}>", bytes([token_id]))
 
 
-def test_the_chosen_token_is_told_beside_the_likeliest() -> None:
+def test_logprobs_have_the_chosen_token_and_the_likeliest() -> None:
     told = completion_logprobs((3,), (CHOSEN_LAST,), 2, spell, 10)
 
     assert told == {
@@ -42,7 +42,7 @@ def test_the_first_token_of_a_prompt_has_none() -> None:
     assert told["text_offset"] == [0, 3]
 
 
-def test_a_chat_tells_bytes_and_only_as_many_as_were_asked_for() -> None:
+def test_chat_logprobs_have_bytes_and_the_requested_number_of_tokens() -> None:
     [told] = chat_logprobs((CHOSEN_LAST,), 1, spell)["content"]
 
     assert told == {

@@ -33,7 +33,7 @@ def read(
         ("deepseek_r1", "why </thin", Delta("", "why </thin")),
     ],
 )
-def test_reasoning_is_told_apart(parser: str, text: str, expected: Delta) -> None:
+def test_reasoning_is_separated_from_the_answer(parser: str, text: str, expected: Delta) -> None:
     assert read(Parsing(reasoning=parser), text) == expected
 
 
@@ -155,7 +155,7 @@ def test_calls_may_follow_reasoning() -> None:
     assert told == Delta("", CALLED, (ToolCall("f", '{"x": "ü"}'),))
 
 
-def test_text_that_holds_nothing_is_told_at_once() -> None:
+def test_text_without_a_possible_tag_is_returned_at_once() -> None:
     reader = Parsing("hermes", "qwen3").reader(with_tools=True)
     assert [reader.push(piece).content for piece in ("a", " b", " <too", "th")] == [
         *("a", " b", "", " <tooth")

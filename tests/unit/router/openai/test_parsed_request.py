@@ -188,7 +188,7 @@ def test_marks_of_calls_and_reasoning_are_shown_where_they_are_read() -> None:
     assert shown(tools=tools, tool_choice="required") == ()
 
 
-def test_chat_logprobs_count_those_beside_the_chosen_one() -> None:
+def test_chat_top_logprobs_exclude_the_chosen_token() -> None:
     assert chat().calls[0].sampling.logprobs is None
     assert chat(logprobs=True).calls[0].sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).calls[0].sampling.logprobs == 4

@@ -186,7 +186,7 @@ def test_the_arguments_of_a_named_function_are_the_answer() -> None:
     ]
 
 
-def test_of_calls_that_a_model_writes_the_first_alone_may_be_told() -> None:
+def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> None:
     reader = FirstCallFilter(Parsing(tools="hermes").reader(with_tools=True))
 
     told = [reader.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]

@@ -33,7 +33,7 @@ def removed(*numbers: int) -> BlockRemoved:
     return BlockRemoved(tuple(name(number) for number in numbers))
 
 
-def test_a_new_watcher_is_told_all_there_is_and_then_only_what_changed() -> None:
+def test_a_new_watcher_receives_a_snapshot_and_then_changes() -> None:
     cached = CachedPrefixes()
     cached.take([stored(1, 2, 3)])
     watcher = PrefixWatcher(cached)
@@ -47,11 +47,11 @@ def test_a_new_watcher_is_told_all_there_is_and_then_only_what_changed() -> None
     assert third is None
 
 
-def test_an_empty_cache_is_told_too_so_that_what_was_known_before_is_forgotten() -> None:
+def test_an_empty_cache_is_reported_as_a_snapshot() -> None:
     assert PrefixWatcher(CachedPrefixes()).next() == PrefixChanges(1, True, frozenset())
 
 
-def test_changes_that_undo_each_other_are_not_told() -> None:
+def test_changes_that_cancel_out_are_not_reported() -> None:
     cached = CachedPrefixes()
     cached.take([stored(1)])
     watcher = PrefixWatcher(cached)
@@ -62,7 +62,7 @@ def test_changes_that_undo_each_other_are_not_told() -> None:
     assert watcher.next() is None
 
 
-def test_a_cleared_cache_is_told_as_a_whole() -> None:
+def test_a_cleared_cache_is_reported_as_a_snapshot() -> None:
     cached = CachedPrefixes()
     cached.take([stored(1, 2)])
     watcher = PrefixWatcher(cached)
@@ -102,7 +102,7 @@ def test_a_router_matches_leading_blocks_without_a_gap() -> None:
     assert prefixes.match_reported([]) == {}
 
 
-def test_a_change_out_of_turn_is_a_gap_until_a_snapshot_comes() -> None:
+def test_a_missed_change_is_a_gap_until_the_next_snapshot() -> None:
     prefixes = NodePrefixes()
     prefixes.take("a", PrefixChanges(1, True, names(1)))
 
@@ -124,7 +124,7 @@ def test_a_lost_node_has_nothing() -> None:
     assert prefixes.match_expected([name(1), name(2)]) == {}
 
 
-def test_what_is_expected_is_likely_until_the_node_says_what_became_of_it() -> None:
+def test_an_expected_prefix_counts_as_likely_until_the_node_reports_it() -> None:
     prefixes = NodePrefixes()
     prefixes.take("a", PrefixChanges(1, True, names()))
     prefixes.expect("a", [name(1), name(2)])

@@ -302,7 +302,7 @@ def test_a_call_without_a_prompt_is_refused_by_name() -> None:
     ],
     ids=str,
 )
-def test_arguments_that_nobody_could_use_are_refused_by_name(value: Value) -> None:
+def test_unusable_arguments_are_refused_by_name(value: Value) -> None:
     with pytest.raises(InvalidRequest) as refused:
         sampling_from(sampling_pb2.SamplingParams(extra_args={"a": value}))
 

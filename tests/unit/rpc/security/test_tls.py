@@ -68,7 +68,7 @@ def test_files_that_cannot_work_are_refused_by_the_option_that_names_them(
         make(cert, key, authority.ca)
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(
+def test_an_encrypted_key_is_refused_without_a_password_prompt(
     authority: Authority, tmp_path: Path
 ) -> None:
     cert, key = authority.issue("node", "localhost")

@@ -50,7 +50,7 @@ def test_an_owner_with_time_is_asked_at_each_scrape() -> None:
     assert after == {RUNNING: 3, READINGS_AGE: 0.0}
 
 
-def test_what_was_read_last_is_told_with_its_age_while_the_owner_has_no_time() -> None:
+def test_the_last_reading_is_returned_with_its_age_while_the_owner_is_busy() -> None:
     owner = Owner()
     ask = OwnerThreadReader(owner.post, owner.read, longest_wait_s=0.0)
     ask()

@@ -74,7 +74,7 @@ def test_the_folder_keeps_to_its_limit_and_the_newest_stay(tmp_path: Path) -> No
     assert min(kept) > 100
 
 
-def test_a_file_that_another_process_deleted_is_begun_anew(tmp_path: Path) -> None:
+def test_a_file_deleted_by_another_process_is_created_again(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, MIB, RESOURCE, "router")
     writer.write([a_span(1)])
     for path in tmp_path.iterdir():
