@@ -118,9 +118,9 @@ def test_one_that_fails_ends_its_request_by_name_and_no_other(how: str, word: st
 def test_a_processor_cannot_allow_a_banned_token() -> None:
     logits = torch.zeros(1, MODEL.vocab_size)
     banned = SamplingParams(temperature=0.0, banned_token_ids=(2,), extra_args={"favour": 2})
-    asked = make_run([1], banned)
+    requested = make_run([1], banned)
 
-    (choice,) = Sampler(EOS, all_of_them()).choose(logits, [asked])
+    (choice,) = Sampler(EOS, all_of_them()).choose(logits, [requested])
 
     assert isinstance(choice, int)
     assert choice != 2

@@ -227,9 +227,9 @@ def test_a_node_that_cannot_be_reached_by_tls_is_not_waited_for_in_silence(tmp_p
         logging.getLogger("router.discovery.watcher").addHandler(heard)
         try:
             async with a_node_server(name="d1") as node, a_view(strict, decode=node.address):
-                told = await heard.words.get()
+                reported = await heard.words.get()
         finally:
             logging.getLogger("router.discovery.watcher").removeHandler(heard)
-        assert told.startswith(f"decode node: {node.address} does not speak TLS")
+        assert reported.startswith(f"decode node: {node.address} does not speak TLS")
 
     run(scene)

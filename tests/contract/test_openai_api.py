@@ -85,10 +85,10 @@ def test_a_completion_has_the_tokens_the_ending_and_the_usage(text: TextBoundary
         )
 
         [choice] = answer.choices
-        told: Any = choice
-        assert (told.token_ids, told.prompt_token_ids) == (ANSWER, PROMPT)
+        reported: Any = choice
+        assert (reported.token_ids, reported.prompt_token_ids) == (ANSWER, PROMPT)
         assert choice.text == text.text(tuple(ANSWER))
-        assert (choice.finish_reason, told.stop_reason) == ("length", None)
+        assert (choice.finish_reason, reported.stop_reason) == ("length", None)
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
         assert (answer.model, answer.object) == ("tiny", "text_completion")
@@ -111,7 +111,7 @@ def test_a_chat_without_max_tokens_gets_what_its_prompt_leaves_of_the_kv_caches(
 
         assert answer.usage is not None
         by_default, explicit = {
-            each.handoff_id.request_id: each.request.sampling.max_tokens for each in nodes.asked
+            each.handoff_id.request_id: each.request.sampling.max_tokens for each in nodes.received
         }.values()
         assert by_default == 160 - answer.usage.prompt_tokens
         assert explicit == 400  # never changed: nodes refuse it by name if it cannot fit
@@ -132,13 +132,13 @@ def test_a_stream_joined_is_the_whole_answer(text: TextBoundary) -> None:
         )
         chunks = [chunk async for chunk in stream]
 
-        *told, last = chunks
-        deltas = [chunk.choices[0].delta for chunk in told]
+        *reported, last = chunks
+        deltas = [chunk.choices[0].delta for chunk in reported]
         assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
         assert [delta.role for delta in deltas if delta.role] == ["assistant"]
-        assert told[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+        assert reported[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
         assert (last.choices, last.usage) == ([], whole.usage)
-        assert all(chunk.usage is None for chunk in told)
+        assert all(chunk.usage is None for chunk in reported)
         assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
     through_the_door(scene, text=text)
@@ -173,8 +173,8 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=3, seed=7)
 
-        decoded = [asked for asked in nodes.asked if asked.leg is Leg.DECODE]
-        assert sorted(asked.request.seed for asked in decoded) == [7, 8, 9]
+        decoded = [requested for requested in nodes.received if requested.leg is Leg.DECODE]
+        assert sorted(requested.request.seed for requested in decoded) == [7, 8, 9]
 
     through_the_door(scene, nodes)
 
@@ -202,13 +202,13 @@ def test_the_usage_so_far_comes_with_each_piece_for_those_who_want_it() -> None:
         stream = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=4, stream=True, stream_options=options
         )
-        told = [chunk.usage async for chunk in stream]
+        reported = [chunk.usage async for chunk in stream]
 
-        counts = [usage.completion_tokens for usage in told if usage is not None]
-        assert len(counts) == len(told)
+        counts = [usage.completion_tokens for usage in reported if usage is not None]
+        assert len(counts) == len(reported)
         assert counts == sorted(counts)
         assert counts[-1] == 4
-        assert {usage.prompt_tokens for usage in told if usage is not None} == {3}
+        assert {usage.prompt_tokens for usage in reported if usage is not None} == {3}
 
     through_the_door(scene)
 
@@ -456,9 +456,9 @@ def test_paths_and_methods_that_are_not_served_are_answered_in_words(
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         answer = await client._client.request(method, router.url + path)
 
-        told = answer.json()
+        reported = answer.json()
         assert answer.status_code == status
-        assert word in (told.get("error") or told)["message"]
+        assert word in (reported.get("error") or reported)["message"]
         assert ("POST" in answer.headers.get("allow", "")) == (status != 404)
 
     through_the_door(scene)
@@ -619,8 +619,8 @@ class ScriptedSpeller:
 
     def push(self, *token_ids: int) -> str:
         size = 3 * len(token_ids)
-        told, self._rest = self._rest[:size], self._rest[size:]
-        return told
+        reported, self._rest = self._rest[:size], self._rest[size:]
+        return reported
 
     def finish(self) -> str:
         return ""
@@ -648,12 +648,12 @@ def test_reasoning_and_tool_calls_are_separated_whole_and_streamed() -> None:
         assert whole.finish_reason == "tool_calls"
 
         async with client.chat.completions.stream(**ask) as stream:
-            told: Any = (await stream.get_final_completion()).choices[0]
-        assert told.message.content == "I look."
-        assert [(one.function.name, one.function.arguments) for one in told.message.tool_calls] == [
-            (one.function.name, one.function.arguments) for one in message.tool_calls
-        ]
-        assert told.finish_reason == "tool_calls"
+            reported: Any = (await stream.get_final_completion()).choices[0]
+        assert reported.message.content == "I look."
+        assert [
+            (one.function.name, one.function.arguments) for one in reported.message.tool_calls
+        ] == [(one.function.name, one.function.arguments) for one in message.tool_calls]
+        assert reported.finish_reason == "tool_calls"
 
         without: Any = await client.chat.completions.create(**{**ask, "tool_choice": "none"})
         assert without.choices[0].message.content == f"I look.{call}{call}"
@@ -691,10 +691,10 @@ def test_forced_calls_are_returned_whole_and_as_a_stream(
         assert (whole.message.content, whole.finish_reason) == (None, finish_reason)
 
         async with client.chat.completions.stream(**ask) as stream:
-            told: Any = (await stream.get_final_completion()).choices[0]
-        assert [one.function.arguments for one in told.message.tool_calls] == arguments
-        assert len({one.id for one in told.message.tool_calls}) == len(arguments)
-        assert (told.message.content or "", told.finish_reason) == ("", finish_reason)
+            reported: Any = (await stream.get_final_completion()).choices[0]
+        assert [one.function.arguments for one in reported.message.tool_calls] == arguments
+        assert len({one.id for one in reported.message.tool_calls}) == len(arguments)
+        assert (reported.message.content or "", reported.finish_reason) == ("", finish_reason)
 
     nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
     through_the_door(scene, nodes, text=Scripted(script), parsing=Parsing("hermes", "qwen3"))
@@ -712,7 +712,7 @@ def test_unfulfilled_options_are_reported_as_warnings() -> None:
 
         stream: Any = await client.chat.completions.create(**ask, stop="e", stream=True)
         warnings = [chunk.model_extra.get("warnings") async for chunk in stream]
-        assert [told for told in warnings if told] == [whole.warnings]
+        assert [reported for reported in warnings if reported] == [whole.warnings]
         assert warnings[-1] == whole.warnings
 
         plain: Any = await client.chat.completions.create(model="tiny", messages=CHAT, stop="e")

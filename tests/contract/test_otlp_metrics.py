@@ -85,20 +85,20 @@ def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> 
     with export_metrics(options, PROCESS, metrics.registry, lambda: read):
         pass  # all is sent at the end
 
-    told = collector.last
-    assert set(told) >= {"baton.kv.transfer", "baton.requests.running", "baton.preemptions"}
-    assert set(told) <= {metric.name for metric in counted.METRICS}
-    [transfer] = told["baton.kv.transfer"].histogram.data_points
-    assert told["baton.kv.transfer"].unit == "s"
+    reported = collector.last
+    assert set(reported) >= {"baton.kv.transfer", "baton.requests.running", "baton.preemptions"}
+    assert set(reported) <= {metric.name for metric in counted.METRICS}
+    [transfer] = reported["baton.kv.transfer"].histogram.data_points
+    assert reported["baton.kv.transfer"].unit == "s"
     assert transfer.count == 1
     assert transfer.sum == pytest.approx(0.02)
     assert sum(transfer.bucket_counts) == 1
     assert transfer.bucket_counts[list(transfer.explicit_bounds).index(0.025)] == 1
     assert transfer.exemplars[0].trace_id.hex() == TRACE.trace_hex
-    [computed] = told["baton.prompt_tokens.computed"].sum.data_points
+    [computed] = reported["baton.prompt_tokens.computed"].sum.data_points
     assert computed.as_double == 17
-    assert told["baton.preemptions"].sum.is_monotonic
-    [waiting] = told["baton.requests.waiting"].gauge.data_points
+    assert reported["baton.preemptions"].sum.is_monotonic
+    [waiting] = reported["baton.requests.waiting"].gauge.data_points
     assert [(one.key, one.value.string_value) for one in waiting.attributes] == [
         ("status", "ready")
     ]

@@ -115,8 +115,8 @@ def test_settings_before_a_peer_ended_are_kept(
     with pytest.raises(PeerFailed, match="ended with code 3"):
         peer(str(MODEL), venv, prompts="20", batches="1,2", steps=2, runs=NUM_RUNS, json_file=path)
 
-    told = json.loads(path.read_text(encoding="utf-8"))
-    assert not told["is_whole"]
+    reported = json.loads(path.read_text(encoding="utf-8"))
+    assert not reported["is_whole"]
     assert [(one.phase, one.size) for one in read_peer(path).compared] == [("decode", 1)]
     out, err = capsys.readouterr()
     assert "decode" in out

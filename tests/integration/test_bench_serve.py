@@ -44,16 +44,16 @@ def requests_of(*prompt_lens: int) -> list[PlannedRequest]:
 
 
 def test_every_request_is_answered_with_its_served_summary(cluster: LocalCluster) -> None:
-    told: list[ServeProgress] = []
+    reported: list[ServeProgress] = []
 
-    [measured] = bench_router(ServeBench(LOAD), cluster.address, connect, told.append)
+    [measured] = bench_router(ServeBench(LOAD), cluster.address, connect, reported.append)
 
     figures = measured.figures
     assert (figures.num_answered, figures.errors) == (8, {})
     assert figures.num_remote == 8
     assert figures.kv_bytes > 0
     assert sum(count for one in measured.run.samples for _, count in one.arrivals) == 8 * 6
-    assert [one.num_ended for one in told] == list(range(9))
+    assert [one.num_ended for one in reported] == list(range(9))
     assert measured.run.lags_s
 
 

@@ -47,4 +47,6 @@ def test_a_local_cluster_listens_on_loopback_only(cluster: LocalCluster, client:
     assert answer.finish.served.kv_bytes > 0
     hosts = {child.name: listening_hosts(child.process.pid) for child in cluster.children}
     assert all(hosts.values()), hosts
-    assert all(ip_address(host).is_loopback for told in hosts.values() for host in told), hosts
+    assert all(ip_address(host).is_loopback for reported in hosts.values() for host in reported), (
+        hosts
+    )

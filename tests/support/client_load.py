@@ -62,7 +62,7 @@ class Load:
         self._is_over = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
-        self.told: list[ClientAnswer] = []
+        self.answers: list[ClientAnswer] = []
         self.errors: list[Exception] = []
 
     def __enter__(self) -> Load:
@@ -81,10 +81,12 @@ class Load:
     def until(self, is_so: Callable[[ClientAnswer], bool]) -> None:
         """Wait until a new answer satisfies the predicate, or one fails."""
         with self._changed:
-            first = len(self.told)
+            first = len(self.answers)
 
             def is_done() -> bool:
-                return bool(self.errors) or any(is_so(told) for told in self.told[first:])
+                return bool(self.errors) or any(
+                    is_so(reported) for reported in self.answers[first:]
+                )
 
             assert self._changed.wait_for(is_done, PATIENCE_S), "no such answer came"
 
@@ -103,7 +105,7 @@ class Load:
     def _note(self, result: ClientAnswer | Exception) -> None:
         with self._changed:
             if isinstance(result, ClientAnswer):
-                self.told.append(result)
+                self.answers.append(result)
             else:
                 self.errors.append(result)
             self._changed.notify_all()

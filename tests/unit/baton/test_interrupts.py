@@ -63,7 +63,7 @@ def test_a_deferred_signal_ends_the_process_after_the_block() -> None:
     assert signal.getsignal(signal.SIGTERM) is _exit
 
 
-class Told(subprocess.Popen[str]):
+class RecordedPopen(subprocess.Popen[str]):
     """Popen that gets SIGTERM when its process exists but has not been returned yet."""
 
     pids: ClassVar[list[int]] = []
@@ -78,14 +78,14 @@ class Told(subprocess.Popen[str]):
 def test_a_program_is_ended_when_the_parent_is_stopped_during_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(subprocess, "Popen", Told)
-    monkeypatch.setattr(Told, "pids", [])
+    monkeypatch.setattr(subprocess, "Popen", RecordedPopen)
+    monkeypatch.setattr(RecordedPopen, "pids", [])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
     with pytest.raises(SystemExit), external_process(["sleep", "1000"], os.environ, **quiet):
         pass
 
-    [process] = Told.pids
+    [process] = RecordedPopen.pids
     assert select.select([process], [], [], TIMEOUT_S)[0], "it goes on"
     os.close(process)
 

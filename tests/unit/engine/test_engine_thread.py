@@ -126,12 +126,12 @@ def test_an_engine_exception_fails_all_requests_and_refuses_new_ones() -> None:
     with a_loop(an_engine(runner=BrokenRunner())) as (loop, client):
         loop.submit(a_spec("a"))
 
-        told = client.last_output()
+        reported = client.last_output()
         loop.join(PATIENCE_S)
 
-        assert told.finish_reason is FinishReason.ERROR
-        assert told.failure is not None
-        assert told.failure.cause is FailureCause.ENGINE_STOPPED
+        assert reported.finish_reason is FinishReason.ERROR
+        assert reported.failure is not None
+        assert reported.failure.cause is FailureCause.ENGINE_STOPPED
         assert isinstance(loop.failure, ZeroDivisionError)
         with pytest.raises(EngineStopped):
             loop.submit(a_spec("b"))

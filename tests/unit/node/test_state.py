@@ -57,8 +57,8 @@ def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
                 state.calls.notify_change()
                 while news.events:
                     await asyncio.sleep(0)
-            async with aclosing(state.watch_updates()) as told:
-                return await anext(told)
+            async with aclosing(state.watch_updates()) as reported:
+                return await anext(reported)
 
     load, changes = asyncio.run(asyncio.wait_for(late(), PATIENCE_S))
 
@@ -69,15 +69,15 @@ def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
 def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() -> None:
     async def watched() -> list[tuple[NodeLoad, PrefixChanges | None]]:
         news = FakeNews()
-        async with followed(news) as state, aclosing(state.watch_updates()) as told:
-            first = await anext(told)
+        async with followed(news) as state, aclosing(state.watch_updates()) as reported:
+            first = await anext(reported)
             for name in (ONE, TWO):  # the rate limit delays the second read
                 news.store(name)
                 state.calls.notify_change()
-            second = await anext(told)
+            second = await anext(reported)
             news.num_running = 1
             state.calls.notify_change()
-            return [first, second, await anext(told)]
+            return [first, second, await anext(reported)]
 
     first, second, third = asyncio.run(asyncio.wait_for(watched(), PATIENCE_S))
 
@@ -88,10 +88,10 @@ def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() ->
 
 def test_a_drain_is_told_at_once() -> None:
     async def drained() -> NodeLoad:
-        async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as told:
-            await anext(told)
+        async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as reported:
+            await anext(reported)
             state.request_drain()
-            load, _ = await anext(told)
+            load, _ = await anext(reported)
             return load
 
     assert asyncio.run(asyncio.wait_for(drained(), PATIENCE_S)).is_draining

@@ -189,5 +189,5 @@ def test_a_share_of_steps_is_between_none_and_all(ratio: float) -> None:
 
 
 def tokens_of(span: Span) -> tuple[object, ...]:
-    told = (names.STEP_ROWS, names.STEP_PREFILL_TOKENS, names.STEP_DECODE_TOKENS)
-    return tuple(span.attributes[name] for name in told)
+    reported = (names.STEP_ROWS, names.STEP_PREFILL_TOKENS, names.STEP_DECODE_TOKENS)
+    return tuple(span.attributes[name] for name in reported)

@@ -97,13 +97,13 @@ def answered(
 
 
 def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
-    return [token_at(nodes.asked[0].request, index) for index in range(count)]
+    return [token_at(nodes.received[0].request, index) for index in range(count)]
 
 
 def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
     """Return the numbers of prefill and decode calls."""
-    num_prefills = sum(asked.leg is Leg.PREFILL for asked in nodes.asked)
-    return num_prefills, len(nodes.asked) - num_prefills
+    num_prefills = sum(requested.leg is Leg.PREFILL for requested in nodes.received)
+    return num_prefills, len(nodes.received) - num_prefills
 
 
 def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() -> None:
@@ -116,12 +116,12 @@ def test_the_prompt_is_computed_for_the_first_and_the_others_go_where_it_is() ->
     answers = answered(nodes, calls_of(4), table)
 
     assert legs(nodes) == (1, 4)
-    assert len({asked.node for asked in nodes.asked if asked.leg is Leg.DECODE}) == 1
+    assert len({requested.node for requested in nodes.received if requested.leg is Leg.DECODE}) == 1
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 4
-    assert len({asked.handoff_id for asked in nodes.asked}) == 4
-    assert sorted(asked.request.seed for asked in nodes.asked if asked.leg is Leg.DECODE) == [
-        *range(4)
-    ]
+    assert len({requested.handoff_id for requested in nodes.received}) == 4
+    assert sorted(
+        requested.request.seed for requested in nodes.received if requested.leg is Leg.DECODE
+    ) == [*range(4)]
     places = [ending.served.prefill for _, ending in answers.values()]
     assert places.count(PrefillPlace.REMOTE) == 1
 
@@ -217,11 +217,11 @@ def test_logprobs_of_the_prompt_are_computed_once_and_told_with_each_answer() ->
     parts = [part for _, part in parts_of(nodes, with_prompt_logprobs(calls_of(3)))]
 
     assert legs(nodes) == (1, 3)
-    asked = [one.request.sampling.prompt_logprobs for one in nodes.asked]
-    assert asked == [1, 1, None, None]
-    told = [part.prompt_logprobs for part in parts if isinstance(part, TokenChunk)]
-    assert told.count(tuple(prompt_logprobs_of(nodes.asked[0].request))) == 3
-    assert len(told) - told.count(()) == 3
+    requested = [one.request.sampling.prompt_logprobs for one in nodes.received]
+    assert requested == [1, 1, None, None]
+    reported = [part.prompt_logprobs for part in parts if isinstance(part, TokenChunk)]
+    assert reported.count(tuple(prompt_logprobs_of(nodes.received[0].request))) == 3
+    assert len(reported) - reported.count(()) == 3
 
 
 def test_all_answers_of_a_request_share_one_limit_on_prompt_logprobs() -> None:
@@ -234,7 +234,7 @@ def test_all_answers_of_a_request_share_one_limit_on_prompt_logprobs() -> None:
         parts_of(nodes, one)
     with pytest.raises(InvalidRequest, match="and 231788 are left"):
         parts_of(FakeNodeCalls(), two, num_each=9)
-    assert nodes.asked == []
+    assert nodes.received == []
     assert len(answered(nodes, one[:16])) == 16
 
 
@@ -243,13 +243,13 @@ def test_all_answers_have_the_clients_deadline() -> None:
 
     answered(nodes, calls_of(3), remaining_s=1e6)
 
-    timeouts = [asked.timeout_s for asked in nodes.asked]
+    timeouts = [requested.timeout_s for requested in nodes.received]
     assert len(timeouts) == 4
     assert None not in timeouts
 
 
 def decodes_of(nodes: FakeNodeCalls) -> list[str]:
-    return [asked.node for asked in nodes.asked if asked.leg is Leg.DECODE]
+    return [requested.node for requested in nodes.received if requested.leg is Leg.DECODE]
 
 
 def two_decodes() -> NodeTable:
@@ -292,7 +292,7 @@ def test_all_answers_come_from_one_revision_of_the_model() -> None:
 
     answered(nodes, calls_of(4), a_table(full, a_node(NodeRole.DECODE, "d2", fingerprint=other)))
 
-    assert [asked.node for asked in nodes.asked] == ["d1"] * 4
+    assert [requested.node for requested in nodes.received] == ["d1"] * 4
 
 
 def test_answers_begin_with_another_revision_while_none_has_a_token() -> None:

@@ -59,9 +59,9 @@ def test_a_failed_connection_is_told_without_grpcs_own_words() -> None:
         "connect to remote host: connect: Connection refused (111)"
     )
 
-    told = unreachable("127.0.0.1:7", details)
+    reported = unreachable("127.0.0.1:7", details)
 
-    assert told.startswith("127.0.0.1:7 cannot be reached: connection refused; is a router")
+    assert reported.startswith("127.0.0.1:7 cannot be reached: connection refused; is a router")
     assert unreachable("a:1", "of a new kind").startswith("a:1 cannot be reached: of a new kind")
 
 

@@ -159,13 +159,13 @@ def test_a_revoked_receive_keeps_its_blocks_until_p_says_that_nothing_is_in_flig
     receiver = granted()
 
     receiver.revoke(ID, 1.0)
-    asked = receiver.take_actions()
+    requested = receiver.take_actions()
     receiver.hear(LINK, done(), 1.1)
     receiver.arrived(LINK, 1)
     before = receiver.take_reports()
     receiver.hear(LINK, Revoked(ID), 1.2)
 
-    assert asked == [CancelWrites(LINK, 1), SendMessage(LINK, RevokeGrant(ID, 1))]
+    assert requested == [CancelWrites(LINK, 1), SendMessage(LINK, RevokeGrant(ID, 1))]
     assert (before.finished_recving, before.released) == ((), ())
     assert receiver.take_reports().released == (ID,)
 
@@ -348,11 +348,11 @@ def test_the_digest_is_checked_once_all_is_there_and_a_bad_one_is_a_loss_without
     receiver = granted()
     receiver.arrived(LINK, 1)
     receiver.hear(LINK, done(digest=77), 1.0)
-    asked = receiver.take_actions()
+    requested = receiver.take_actions()
 
     receiver.checked(ID, is_good=False)
 
-    assert asked == [CheckDigest(ID, BLOCKS, 77)]
+    assert requested == [CheckDigest(ID, BLOCKS, 77)]
     reports = receiver.take_reports()
     assert reports.finished_recving == ()
     assert [lost.handoff_id for lost in reports.failed_recving] == [ID]

@@ -267,14 +267,14 @@ def test_a_failed_write_costs_the_pair_and_is_never_taken_for_an_end() -> None:
     sender.complete(complete(), 0.1)
 
     sender.write_failed(LINK, 1, "reset")
-    asked = sender.take_actions()
+    requested = sender.take_actions()
     sender.hear(LINK, RevokeGrant(ID, 1), 0.2)
     unanswered = sender.take_actions()
     before = sender.take_finished()
     sender.handle_link_cut(LINK, "a write failed")
 
-    assert BreakLink(LINK, "a write failed: reset") in asked
-    assert not any(isinstance(action, SendDone) for action in asked)
+    assert BreakLink(LINK, "a write failed: reset") in requested
+    assert not any(isinstance(action, SendDone) for action in requested)
     assert (unanswered, before) == ([], ())
     assert sender.take_finished() == (ID,)
 

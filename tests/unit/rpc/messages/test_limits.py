@@ -19,8 +19,8 @@ NUM_TOKENS = 20
 @pytest.mark.parametrize("num_logprobs", [0, 1, 7, MAX_LOGPROBS])
 def test_no_message_is_larger_than_reckoned(num_logprobs: int) -> None:
     top = tuple((LARGEST_ID, -0.5) for _ in range(num_logprobs))
-    told = TokenLogprobs(LARGEST_ID, -0.5, LARGEST_ID, top)
-    output = Output(RequestId("r"), 0, (LARGEST_ID,), prompt_logprobs=(told,) * NUM_TOKENS)
+    reported = TokenLogprobs(LARGEST_ID, -0.5, LARGEST_ID, top)
+    output = Output(RequestId("r"), 0, (LARGEST_ID,), prompt_logprobs=(reported,) * NUM_TOKENS)
 
     num_bytes = output_to(output).ByteSize()
 
