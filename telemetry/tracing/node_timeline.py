@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.request import FinishReason, Output
@@ -141,7 +141,7 @@ class NodeTimeline:
 class _NodeSpans:
     def __init__(self, timeline: NodeTimeline, to_unix_ns: ToUnixNs) -> None:
         self._timeline = timeline
-        self._make = SpanMaker(timeline.parent.trace_id, to_unix_ns)
+        self._make = SpanMaker(timeline.parent.trace_id, timeline.facts.leg, to_unix_ns)
         self._end = timeline.end or End(timeline.arrival_s, SpanOutcome.FAILED)
         self._server_id = timeline.context.span_id
 
@@ -167,7 +167,7 @@ class _NodeSpans:
             timeline.parent.span_id,
             timeline.arrival_s,
             self._end,
-            self._with_role(attributes),
+            attributes,
             span_id=self._server_id,
             kind=SpanKind.SERVER,
         )
@@ -176,7 +176,7 @@ class _NodeSpans:
 
     def _prefill(self) -> Iterator[Span]:
         timeline = self._timeline
-        yield self._wait(names.PREFILL_WAIT, timeline.arrival_s, "batch")
+        yield self._batch_wait(names.PREFILL_WAIT, timeline.arrival_s)
         if timeline.starts:
             yield self._compute()
         if timeline.record is not None and timeline.record.role is TransferRole.SENT:
@@ -202,8 +202,9 @@ class _NodeSpans:
             names.STEPS: len(chunks),
             names.PREEMPTIONS: len(timeline.preempted_s),
         }
-        return self._child(
+        return self._make.span(
             names.PREFILL_COMPUTE,
+            self._server_id,
             start.at_s,
             end,
             attributes,
@@ -217,19 +218,13 @@ class _NodeSpans:
         waits_from_s = timeline.arrival_s
         if record is not None and record.role is TransferRole.RECEIVED:
             granted = End(record.began_s)
-            yield self._child(
-                names.DECODE_WAIT,
-                timeline.arrival_s,
-                granted,
-                {names.WAIT_FOR: "blocks"},
-                span_name="blocks",
-            )
+            yield self._wait(names.DECODE_WAIT, timeline.arrival_s, granted, "blocks")
             has_landed = record.outcome in DONE
             push_id = timeline.kv_push_span_id if has_landed else None
             yield self._kv(names.KV_WAIT, record, links=() if push_id is None else (push_id,))
             waits_from_s = record.ended_s or self._end.at_s
         if waits_from_s < self._end.at_s:
-            yield self._wait(names.DECODE_WAIT, waits_from_s, "batch")
+            yield self._batch_wait(names.DECODE_WAIT, waits_from_s)
         if timeline.starts:
             yield from self._compute_on_decode()
 
@@ -241,8 +236,9 @@ class _NodeSpans:
             began_s = timeline.chunks[-1].ended_s
             if timeline.num_missing_tokens > 0:
                 return
-        yield self._child(
+        yield self._make.span(
             names.DECODE_COMPUTE,
+            self._server_id,
             began_s,
             self._end,
             self._decode_attributes(began_s),
@@ -264,10 +260,15 @@ class _NodeSpans:
 
     # --- both -----------------------------------------------------------------------------
 
-    def _wait(self, name: str, began_s: float, wait_for: str) -> Span:
+    def _batch_wait(self, name: str, began_s: float) -> Span:
         starts = [start for start in self._timeline.starts if start.at_s >= began_s]
         end = End(starts[0].at_s) if starts else self._end
-        return self._child(name, began_s, end, {names.WAIT_FOR: wait_for}, span_name=wait_for)
+        return self._wait(name, began_s, end, "batch")
+
+    def _wait(self, name: str, began_s: float, end: End, wait_for: str) -> Span:
+        span_id = child_id(self._server_id, f"{name}/{wait_for}")
+        attributes = {names.WAIT_FOR: wait_for}
+        return self._make.span(name, self._server_id, began_s, end, attributes, span_id=span_id)
 
     def _kv(
         self,
@@ -277,8 +278,9 @@ class _NodeSpans:
         span_id: int | None = None,
         links: tuple[int, ...] = (),
     ) -> Span:
-        return self._child(
+        return self._make.span(
             name,
+            self._server_id,
             record.began_s,
             _end_of(record, self._end.at_s),
             self._kv_attributes(record),
@@ -305,36 +307,6 @@ class _NodeSpans:
 
     def _preemptions(self) -> tuple[SpanEvent, ...]:
         return tuple(self._make.event(names.PREEMPTED, at_s) for at_s in self._timeline.preempted_s)
-
-    def _child(
-        self,
-        name: str,
-        began_s: float,
-        end: End,
-        attributes: Mapping[str, AttributeValue | None],
-        *,
-        span_id: int | None = None,
-        span_name: str = "",
-        events: tuple[SpanEvent, ...] = (),
-        links: tuple[int, ...] = (),
-    ) -> Span:
-        if span_id is None:
-            span_id = child_id(self._server_id, f"{name}/{span_name}")
-        return self._make.span(
-            name,
-            self._server_id,
-            began_s,
-            end,
-            self._with_role(attributes),
-            span_id=span_id,
-            events=events,
-            links=links,
-        )
-
-    def _with_role(
-        self, attributes: Mapping[str, AttributeValue | None]
-    ) -> dict[str, AttributeValue | None]:
-        return {names.ROLE: self._timeline.facts.leg, **attributes}
 
 
 def _end_of(record: TransferRecord, call_ended_s: float) -> End:

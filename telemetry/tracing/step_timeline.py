@@ -32,7 +32,7 @@ class StepTimeline:
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
         """Return the span of an ended step."""
-        span = SpanMaker(self.context.trace_id, to_unix_ns).span(
+        span = SpanMaker(self.context.trace_id, self.facts.leg, to_unix_ns).span(
             names.ENGINE_STEP,
             None,
             self.times_s[0],
@@ -45,7 +45,6 @@ class StepTimeline:
 
     def _attributes(self) -> dict[str, AttributeValue | None]:
         return {
-            names.ROLE: self.facts.leg,
             names.NODE: self.facts.node_id,
             names.INCARNATION: self.facts.incarnation,
             names.STEP_NUMBER: self.number,
