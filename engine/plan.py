@@ -8,6 +8,7 @@ from typing import Protocol
 from engine.request import Failure, RequestId
 from engine.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar
+from kv_transfer.records import TransferRecord
 from kv_transfer.types import BlockId, KvOrders, KvReports, TokenLogprobs
 
 
@@ -47,6 +48,7 @@ class Plan:
     started: tuple[PlanRow, ...] = ()
     new_block_ids: dict[RequestId, tuple[BlockId, ...]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
+    num_prompt_tokens: int = 0  # prompt tokens among them; zero if `is_retry`
     # With speculation: the part of the token budget left for draft tokens of all rows.
     max_draft_tokens: int = 0
     kv_orders: KvOrders = KvOrders()
@@ -92,4 +94,8 @@ class KvWorker(Protocol):
 
     def next_poll_s(self, now: float) -> float | None:
         """Return the time until the next `poll` is needed; None: not before the engine is woken."""
+        ...
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        """Return the hand-offs that ended since the last call."""
         ...

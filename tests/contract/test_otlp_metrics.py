@@ -17,6 +17,8 @@ from opentelemetry.proto.collector.metrics.v1 import (
 )
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
 
+from engine.plan import Plan
+from engine.request import RequestId
 from kv_transfer.records import TransferRecord, TransferRole
 from kv_transfer.types import HandoffId
 from telemetry.metrics import names as counted
@@ -28,6 +30,7 @@ from telemetry.tracing.spans import TraceContext
 
 PROCESS = Process("prefill", "p0", "1")
 TRACE = TraceContext(0xABC, 0xDEF)
+PLAN = Plan(num_scheduled_tokens={RequestId("a"): 17, RequestId("b"): 1}, num_prompt_tokens=17)
 RECORD = TransferRecord(
     handoff_id=HandoffId("a", 1),
     role=TransferRole.SENT,
@@ -73,7 +76,7 @@ def collector() -> Iterator[MetricsCollector]:
 
 def test_a_collector_gets_what_prometheus_would(collector: MetricsCollector) -> None:
     metrics = NodeMetrics("prefill")
-    metrics.observe_step(0.003, num_requests=2, num_prompt_tokens=17)
+    metrics.note_pass(PLAN, 1.0, 1.003)
     metrics.take(RECORD, TRACE)
     read: Reading = {
         counted.RUNNING: 3.0,
