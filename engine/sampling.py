@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -143,8 +143,8 @@ class SamplingDefaults:
 
     @property
     def given(self) -> dict[str, float | int]:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in values if value is not None}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None}
 
     def params(self, **chosen: Any) -> SamplingParams:
         """Build parameters from `chosen` and, for the rest, the defaults. Raises InvalidRequest."""
