@@ -83,8 +83,9 @@ class Route:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        nodes = (self.decode, self.prefill)
-        return tuple(node.address for node in nodes if node is not None)
+        if self.prefill is None:
+            return (self.decode.address,)
+        return self.decode.address, self.prefill.address
 
 
 def choose(
@@ -244,13 +245,8 @@ def _build_view(table: NodeTable, routing: Routing, request: RoutingRequest) -> 
     for naming in table.namings:
         # The last token is always computed: its logits give the next one.
         usable = naming.names(token_ids[:-1], len(request.prompt_token_ids), request.cache_salt)
-        for hits, match in (
-            (reported, table.prefixes.match_reported),
-            (expected, table.prefixes.match_expected),
-        ):
-            hits.update(
-                (address, num * naming.block_size) for address, num in match(usable).items()
-            )
+        for hits, matched in zip((reported, expected), table.prefixes.match(usable), strict=True):
+            hits.update((address, num * naming.block_size) for address, num in matched.items())
         names += usable
     return RoutingView(table, request, tuple(names), reported, expected)
 
