@@ -32,22 +32,20 @@ class PrefixIndex:
 
     def remove(self, holder: str, names: Iterable[BlockHash]) -> None:
         held = self._names_by_holder.get(holder, OrderedDict())
-        for name in names:
-            if name in held:
-                del held[name]
-                self._forget(holder, name)
+        removed = held.keys() & names
+        for name in removed:
+            del held[name]
+        self._forget(holder, removed)
 
     def drop(self, holder: str) -> None:
         """Remove all blocks of a holder."""
-        for name in self._names_by_holder.pop(holder, ()):
-            self._forget(holder, name)
+        self._forget(holder, self._names_by_holder.pop(holder, ()))
 
     def trim(self, holder: str, max_names: int) -> None:
         """Drop the oldest blocks of a holder beyond `max_names`."""
         held = self._names_by_holder.get(holder, OrderedDict())
-        for _ in range(len(held) - max_names):
-            name, _ = held.popitem(last=False)
-            self._forget(holder, name)
+        oldest = [held.popitem(last=False)[0] for _ in range(len(held) - max_names)]
+        self._forget(holder, oldest)
 
     def num_names(self, holder: str) -> int:
         return len(self._names_by_holder.get(holder, ()))
@@ -66,11 +64,12 @@ class PrefixIndex:
         matched.update(dict.fromkeys(matching or (), len(names)))
         return matched
 
-    def _forget(self, holder: str, name: BlockHash) -> None:
-        holders = self._holders_by_name[name]
-        holders.discard(holder)
-        if not holders:
-            del self._holders_by_name[name]
+    def _forget(self, holder: str, names: Iterable[BlockHash]) -> None:
+        for name in names:
+            holders = self._holders_by_name[name]
+            holders.discard(holder)
+            if not holders:
+                del self._holders_by_name[name]
 
 
 class PrefixMatch(NamedTuple):

@@ -115,15 +115,16 @@ def structured_outputs_to(value: StructuredOutputs | None) -> sampling_pb2.Struc
 
 
 def sampling_to(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
+    extra_args = {name: argument_to(value) for name, value in sampling.extra_args.items()}
     message = sampling_pb2.SamplingParams(
         **{name: getattr(sampling, name) for name in SCALARS},
-        logit_bias=sampling.logit_bias,
+        logit_bias=sampling.logit_bias or None,  # None costs less than an empty map
         banned_token_ids=sampling.banned_token_ids,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         structured_outputs=structured_outputs_to(sampling.structured_outputs),
         banned_sequences=[sampling_pb2.TokenIds(ids=ids) for ids in sampling.banned_sequences],
-        extra_args={name: argument_to(value) for name, value in sampling.extra_args.items()},
+        extra_args=extra_args or None,
     )
     if sampling.allowed_token_ids is not None:
         message.allowed_token_ids.ids.extend(sampling.allowed_token_ids)
