@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import TypeVar
 
 from engine.kv_cache.block_hashes import BlockHash
 from errors import InvalidConfig
@@ -22,6 +23,8 @@ EVICTION_WEIGHT = 0.25
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
+
+Cost = TypeVar("Cost", int, tuple[int, int])
 
 
 class RoutingPolicy(Enum):
@@ -201,17 +204,14 @@ def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
         case RoutingPolicy.POWER_OF_TWO:
             return min(_draw_two(nodes, routing.seed, number), key=view.num_requests)
         case RoutingPolicy.PREFIX_AWARE:
-            cheapest = _least(nodes, view.costs(nodes))
-            return _round_robin(_least_recently_used(cheapest, view.table), number)
+            last_uses = [view.table.node_load(node).last_use for node in nodes]
+            costs = list(zip(view.costs(nodes), last_uses, strict=True))
+            return _round_robin(_least(nodes, costs), number)  # least recently used of the cheapest
 
 
-def _least(nodes: Sequence[Node], costs: Sequence[int]) -> Sequence[Node]:
+def _least(nodes: Sequence[Node], costs: Sequence[Cost]) -> Sequence[Node]:
     least = min(costs)
     return [node for node, cost in zip(nodes, costs, strict=True) if cost == least]
-
-
-def _least_recently_used(nodes: Sequence[Node], table: NodeTable) -> Sequence[Node]:
-    return _least(nodes, [table.node_load(node).last_use for node in nodes])
 
 
 def _round_robin(equal: Sequence[Node], number: int) -> Node:
