@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,11 +22,11 @@ from engine.request import FinishReason
 from engine.sampling import SamplingParams
 from router.admission.admission_queue import AdmissionQueueConfig
 from router.answer import IncrementalDetokenizer
+from router.context import RequestContext
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import ModelText, NoTokenizer, TextBoundary
 from router.openai.body_receiving import MAX_BODY_BYTES, max_values
 from router.openai.response.output_parsers import Parsing
-from router.request_scope import new_request_context
 from router.routing.node_table import NodeTable
 from router.tracing import Tracing
 from router.values import DecodeSummary, GenerateCall, Prompt, TokenPrompt
@@ -727,7 +728,7 @@ def test_grpc_and_http_share_one_admission_queue() -> None:
 
     async def scene(router: HttpRouter, client: AsyncOpenAI) -> None:
         by_grpc = GenerateCall("other", TokenPrompt((3,)), SamplingParams(max_tokens=2))
-        parts = router.pipeline.generate(by_grpc, new_request_context())
+        parts = router.pipeline.generate(by_grpc, RequestContext(time.monotonic()))
         await anext(parts)
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(model="tiny", prompt=PROMPT)

@@ -58,7 +58,7 @@ def test_every_reading_router_has_the_exact_cache_of_the_node(
                 reported = changes_from(update_to(NodeLoad(), changes))
                 assert reported is not None
                 routers[number].take("node", reported)
-            known = {name for name in NAMES if routers[number].match_reported([name])}
+            known = {name for name in NAMES if routers[number].match([name]).reported}
             assert known == expected
 
 
@@ -73,7 +73,7 @@ def test_a_match_is_the_longest_gapless_beginning_that_each_node_has(
     for holder, names in held.items():
         prefixes.expect(holder, names)
 
-    matched = prefixes.match_expected(requested)
+    matched = prefixes.match(requested).expected
 
     for holder, names in held.items():
         lengths = [n for n in range(len(requested) + 1) if names.issuperset(requested[:n])]

@@ -16,7 +16,7 @@ from router.dispatch.config import DispatchConfig
 from router.dispatch.node_rpcs import Leg
 from router.input_processing.tokenization import NoTokenizer
 from router.pipeline import Pipeline, PipelineConfig
-from router.request_scope import RequestScopes, new_request_context
+from router.request_scope import RequestScopes
 from router.routing.node_table import Node, NodeTable
 from router.routing.policy import Routing, RoutingPolicy
 from router.values import CompletionSummary, GenerateCall, PrefillPlace, TokenChunk, TokenPrompt
@@ -69,7 +69,7 @@ def parts_of(
 
     async def run() -> list[tuple[int, TokenChunk | CompletionSummary]]:
         pipeline = a_pipeline(nodes, table or a_table())
-        scope = RequestScopes().begin("a", None, new_request_context(remaining_s))
+        scope = RequestScopes().begin("a", None, remaining_s)
         answers = generate_answers(pipeline, scope, calls, num_each or len(calls))
         async with aclosing(answers) as parts:
             return [indexed async for indexed in parts]
@@ -319,7 +319,7 @@ def test_a_draining_router_finishes_answers_that_wait_for_the_first() -> None:
 
     async def drain_after_the_first_part() -> int:
         pipeline = a_pipeline(Waiting(), a_table())
-        scope = RequestScopes().begin("a", None, new_request_context())
+        scope = RequestScopes().begin("a", None)
         async with aclosing(generate_answers(pipeline, scope, calls_of(3), 3)) as parts:
             await anext(parts)  # by prefill: no node has the KV yet
             draining = asyncio.ensure_future(pipeline.drain())
@@ -348,7 +348,7 @@ def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) ->
     )
 
     async def scene(pipeline: Pipeline) -> None:
-        scope = RequestScopes().begin("a", None, new_request_context(None))
+        scope = RequestScopes().begin("a", None)
         async with aclosing(generate_answers(pipeline, scope, calls_of(6), 6)) as parts:
             async for _ in parts:
                 pass

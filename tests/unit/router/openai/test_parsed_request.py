@@ -11,7 +11,7 @@ import pytest
 from engine.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults, SamplingParams
 from engine.structured_output.params import StructuredOutputs
 from errors import InvalidRequest
-from router.input_processing.logprob_limits import MAX_LOGPROBS_PER_REQUEST
+from router.input_processing.limits import MAX_LOGPROBS_PER_REQUEST
 from router.openai.request.bodies import json_object
 from router.openai.request.parsed_request import (
     ModelContext,

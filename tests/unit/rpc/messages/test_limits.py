@@ -8,7 +8,7 @@ from engine.request import Output, RequestId
 from engine.sampling import MAX_LOGPROBS
 from errors import InvalidRequest
 from kv_transfer.types import TokenLogprobs
-from router.input_processing.logprob_limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
+from router.input_processing.limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
 from rpc.messages.conversion import output_to
 from rpc.messages.limits import MAX_MESSAGE_BYTES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.input_processing.cache_salts import bind_salt, token_digest
+from router.request_scope import bind_salt, token_digest
 
 
 def test_clients_are_distinguished_by_hashes_of_their_tokens() -> None:
