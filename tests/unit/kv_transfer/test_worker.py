@@ -205,7 +205,7 @@ def pass_in_a_long_layer(world: World, busy: Node, seconds: int) -> None:
         for node in world.nodes:
             node.link.pass_all()
             if node is busy:
-                node.worker.pulse()
+                node.worker.inbox.pulse()
             else:
                 world.turn(node)
 
@@ -316,7 +316,7 @@ def test_peers_that_do_not_fit_are_refused_by_name() -> None:
         link,
         CONFIG,
     )
-    link.events = worker
+    link.events = worker.inbox
     world.receive(ID, "stranger", 0, 2)
 
     for _ in range(4):
