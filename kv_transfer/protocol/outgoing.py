@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_transfer.link import LinkId
-from kv_transfer.protocol.messages import Grant
+from kv_transfer.protocol.messages import Grant, Writing
 from kv_transfer.types import BlockId, Complete, HandoffId, Send, SendLayers
 
 
@@ -61,6 +61,15 @@ class OutgoingHandoff:
         if self.state is OutgoingState.PUSHING:
             return self.lease_until_s
         return self.held_until_s if self.state is OutgoingState.HELD else math.inf
+
+    def take_progress(self) -> Writing | None:
+        """Return the progress of the writes; None if it has not changed since the last call."""
+        is_begun = bool(self.in_flight or self.num_posted)
+        progress = self.num_written, self.complete is not None
+        if self.state is not OutgoingState.PUSHING or not is_begun or self.reported == progress:
+            return None
+        self.reported = progress
+        return Writing(self.handoff_id, self.num_written)
 
     def is_stuck(self, now: float, limit_s: float) -> bool:
         """Return whether a write has been in flight for `limit_s`."""

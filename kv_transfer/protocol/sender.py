@@ -34,7 +34,6 @@ from kv_transfer.protocol.messages import (
     Renew,
     Revoked,
     RevokeGrant,
-    Writing,
 )
 from kv_transfer.protocol.outgoing import OutgoingHandoff, OutgoingState, WriteInFlight
 from kv_transfer.protocol.write_splitter import WritePart, WriteSplitter
@@ -174,13 +173,9 @@ class Sender:
         most writes have completed by then and need no message.
         """
         for outgoing in self._outgoing.values():
-            is_begun = bool(outgoing.in_flight or outgoing.num_posted)
-            if not is_begun or outgoing.state is not OutgoingState.PUSHING:
-                continue
-            progress = outgoing.num_written, outgoing.complete is not None
-            if outgoing.reported != progress:
-                outgoing.reported = progress
-                self._send_to_peer(outgoing, Writing(outgoing.handoff_id, outgoing.num_written))
+            writing = outgoing.take_progress()
+            if writing is not None:
+                self._send_to_peer(outgoing, writing)
 
     # --- Time ----------------------------------------------------------------------------
 
