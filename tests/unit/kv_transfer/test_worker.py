@@ -394,6 +394,17 @@ def test_an_idle_worker_asks_for_no_poll_and_a_busy_one_for_many() -> None:
     assert [node.worker.next_poll_s(world.now) for node in world.nodes] == [None, None, None]
 
 
+def test_hand_offs_without_writes_are_polled_for_their_deadlines() -> None:
+    world = World()
+    world.receive(ID, "p0", 0, 4)  # the link is not up yet
+    world.begin(ID, "p0", 4)
+    world.complete(ID)  # held for the grant
+
+    delays = [world.d.worker.next_poll_s(world.now), world.ps["p0"].worker.next_poll_s(world.now)]
+
+    assert delays == [CONFIG.tick_s, CONFIG.tick_s]
+
+
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_closing_a_node_tells_its_peers(is_direct: bool) -> None:
     world = World(wire=Wire(is_direct=is_direct))
